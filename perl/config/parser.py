@@ -1,0 +1,33 @@
+"""Command-line parsing shared by every entry point: jsonargparse, with one-line errors and no abbreviations."""
+
+from __future__ import annotations
+
+import re
+from typing import NoReturn
+
+from jsonargparse import ArgumentParser
+
+from perl.errors import UserError, nearest
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's parser, but an error is a UserError of one line, unknown flags name the nearest known one, and
+    a flag is never taken for a longer one that it abbreviates."""
+
+    def __init__(self, *args, **kwargs):
+        kwargs.setdefault("exit_on_error", False)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        raise UserError(self._explain(message)) from ex
+
+    def known_flags(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+
+    def _explain(self, message: str) -> str:
+        unknown = re.search(r"[Uu]nrecognized arguments?: (.*)", message, flags=re.DOTALL)
+        if not unknown:
+            return message
+        flag = next((word for word in unknown[1].split() if word.startswith("-")), unknown[1]).split("=")[0]
+        guess = nearest(flag, self.known_flags())
+        return f"unknown flag {flag}; " + (f"did you mean {guess}?" if guess else "--help lists the known ones")

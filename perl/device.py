@@ -1,0 +1,108 @@
+"""The only place that knows an Ascend NPU from a CUDA GPU from a CPU.
+
+Everything else asks here. Hardware that is not recognised reads as "cpu" only when torch itself reports no
+accelerator; nothing is guessed from names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from perl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["npu", "cuda", "cpu"]
+
+VISIBILITY_VARIABLE: dict[Kind, str | None] = {
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "cpu": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What this process can compute on."""
+
+    kind: Kind
+    count: int
+    """Accelerators visible to this process; on a CPU the number of cores this process may use."""
+
+
+def detect() -> Devices:
+    """The accelerators this process sees: NPUs if there are any, else CUDA GPUs, else CPU cores."""
+    for kind in ("npu", "cuda"):
+        module = _backend(kind)
+        if module is not None and module.is_available() and module.device_count() > 0:
+            return Devices(kind, module.device_count())
+    return Devices("cpu", len(os.sched_getaffinity(0)))
+
+
+def _backend(kind: Kind) -> ModuleType | None:
+    """torch.npu or torch.cuda, or None where there is no such thing."""
+    import torch
+
+    if kind == "npu" and not hasattr(torch, "npu") and importlib.util.find_spec("torch_npu"):
+        import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports]  # registers torch.npu
+    return getattr(torch, kind, None)
+
+
+def torch_device(index: int = 0) -> torch.device:
+    """The torch device of the `index`-th visible accelerator, or the CPU."""
+    import torch
+
+    kind = detect().kind
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, index)
+
+
+def default_dtype() -> torch.dtype:
+    """bfloat16 where the device computes in it, float32 on a CPU and on GPUs before Ampere."""
+    import torch
+
+    kind = detect().kind
+    if kind == "cpu" or (kind == "cuda" and not torch.cuda.is_bf16_supported()):
+        return torch.float32
+    return torch.bfloat16
+
+
+def worker_environment(index: int, tp_size: int = 1) -> dict[str, str]:
+    """Environment that shows worker `index` (of one node) its own `tp_size` devices and no others.
+
+    Ids are taken from the visibility variable when the user has set it, so that `ASCEND_RT_VISIBLE_DEVICES=4,5`
+    gives worker 0 device 4. On a CPU the result holds thread counts only: see `pin_cpu`.
+    """
+    devices = detect()
+    variable = VISIBILITY_VARIABLE[devices.kind]
+    if variable is None:
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    visible = os.environ.get(variable, "").strip()
+    ids = [i.strip() for i in visible.split(",")] if visible else [str(i) for i in range(devices.count)]
+    mine = ids[index * tp_size : (index + 1) * tp_size]
+    if len(mine) < tp_size:
+        raise UserError(
+            f"--dp_size: worker {index} needs {tp_size} {devices.kind} device(s), but only {len(ids)} are visible"
+            f" ({variable}={visible or 'unset'}); write a smaller --dp_size or --tp_size"
+        )
+    return {variable: ",".join(mine)}
+
+
+def pin_cpu(index: int, workers: int) -> None:
+    """On a CPU, keep this process on its own share of the cores, so that workers do not chase each other's."""
+    if detect().kind != "cpu":
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // workers)
+    start = (index * share) % len(cores)
+    os.sched_setaffinity(0, cores[start : start + share])
+
+
+def peak_memory_bytes() -> int | None:
+    """Peak bytes allocated by torch on this process's accelerator, or None on a CPU."""
+    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    return None if module is None else int(module.max_memory_allocated())

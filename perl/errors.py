@@ -1,0 +1,60 @@
+"""Errors that a user can act on: one line, no traceback.
+
+Every entry point runs its body under `report_errors()`: a UserError is printed as one line on stderr and the
+process ends with exit code 2. Anything else is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(Exception):
+    """What is wrong, where, and what to write instead, in one line."""
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The entry of `known` most similar to `name`, or None when nothing is similar (difflib ratio below 0.6)."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def lookup(table: Mapping[str, T], name: str, kind: str, flag: str = "") -> T:
+    """Return `table[name]`, or raise a UserError that lists what exists and names the nearest entry.
+
+    Args:
+        table: a registry, such as TASKS.
+        name: what the user wrote.
+        kind: what an entry is, in the singular ("task", "reward").
+        flag: where the user wrote it ("--config.reward.functions"), named in the message when given.
+    """
+    if name in table:
+        return table[name]
+    guess = nearest(name, table)
+    where = f"{flag}: " if flag else ""
+    meant = f"did you mean {guess!r}? " if guess else ""
+    raise UserError(f"{where}unknown {kind} {name!r}; {meant}known: {', '.join(sorted(table))}")
+
+
+@contextlib.contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn a UserError into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

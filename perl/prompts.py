@@ -1,0 +1,63 @@
+"""From a Problem to the tokens that an engine completes: template, few-shot examples, chat template, seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perl.errors import UserError
+from perl.records import Message, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptStyle:
+    """Everything around the question. A score can move by ten points on this alone, so it is recorded with it."""
+
+    template: str = "{question}"
+    """Text of the user's turn; `{question}` is replaced, other braces stand for themselves."""
+    system_prompt: str | None = None
+    few_shot: tuple[tuple[str, str], ...] = ()
+    """(question, worked answer) pairs, given as earlier turns of the same chat."""
+
+
+def build_messages(problem: Problem, style: PromptStyle) -> list[Message]:
+    """The chat that asks `problem`. A ready-made prompt (`problem.messages`) keeps its own wording; the system
+    prompt goes before it unless it brings one."""
+    messages: list[Message] = []
+    if style.system_prompt is not None and not (problem.messages and problem.messages[0]["role"] == "system"):
+        messages.append({"role": "system", "content": style.system_prompt})
+    for question, answer in style.few_shot:
+        messages.append({"role": "user", "content": style.template.replace("{question}", question)})
+        messages.append({"role": "assistant", "content": answer})
+    if problem.messages is not None:
+        messages.extend(dict(message) for message in problem.messages)
+    else:
+        messages.append({"role": "user", "content": style.template.replace("{question}", problem.question)})
+    return messages
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """Raise a UserError unless the tokenizer of `model` has a chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise UserError(
+            f"{model}: the tokenizer has no chat template; add a chat_template.jinja to the model's folder,"
+            " or use an instruct version of the model"
+        )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Token ids of `messages` under the tokenizer's chat template, ending where the assistant's turn begins."""
+    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(ids)  # type: ignore[arg-type]
+
+
+def row_seed(seed: int, key: str, index: int) -> int:
+    """Seed of the `index`-th completion of the row `key`: 63 bits that depend on these three values alone, so that
+    neither the order of rows nor the number of devices changes a completion."""
+    digest = hashlib.blake2b(f"{seed}\x1f{key}\x1f{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,78 @@
+"""The records that the stages exchange.
+
+    Task --Problem--> prompts --Prompt--> Engine --Completion--> grading --Grade--> rewards | evaluation
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Message = dict[str, str]
+"""One chat message: {"role": "system" | "user" | "assistant", "content": text}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One row of a task, as its source gave it."""
+
+    task: str
+    """Name of the Task that grades it, a key of TASKS."""
+    question: str
+    """The bare question, without any template. Empty when `messages` is given."""
+    gold: str
+    """The reference answer in the form the task's rules expect ("18", not the derivation)."""
+    messages: tuple[Message, ...] | None = None
+    """A ready-made prompt (verl's and the original DAPO schema); used verbatim instead of the task's template."""
+    source: str = ""
+    """Where the row came from ("train.jsonl:17"), for messages to the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How completions are drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    n: int = 1
+    """Completions per prompt."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 512
+    seed: int = 0
+    """Seed of the run; each completion's own seed is derived from it (prompts.row_seed)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What an engine completes once. Asking for n completions of a problem makes n prompts."""
+
+    token_ids: tuple[int, ...]
+    seed: int
+    """Seed of this completion alone: it does not depend on the batch, the order or the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine gives back for one Prompt."""
+
+    token_ids: tuple[int, ...]
+    """Generated tokens, without the prompt and without the end-of-sequence token."""
+    text: str
+    finish_reason: Literal["stop", "length"]
+    """"length": cut off at max_new_tokens, so the answer may be missing for that reason alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """The verdict on one completion."""
+
+    score: float
+    """The primary rule's score, 0.0 or 1.0: the reward and the accuracy are made of this number."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Each rule's score by rule name, for side-by-side reporting."""
+    extracted: str | None = None
+    """The answer the primary rule (or the rule that gave the point) read, or None."""
+    reason: Literal["correct", "wrong", "unextracted", "timeout", "error"] = "wrong"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"score": self.score, "scores": self.scores, "extracted": self.extracted, "reason": self.reason}
