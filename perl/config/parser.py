@@ -25,9 +25,18 @@ class Parser(ArgumentParser):
         return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
 
     def _explain(self, message: str) -> str:
-        unknown = re.search(r"[Uu]nrecognized arguments?: (.*)", message, flags=re.DOTALL)
-        if not unknown:
-            return message
-        flag = next((word for word in unknown[1].split() if word.startswith("-")), unknown[1]).split("=")[0]
+        if found := re.search(r"[Uu]nrecognized arguments?: (.*)", message, flags=re.DOTALL):
+            words = found[1].split()
+            flag = next((word for word in words if word.startswith("-")), None)
+            if flag is None:
+                return f"unexpected argument {words[0]!r}: every value follows its flag"
+            return self._unknown(flag.split("=")[0])
+        if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
+            return self._unknown(f"--{found[1]}.{found[2]}")
+        if found := re.search(r"Parser key \"([\w.]+)\":\s*(.*)", message, flags=re.DOTALL):
+            return f"--{found[1]}: {found[2].replace('<class ', '').replace('>.', '.')}"
+        return message
+
+    def _unknown(self, flag: str) -> str:
         guess = nearest(flag, self.known_flags())
         return f"unknown flag {flag}; " + (f"did you mean {guess}?" if guess else "--help lists the known ones")

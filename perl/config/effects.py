@@ -1,0 +1,77 @@
+"""Flags that are known but change nothing in this run: each gets one warning, none is silently ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jsonargparse import Namespace
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fields starting with `prefix` have no effect unless `active(values)`."""
+
+    prefix: str
+    active: Callable[[Namespace], bool]
+    because: str
+    keep: tuple[str, ...] = ()
+    """Fields with the prefix that always have an effect."""
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "noise_injection.",
+        lambda v: v.noise_injection.enabled,
+        "noise_injection.enabled is false",
+        keep=("noise_injection.enabled",),
+    ),
+    Rule("training.vllm_", lambda v: v.training.use_vllm, "rollout.engine is not vllm"),
+    Rule(
+        "training.continuous_batching_config",
+        lambda v: v.training.use_transformers_continuous_batching,
+        "rollout.engine is not continuous_batching",
+    ),
+    Rule(
+        "reward.overlong_cache_length",
+        lambda v: "overlong" in v.reward.functions,
+        "reward.functions does not hold overlong",
+    ),
+    Rule("peft.lora_plus_lr_ratio", lambda v: v.peft.type == "lora_plus", "peft.type is not lora_plus"),
+    Rule(
+        "dataset.filter_overlong_prompts",
+        lambda v: v.dataset.max_prompt_length is not None,
+        "dataset.max_prompt_length is null",
+    ),
+    Rule(
+        "dataset.truncation",
+        lambda v: v.dataset.max_prompt_length is not None and not v.dataset.filter_overlong_prompts,
+        "no prompt is too long: filter_overlong_prompts drops them, or max_prompt_length is null",
+    ),
+    Rule("training.ds3_gather_for_generation", lambda v: not v.training.use_vllm, "rollout.engine is vllm"),
+    Rule("training.epsilon_high", lambda v: v.training.loss_type != "sapo", "loss_type sapo does not clip"),
+    Rule("training.sapo_temperature", lambda v: v.training.loss_type == "sapo", "loss_type is not sapo"),
+    Rule(
+        "training.sync_ref_model",
+        lambda v: v.training.beta != 0.0,
+        "beta is 0, so there is no reference model",
+    ),
+    Rule("training.eval_", lambda v: False, "training does not evaluate; perl/eval.py does", ("training.eval_strategy",)),
+    Rule("training.per_device_eval_batch_size", lambda v: False, "training does not evaluate; perl/eval.py does"),
+    Rule("training.num_generations_eval", lambda v: False, "training does not evaluate; perl/eval.py does"),
+)
+
+
+def flags_without_effect(values: Namespace, given: Namespace) -> list[str]:
+    """One line for each given flag that has no effect under `values`.
+
+    Args:
+        values: the resolved configuration, groups at the top.
+        given: only what the user wrote on the command line.
+    """
+    return [
+        f"--config.{name} has no effect: {rule.because}"
+        for name in sorted(given.keys(branches=False))
+        for rule in RULES
+        if name.startswith(rule.prefix) and name not in rule.keep and not rule.active(values)
+    ]

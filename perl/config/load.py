@@ -1,0 +1,214 @@
+"""From command line and recipe to one resolved Config, with every contradiction found before a model is loaded.
+
+    recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from jsonargparse import Namespace
+
+from perl.config.effects import flags_without_effect
+from perl.config.parser import Parser
+from perl.config.schema import (
+    GROUPS,
+    CommonConfig,
+    DatasetConfig,
+    LoggingConfig,
+    ModelConfig,
+    NoiseConfig,
+    PeftConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from perl.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from perl.config.training import TrainingConfig
+
+# Two names of one thing: (ours, TRL's, default when neither is given).
+ALIASES = (
+    ("common.seed", "training.seed"),
+    ("dataset.max_prompt_length", "training.max_prompt_length"),
+    ("reward.weights", "training.reward_weights"),
+)
+ENGINE_FLAGS = {
+    "generate": {"use_vllm": False, "use_transformers_continuous_batching": False},
+    "continuous_batching": {"use_vllm": False, "use_transformers_continuous_batching": True},
+    "vllm": {"use_vllm": True, "use_transformers_continuous_batching": False},
+}
+SECRET_FIELDS = ("hub_token", "push_to_hub_token")
+OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
+
+
+@dataclass
+class Config:
+    """The resolved configuration of a training run."""
+
+    common: CommonConfig
+    model: ModelConfig
+    dataset: DatasetConfig
+    peft: PeftConfig
+    rollout: RolloutConfig
+    noise_injection: NoiseConfig
+    reward: RewardConfig
+    logging: LoggingConfig
+    training: TrainingConfig
+
+
+@dataclass
+class Parsed:
+    """What `parse` found, before `config.training` is built (building it starts the process group)."""
+
+    values: Namespace
+    """Every field of every group, typed; `values.training` holds GRPOConfig's arguments."""
+    warnings: list[str]
+    """One line for each flag that the user set and that has no effect in this run."""
+    parser: Parser
+
+    def build(self) -> Config:
+        """Make the Config; GRPOConfig checks itself here, and an error of its is a UserError."""
+        from perl.config.training import TrainingConfig
+
+        ours = {name: group(**_as_dict(self.values[name])) for name, group in GROUPS.items()}
+        try:
+            training = TrainingConfig(**_as_dict(self.values.training))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise UserError(f"--config.training: {error}") from error
+        return Config(**ours, training=training)
+
+    def dump(self) -> str:
+        """The whole configuration as YAML that `--recipe` reads again to repeat the run. Left out: secrets, and what
+        belongs to one run alone (its folder, the checkpoint it went on from)."""
+        plain = yaml.safe_load(self.parser.dump(Namespace(config=self.values)))["config"]
+        for name in (*SECRET_FIELDS, *OF_ONE_RUN):
+            plain["training"].pop(name, None)
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def build_parser() -> Parser:
+    """The parser of perl.train: `--recipe FILE` and `--config.<group>.<field>` for every field."""
+    from perl.config.training import TrainingConfig
+
+    parser = Parser(
+        prog="python -m perl.train",
+        description="Train a LoRA adapter with GRPO. Flags override the recipe, the recipe overrides the defaults.",
+    )
+    parser.add_argument("--recipe", type=str, default=None, help="YAML file with groups common, model, dataset, …")
+    for name, group in GROUPS.items():
+        parser.add_class_arguments(group, f"config.{name}")
+    parser.add_class_arguments(TrainingConfig, "config.training")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Parsed:
+    """Parse a command line. Raises UserError for anything that cannot be what the user meant."""
+    parser = build_parser()
+    flags = parser.parse_args(list(argv), defaults=False)
+    recipe = read_recipe(flags.get("recipe"), parser)
+    given = parser.parse_args(list(argv), namespace=recipe, defaults=False)
+    # A second parse, now over the defaults, types everything that neither flag nor recipe gave.
+    values = parser.parse_args(list(argv), namespace=recipe.clone()).config
+    resolve_aliases(values, given.get("config") or Namespace())
+    check_values(values)
+    warnings = flags_without_effect(values, flags.get("config") or Namespace())
+    return Parsed(values=values, warnings=warnings, parser=parser)
+
+
+def read_recipe(path: str | None, parser: Parser) -> Namespace:
+    """The recipe's values, typed by the parser; an unknown key is an error that names the nearest flag."""
+    if path is None:
+        return Namespace()
+    if not Path(path).is_file():
+        raise UserError(f"--recipe: no file {path}; recipes/ holds the ones that come with perl")
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"--recipe {path}: not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--recipe {path}: must hold groups ({', '.join((*GROUPS, 'training'))})")
+    for name in content:
+        if name not in GROUPS and name != "training":
+            guess = nearest(str(name), (*GROUPS, "training"))
+            hint = f"did you mean {guess}?" if guess else f"groups are {', '.join((*GROUPS, 'training'))}"
+            raise UserError(f"--recipe {path}: unknown group {name!r}; {hint}")
+    try:
+        return parser.parse_object({"config": content}, defaults=False)
+    except UserError as error:
+        raise UserError(f"--recipe {path}: {error}") from error
+
+
+def resolve_aliases(values: Namespace, given: Namespace) -> None:
+    """Give both names of one thing the same value; two different given values are an error."""
+    for ours, trls in ALIASES:
+        both = [name for name in (ours, trls) if given.get(name) is not None]
+        if len(both) == 2 and given[ours] != given[trls]:
+            raise UserError(
+                f"--config.{ours} is {given[ours]} but --config.{trls} is {given[trls]}: they mean the same; give one"
+            )
+        value = values[both[0] if both else ours]
+        # jsonargparse's PositiveInt is an int that YAML cannot write under TRL's plain `int | None`.
+        values[ours], values[trls] = value, int(value) if isinstance(value, int) else value
+    resolve_engine(values, given)
+    if values.noise_injection.seed is None:
+        values.noise_injection.seed = values.common.seed
+
+
+def resolve_engine(values: Namespace, given: Namespace) -> None:
+    """rollout.engine is the one switch; TRL's own flags may say it instead, but not something else."""
+    engine = given.get("rollout.engine")
+    if engine is None:
+        wanted = [name for name, flags in ENGINE_FLAGS.items() if any(given.get(f"training.{k}") for k in _on(flags))]
+        if len(wanted) > 1:
+            raise UserError(f"--config.training asks for {' and '.join(wanted)} at once; give --config.rollout.engine")
+        engine = wanted[0] if wanted else values.rollout.engine
+    for flag, value in ENGINE_FLAGS[engine].items():
+        said = given.get(f"training.{flag}")
+        if said is not None and said != value:
+            raise UserError(
+                f"--config.rollout.engine is {engine} but --config.training.{flag} is {str(said).lower()}; give one"
+            )
+        values.training[flag] = value
+    values.rollout.engine = engine
+
+
+def check_values(values: Namespace) -> None:
+    """Checks over several fields that need neither a device nor a file."""
+    reward, noise, training = values.reward, values.noise_injection, values.training
+    if reward.weights is not None and len(reward.weights) != len(reward.functions):
+        raise UserError(
+            f"--config.reward.weights has {len(reward.weights)} entries, --config.reward.functions has"
+            f" {len(reward.functions)}; give one weight for each function"
+        )
+    if not reward.functions:
+        raise UserError("--config.reward.functions is empty; give at least one, e.g. '[\"accuracy\"]'")
+    if noise.enabled and noise.sigma_end > noise.sigma_start:
+        raise UserError(
+            f"--config.noise_injection.sigma_end ({noise.sigma_end}) is above sigma_start ({noise.sigma_start});"
+            " noise decays: swap them"
+        )
+    if noise.enabled and noise.schedule in ("exponential", "logarithmic") and noise.sigma_end == 0:
+        raise UserError(
+            f"--config.noise_injection.schedule {noise.schedule} never reaches sigma_end 0;"
+            " give a positive sigma_end or schedule linear"
+        )
+    if noise.enabled and values.rollout.engine != "generate":
+        raise UserError(
+            f"--config.noise_injection.enabled: rollout.engine {values.rollout.engine} does not sample from the"
+            " trainer's weights; use --config.rollout.engine generate"
+        )
+    if training.eval_strategy not in (None, "no"):
+        raise UserError("--config.training.eval_strategy: leave it at no; perl/eval.py scores checkpoints")
+
+
+def _on(flags: dict[str, bool]) -> list[str]:
+    return [name for name, value in flags.items() if value]
+
+
+def _as_dict(group: Any) -> dict[str, Any]:
+    return group.as_dict() if isinstance(group, Namespace) else dict(group)

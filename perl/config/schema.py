@@ -1,0 +1,165 @@
+"""Every group of the training configuration that is ours; `config.training` is TRL's (see config/training.py).
+
+A field is a flag: `DatasetConfig.split` is `--config.dataset.split` and `dataset: {split: …}` in a recipe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+
+@dataclass
+class CommonConfig:
+    """What concerns the whole run.
+
+    Args:
+        seed: seed of data order, adapter initialisation, sampling and noise (also written `training.seed`).
+        debug: log at level DEBUG and show tracebacks of users' errors too.
+    """
+
+    seed: int = 42
+    debug: bool = False
+
+
+@dataclass
+class ModelConfig:
+    """The base model.
+
+    Args:
+        model_name_or_path: a folder, or a name on the hub.
+        dtype: dtype of the base's weights; null lets the device decide (bfloat16, or float32 on a CPU).
+        attn_implementation: attention kernel ("eager", "sdpa", "flash_attention_2"); null is transformers' choice.
+    """
+
+    model_name_or_path: str = "Qwen/Qwen2.5-7B"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    attn_implementation: str | None = None
+
+
+@dataclass
+class DatasetConfig:
+    """The prompts to train on.
+
+    Args:
+        dataset_name_or_path: a task (gsm8k, dapo-math, …), a name on the hub, or a local file or folder.
+        split: split of a hub dataset or of a folder; null is the task's training split.
+        task: grade every row as this task; null decides by the row's own data_source or the file's schema.
+        example_numbers: use only the first so many rows.
+        max_prompt_length: longest prompt in tokens; null is no limit (also `training.max_prompt_length`).
+        filter_overlong_prompts: drop rows whose prompt is longer than max_prompt_length.
+        truncation: what to do with a longer prompt that was not dropped: stop with an error, or cut it on the left.
+        system_prompt: text of a system turn before each prompt; null is the task's own.
+    """
+
+    dataset_name_or_path: str = "open-r1/DAPO-Math-17k-Processed"
+    split: str | None = None
+    task: str | None = None
+    example_numbers: PositiveInt | None = None
+    max_prompt_length: PositiveInt | None = 512
+    filter_overlong_prompts: bool = True
+    truncation: Literal["error", "left"] = "error"
+    system_prompt: str | None = None
+
+
+@dataclass
+class PeftConfig:
+    """The adapter.
+
+    Args:
+        type: a key of ADAPTERS (lora, rslora, dora, lora_plus).
+        r: rank.
+        lora_alpha: scale; the update is scaled by lora_alpha / r (rslora: / sqrt(r)).
+        lora_dropout: dropout on the adapter's input while training.
+        target_modules: names of the linear layers that get an adapter, or "all-linear".
+        lora_plus_lr_ratio: learning rate of B over that of A (lora_plus only).
+    """
+
+    type: str = "lora"
+    r: PositiveInt = 16
+    lora_alpha: PositiveInt = 32
+    lora_dropout: ClosedUnitInterval = 0.0
+    target_modules: str | list[str] = "all-linear"
+    lora_plus_lr_ratio: NonNegativeFloat = 16.0
+
+
+@dataclass
+class RolloutConfig:
+    """How completions are drawn during training.
+
+    Args:
+        engine: generate is `model.generate`; continuous_batching and vllm set TRL's own flags of these names.
+    """
+
+    engine: Literal["generate", "continuous_batching", "vllm"] = "generate"
+
+
+@dataclass
+class NoiseConfig:
+    """Adaptive quantization noise (QeRL, arXiv 2510.11696): weight + N(0, sigma^2) while completions are generated.
+
+    Args:
+        enabled: whether to add noise.
+        sigma_start: standard deviation in the first noisy stage.
+        sigma_end: standard deviation in the last stage.
+        num_stages: number of stages of equal length over max_steps.
+        schedule: how sigma falls from stage to stage (linear is the guide's, exponential QeRL's).
+        warmup_stage: QeRL's first stage without noise, before num_stages - 1 noisy ones.
+        target_modules: parts of module names that get noise.
+        exclude_patterns: parts of module names that do not, even if they match.
+        seed: seed of the noise; null is common.seed.
+        old_logps: policy that the importance ratio refers to: clean weights, or the noisy ones that sampled.
+    """
+
+    enabled: bool = False
+    sigma_start: NonNegativeFloat = 0.05
+    sigma_end: NonNegativeFloat = 0.0005
+    num_stages: PositiveInt = 10
+    schedule: Literal["linear", "exponential", "cosine", "logarithmic"] = "linear"
+    warmup_stage: bool = False
+    target_modules: list[str] = field(default_factory=lambda: ["post_attention_layernorm"])
+    exclude_patterns: list[str] = field(default_factory=lambda: ["input_layernorm"])
+    seed: int | None = None
+    old_logps: Literal["clean", "noisy"] = "clean"
+
+
+@dataclass
+class RewardConfig:
+    """The reward.
+
+    Args:
+        functions: names in REWARDS, or path/to/file.py:function for one of your own.
+        weights: one weight for each function; null is 1 for each (also `training.reward_weights`).
+        overlong_cache_length: last tokens of max_completion_length over which `overlong` falls from 0 to -1.
+        deadline_s: seconds that the verification of one completion may take before it counts as wrong.
+    """
+
+    functions: list[str] = field(default_factory=lambda: ["accuracy"])
+    weights: list[float] | None = None
+    overlong_cache_length: NonNegativeInt = 64
+    deadline_s: NonNegativeFloat = 5.0
+
+
+@dataclass
+class LoggingConfig:
+    """Where metrics go besides metrics.jsonl.
+
+    Args:
+        wandb_project: Weights & Biases project; null is made of the model's and the device's names.
+    """
+
+    wandb_project: str | None = None
+
+
+GROUPS: dict[str, type] = {
+    "common": CommonConfig,
+    "model": ModelConfig,
+    "dataset": DatasetConfig,
+    "peft": PeftConfig,
+    "rollout": RolloutConfig,
+    "noise_injection": NoiseConfig,
+    "reward": RewardConfig,
+    "logging": LoggingConfig,
+}

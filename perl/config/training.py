@@ -1,0 +1,26 @@
+"""`config.training`: TRL's GRPOConfig, whole, plus what TRL dropped or decides without asking the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from perl import device
+
+
+@dataclass
+class TrainingConfig(GRPOConfig):
+    """GRPOConfig of the installed TRL with max_prompt_length (TRL removed it), and a default dtype that the device
+    decides: TRL's own, bf16, raises on a CPU."""
+
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Same as --config.dataset.max_prompt_length, where the guides write it."}
+    )
+
+    def __post_init__(self):
+        kind = device.detect().kind
+        self.use_cpu = self.use_cpu or kind == "cpu"
+        if self.bf16 is None and not self.fp16:
+            self.bf16 = str(device.default_dtype()) == "torch.bfloat16" and not self.use_cpu
+        super().__post_init__()

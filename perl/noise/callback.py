@@ -1,0 +1,25 @@
+"""Tells the user when AQN moves to another stage."""
+
+from __future__ import annotations
+
+import logging
+
+from transformers import TrainerCallback
+
+from perl.noise.schedule import ScheduleConfig, Stage, stage_at
+
+log = logging.getLogger(__name__)
+
+
+class NoiseStageCallback(TrainerCallback):
+    """Holds the stage of the current step, for whoever injects, and logs one line when it changes."""
+
+    def __init__(self, config: ScheduleConfig):
+        self.config = config
+        self.stage = Stage(-1, 0.0)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        stage = stage_at(state.global_step, state.max_steps, self.config)
+        if stage != self.stage and state.is_world_process_zero:
+            log.info("AQN stage %d of %d: sigma %.6g", stage.index + 1, self.config.num_stages, stage.sigma)
+        self.stage = stage

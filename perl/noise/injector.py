@@ -1,0 +1,136 @@
+"""Gaussian noise on chosen norm weights, present only inside a context and gone bit for bit after it.
+
+    with injector.applied(sigma, draw=(global_step, k)):
+        model.generate(...)
+
+The noise is drawn on the CPU from a generator seeded with (seed, draw, parameter name), so every rank and every
+device draws the same numbers, and a resumed run draws what the uninterrupted one would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from perl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A weight that receives noise."""
+
+    name: str
+    weight: nn.Parameter
+
+
+class NoiseInjector:
+    """Adds N(0, sigma^2) to the weights of the norm layers chosen by name.
+
+    Args:
+        model: the policy; wrapped by PEFT or not, but not by DDP or DeepSpeed.
+        target_modules: a module is chosen if its name holds one of these, as a whole part of the dotted path or as
+            a substring of it.
+        exclude_patterns: … unless its name holds one of these.
+        seed: seed of all draws.
+
+    Raises:
+        UserError: nothing is chosen; the message lists the norm layers that there are.
+    """
+
+    def __init__(self, model: nn.Module, target_modules: Sequence[str], exclude_patterns: Sequence[str], seed: int):
+        self.seed = seed
+        self.targets = find_targets(model, target_modules, exclude_patterns)
+        self.realized_sigma = 0.0
+        """Root mean square of what the last draw really changed: rounding to the weight's dtype eats small noise
+        (the spacing of bfloat16 just above 1 is 2^-7, so a sigma of 0.0005 there changes almost nothing)."""
+
+    @contextlib.contextmanager
+    def applied(self, sigma: float, draw: tuple[int, ...]) -> Iterator[None]:
+        """Weights hold the noise of `draw` inside this context; the saved bits return at its end, also on an
+        exception. sigma 0 leaves them alone."""
+        if sigma == 0.0:
+            self.realized_sigma = 0.0
+            yield
+            return
+        saved = [_local(target.weight).detach().clone() for target in self.targets]
+        try:
+            self._add(sigma, draw)
+            yield
+        finally:
+            with torch.no_grad():
+                for target, clean in zip(self.targets, saved, strict=True):
+                    _local(target.weight).copy_(clean)
+
+    @torch.no_grad()
+    def _add(self, sigma: float, draw: tuple[int, ...]) -> None:
+        squares, count = 0.0, 0
+        for target in self.targets:
+            local = _local(target.weight)
+            if target.weight.numel() == 0:
+                raise UserError(
+                    f"--config.noise_injection: {target.name} is not gathered while completions are generated;"
+                    " set --config.training.ds3_gather_for_generation true"
+                )
+            noise = _shard_like(self._draw(target, draw), target.weight).to(local.device)
+            clean = local.float()
+            local.copy_(clean + sigma * noise)
+            squares += float((local.float() - clean).square().sum())
+            count += local.numel()
+        self.realized_sigma = (squares / max(count, 1)) ** 0.5
+
+    def _draw(self, target: Target, draw: tuple[int, ...]) -> torch.Tensor:
+        """Standard normal noise of the weight's full shape, float32 on the CPU."""
+        digest = hashlib.blake2b(repr((self.seed, draw, target.name)).encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.randn(tuple(target.weight.shape), generator=generator)
+
+
+def find_targets(model: nn.Module, target_modules: Sequence[str], exclude_patterns: Sequence[str]) -> list[Target]:
+    """Weights of the norm modules whose name holds a target pattern and no excluded one, in the model's order."""
+    norms = {name: module for name, module in model.named_modules() if is_norm(module)}
+    chosen = [
+        Target(name, module.weight)
+        for name, module in norms.items()
+        if any(pattern in name for pattern in target_modules)
+        and not any(pattern in name for pattern in exclude_patterns)
+    ]
+    if not chosen:
+        kinds = sorted({name.rsplit(".", 1)[-1] for name in norms})
+        raise UserError(
+            f"--config.noise_injection.target_modules {list(target_modules)} (without {list(exclude_patterns)}) match"
+            f" no norm layer of this model; its norm layers are: {', '.join(kinds) or 'none'}"
+        )
+    return chosen
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether `module` is a normalisation layer: its class is named so (every model family has its own RMSNorm
+    class) and it has a one-dimensional weight. Under ZeRO-3 the weight's own shape is (0,) until it is gathered."""
+    weight = getattr(module, "weight", None)
+    return "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter) and weight.ndim == 1
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """The part of `weight` that lies on this rank: itself, or the local shard of a DTensor (FSDP2)."""
+    data = weight.detach()
+    return data.to_local() if hasattr(data, "to_local") else data  # type: ignore[operator]
+
+
+def _shard_like(full: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The part of `full` that corresponds to this rank's part of `weight`."""
+    placements = getattr(weight, "placements", None)
+    if placements is None:
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = weight.device_mesh  # type: ignore[attr-defined]
+    # Every rank holds the same `full`, so nothing needs to be sent (src_data_rank None).
+    return distribute_tensor(full.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
