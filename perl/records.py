@@ -30,13 +30,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How completions are drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """How completions are drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition_penalty 1 are off."""
 
     n: int = 1
     """Completions per prompt."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_new_tokens: int = 512
     seed: int = 0
     """Seed of the run; each completion's own seed is derived from it (prompts.row_seed)."""
