@@ -1,0 +1,48 @@
+"""The checks, in the order they are printed: from the machine up to what runs on it.
+
+A check returns None where it does not apply (NPU checks on a machine that has nothing of Ascend's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from perl.tools.doctor.checks import ascend, hardware, network, runtime, software
+from perl.tools.doctor.findings import Finding
+from perl.tools.doctor.machine import Machine
+
+CHECKS: dict[str, Callable[[Machine], Finding | None]] = {
+    "architecture": hardware.architecture,
+    "python": hardware.python,
+    "accelerator": hardware.accelerator,
+    "npu-smi": ascend.npu_smi,
+    "driver": ascend.driver,
+    "firmware": ascend.firmware,
+    "device-files": ascend.device_files,
+    "health": ascend.health,
+    "device-memory": ascend.device_memory,
+    "cann": ascend.cann,
+    "nnal": ascend.nnal,
+    "set-env": ascend.set_env,
+    "versions": software.versions,
+    "libraries": software.libraries,
+    "torch": software.torch,
+    "visible-devices": runtime.visible_devices,
+    "allocator": runtime.allocator,
+    "hccl": network.hccl,
+    "ports": network.ports,
+    "interface": network.interface,
+    "ray": runtime.ray,
+    "processes": runtime.processes,
+    "disk": hardware.disk,
+    "shm": hardware.shm,
+    "limits": hardware.limits,
+    "wandb": network.wandb,
+    "hub": network.hub,
+}
+
+
+def diagnose(machine: Machine) -> dict[str, Finding]:
+    """The findings of every check that applies, by check name."""
+    findings = {name: check(machine) for name, check in CHECKS.items()}
+    return {name: finding for name, finding in findings.items() if finding is not None}

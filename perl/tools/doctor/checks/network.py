@@ -1,0 +1,158 @@
+"""HCCL's variables, ports and network interface; W&B and the hub."""
+
+from __future__ import annotations
+
+import re
+
+from perl.tools.doctor.findings import Finding, failure, ok, warning
+from perl.tools.doctor.machine import Machine
+
+HCCL_PORT, HCCL_PORTS = 60000, 32
+"""CANN 8.3 and newer take 32 ports from HCCL_IF_BASE_PORT on; older ones 16."""
+LAUNCHER_PORT = 29500
+RANGES = {
+    "HCCL_BUFFSIZE": (1, 4096, "MB; each communicator takes twice as much HBM"),
+    "HCCL_CONNECT_TIMEOUT": (120, 7200, "seconds"),
+    "HCCL_EXEC_TIMEOUT": (0, 2147483647, "seconds"),
+    "HCCL_IF_BASE_PORT": (1024, 65520, "a port"),
+}
+RECOMMENDED = {
+    "HCCL_OP_BASE_FFTS_MODE_ENABLE": "TRUE",
+    "HCCL_WHITELIST_DISABLE": "1",
+    "VLLM_ASCEND_ENABLE_NZ": "0",
+}
+HUBS = {"huggingface": "huggingface.co:443", "modelscope": "modelscope.cn:443"}
+
+
+def hccl(machine: Machine) -> Finding | None:
+    """Values that HCCL refuses, or that differ from what the launch script sets when they are unset."""
+    if machine.kind != "npu":
+        return None
+    for name, (low, high, unit) in RANGES.items():
+        value = machine.env.get(name)
+        if value is not None and not (value.isdigit() and low <= int(value) <= high):
+            why = f"HCCL takes an integer from {low} to {high} ({unit})"
+            default = {"HCCL_BUFFSIZE": "512", "HCCL_CONNECT_TIMEOUT": "1200", "HCCL_IF_BASE_PORT": "60000"}
+            fix = f"export {name}={default[name]}" if name in default else f"unset {name}"
+            return failure(f"{name}={value}", why, fix)
+    white = machine.env.get("HCCL_WHITELIST_DISABLE")
+    if white == "0" and "HCCL_WHITELIST_FILE" not in machine.env:
+        why = "the communication whitelist is on, and no file lists the hosts: ranks cannot connect"
+        return failure("HCCL_WHITELIST_DISABLE=0", why, "export HCCL_WHITELIST_DISABLE=1")
+    odd = {k: machine.env[k] for k, good in RECOMMENDED.items() if machine.env.get(k, good).upper() != good}
+    if odd:
+        found = ", ".join(f"{name}={value}" for name, value in odd.items())
+        fix = " ".join(f"{name}={RECOMMENDED[name]}" for name in odd)
+        return warning(found, "the guide's runs used other values (docs/ascend.md says why)", f"export {fix}")
+    shown = [f"{name}={value}" for name, value in sorted(machine.env.items()) if name.startswith("HCCL_")]
+    return ok(", ".join(shown) if shown else "unset; scripts/trl/openr1/dapo_lora_npu.sh sets them")
+
+
+def ports(machine: Machine) -> Finding | None:
+    """The ports on which ranks meet."""
+    free = [str(LAUNCHER_PORT)]
+    if machine.kind == "npu":
+        text = machine.env.get("HCCL_IF_BASE_PORT", "")
+        base = int(text) if text.isdigit() else HCCL_PORT
+        taken = _taken(machine, base)
+        if taken:
+            other = next(b for b in range(HCCL_PORT, 0, -1000) if not _taken(machine, b))
+            why = "HCCL cannot bind there (EJ0003): another job runs, or something else took the port"
+            return failure(f"in use: {', '.join(map(str, taken))}", why, f"export HCCL_IF_BASE_PORT={other}")
+        free.append(f"{base} to {base + HCCL_PORTS - 1}")
+    if LAUNCHER_PORT in machine.listening:
+        why = "torchrun's and accelerate's default meeting point"
+        return warning(f"{LAUNCHER_PORT} is in use", why, "accelerate launch --main_process_port 29600 …")
+    return None if machine.kind == "cpu" else ok(f"free: {', '.join(free)}")
+
+
+def _taken(machine: Machine, base: int) -> list[int]:
+    return [port for port in machine.listening if base <= port < base + HCCL_PORTS]
+
+
+def interface(machine: Machine) -> Finding | None:
+    """HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and HCCL_IF_IP name something that exists."""
+    names, env = machine.interfaces, machine.env
+    if not names:
+        return None
+    usable = [name for name, address in names.items() if address and name != "lo" and not name.startswith("docker")]
+    best = usable[0] if usable else "lo"
+    for variable in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if variable not in env:
+            continue
+        chosen = matching_interfaces(env[variable], list(names))
+        if not chosen:
+            found = f"{variable}={env[variable]}, but there are {', '.join(names)}"
+            return failure(found, "ranks cannot find each other", f"export {variable}={best}")
+        if not any(names[name] for name in chosen):
+            found = f"{variable}={env[variable]}: {chosen[0]} has no IPv4 address"
+            return failure(found, "ranks cannot find each other", f"export {variable}={best}")
+    address = env.get("HCCL_IF_IP")
+    if address and ":" not in address and address not in names.values():
+        why = f"this machine has {', '.join(sorted(set(filter(None, names.values()))))}"
+        return failure(f"HCCL_IF_IP={address}", why, f"export HCCL_IF_IP={names[best]}")
+    if machine.kind == "cpu":
+        return None
+    several = f" ({len(usable)} to choose from: for two nodes, name one)" if len(usable) > 1 else ""
+    return ok(f"{env.get('HCCL_SOCKET_IFNAME') or best}{several}")
+
+
+def matching_interfaces(rule: str, names: list[str]) -> list[str]:
+    """HCCL's and NCCL's grammar: "eth" is a prefix, "=eth0" a name, "^" before either excludes."""
+    exclude, rule = rule.startswith("^"), rule.lstrip("^")
+    exact, rule = rule.startswith("="), rule.lstrip("=")
+    parts = [part for part in rule.split(",") if part]
+    hit = {n for n in names for part in parts if (n == part if exact else n.startswith(part))}
+    return [n for n in names if (n not in hit and n != "lo" if exclude else n in hit)]
+
+
+def wandb(machine: Machine) -> Finding | None:
+    env = machine.env
+    mode = env.get("WANDB_MODE", "")
+    if env.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes") or mode == "disabled":
+        return ok("off")
+    key = "WANDB_API_KEY" in env
+    if mode == "online" and not key:
+        why = "W&B asks for a key and the run waits, or fails under a launcher"
+        return failure(
+            "WANDB_MODE=online without WANDB_API_KEY", why, "export WANDB_API_KEY=…  # or WANDB_MODE=offline"
+        )
+    if key and "wandb" not in machine.packages:
+        return warning("WANDB_API_KEY is set, but wandb is not installed", "nothing is uploaded", "pip install wandb")
+    if key and mode != "offline":
+        if machine.hosts.get("api.wandb.ai:443"):
+            why = f"api.wandb.ai cannot be reached ({machine.hosts['api.wandb.ai:443']})"
+            return warning(
+                "WANDB_API_KEY is set", why, "export WANDB_MODE=offline  # later: wandb sync outputs/*/wandb/*"
+            )
+        return ok("online (WANDB_API_KEY is set)")
+    return ok("offline: wandb sync uploads a run later")
+
+
+def hub(machine: Machine) -> Finding | None:
+    """Whether models and datasets can be fetched by name."""
+    if machine.env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true"):
+        return ok("offline by choice (HF_HUB_OFFLINE): paths on disk only")
+    targets = {host: reason for host, reason in machine.hosts.items() if "wandb" not in host}
+    if not targets:
+        return None
+    reached = [host for host, reason in targets.items() if not reason]
+    modelscope = any(machine.env.get(n) for n in ("PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE"))
+    chosen = [host for host in targets if ("modelscope" in host) == modelscope]
+    if any(host in reached for host in chosen):
+        return ok(f"{', '.join(reached)} reached")
+    reasons = ", ".join(f"{host} ({targets[host]})" for host in targets if host not in reached)
+    why = "a model or a dataset given by name cannot be fetched; one on disk works"
+    if reached:
+        fix = "unset PERL_USE_MODELSCOPE VERL_USE_MODELSCOPE" if modelscope else "export PERL_USE_MODELSCOPE=1"
+        return warning(f"{reasons} not reached, {', '.join(reached)} is", why, fix)
+    fix = "export HF_ENDPOINT=https://hf-mirror.com  # or give paths: --config.model.model_name_or_path /path/to/model"
+    return warning(f"not reached: {reasons}", why, fix)
+
+
+def host_of(url: str) -> str:
+    """ "host:port" of a URL, also of a proxy's."""
+    match = re.match(r"(?:(\w+)://)?(?:[^@/]*@)?([^:/]+)(?::(\d+))?", url)
+    if not match:
+        return ""
+    return f"{match[2]}:{match[3] or ('80' if match[1] == 'http' else '443')}"

@@ -1,0 +1,327 @@
+"""Looks a machine over: every probe in a thread of its own, all within one deadline, none raising."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from perl.tools.doctor import libraries
+from perl.tools.doctor.checks.network import HUBS, host_of
+from perl.tools.doctor.machine import Command, Device, Machine, Process
+
+DEADLINE_S = 8.0
+HOST_S = 1.5
+COMMANDS = ("npu-smi info", "npu-smi info -l", "npu-smi info -t usages", "nvidia-smi -L", "ray status")
+TEXT_FILES = (
+    "/usr/local/Ascend/driver/version.info",
+    "/usr/local/Ascend/firmware/version.info",
+    "/usr/local/Ascend/nnal/atb/latest/version.info",
+)
+OTHER_FILES = (
+    "/usr/local/Ascend/nnal/atb/set_env.sh",
+    "/usr/local/sbin/npu-smi",
+    "/usr/local/bin/npu-smi",
+)
+VARIABLES = re.compile(
+    r"^(ASCEND|ATB_HOME|HCCL|GLOO_|TP_SOCKET|NCCL|NPU_|PYTORCH_|TORCH_|VLLM_|RAY_|WANDB_|HF_|CUDA_VISIBLE|OMP_NUM"
+    r"|LD_LIBRARY_PATH$|(https?|all|no)_proxy$|PERL_USE|VERL_USE)",
+    re.IGNORECASE,
+)
+SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+
+
+def gather(root: Path = Path("/"), deadline_s: float = DEADLINE_S) -> Machine:
+    """Every fact of this machine, in at most about `deadline_s` seconds.
+
+    A probe that is not done by then is named in `Machine.unfinished` and left behind in its daemon thread: a hanging
+    driver or name server cannot be interrupted. `root` is where /dev, /proc and /usr/local are looked for.
+    """
+    until = time.monotonic() + deadline_s
+    facts: dict[str, Any] = dict(_basics(), env=environment(), packages=_packages())
+    probes: dict[str, Callable[[], Any]] = {
+        "files": lambda: _files(root),
+        "devices": lambda: _devices(root),
+        "pci_accelerators": lambda: _pci_accelerators(root),
+        "processes": lambda: _processes(root),
+        "listening": lambda: _listening(root),
+        "interfaces": _interfaces,
+        "hosts": lambda: _hosts(facts["env"]),
+        "free_gb": lambda: _free_gb(facts["env"]),
+        "shm_gb": lambda: _shm_gb(root),
+        "limits": _limits,
+        "missing_libraries": lambda: libraries.missing(facts["packages"], until),
+        "torch": lambda: _torch(facts["packages"], until),
+        **{name: partial(_command, name, until) for name in COMMANDS},
+    }
+    results: dict[str, Any] = {}
+
+    def work(name: str, probe: Callable[[], Any]) -> None:
+        try:
+            results[name] = probe()
+        except OSError as error:  # a file system or a socket that answers oddly: named in the report, like a late one
+            print(f"probe {name}: {error}", file=sys.stderr)
+
+    threads = [threading.Thread(target=work, args=item, daemon=True) for item in probes.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until + 0.5 - time.monotonic()))
+    done = dict(results)
+    facts["commands"] = {name: done.pop(name) for name in COMMANDS if done.get(name) is not None}
+    facts["unfinished"] = [name for name in probes if name not in results]
+    facts.update((name, value) for name, value in done.items() if value is not None and name not in COMMANDS)
+    return Machine(**facts)
+
+
+def _basics() -> dict[str, Any]:
+    return {
+        "arch": platform.machine(),
+        "python": platform.python_version(),
+        "prefix": sys.prefix,
+        "container": _in_container(),
+        "root": os.geteuid() == 0,
+    }
+
+
+def _in_container() -> bool:
+    if (
+        any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
+        or "ASCEND_DOCKER_RUNTIME" in os.environ
+    ):
+        return True
+    return bool(re.search(r"docker|kubepods|containerd|lxc", read("/proc/1/cgroup")))
+
+
+def environment() -> dict[str, str]:
+    """The variables that some check reads, without secrets."""
+    return {
+        name: "(set)" if SECRETS.search(name) else value for name, value in os.environ.items() if VARIABLES.match(name)
+    }
+
+
+def _packages() -> dict[str, str]:
+    from importlib import metadata
+
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            # The first one on sys.path is the one that is imported.
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
+    return found
+
+
+def read(path: str | Path) -> str:
+    """Text of a small file, or "" where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")[:20000]
+    except OSError:
+        return ""
+
+
+def _files(root: Path) -> dict[str, str]:
+    """Version files of driver, firmware, CANN and NNAL, and the set_env.sh scripts beside them."""
+    text = list(TEXT_FILES)
+    homes = ["/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", os.path.expanduser("~/Ascend/cann")]
+    homes += sorted(glob.glob("/usr/local/Ascend/cann-*"), reverse=True)
+    chosen = os.environ.get("ASCEND_HOME_PATH", "")
+    present = list(OTHER_FILES)
+    for home in dict.fromkeys([chosen, *homes]):
+        if home:
+            text += [f"{home}/{arch}-linux/ascend_toolkit_install.info" for arch in ("aarch64", "x86_64")]
+            present += [f"{home}/set_env.sh", f"{os.path.dirname(home)}/set_env.sh", home]
+    found = {path: read(_under(root, path)) for path in text if _under(root, path).is_file()}
+    found.update({path: "" for path in present if path not in found and _under(root, path).exists()})
+    return found
+
+
+def _under(root: Path, path: str) -> Path:
+    return root / path.lstrip("/")
+
+
+def _devices(root: Path) -> dict[str, Device]:
+    import grp
+    import pwd
+    import stat
+
+    found = {}
+    for pattern in ("dev/davinci*", "dev/devmm_svm", "dev/hisi_hdc"):
+        for path in sorted(root.glob(pattern)):
+            status = path.stat()
+            try:
+                owner = f"{pwd.getpwuid(status.st_uid).pw_name}:{grp.getgrgid(status.st_gid).gr_name}"
+            except KeyError:
+                owner = f"{status.st_uid}:{status.st_gid}"
+            usable = os.access(path, os.R_OK | os.W_OK)
+            found["/" + str(path.relative_to(root))] = Device(stat.filemode(status.st_mode), owner, usable)
+    return found
+
+
+def _pci_accelerators(root: Path) -> int:
+    """Huawei's (0x19e5) processing accelerators (PCI class 0x1200)."""
+    count = 0
+    for folder in (root / "sys/bus/pci/devices").glob("*"):
+        if read(folder / "vendor").strip() == "0x19e5" and read(folder / "class").strip().startswith("0x1200"):
+            count += 1
+    return count
+
+
+def _command(line: str, until: float) -> Command | None:
+    """Run it without a shell; None when it is not installed. `ray status` runs only beside a Ray process."""
+    words = line.split()
+    program = shutil.which(words[0])
+    if program is None or (words[0] == "ray" and not _ray_runs()):
+        return None
+    try:
+        done = subprocess.run(
+            [program, *words[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=max(0.1, until - time.monotonic()),
+        )
+    except subprocess.TimeoutExpired as late:
+        return Command(124, (late.stdout or b"").decode(errors="replace"))
+    except OSError as error:
+        return Command(126, str(error))
+    return Command(done.returncode, done.stdout.decode(errors="replace"))
+
+
+def _ray_runs() -> bool:
+    return any(process.name in ("raylet", "gcs_server") for process in _processes(Path("/")))
+
+
+def _processes(root: Path) -> list[Process]:
+    """All processes: a check looks some up by id."""
+    found = []
+    for path in (root / "proc").glob("[0-9]*/stat"):
+        match = re.match(r"(\d+) \((.*)\) (\S) (\d+)", read(path), re.DOTALL)
+        if match:
+            found.append(Process(int(match[1]), int(match[4]), match[3], match[2]))
+    return found
+
+
+def _listening(root: Path) -> list[int]:
+    ports = set()
+    for name in ("tcp", "tcp6"):
+        for line in read_all(root / "proc/net" / name).splitlines()[1:]:
+            words = line.split()
+            if len(words) > 3 and words[3] == "0A":
+                ports.add(int(words[1].rsplit(":", 1)[1], 16))
+    return sorted(ports)
+
+
+def read_all(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _interfaces() -> dict[str, str]:
+    import fcntl
+    import struct
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            try:
+                packed = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+                found[name] = socket.inet_ntoa(packed[20:24])
+            except OSError:
+                found[name] = ""
+    return found
+
+
+def _hosts(env: dict[str, str]) -> dict[str, str]:
+    """Whether a TCP connection opens, within HOST_S each, all at once. Behind a proxy, whether the proxy answers."""
+    if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true"):
+        return {}
+    endpoint = env.get("HF_ENDPOINT", "")
+    targets = [host_of(endpoint) if endpoint else HUBS["huggingface"], HUBS["modelscope"]]
+    if "WANDB_API_KEY" in env:
+        targets.append("api.wandb.ai:443")
+    proxy = next((v for k, v in env.items() if k.lower() in ("https_proxy", "all_proxy") and v), "")
+    answers = dict.fromkeys(targets, f"no answer in {HOST_S} s")
+    threads = []
+    for target in targets:
+
+        def connect(target: str = target) -> None:
+            host, port = (host_of(proxy) if proxy else target).rsplit(":", 1)
+            try:
+                socket.create_connection((host, int(port)), timeout=HOST_S).close()
+                answers[target] = ""
+            except OSError as error:
+                answers[target] = ("proxy: " if proxy else "") + (error.strerror or str(error))
+
+        threads.append(threading.Thread(target=connect, daemon=True))
+        threads[-1].start()
+    until = time.monotonic() + HOST_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return dict(answers)
+
+
+def _free_gb(env: dict[str, str]) -> dict[str, float]:
+    places = {
+        "outputs": Path("outputs") if Path("outputs").exists() else Path(),
+        "models": Path(env.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))),
+        "tmp": Path(os.environ.get("TMPDIR", "/tmp")),
+    }
+    found = {}
+    for what, path in places.items():
+        path = path.absolute()
+        while not path.exists():
+            path = path.parent
+        found[what] = shutil.disk_usage(path).free / 1e9
+    return found
+
+
+def _shm_gb(root: Path) -> float | None:
+    path = root / "dev/shm"
+    return shutil.disk_usage(path).total / 2**30 if path.is_dir() else None
+
+
+def _limits() -> dict[str, int]:
+    import resource
+
+    names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
+    return {name: resource.getrlimit(which)[0] for name, which in names.items()}
+
+
+def _torch(packages: dict[str, str], until: float) -> dict[str, Any]:
+    """What child.py sees. Run by this Python, with no thread pool of its own to start."""
+    import json
+
+    if "torch" not in packages:
+        return {}
+    limit = until - time.monotonic()
+    env = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
+    try:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("child.py"))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=max(0.1, limit),
+            env=env,
+        )
+    except subprocess.TimeoutExpired:
+        return {"timeout": round(limit)}
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return {"error": f"exit {done.returncode}: {lines[-1] if lines else 'no output'}"}
