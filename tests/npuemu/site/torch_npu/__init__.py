@@ -1,0 +1,45 @@
+"""TEST FIXTURE, not Huawei's torch_npu: an emulated "npu" device in host memory. See tests/npuemu/README.md."""
+
+import os
+import sys
+
+import torch
+
+__version__ = "2.13.0+emulated"
+IS_EMULATED = True
+
+
+def _start():
+    library = os.environ.get("NPUEMU_LIBRARY")
+    if library is None:
+        raise ImportError("this is the emulated torch_npu of the tests: start the program with tests/npuemu/run")
+    torch.ops.load_library(library)
+    torch.utils.rename_privateuse1_backend("npu")
+    from . import hccl, npu
+
+    torch._register_device_module("npu", npu)  # torch.npu and sys.modules["torch.npu"]
+    for submodule in ("amp", "memory", "random", "streams"):
+        sys.modules[f"torch.npu.{submodule}"] = getattr(npu, submodule)
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
+    )
+    hccl.register()
+
+
+def _autoload():
+    """Entry point of the group torch.backends: `import torch` calls it, and importing this module has done the work."""
+
+
+class _C:
+    @staticmethod
+    def _storage_Use_Count(storage_impl):  # trl.models.activation_offloading calls it
+        return torch._C._storage_Use_Count(storage_impl)
+
+
+if not hasattr(torch, "npu"):
+    _start()
+
+from . import npu  # noqa: E402  # needs the library
+from .attention import npu_fusion_attention  # noqa: E402
+
+__all__ = ["IS_EMULATED", "npu", "npu_fusion_attention"]
