@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
 
 EXIT_USER_ERROR = 2
+RANK_0_SPEAKS_S = 30.0
 
 
 class UserError(Exception):
@@ -49,11 +52,18 @@ def lookup(table: Mapping[str, T], name: str, kind: str, flag: str = "") -> T:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn a UserError into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
+    """Turn a UserError into one line on stderr and exit code 2, and Ctrl-C into exit code 130.
+
+    Of several launched processes only rank 0 prints. The others wait for the launcher to end them: the first to exit
+    would have rank 0 killed before it has said what is wrong.
+    """
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(RANK_0_SPEAKS_S)
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

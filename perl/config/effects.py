@@ -19,6 +19,8 @@ class Rule:
     """Fields with the prefix that always have an effect."""
 
 
+NO_EVALUATION = "training does not evaluate; perl/eval.py does"
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "noise_injection.",
@@ -56,7 +58,9 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.training.beta != 0.0,
         "beta is 0, so there is no reference model",
     ),
-    Rule("training.eval_", lambda v: False, "training does not evaluate; perl/eval.py does", ("training.eval_strategy",)),
+    Rule(
+        "training.eval_", lambda v: False, "training does not evaluate; perl/eval.py does", ("training.eval_strategy",)
+    ),
     Rule("training.per_device_eval_batch_size", lambda v: False, "training does not evaluate; perl/eval.py does"),
     Rule("training.num_generations_eval", lambda v: False, "training does not evaluate; perl/eval.py does"),
 )

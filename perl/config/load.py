@@ -1,6 +1,6 @@
 """From command line and recipe to one resolved Config, with every contradiction found before a model is loaded.
 
-    recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
+recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
+from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
 
 
 @dataclass
@@ -80,7 +80,7 @@ class PeftConfig:
     type: str = "lora"
     r: PositiveInt = 16
     lora_alpha: PositiveInt = 32
-    lora_dropout: ClosedUnitInterval = 0.0
+    lora_dropout: UnitFloat = 0.0
     target_modules: str | list[str] = "all-linear"
     lora_plus_lr_ratio: NonNegativeFloat = 16.0
 

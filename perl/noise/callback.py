@@ -6,15 +6,16 @@ import logging
 
 from transformers import TrainerCallback
 
-from perl.noise.schedule import ScheduleConfig, Stage, stage_at
+from perl.config.schema import NoiseConfig
+from perl.noise.schedule import Stage, stage_at
 
 log = logging.getLogger(__name__)
 
 
 class NoiseStageCallback(TrainerCallback):
-    """Holds the stage of the current step, for whoever injects, and logs one line when it changes."""
+    """Logs one line when the stage changes."""
 
-    def __init__(self, config: ScheduleConfig):
+    def __init__(self, config: NoiseConfig):
         self.config = config
         self.stage = Stage(-1, 0.0)
 

@@ -80,7 +80,7 @@ class NoiseInjector:
                     " set --config.training.ds3_gather_for_generation true"
                 )
             noise = _shard_like(self._draw(target, draw), target.weight).to(local.device)
-            clean = local.float()
+            clean = local.to(torch.float32, copy=True)
             local.copy_(clean + sigma * noise)
             squares += float((local.float() - clean).square().sum())
             count += local.numel()
@@ -97,7 +97,7 @@ def find_targets(model: nn.Module, target_modules: Sequence[str], exclude_patter
     """Weights of the norm modules whose name holds a target pattern and no excluded one, in the model's order."""
     norms = {name: module for name, module in model.named_modules() if is_norm(module)}
     chosen = [
-        Target(name, module.weight)
+        Target(name, module.weight)  # type: ignore[arg-type]
         for name, module in norms.items()
         if any(pattern in name for pattern in target_modules)
         and not any(pattern in name for pattern in exclude_patterns)

@@ -10,17 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class ScheduleConfig(Protocol):
-    """The fields of NoiseConfig that decide sigma."""
-
-    sigma_start: float
-    sigma_end: float
-    num_stages: int
-    schedule: str
-    warmup_stage: bool
+from perl.config.schema import NoiseConfig
 
 
 def _linear(start: float, end: float, x: float) -> float:
@@ -45,7 +36,7 @@ SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
     "cosine": _cosine,
     "logarithmic": _logarithmic,
 }
-"""name -> f(sigma_start, sigma_end, x), x in [0, 1] from the first noisy stage to the last; f is start at 0, end at 1."""
+"""name -> f(sigma_start, sigma_end, x): x runs from 0 at the first noisy stage (sigma_start) to 1 at the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +47,7 @@ class Stage:
     sigma: float
 
 
-def stage_at(step: int, max_steps: int, config: ScheduleConfig) -> Stage:
+def stage_at(step: int, max_steps: int, config: NoiseConfig) -> Stage:
     """Stage and sigma of optimizer step `step` (0 to max_steps - 1).
 
     stage = min(floor(step / max_steps * num_stages), num_stages - 1); the last stage is exactly sigma_end, the first

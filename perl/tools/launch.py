@@ -1,0 +1,92 @@
+"""What the launch script needs to know before it starts anything, as shell assignments.
+
+    eval "$(python -m perl.tools.launch FLAGS…)"
+
+The whole command line is checked here, in one process and before accelerate starts, so that a user's mistake is one
+line and exit code 2 instead of a launcher's traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from perl import device
+from perl.adapters import ADAPTERS
+from perl.config.load import parse
+from perl.errors import UserError, lookup, report_errors
+from perl.rewards import check_rewards
+from perl.tasks import load_problems
+from perl.training.rundir import default_run_dir
+
+CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
+
+
+def plan(argv: list[str]) -> dict[str, str]:
+    """Device, number of processes, accelerate file and run folder for the training run that `argv` describes."""
+    from perl.training.setup import load_tokenizer
+
+    values = parse(argv).values
+    lookup(ADAPTERS, values.peft.type, "adapter type", "--config.peft.type")
+    check_rewards(values.reward.functions)
+    load_tokenizer(values.model.model_name_or_path)
+    data = values.dataset
+    load_problems(data.dataset_name_or_path, split=data.split, limit=1, task=data.task)
+
+    devices = device.detect()
+    processes = requested_processes(devices)
+    check_batch(values.training, processes)
+    variable = device.VISIBILITY_VARIABLE[devices.kind]
+    visible = device.worker_environment(0).get(variable, "") if variable and processes == 1 else ""
+    run_dir = values.training.output_dir or default_run_dir(values.model.model_name_or_path, devices.kind)
+    return {
+        "DEVICE": devices.kind,
+        "NUM_PROCESSES": str(processes),
+        "ACCELERATE_CONFIG": os.environ.get("ACCELERATE_CONFIG") or default_config(devices.kind, processes),
+        "RUN_DIR": str(Path(run_dir).absolute()),
+        "VISIBLE": f"{variable}={visible}" if visible else "",
+    }
+
+
+def requested_processes(devices: device.Devices) -> int:
+    """NUM_PROCESSES if set, else one for each accelerator, or one on a CPU."""
+    text = os.environ.get("NUM_PROCESSES", "")
+    if not text:
+        return 1 if devices.kind == "cpu" else devices.count
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"NUM_PROCESSES={text}: give a whole number from 1")
+    if devices.kind != "cpu" and int(text) > devices.count:
+        raise UserError(
+            f"NUM_PROCESSES={text} but only {devices.count} {devices.kind} device(s) are visible;"
+            f" give at most {devices.count}, or look at {device.VISIBILITY_VARIABLE[devices.kind]}"
+        )
+    return int(text)
+
+
+def check_batch(training, processes: int) -> None:
+    """A generation batch must hold whole groups; TRL would say so too, but after every process has started."""
+    steps = training.steps_per_generation or training.gradient_accumulation_steps
+    batch = training.generation_batch_size or training.per_device_train_batch_size * processes * steps
+    if batch % training.num_generations:
+        raise UserError(
+            f"--config.training.num_generations {training.num_generations} does not divide the {batch} completions of a"
+            f" step (per_device_train_batch_size {training.per_device_train_batch_size} x {processes} processes x"
+            f" {steps} accumulation steps); change one of them"
+        )
+
+
+def default_config(kind: str, processes: int) -> str:
+    folder = Path(__file__).parents[2] / "scripts" / "accelerate"
+    return str(folder / ("single.yaml" if processes == 1 and kind == "cpu" else CONFIGS[kind]))
+
+
+def main() -> None:
+    with report_errors():
+        for name, value in plan(sys.argv[1:]).items():
+            print(f"{name}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()

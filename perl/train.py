@@ -1,0 +1,18 @@
+"""accelerate launch … -m perl.train --recipe recipes/dapo_lora.yaml --config.…"""
+
+from __future__ import annotations
+
+import sys
+
+from perl.errors import report_errors
+
+
+def main() -> None:
+    with report_errors():
+        from perl.training.run import train
+
+        train(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

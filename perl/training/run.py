@@ -1,0 +1,168 @@
+"""The main path of training: configuration -> prompts -> GRPO with AQN -> adapter."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+from transformers.trainer_utils import get_last_checkpoint
+
+from perl import device
+from perl.adapters import ADAPTERS
+from perl.config.load import Config, Parsed, parse
+from perl.errors import UserError, lookup
+from perl.grading import Grader
+from perl.noise.callback import NoiseStageCallback
+from perl.rewards import RewardContext, build_rewards
+from perl.training import rundir, tracking
+from perl.training.callbacks import MetricsWriter, ProgressLine
+from perl.training.setup import build_dataset, load_model, load_tokenizer
+from perl.training.trainer import PerlGRPOTrainer
+
+log = logging.getLogger(__name__)
+
+
+def train(argv: Sequence[str]) -> Path:
+    """Train as the command line `argv` says and return the run's folder; adapter/ in it is the result.
+
+    Raises UserError, before a model is loaded, for whatever the user can mend.
+    """
+    parsed = parse(argv)
+    check_processes()
+    config = parsed.build()
+    set_up_logging(config)
+    for warning in parsed.warnings:
+        log.warning(warning)
+
+    tokenizer = load_tokenizer(config.model.model_name_or_path)
+    adapter = lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
+    with Grader(deadline_s=config.reward.deadline_s) as grader:
+        rewards = build_rewards(config.reward.functions, reward_context(config, grader))
+        dataset = build_dataset(config.dataset, tokenizer)
+        run_dir = open_run(config, parsed)
+        checkpoint = find_checkpoint(config, run_dir)
+
+        trainer = user_errors_of(PerlGRPOTrainer)(
+            model=load_model(config),
+            args=config.training,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            reward_funcs=rewards,
+            adapter=adapter,
+            adapter_config=config.peft,
+            noise=config.noise_injection,
+            truncate_prompts_to=config.dataset.max_prompt_length,
+            callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine()],
+        )
+        if config.noise_injection.enabled:
+            trainer.add_callback(NoiseStageCallback(config.noise_injection))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        save_adapter(trainer, run_dir / "adapter")
+    return run_dir
+
+
+def check_processes() -> None:
+    """As many processes as devices at most, one device for each."""
+    devices, local = device.detect(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    variable = device.VISIBILITY_VARIABLE[devices.kind]
+    if variable is None:
+        return
+    if local > devices.count:
+        raise UserError(
+            f"{local} processes but only {devices.count} {devices.kind} device(s) are visible;"
+            f" start accelerate with --num_processes {devices.count}, or look at {variable}"
+        )
+    if "LOCAL_RANK" not in os.environ and devices.count > 1:
+        raise UserError(
+            f"one process sees {devices.count} {devices.kind} devices; set {variable}=0, or start with"
+            f" accelerate launch --num_processes {devices.count} -m perl.train"
+        )
+
+
+def set_up_logging(config: Config) -> None:
+    """Log lines on stdout from the main process, warnings of the others; the world size checked and shown."""
+    main = config.training.process_index == 0
+    level = logging.DEBUG if config.common.debug else logging.INFO
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("perl").setLevel(level if main else logging.ERROR)
+    launched, world_size = int(os.environ.get("WORLD_SIZE", "1")), config.training.world_size
+    if launched != world_size:
+        raise UserError(
+            f"{launched} processes were launched but each trains alone; on a CPU start accelerate with"
+            " scripts/accelerate/cpu.yaml"
+        )
+    if main:
+        print(f"num_processes: {world_size}", flush=True)
+
+
+def reward_context(config: Config, grader: Grader) -> RewardContext:
+    return RewardContext(
+        grader=grader,
+        max_completion_length=config.training.max_completion_length,
+        overlong_cache_length=int(config.reward.overlong_cache_length),
+    )
+
+
+def open_run(config: Config, parsed: Parsed) -> Path:
+    """The run's folder, the same on every process, with its config.yaml and environment.json."""
+    kind = device.detect().kind
+    default = rundir.default_run_dir(config.model.model_name_or_path, kind)
+    name = [parsed.values.training.output_dir or str(default)]
+    broadcast_object_list(name)  # every process has its own clock
+    run_dir = Path(name[0])
+    config.training.output_dir = str(run_dir)
+    if config.training.process_index == 0:
+        resuming = config.training.resume_from_checkpoint is not None
+        rundir.prepare(run_dir, parsed, config.training.world_size, resuming)
+        log.info("run folder: %s", run_dir.resolve())
+    tracking.configure(config, run_dir, kind)
+    if config.training.hub_token:
+        # transformers pickles its arguments into every checkpoint; the hub reads the token from the environment too.
+        os.environ.setdefault("HF_TOKEN", config.training.hub_token)
+        config.training.hub_token = None
+    return run_dir
+
+
+def find_checkpoint(config: Config, run_dir: Path) -> str | None:
+    """The checkpoint to go on from: `true` is the last one in the run's folder, else a path."""
+    wanted = config.training.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() in ("false", "none", "null", ""):
+        return None
+    flag = "--config.training.resume_from_checkpoint"
+    if str(wanted).lower() == "true":
+        last = get_last_checkpoint(str(run_dir)) if run_dir.is_dir() else None
+        if last is None:
+            raise UserError(
+                f"{flag} true: no checkpoint in {run_dir}; name the run's folder with --config.training.output_dir,"
+                " or a checkpoint's path"
+            )
+        return last
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise UserError(f"{flag}: {wanted} is no checkpoint (it has no trainer_state.json)")
+    return str(wanted)
+
+
+def user_errors_of(trainer_class):
+    """`trainer_class`, whose complaints about its arguments reach the user as one line."""
+
+    def build(**kwargs):
+        try:
+            return trainer_class(**kwargs)
+        except (ValueError, NotImplementedError, ImportError) as error:
+            raise UserError(f"--config: {error}") from error
+
+    return build
+
+
+def save_adapter(trainer: PerlGRPOTrainer, folder: Path) -> None:
+    """The adapter and the tokenizer, without transformers' pickled arguments."""
+    trainer.save_model(str(folder))
+    if trainer.args.process_index == 0:
+        (folder / "training_args.bin").unlink(missing_ok=True)
+        log.info("adapter: %s", folder.resolve())

@@ -1,0 +1,112 @@
+"""Tokenizer, dataset and base model of a training run, each checked before the next, costlier one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from perl import device
+from perl.config.load import Config
+from perl.errors import UserError
+from perl.prompts import build_messages, encode, require_chat_template
+from perl.records import Problem
+from perl.tasks import TASKS, load_problems
+
+if TYPE_CHECKING:
+    from perl.config.schema import DatasetConfig
+
+log = logging.getLogger(__name__)
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model`, padding on the left; a missing model or chat template is a UserError."""
+    flag = "--config.model.model_name_or_path"
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+        raise UserError(f"{flag}: no folder {model}; give a folder with config.json and the weights, or a hub name")
+    try:
+        AutoConfig.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", truncation_side="left")
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{flag}: cannot load {model}: {reason}; give a folder with config.json, the tokenizer and the weights"
+        ) from error
+    require_chat_template(tokenizer, model)
+    return tokenizer
+
+
+def load_model(config: Config) -> PreTrainedModel:
+    """The base model on the CPU (the trainer moves it); under ZeRO-3 its weights are partitioned as they load.
+
+    It is given to the trainer loaded, without a device_map: TRL asks for device_map "auto" on several NPUs, with which
+    DDP refuses to work.
+    """
+    dtype = getattr(torch, config.model.dtype) if config.model.dtype else device.default_dtype()
+    extra: dict[str, Any] = dict(config.training.model_init_kwargs or {})  # type: ignore[arg-type]
+    config.training.model_init_kwargs = None  # used here; TRL would warn that it ignores them
+    if extra.pop("dtype", dtype) not in (dtype, str(dtype).removeprefix("torch.")):
+        raise UserError("--config.training.model_init_kwargs gives another dtype than --config.model.dtype; give one")
+    if config.model.attn_implementation is not None:
+        extra["attn_implementation"] = config.model.attn_implementation
+    try:
+        return AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path, dtype=dtype, **extra)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"--config.model: {str(error).splitlines()[0]}") from error
+
+
+def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Rows for TRL: `prompt` (messages), and for the rewards `gold` and `task`.
+
+    Rows whose prompt is longer than max_prompt_length tokens are dropped, or are an error, or are left to the trainer
+    to cut (truncation left).
+    """
+    problems = load_problems(
+        config.dataset_name_or_path, split=config.split, limit=config.example_numbers, task=config.task
+    )
+    rows = [_row(problem, config.system_prompt) for problem in problems]
+    if config.max_prompt_length is not None:
+        rows = _check_lengths(rows, problems, config, tokenizer)
+    if not rows:
+        raise UserError(
+            f"--config.dataset: no row of {config.dataset_name_or_path} is left to train on;"
+            " raise --config.dataset.max_prompt_length"
+        )
+    log.info("%d prompts from %s", len(rows), config.dataset_name_or_path)
+    return Dataset.from_list(rows)
+
+
+def _row(problem: Problem, system_prompt: str | None) -> dict:
+    style = TASKS[problem.task].style
+    if system_prompt is not None:
+        style = replace(style, system_prompt=system_prompt)
+    return {"prompt": build_messages(problem, style), "gold": problem.gold, "task": problem.task}
+
+
+def _check_lengths(
+    rows: list[dict], problems: list[Problem], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[dict]:
+    limit = config.max_prompt_length
+    assert limit is not None
+    lengths = [len(encode(tokenizer, row["prompt"])) for row in rows]
+    overlong = [index for index, length in enumerate(lengths) if length > limit]
+    if not overlong:
+        return rows
+    if config.filter_overlong_prompts:
+        log.info("%d of %d prompts are longer than %d tokens: dropped", len(overlong), len(rows), limit)
+        dropped = set(overlong)
+        return [row for index, row in enumerate(rows) if index not in dropped]
+    if config.truncation == "error":
+        first = overlong[0]
+        raise UserError(
+            f"--config.dataset.max_prompt_length: {len(overlong)} prompts are longer than {limit} tokens, the first"
+            f" ({problems[first].source}) has {lengths[first]}; raise it, or set"
+            " --config.dataset.filter_overlong_prompts true or --config.dataset.truncation left"
+        )
+    log.info("%d of %d prompts are longer than %d tokens: cut on the left", len(overlong), len(rows), limit)
+    return rows

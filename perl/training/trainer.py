@@ -1,0 +1,174 @@
+"""TRL's GRPOTrainer with AQN around its rollouts. The only file that knows TRL's internals.
+
+One update of GRPO (arXiv 2402.03300), and where this class adds to it:
+
+    prompts -> _generate_single_turn      completions   + noise while `generate` runs, dropout off
+            -> _calculate_rewards         rewards
+            -> _generate_and_score_…      advantages    + old log-probabilities of the noisy policy, on request
+            -> compute_loss, optimizer    adapter       + the adapter method's own optimizer
+    log, _save_checkpoint                               + aqn/… metrics; the rollouts still owed to an update
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import unwrap_model_for_generation
+
+from perl.adapters import Adapter
+from perl.config.schema import NoiseConfig, PeftConfig
+from perl.noise.injector import NoiseInjector
+from perl.noise.schedule import stage_at
+
+
+class PerlGRPOTrainer(GRPOTrainer):
+    """GRPO on a LoRA adapter, sampled with noise on the norm weights.
+
+    Args (beside GRPOTrainer's):
+        adapter: the PEFT method; its optimizer replaces the default one when it has its own.
+        adapter_config: the group `peft` of the configuration.
+        noise: the group `noise_injection`.
+        truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
+    """
+
+    args: GRPOConfig
+    model: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        adapter: Adapter,
+        adapter_config: PeftConfig,
+        noise: NoiseConfig,
+        truncate_prompts_to: int | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, peft_config=adapter.build(adapter_config), **kwargs)
+        self.adapter, self.adapter_config = adapter, adapter_config
+        self.truncate_prompts_to = truncate_prompts_to
+        self.noise_config = noise
+        self.noise: NoiseInjector | None = None
+        if noise.enabled:
+            assert noise.seed is not None
+            self.noise = NoiseInjector(self._policy(), noise.target_modules, noise.exclude_patterns, noise.seed)
+        self._draw = (-1, 0)  # (global step, how many rollouts it has had): names the noise of a rollout
+
+    # Rollout
+
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
+        if self.truncate_prompts_to is not None:
+            prompt_ids = [ids[-self.truncate_prompts_to :] for ids in prompt_ids]
+        return prompt_ids, images, multimodal_fields
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any):
+        step, count = self._draw
+        self._draw = (step, count + 1) if step == self.state.global_step else (self.state.global_step, 0)
+        with self._generate_as_behaviour_policy():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _generate_as_behaviour_policy(self) -> Iterator[None]:
+        """`generate` runs as the behaviour policy. It is wrapped, rather than its caller, because TRL gathers the
+        weights of ZeRO-3 right around it: what is added to a weight outside that context is not seen inside."""
+        policy = self._policy()
+        stock = policy.generate
+
+        def generate(*args: Any, **kwargs: Any):
+            with self._behaviour_policy():
+                return stock(*args, **kwargs)
+
+        policy.generate = generate
+        try:
+            yield
+        finally:
+            del policy.generate  # uncovers the class's method
+
+    @contextlib.contextmanager
+    def _behaviour_policy(self) -> Iterator[None]:
+        """The policy that samples: this rollout's noise on the norm weights, and no dropout (TRL samples in training
+        mode, with lora_dropout at work, while the loss's ratio takes sampler and learner for the same policy)."""
+        policy, training = self._policy(), self.model.training
+        sigma = self._sigma() if training else 0.0
+        policy.eval()
+        try:
+            with self.noise.applied(sigma, self._draw) if self.noise else contextlib.nullcontext():
+                yield
+        finally:
+            policy.train(training)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self.noise and self.model.training:
+            self._metrics["train"]["aqn/sigma_realized"].append(self.noise.realized_sigma)
+            if self.noise_config.old_logps == "noisy":
+                output["old_per_token_logps"] = self._behaviour_logps(output)
+        return output
+
+    @torch.no_grad()
+    def _behaviour_logps(self, rollout: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities of the sampled tokens under the noisy policy, (batch, completion length), float32."""
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,  # type: ignore[arg-type]
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
+            ) as policy,
+            self._behaviour_policy(),
+        ):
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                policy,
+                torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1),
+                torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1),
+                rollout["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return logps
+
+    def _policy(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _sigma(self) -> float:
+        return stage_at(self.state.global_step, self.state.max_steps, self.noise_config).sigma
+
+    # Update
+
+    def create_optimizer(self, *args: Any, **kwargs: Any):
+        if self.optimizer is None and self.adapter.optimizer is not None:
+            optimizer_class, optimizer_kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = self.adapter.optimizer(self.model, self.adapter_config, optimizer_class, optimizer_kwargs)
+        return super().create_optimizer(*args, **kwargs)
+
+    # Logging and checkpoints
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.noise and self.model.training:
+            # Logged after the step counter moved on: the stage is that of the step that was just taken.
+            stage = stage_at(max(self.state.global_step - 1, 0), self.state.max_steps, self.noise_config)
+            logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
+        super().log(logs, start_time)
+
+    def _rollout_state_file(self, checkpoint: str | Path) -> Path:
+        return Path(checkpoint) / f"rollout_state_{self.args.process_index}.pt"
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Adds what TRL forgets: its position in the generation batch and the rollouts that later updates still use
+        (num_iterations or steps_per_generation above gradient_accumulation_steps). Without them a resumed run samples
+        again and is another run."""
+        super()._save_checkpoint(model, trial)
+        window = (self.args.steps_per_generation or 1) * self.num_iterations
+        owed = self._buffered_inputs if self._step % window else None
+        checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        torch.save({"step": self._step, "buffered_inputs": owed}, self._rollout_state_file(checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (file := self._rollout_state_file(checkpoint)).exists():
+            state = torch.load(file, map_location=self.accelerator.device, weights_only=True)
+            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]

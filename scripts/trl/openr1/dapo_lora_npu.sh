@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# GRPO with LoRA and AQN on DAPO-Math: on NPUs if there are any, else on CUDA GPUs, else on the CPU.
+#
+#   bash scripts/trl/openr1/dapo_lora_npu.sh [--recipe FILE] [--config.<group>.<field> VALUE …]
+#
+# Environment (all optional):
+#   NUM_PROCESSES      processes, one a device (all visible devices; 1 on a CPU)
+#   ACCELERATE_CONFIG  one of scripts/accelerate/*.yaml (ZeRO-2 on NPUs and GPUs)
+#   PYTHON             the Python to use (.venv's, else python3)
+# Everything is written to <run folder>/output.log; progress and errors stay on the screen.
+set -euo pipefail
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=$repo/.venv/bin/python
+    [ -x "$PYTHON" ] || PYTHON=$(command -v python3) || { echo "error: no python3 found; set PYTHON" >&2; exit 2; }
+fi
+export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
+
+case " $* " in
+    *" --recipe "* | *" --recipe="*) ;;
+    *) set -- --recipe "$repo/recipes/dapo_lora.yaml" "$@" ;;
+esac
+
+# Threads of several CPU processes would fight for the cores; one each is up to ten times faster.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
+
+# Checks the whole command line and says DEVICE, NUM_PROCESSES, ACCELERATE_CONFIG, RUN_DIR, VISIBLE.
+# (Not as eval "$(…)": that would lose the exit code.)
+plan=$("$PYTHON" -m perl.tools.launch "$@") || exit $?
+eval "$plan"
+
+if [ "$DEVICE" = npu ]; then
+    # What the user has set stays.
+    export HCCL_BUFFSIZE=${HCCL_BUFFSIZE:-512}                                    # MB for each communicator's buffer
+    export HCCL_OP_BASE_FFTS_MODE_ENABLE=${HCCL_OP_BASE_FFTS_MODE_ENABLE:-TRUE}   # launch collectives on the device
+    export HCCL_WHITELIST_DISABLE=${HCCL_WHITELIST_DISABLE:-1}                    # no allow-list of hosts
+    export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1200}                     # ranks may load at different speeds
+    export VLLM_ASCEND_ENABLE_NZ=${VLLM_ASCEND_ENABLE_NZ:-0}                      # weights stay in ND, as trained
+    export VLLM_USE_V1=${VLLM_USE_V1:-1}
+    if [ -z "${ASCEND_HOME_PATH:-}" ]; then                                       # DeepSpeed reads it and fails without
+        export ASCEND_HOME_PATH=${ASCEND_TOOLKIT_HOME:-/usr/local/Ascend/ascend-toolkit/latest}
+    fi
+fi
+if [ -n "$VISIBLE" ]; then
+    export "${VISIBLE?}"
+fi
+
+mkdir -p "$RUN_DIR"
+log=$RUN_DIR/output.log
+echo "run folder: $RUN_DIR"
+echo "$NUM_PROCESSES process(es) on $DEVICE, $(basename "$ACCELERATE_CONFIG"); everything else goes to output.log"
+
+# Shows progress and what went wrong; on a terminal the progress line stays in place.
+screen() {
+    local line width
+    while IFS= read -r line; do
+        case $line in
+            "progress: "*)
+                if [ -t 1 ]; then
+                    width=$(tput cols 2>/dev/null || echo 80)
+                    printf '\r\033[K%s' "${line:10:width}"
+                else
+                    printf '%s\n' "${line#progress: }"
+                fi ;;
+            "error: "* | *" WARNING "* | *"Error: "*) printf '%s\n' "$line" ;;
+        esac
+    done
+    [ ! -t 1 ] || echo
+}
+
+set +e
+"$PYTHON" -u -m accelerate.commands.launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_PROCESSES" \
+    -m perl.train "$@" --config.training.output_dir "$RUN_DIR" 2>&1 | tee -a "$log" | screen
+status=${PIPESTATUS[0]}
+set -e
+if [ "$status" -ne 0 ]; then
+    echo "error: training ended with exit code $status; the whole log is in $log" >&2
+    exit "$status"
+fi
+echo "adapter: $RUN_DIR/adapter"

@@ -1,0 +1,170 @@
+"""What a command line and a recipe become, and what each mistake says."""
+
+import pytest
+import yaml
+
+from perl.config.load import parse
+from perl.errors import UserError
+
+
+def message(*argv):
+    with pytest.raises(UserError) as caught:
+        parse(list(argv))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_are_the_guides():
+    values = parse([]).values
+    assert (values.peft.type, values.peft.r, values.peft.lora_alpha) == ("lora", 16, 32)
+    assert (values.noise_injection.sigma_start, values.noise_injection.sigma_end) == (0.05, 0.0005)
+    assert values.noise_injection.num_stages == 10
+    assert values.noise_injection.target_modules == ["post_attention_layernorm"]
+    assert values.noise_injection.exclude_patterns == ["input_layernorm"]
+    assert values.training.use_vllm is False
+
+
+def test_the_shipped_recipe_is_the_guides_run():
+    training = parse(["--recipe", "recipes/dapo_lora.yaml"]).values.training
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (1, 16)
+    assert (training.num_generations, training.max_completion_length) == (2, 256)
+    assert (training.learning_rate, training.max_steps) == (1e-5, 1024)
+
+
+def test_flags_go_before_the_recipe_and_the_recipe_before_the_defaults(tmp_path):
+    recipe = write(tmp_path / "r.yaml", "training: {max_steps: 7, learning_rate: 1e-4}\npeft: {r: 4}\n")
+    values = parse(["--recipe", recipe, "--config.training.max_steps", "9"]).values
+    assert (values.training.max_steps, values.training.learning_rate) == (9, 1e-4)
+    assert (values.peft.r, values.peft.lora_alpha) == (4, 32)
+
+
+def test_the_dump_repeats_the_configuration_and_holds_no_secret(tmp_path):
+    first = parse(
+        [
+            *("--config.training.hub_token", "hf_secret", "--config.training.output_dir", "o"),
+            *("--config.common.seed", "5", "--config.reward.weights", "[0.5]"),
+            *("--config.noise_injection.enabled", "true"),
+        ]
+    )
+    dump = first.dump()
+    assert "hf_secret" not in dump
+    assert "output_dir" not in dump
+    again = parse(["--recipe", write(tmp_path / "config.yaml", dump)])
+    assert yaml.safe_load(again.dump()) == yaml.safe_load(dump)
+    assert again.values.common.seed == again.values.training.seed == 5
+    assert again.values.noise_injection.enabled is True
+
+
+def test_every_grpo_field_is_a_flag():
+    values = parse(["--config.training.loss_type", "dr_grpo", "--config.training.scale_rewards", "none"]).values
+    assert (values.training.loss_type, values.training.scale_rewards) == ("dr_grpo", "none")
+
+
+def test_max_prompt_length_is_taken_in_both_places():
+    assert parse(["--config.training.max_prompt_length", "77"]).values.dataset.max_prompt_length == 77
+    assert parse(["--config.dataset.max_prompt_length", "78"]).values.training.max_prompt_length == 78
+
+
+def test_unknown_flag_names_the_nearest():
+    said = message("--config.training.max_stepz", "3")
+    assert "--config.training.max_stepz" in said
+    assert "did you mean --config.training.max_steps?" in said
+
+
+def test_no_abbreviations():
+    assert "unknown flag --config.training.max_step;" in message("--config.training.max_step", "3")
+
+
+def test_wrong_type_names_flag_and_value():
+    said = message("--config.training.learning_rate", "fast")
+    assert "--config.training.learning_rate" in said
+    assert "fast" in said
+
+
+def test_a_value_without_a_flag():
+    assert "'true'" in message("true")
+
+
+def test_values_out_of_range():
+    assert "sigma_start" in message("--config.noise_injection.sigma_start", "-1")
+    assert "num_stages" in message("--config.noise_injection.num_stages", "0")
+    assert "truncation" in message("--config.dataset.truncation", "right")
+
+
+@pytest.mark.parametrize(
+    ("ours", "trls", "values"),
+    [
+        ("common.seed", "training.seed", ("1", "2")),
+        ("reward.weights", "training.reward_weights", ("[1.0]", "[2.0]")),
+        ("dataset.max_prompt_length", "training.max_prompt_length", ("1", "2")),
+    ],
+)
+def test_two_names_of_one_thing_may_not_contradict(ours, trls, values):
+    said = message(f"--config.{ours}", values[0], f"--config.{trls}", values[1])
+    assert ours in said
+    assert trls in said
+    parse([f"--config.{ours}", values[0], f"--config.{trls}", values[0]])
+
+
+def test_a_recipe_may_not_contradict_a_flag_of_the_other_name(tmp_path):
+    recipe = write(tmp_path / "r.yaml", "common: {seed: 1}\n")
+    assert "training.seed" in message("--recipe", recipe, "--config.training.seed", "2")
+
+
+def test_engine_is_the_one_switch():
+    assert parse(["--config.training.use_vllm", "true"]).values.rollout.engine == "vllm"
+    assert parse(["--config.rollout.engine", "vllm"]).values.training.use_vllm is True
+    said = message("--config.rollout.engine", "generate", "--config.training.use_vllm", "true")
+    assert "use_vllm" in said
+
+
+def test_noise_needs_the_trainers_own_weights():
+    said = message("--config.noise_injection.enabled", "true", "--config.rollout.engine", "vllm")
+    assert "generate" in said
+
+
+def test_rising_noise_is_refused():
+    flags = ["--config.noise_injection.enabled", "true", "--config.noise_injection.sigma_end", "0.1"]
+    assert "swap" in message(*flags)
+
+
+def test_as_many_weights_as_rewards():
+    said = message("--config.reward.functions", '["accuracy","format"]', "--config.reward.weights", "[1.0]")
+    assert "one weight for each function" in said
+
+
+def test_recipe_mistakes(tmp_path):
+    assert "no file nowhere.yaml" in message("--recipe", "nowhere.yaml")
+    assert "did you mean training?" in message("--recipe", write(tmp_path / "a.yaml", "trainin: {max_steps: 1}"))
+    assert "max_steps?" in message("--recipe", write(tmp_path / "b.yaml", "training: {max_stepz: 1}"))
+    assert "not YAML" in message("--recipe", write(tmp_path / "c.yaml", "training: [1"))
+    assert "must hold groups" in message("--recipe", write(tmp_path / "d.yaml", "- 1"))
+
+
+def test_flags_without_effect_get_one_warning_each():
+    argv = ["--config.training.vllm_gpu_memory_utilization", "0.2", "--config.noise_injection.sigma_start", "0.1"]
+    warnings = parse(argv).warnings
+    assert len(warnings) == 2
+    assert "noise_injection.enabled is false" in warnings[0]
+    assert "rollout.engine is not vllm" in warnings[1]
+
+
+def test_a_recipes_unused_fields_are_not_warned_of(tmp_path):
+    recipe = write(tmp_path / "r.yaml", "noise_injection: {enabled: false, sigma_start: 0.1}\n")
+    assert parse(["--recipe", recipe]).warnings == []
+
+
+def test_bf16_is_decided_by_the_device():
+    config = parse([]).build()
+    assert config.training.use_cpu is True
+    assert config.training.bf16 is False
+
+
+def test_grpoconfigs_own_complaint_is_one_line():
+    with pytest.raises(UserError, match="num_generations"):
+        parse(["--config.training.num_generations", "3", "--config.training.per_device_train_batch_size", "2"]).build()

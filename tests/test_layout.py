@@ -1,0 +1,116 @@
+"""The rules of the tree: which way imports flow, who may know the device, what a file may be called."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "perl").rglob("*.py"))
+
+# Lower may not import higher; packages on one level may import each other only where ALLOWED says so.
+LEVELS = [
+    {"errors", "records", "device", "prompts", "config"},
+    {"tasks", "grading"},
+    {"rewards", "engines", "adapters", "noise"},
+    {"training", "evaluation", "reports"},
+    {"tools", "train", "eval", "__main__"},
+]
+NEVER_EACH_OTHER = LEVELS[3]
+
+
+def part(path: Path) -> str:
+    return path.relative_to(ROOT / "perl").parts[0].removesuffix(".py")
+
+
+def level(name: str) -> int:
+    return next(index for index, names in enumerate(LEVELS) if name in names)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules below perl/ that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("perl.")}
+
+
+def test_imports_flow_down_only():
+    wrong = []
+    for path in FILES:
+        if path == ROOT / "perl" / "__init__.py":
+            continue
+        here = part(path)
+        for module in imports(path):
+            there = module.split(".")[1]
+            if not any(there in names for names in LEVELS):
+                continue  # perl.__version__
+            if level(there) > level(here) or (here != there and {here, there} <= NEVER_EACH_OTHER):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_circle_of_imports():
+    modules = {module_name(path): path for path in FILES}
+    graph = {name: {m for m in imports(path) if m in modules and m != name} for name, path in modules.items()}
+    done, on_path = set(), []
+
+    def visit(name):
+        if name in on_path:
+            pytest.fail(" -> ".join([*on_path[on_path.index(name) :], name]))
+        if name in done:
+            return
+        on_path.append(name)
+        for other in sorted(graph[name]):
+            visit(other)
+        on_path.pop()
+        done.add(name)
+
+    for name in sorted(graph):
+        visit(name)
+
+
+def code_without_comments_and_docstrings(path: Path) -> str:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [n for n in body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))] or [
+                ast.Pass()
+            ]
+    return ast.unparse(tree)
+
+
+def test_only_device_and_doctor_know_the_kinds_of_device():
+    """A comparison with "npu" or "cuda", or torch.npu and torch.cuda, belongs in perl/device.py."""
+    pattern = re.compile(r"torch\.(npu|cuda)\b|import torch_npu|[=!]=\s*'(npu|cuda)'|\bin\s*[(\[{]\s*'(npu|cuda)'")
+    allowed = (ROOT / "perl" / "device.py", ROOT / "perl" / "tools" / "doctor")
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if not any(path == a or a in path.parents for a in allowed)
+        and pattern.search(code_without_comments_and_docstrings(path))
+    ]
+    assert wrong == []
+
+
+def test_nothing_in_perl_hides_another_module():
+    """`python perl/eval.py` puts perl/ first on sys.path."""
+    others = {"datasets", "trl", "peft", "vllm", "torch", "transformers", "accelerate", "deepspeed", "ray", "wandb"}
+    names = {p.name.removesuffix(".py") for p in (ROOT / "perl").iterdir() if not p.name.startswith("_")}
+    assert names & (others | set(sys.stdlib_module_names)) == set()
+
+
+def test_only_the_trainer_uses_trls_internals():
+    users = [str(p.relative_to(ROOT)) for p in FILES if re.search(r"\btrl\.(models|trainer)\b", p.read_text())]
+    assert users == ["perl/training/trainer.py"]

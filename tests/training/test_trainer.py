@@ -1,0 +1,255 @@
+"""PerlGRPOTrainer in one process: what is learned, what noise touches, and that a resumed run is the same run."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from peft.tuners.lora import LoraLayer
+from trl import GRPOTrainer
+
+from perl.adapters import ADAPTERS
+from perl.config.schema import NoiseConfig, PeftConfig
+from perl.config.training import TrainingConfig
+from perl.errors import UserError
+from perl.training.callbacks import MetricsWriter
+from perl.training.trainer import PerlGRPOTrainer
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+def reward_digits(completions, **kwargs):
+    """Share of digits in the text: random completions differ in it, so every group has a gradient."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
+
+
+def make_trainer(folder, *, noise=None, adapter="lora", peft=None, callbacks=(), trainer_class=PerlGRPOTrainer, **args):
+    settings = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "beta": 0.0,
+        "seed": 11,
+    }
+    config = TrainingConfig(output_dir=str(folder), **(settings | args))
+    prompts = [{"prompt": [{"role": "user", "content": f"What is {i} + {j} ?"}]} for i in range(4) for j in range(4)]
+    return trainer_class(
+        model=tiny_model(scale=4.0),
+        args=config,
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=tiny_tokenizer(),
+        reward_funcs=[reward_digits],
+        adapter=ADAPTERS[adapter],
+        adapter_config=peft or PeftConfig(type=adapter, r=4, lora_alpha=8),
+        noise=noise or NoiseConfig(enabled=False, seed=0),
+        callbacks=list(callbacks),
+    )
+
+
+def guide_noise(**changes):
+    return NoiseConfig(**({"enabled": True, "seed": 3, "sigma_start": 0.5, "sigma_end": 0.1} | changes))
+
+
+def adapter_state(trainer):
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_hooks_that_we_override_exist_in_this_trl():
+    for name in (
+        "_tokenize_prompts",
+        "_generate_single_turn",
+        "_generate_and_score_completions",
+        "_get_per_token_logps_and_entropies",
+        "_save_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "create_optimizer",
+        "log",
+    ):
+        assert callable(getattr(GRPOTrainer, name)), name
+
+
+@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
+def test_every_adapter_trains_and_leaves_the_base_alone(tmp_path, adapter):
+    trainer = make_trainer(tmp_path, adapter=adapter, noise=guide_noise())
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad and "lora_B" in name:
+            assert not torch.equal(parameter, before[name]), name
+        if not parameter.requires_grad:
+            assert torch.equal(parameter, before[name]), name
+
+
+def test_rslora_scales_by_the_root_of_the_rank(tmp_path):
+    def scale(adapter):
+        trainer = make_trainer(tmp_path, adapter=adapter, peft=PeftConfig(type=adapter, r=4, lora_alpha=8))
+        return next(m.scaling["default"] for m in trainer.model.modules() if isinstance(m, LoraLayer))
+
+    assert scale("lora") == 2.0  # 8 / 4
+    assert scale("rslora") == 4.0  # 8 / sqrt(4)
+
+
+def test_lora_plus_gives_b_its_own_learning_rate(tmp_path):
+    peft = PeftConfig(type="lora_plus", r=4, lora_alpha=8, lora_plus_lr_ratio=8.0)
+    trainer = make_trainer(tmp_path, adapter="lora_plus", peft=peft, learning_rate=1e-3)
+    trainer.create_optimizer()
+    assert {group["lr"] for group in trainer.optimizer.param_groups if group["params"]} == {1e-3, 8e-3}
+
+
+def norm_weights(policy):
+    return torch.cat([m.weight.detach() for n, m in policy.named_modules() if n.endswith("post_attention_layernorm")])
+
+
+def test_noise_is_there_while_completions_are_generated_and_nowhere_else(tmp_path):
+    trainer = make_trainer(tmp_path, noise=guide_noise())
+    clean = norm_weights(trainer.model)
+    seen = {"generate": [], "loss": []}
+    base = trainer.model.get_base_model()
+    forward = base.forward
+
+    def spy(*args, **kwargs):
+        kind = "loss" if kwargs.get("fused_lm_head") else "generate"
+        seen[kind].append((norm_weights(base), base.training))
+        return forward(*args, **kwargs)
+
+    base.forward = spy
+    trainer.train()
+    assert seen["generate"]
+    assert seen["loss"]
+    for weights, training in seen["generate"]:
+        assert not torch.equal(weights, clean)
+        assert training is False  # no dropout while sampling
+    for weights, training in seen["loss"]:
+        assert torch.equal(weights, clean)
+        assert training is True
+    assert torch.equal(norm_weights(trainer.model), clean)
+
+
+def test_each_rollout_has_its_own_noise_of_the_stages_sigma(tmp_path):
+    trainer = make_trainer(
+        tmp_path, noise=guide_noise(num_stages=2), callbacks=[MetricsWriter(tmp_path / "metrics.jsonl")]
+    )
+    drawn = []
+    applied = trainer.noise.applied
+    trainer.noise.applied = lambda sigma, draw: drawn.append((sigma, draw)) or applied(sigma, draw)
+    trainer.train()
+    assert drawn == [(0.5, (0, 0)), (0.1, (1, 0))]
+    logged = [(r["aqn/sigma"], r["aqn/stage"], r["aqn/num_modules"]) for r in rows(tmp_path) if "aqn/sigma" in r][:2]
+    assert logged == [(0.5, 0, 2), (0.1, 1, 2)]
+    # 128 numbers: the standard error of their RMS is 6 %
+    assert rows(tmp_path)[0]["aqn/sigma_realized"] == pytest.approx(0.5, rel=0.25)
+
+
+def completions_of_first_rollout(folder, sigma):
+    noise = NoiseConfig(enabled=sigma > 0, seed=3, sigma_start=sigma, sigma_end=0.0)
+    trainer = make_trainer(folder, noise=noise, max_steps=1)
+    kept = []
+    score = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
+    trainer.train()
+    return kept[0]["completion_ids"], kept[0]["completion_mask"]
+
+
+def test_noise_changes_what_is_sampled_and_more_with_a_larger_sigma(tmp_path):
+    clean, _ = completions_of_first_rollout(tmp_path / "0", 0.0)
+
+    def changed(sigma):
+        noisy, _ = completions_of_first_rollout(tmp_path / str(sigma), sigma)
+        width = min(noisy.size(1), clean.size(1))
+        return (noisy[:, :width] != clean[:, :width]).float().mean().item()
+
+    shares = [changed(sigma) for sigma in (0.0, 0.02, 1.0)]
+    assert shares[0] == 0.0
+    assert 0.0 < shares[2]
+    assert shares[0] <= shares[1] < shares[2]
+
+
+def test_old_logps_noisy_are_the_sampling_policys(tmp_path):
+    trainer = make_trainer(tmp_path, noise=guide_noise(old_logps="noisy"), max_steps=1)
+    kept = []
+    score = trainer._generate_and_score_completions
+
+    def keep(inputs):
+        output = score(inputs)
+        clean = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
+            torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
+            output["completion_ids"].size(1),
+        )[0]
+        with trainer.noise.applied(0.5, (0, 0)):
+            noisy = trainer._get_per_token_logps_and_entropies(
+                trainer.model,
+                torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
+                output["completion_ids"].size(1),
+            )[0]
+        kept.append((output["old_per_token_logps"], noisy.detach(), clean.detach(), output["completion_mask"].bool()))
+        return output
+
+    trainer._generate_and_score_completions = keep
+    trainer.train()
+    old, noisy, clean, mask = kept[0]
+    assert torch.allclose(old[mask], noisy[mask], atol=1e-5)
+    assert (old[mask] - clean[mask]).abs().max() > 1e-3
+
+
+def test_clean_old_logps_are_left_to_trl(tmp_path):
+    trainer = make_trainer(tmp_path, noise=guide_noise(), max_steps=1)
+    kept = []
+    score = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
+    trainer.train()
+    assert "old_per_token_logps" not in kept[0]
+
+
+def test_no_checkpoint_holds_noise(tmp_path):
+    trainer = make_trainer(tmp_path, noise=guide_noise(), save_strategy="steps", save_steps=1)
+    trainer.train()
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    assert saved
+    assert all("lora_" in name for name in saved)
+
+
+@pytest.mark.parametrize("window", [{}, {"num_iterations": 2}, {"steps_per_generation": 4}])
+def test_a_resumed_run_is_the_same_run(tmp_path, window):
+    """Four steps at once, and two steps, a new process's trainer, two more: bit for bit the same adapter. With
+    num_iterations 2 the checkpoint lies in the middle of a generation batch when it is cut at an odd step."""
+    whole = make_trainer(tmp_path / "whole", noise=guide_noise(), max_steps=4, **window)
+    whole.train()
+    save = {"save_strategy": "steps", "save_steps": 1}
+    torch.manual_seed(123)  # whatever state the process is in must not matter
+    make_trainer(tmp_path / "cut", noise=guide_noise(), max_steps=4, **window, **save).train()
+    for cut in (1, 2):
+        torch.manual_seed(456 + cut)
+        resumed = make_trainer(tmp_path / f"again{cut}", noise=guide_noise(), max_steps=4, **window)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{cut}"))
+        expected = adapter_state(whole)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter_state(resumed).items()), cut
+
+
+def test_no_norm_matched_is_an_error_before_training(tmp_path):
+    with pytest.raises(UserError, match="post_attention_layernorm"):
+        make_trainer(tmp_path, noise=guide_noise(target_modules=["mlp_norm"]))
+
+
+def test_prompts_are_cut_on_the_left(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.truncate_prompts_to = 4
+    ids, _, _ = trainer._tokenize_prompts([[{"role": "user", "content": "What is 1 + 2 ?"}]])
+    full = tiny_tokenizer()("<|user|> What is 1 + 2 ? <|end|> <|assistant|>")["input_ids"]
+    assert list(ids[0]) == full[-4:]
