@@ -1,0 +1,194 @@
+"""A model folder on disk: where its tensors lie, what its content hashes to, how a new one is written whole or not."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".safetensors.index.json",
+)
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def resolve_model(model: str, flag: str = "--model") -> Path:
+    """The local folder of `model`, a path or a hub name; a hub name is downloaded unless it is in the cache."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            hint = "; it holds an adapter, write it after --adapter" if (folder / ADAPTER_CONFIG).is_file() else ""
+            raise UserError(f"{flag} {model}: no config.json in this folder{hint}")
+        return folder
+    if model.count("/") != 1 or model.startswith((".", "~", "/")) or folder.exists():
+        raise UserError(
+            f"{flag} {model}: no such folder; write the folder of a model, or a hub name such as Qwen/Qwen2.5-7B"
+        )
+    return _download(model, flag)
+
+
+def _download(model: str, flag: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.py"]
+    try:
+        if _use_modelscope():
+            import modelscope  # pyright: ignore[reportMissingImports]
+
+            return Path(modelscope.snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except ImportError as error:
+        raise UserError(f"{flag} {model}: PERL_USE_MODELSCOPE is set, but modelscope is not installed") from error
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UserError(
+            f"{flag} {model}: no such folder, and the hub gave nothing ({type(error).__name__});"
+            " write the path of a model's folder"
+        ) from error
+
+
+def _use_modelscope() -> bool:
+    names = ("PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
+    return any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in names)
+
+
+def require_adapter(adapter: Path, flag: str = "--adapter") -> dict:
+    """The adapter's configuration (adapter_config.json), or a UserError when the folder holds no PEFT adapter."""
+    if not adapter.is_dir():
+        raise UserError(f"{flag} {adapter}: no such folder; write the folder that holds {ADAPTER_CONFIG}")
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (adapter / name).is_file():
+            found = next((p.parent for p in sorted(adapter.glob(f"*/{name}"))), None)
+            raise UserError(
+                f"{flag} {adapter}: no {name} in this folder" + (f"; did you mean {found}?" if found else "")
+            )
+    try:
+        return json.loads((adapter / ADAPTER_CONFIG).read_text())
+    except ValueError as error:
+        raise UserError(f"{flag} {adapter / ADAPTER_CONFIG}: not valid JSON ({error})") from error
+
+
+class Checkpoint:
+    """The safetensors files of one model folder, opened lazily: a tensor is read when it is asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.shards: dict[str, list[str]] = _shards(folder)
+        """File name -> names of the tensors in it."""
+        self.location = {tensor: file for file, tensors in self.shards.items() for tensor in tensors}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.location
+
+    def read(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.folder / self.location[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def dtype(self) -> torch.dtype:
+        """The floating dtype in which most of the numbers are stored."""
+        import torch
+        from safetensors import safe_open
+
+        known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+        sizes: Counter[torch.dtype] = Counter()
+        for shard, names in self.shards.items():
+            with safe_open(self.folder / shard, framework="pt") as file:
+                for name in names:
+                    stored = file.get_slice(name)
+                    if stored.get_dtype() in known:
+                        sizes[known[stored.get_dtype()]] += math.prod(stored.get_shape())
+        if not sizes:
+            raise UserError(f"{self.folder}: holds no floating-point weights; write the model before quantization")
+        return sizes.most_common(1)[0][0]
+
+
+def _shards(folder: Path) -> dict[str, list[str]]:
+    from safetensors import safe_open
+
+    if (folder / INDEX).is_file():
+        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    shards = {}
+    for name in files:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: no {name}; the model's weights must lie there as safetensors")
+        with safe_open(folder / name, framework="pt") as file:
+            shards[name] = list(file.keys())
+    return shards
+
+
+def content_hash(folder: Path) -> str:
+    """BLAKE2b over the weights and configuration of a model's or adapter's folder: 32 hexadecimal digits.
+
+    Names of the files count, paths and times do not, so a copy has the same hash. Files are hashed in parallel
+    (about 1 GB/s a core).
+    """
+    wanted = ("config.json", "generation_config.json", ADAPTER_CONFIG)
+    files = sorted(p for p in folder.iterdir() if p.is_file() and (p.suffix == ".safetensors" or p.name in wanted))
+
+    def one(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    total = hashlib.blake2b(digest_size=16)
+    with ThreadPoolExecutor(4) as pool:
+        for path, digest in zip(files, pool.map(one, files), strict=True):
+            total.update(f"{path.name}\x1f{digest}\x1e".encode())
+    return total.hexdigest()
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy all but the weights, byte for byte: transformers 5 would rewrite configuration and tokenizer in a form
+    that 4.57 misreads."""
+    for path in sorted(source.rglob("*")):
+        relative = path.relative_to(source)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not hidden and not path.name.endswith(WEIGHT_SUFFIXES):
+            (target / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / relative)
+
+
+@contextlib.contextmanager
+def written_whole(output: Path) -> Iterator[Path]:
+    """A temporary folder beside `output` that takes its place when the body ends well and vanishes when it does not.
+
+    `output` must be absent, empty, or an earlier merge of ours.
+    """
+    if output.exists() and not (output / "merge.json").is_file() and (output.is_file() or any(output.iterdir())):
+        raise UserError(f"--output {output}: exists and is not a merged model; write a new folder")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    temporary.mkdir()
+    try:
+        yield temporary
+        if output.exists():
+            shutil.rmtree(output)
+        temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

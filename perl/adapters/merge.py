@@ -1,0 +1,321 @@
+"""Merge an adapter into its base, prove that the result is what PEFT computes, and write it whole or not at all.
+
+    base logits, PEFT's logits  ->  merged in float32: equal to PEFT's?  ->  share lost to rounding  ->  written,
+    loaded again: still equal?
+
+Weights are merged module by module in float32, whatever the method: PEFT's own `merge` does the arithmetic. The model
+itself stays in the dtype it is stored in, one copy at a time (see probe.py for how the logits are had in float32).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perl.adapters.checkpoint import (
+    ADAPTER_WEIGHTS,
+    INDEX,
+    Checkpoint,
+    content_hash,
+    copy_side_files,
+    require_adapter,
+    written_whole,
+)
+from perl.adapters.probe import float32_logits, merged_float32, probe_tokens
+from perl.errors import UserError, lookup
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+ACCEPTED_LOSS = 0.10
+"""Share of the update that rounding may cost before `auto` writes float32 instead."""
+LOGIT_TOLERANCE = 1e-4
+"""Largest difference of float32 logits, as a share of the largest logit, that counts as equal."""
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport:
+    """What was merged, how exactly, and what it cost. Stands in the output's merge.json and in summary.json."""
+
+    base_hash: str
+    adapter_hash: str
+    method: str
+    """PEFT's name of the method ("LORA")."""
+    tensors: int
+    """How many weights the adapter changes."""
+    dtype: str
+    """What the merged model is written in. It must be loaded in this dtype: config.json is the base's own."""
+    rounding_dtype: str
+    """The dtype that `share_lost` speaks of: the one asked for, the base's own under auto."""
+    share_lost: float
+    """||round(merged) - merged|| / ||merged - base||, Frobenius norms over all changed weights, `merged` in float32
+    and round() to `rounding_dtype`. 0: nothing of the update is lost; 1: as if the adapter had not been there."""
+    effect: float
+    """Largest difference between PEFT's logits and the base's on the probe prompt."""
+    exact_error: float
+    """Largest difference between the logits merged in float32 and PEFT's."""
+    written_error: float
+    """Largest difference between the logits of the written model and PEFT's: rounding's cost where it counts."""
+    note: str = ""
+    """Why the dtype is not the base's, when it is not."""
+
+
+def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto") -> MergeReport:
+    """Write to `output` the model in `model` with the adapter in `adapter` merged into it.
+
+    Args:
+        model: folder of the base: config.json and safetensors.
+        adapter: folder of a PEFT adapter of any method that PEFT can merge.
+        output: new folder, or one of an earlier merge, which is replaced.
+        dtype: one of DTYPES; "auto" is the base's own dtype, or float32 where rounding to it would lose more than
+            ACCEPTED_LOSS of the update.
+
+    Raises:
+        UserError: no adapter, another base's adapter, an untrained one, or a method that cannot be merged.
+        RuntimeError: the merged model does not compute what PEFT computes.
+    """
+    lookup(dict.fromkeys(DTYPES), dtype, "dtype", "--dtype")
+    config = require_adapter(adapter)
+    warn_of_other_base(config, model)
+    checkpoint = Checkpoint(model)
+
+    base = load_model(model)
+    tokens = probe_tokens(base.get_input_embeddings().num_embeddings)
+    base_logits = float32_logits(base, tokens)
+    wrapped = load_adapter(base, adapter)
+    peft_logits = float32_logits(wrapped, tokens)
+    effect = require_effect(peft_logits, base_logits, adapter)
+    exact_error = require_equal(float32_logits(wrapped, tokens, merged=True), peft_logits, effect, "merged in float32")
+
+    asked = checkpoint.dtype() if dtype == "auto" else _torch_dtype(dtype)
+    tensors, share_lost = rounding_loss(wrapped, checkpoint, asked)
+    written, note = choose_dtype(dtype, asked, share_lost)
+
+    with written_whole(output) as folder:
+        write_merged(wrapped, checkpoint, written, folder)
+        copy_side_files(model, folder)
+        del wrapped, base
+        written_logits = float32_logits(load_model(folder, written), tokens)
+        written_error = require_equal(
+            written_logits, peft_logits, effect, f"written in {_name(written)}", rounded=written.itemsize < 4
+        )
+        report = MergeReport(
+            base_hash=content_hash(model),
+            adapter_hash=content_hash(adapter),
+            method=str(config.get("peft_type", "?")),
+            tensors=tensors,
+            dtype=_name(written),
+            rounding_dtype=_name(asked),
+            share_lost=share_lost,
+            effect=effect,
+            exact_error=exact_error,
+            written_error=written_error,
+            note=note,
+        )
+        (folder / "merge.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+    return report
+
+
+def read_report(folder: Path) -> MergeReport | None:
+    """The report of an earlier merge in `folder`, or None."""
+    file = folder / "merge.json"
+    return MergeReport(**json.loads(file.read_text())) if file.is_file() else None
+
+
+def warn_of_other_base(config: dict[str, Any], model: Path) -> None:
+    """Log one line when the adapter names a base of another name than `model` (paths may differ, names should not)."""
+    named = str(config.get("base_model_name_or_path") or "")
+    resolved = model.resolve()
+    parts = {_plain(part) for part in (model.name, resolved.name, *resolved.parts[-4:])}
+    # A hub's cache keeps Qwen/Qwen2.5-7B under models--Qwen--Qwen2.5-7B/snapshots/<commit>.
+    if named and not any(part.endswith(_plain(Path(named).name)) for part in parts):
+        logger.warning("the adapter was trained on %s, and is merged into %s: is that the same model?", named, model)
+
+
+def _plain(name: str) -> str:
+    """A folder's name without what ModelScope does to it (Qwen2___5-7B for Qwen2.5-7B)."""
+    return name.replace("___", ".").lower()
+
+
+def load_model(model: Path, dtype: torch.dtype | str = "auto") -> Any:
+    """The causal language model in `model`, on the CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True).eval()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model}: cannot be loaded as a causal language model: {error}") from error
+
+
+def load_adapter(base: Any, adapter: Path) -> Any:
+    """`base` wrapped in the adapter, adapter weights in float32, every one of them found in the file and no other.
+
+    Raises a UserError for another base's adapter: other shapes, other modules, or other layers.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    own = {id(p) for p in base.parameters()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = PeftModel.from_pretrained(base, str(adapter)).eval()
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"--adapter {adapter}: does not fit this base model: {reason}") from error
+
+    with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
+        stored = set(file.keys())
+    expected = set(get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+    missing = sorted(expected - stored)
+    extra = sorted(name for name in stored - expected if ".base_layer." not in name)
+    if missing or extra:
+        what = f"it lacks {missing[0]}" if missing else f"the base has no place for {extra[0]}"
+        count = len(missing) + len(extra)
+        raise UserError(f"--adapter {adapter}: belongs to another base model: {what} ({count} such weights)")
+    for parameter in wrapped.parameters():
+        if id(parameter) not in own and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return wrapped
+
+
+def merged_weights(wrapped: Any) -> dict[str, Callable[[], torch.Tensor]]:
+    """Each weight that the adapter may change: its name in the base model -> a function that merges it, in float32.
+
+    They are functions so that no more than one merged weight need be in memory.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    def merged(layer: BaseTunerLayer, parameter: torch.nn.Parameter) -> torch.Tensor:
+        with merged_float32(layer):  # pyright: ignore[reportArgumentType]  # a mix-in: every layer is a Module
+            return parameter.data.clone()
+
+    def trained(parameter: torch.nn.Parameter) -> torch.Tensor:
+        return parameter.data.float()
+
+    all_biases = any(getattr(config, "bias", "none") == "all" for config in wrapped.peft_config.values())
+    weights: dict[str, Callable[[], torch.Tensor]] = {}
+    outer = None
+    for name, module in wrapped.get_base_model().named_modules():
+        if outer is not None and name.startswith(outer):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            outer = f"{name}."
+            for own, parameter in module.get_base_layer().named_parameters():
+                weights[f"{name.removesuffix('.token_adapter')}.{own}"] = partial(merged, module, parameter)
+        elif isinstance(module, ModulesToSaveWrapper):
+            outer = f"{name}."
+            for own, parameter in module.modules_to_save[module.active_adapters[0]].named_parameters():
+                weights[f"{name}.{own}"] = partial(trained, parameter)
+        elif all_biases and getattr(module, "bias", None) is not None:
+            weights[f"{name}.bias"] = partial(trained, module.bias)
+    return weights
+
+
+def rounding_loss(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, float]:
+    """How many weights change, and the share of the update that rounding to `dtype` loses (MergeReport.share_lost)."""
+    count, lost, update = 0, 0.0, 0.0
+    for name, merge in merged_weights(wrapped).items():
+        if name not in checkpoint:
+            raise UserError(
+                f"{checkpoint.folder}: the adapter changes {name}, which the base does not store under that name"
+                " (tied to another weight, or fused); write --adapter_mode lora to serve it unmerged"
+            )
+        exact = merge()
+        change = exact - checkpoint.read(name).float()
+        count += bool(change.any())
+        update += float(change.double().square().sum())
+        lost += float((exact.to(dtype).float() - exact).double().square().sum())
+    return count, (lost / update) ** 0.5 if update else 0.0
+
+
+def choose_dtype(flag: str, asked: torch.dtype, share_lost: float) -> tuple[torch.dtype, str]:
+    """The dtype to write, and a note when that needs explaining (also logged)."""
+    import torch
+
+    if share_lost <= ACCEPTED_LOSS:
+        return asked, ""
+    loss = f"rounding the merged weights to {_name(asked)} would lose {share_lost:.0%} of the adapter's update"
+    if flag == "auto":
+        note = f"{loss}: written in float32 (--adapter_mode lora serves the adapter as it is)"
+        logger.warning("%s", note)
+        return torch.float32, note
+    note = f"{loss}; written so because --dtype {flag} says so (float32 keeps it)"
+    logger.warning("%s", note)
+    return asked, note
+
+
+def write_merged(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype, folder: Path) -> None:
+    """Write the base's files again with the merged weights in their places, shard by shard; when the base's own dtype
+    is kept, all other tensors are the base's bit for bit."""
+    from safetensors.torch import save_file
+
+    same_dtype = checkpoint.dtype() == dtype
+    merged = merged_weights(wrapped)
+    total = 0
+    for shard, names in checkpoint.shards.items():
+        tensors = {}
+        for name in names:
+            tensor = merged[name]() if name in merged else checkpoint.read(name)
+            if tensor.is_floating_point() and (name in merged or not same_dtype):
+                tensor = tensor.to(dtype)
+            tensors[name] = tensor.contiguous()
+            total += tensor.numel() * tensor.element_size()
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+    if (checkpoint.folder / INDEX).is_file():
+        index = json.loads((checkpoint.folder / INDEX).read_text())
+        index.setdefault("metadata", {})["total_size"] = total
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def require_effect(peft_logits: torch.Tensor, base_logits: torch.Tensor, adapter: Path) -> float:
+    """Largest difference that the adapter makes to the probe's logits, or a UserError when it makes none."""
+    effect = float((peft_logits - base_logits).abs().max())
+    if effect == 0.0:
+        raise UserError(
+            f"--adapter {adapter}: changes nothing (all its update is zero): it is untrained or empty;"
+            " write the adapter of a later step"
+        )
+    return effect
+
+
+def require_equal(
+    logits: torch.Tensor, peft_logits: torch.Tensor, effect: float, what: str, *, rounded: bool = False
+) -> float:
+    """Largest difference from PEFT's logits; a RuntimeError unless it is within the arithmetic's tolerance (not asked
+    of rounded weights) and small beside the adapter's effect."""
+    error = float((logits - peft_logits).abs().max())
+    tolerance = LOGIT_TOLERANCE * max(1.0, float(peft_logits.abs().max()))
+    if rounded and error > effect / 2:
+        raise UserError(
+            f"the model {what} differs from PEFT's by {error:.2g} where the adapter's whole effect is {effect:.2g}:"
+            " write --dtype float32, or --adapter_mode lora"
+        )
+    if not rounded and (error > tolerance or error > effect / 2):
+        raise RuntimeError(
+            f"the model {what} does not compute what PEFT's unmerged one does: logits differ by {error:.3g},"
+            f" tolerance {tolerance:.3g}, the adapter's effect {effect:.3g}"
+        )
+    return error
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

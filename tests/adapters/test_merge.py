@@ -1,0 +1,231 @@
+"""The merged model on disk computes what PEFT computes, keeps a young adapter, and refuses what it cannot merge."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from perl.adapters.checkpoint import Checkpoint, content_hash, resolve_model
+from perl.adapters.merge import merge_adapter, read_report
+from perl.errors import UserError
+
+TOKENS = torch.tensor([[5, 17, 300, 2, 99, 511, 64, 8]])
+
+
+def make_base(
+    folder: Path, *, hidden: int = 64, layers: int = 2, dtype=torch.bfloat16, tied: bool = False, **save
+) -> Path:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=tied,
+    )
+    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder, **save)
+    (folder / "tokenizer_config.json").write_text('{"odd   spacing":  1,"rope_theta": 1e6}\n')
+    return folder
+
+
+def make_adapter(folder: Path, base: Path, *, std: float = 0.05, config=None) -> Path:
+    """An adapter whose weights that start at zero (or at the identity) have moved by N(0, std²)."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    wrapped = get_peft_model(model, config or LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name:
+                parameter.add_(torch.randn_like(parameter) * std)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS).logits[0]
+
+
+def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
+    return logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter))
+
+
+def folder_logits(folder: Path) -> torch.Tensor:
+    return logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return make_base(tmp_path_factory.mktemp("base"))
+
+
+METHODS = {
+    "lora": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
+    "rslora": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=True),
+    "dora": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=True),
+    "bias_all": LoraConfig(r=4, lora_alpha=8, target_modules=["gate_proj"], bias="all"),
+    "head_saved_whole": LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["lm_head"]),
+    "embeddings": LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
+    "pissa": LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa"),
+    "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "oft": OFTConfig(oft_block_size=8, r=0, target_modules=["q_proj", "up_proj"]),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_merged_model_on_disk_computes_what_peft_computes(method, tmp_path):
+    base = make_base(tmp_path / "base", dtype=torch.float32)
+    adapter = make_adapter(tmp_path / "adapter", base, config=METHODS[method])
+    report = merge_adapter(base, adapter, tmp_path / "out")
+    expected = peft_logits(base, adapter)
+    assert (folder_logits(tmp_path / "out") - expected).abs().max() < 1e-5
+    assert (folder_logits(base) - expected).abs().max() > 1e-3
+    assert report.share_lost < 1e-4
+    assert report.dtype == "float32"
+    assert read_report(tmp_path / "out") == report
+
+
+def test_changes_only_the_adapted_weights_and_copies_every_other_file(base, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter", base, config=LoraConfig(r=4, target_modules=["q_proj"]))
+    report = merge_adapter(base, adapter, tmp_path / "out")
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+    assert report.tensors == 2
+    assert {t.dtype for t in after.values()} == {torch.bfloat16}
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "out"]
+
+
+def test_a_merged_weight_is_the_rounded_sum(base, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter", base, config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
+    merge_adapter(base, adapter, tmp_path / "out")
+    name = "model.layers.1.self_attn.q_proj"
+    stored = load_file(adapter / "adapter_model.safetensors")
+    update = 2.0 * stored[f"base_model.model.{name}.lora_B.weight"] @ stored[f"base_model.model.{name}.lora_A.weight"]
+    expected = (Checkpoint(base).read(f"{name}.weight").float() + update).bfloat16()
+    assert torch.equal(Checkpoint(tmp_path / "out").read(f"{name}.weight"), expected)
+
+
+def test_a_young_adapter_is_written_in_float32(base, tmp_path, caplog):
+    adapter = make_adapter(tmp_path / "adapter", base, std=1e-4)
+    with caplog.at_level(logging.WARNING):
+        report = merge_adapter(base, adapter, tmp_path / "out")
+    assert report.dtype == "float32"
+    assert report.rounding_dtype == "bfloat16"
+    assert report.share_lost > 0.3
+    assert "written in float32" in report.note
+    assert [r.message for r in caplog.records if "--adapter_mode lora" in r.message] == [report.note]
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
+    expected = peft_logits(base, adapter)
+    assert (folder_logits(tmp_path / "out") - expected).abs().max() < 1e-5
+
+
+def test_share_lost_is_one_when_rounding_returns_the_base(base, tmp_path, caplog):
+    adapter = make_adapter(tmp_path / "adapter", base, std=1e-7)
+    report = merge_adapter(base, adapter, tmp_path / "out")
+    assert report.share_lost == pytest.approx(1.0, abs=0.05)
+    assert report.dtype == "float32"
+
+
+def test_the_asked_dtype_is_written_even_when_it_loses(base, tmp_path, caplog):
+    adapter = make_adapter(tmp_path / "adapter", base, std=4e-4)
+    report = merge_adapter(base, adapter, tmp_path / "out", "bfloat16")
+    assert report.dtype == "bfloat16"
+    assert report.share_lost > 0.1
+    assert "because --dtype bfloat16 says so" in report.note
+
+
+def test_a_sharded_base_gives_the_same_shards(tmp_path):
+    base = make_base(tmp_path / "base", max_shard_size="100KB")
+    adapter = make_adapter(tmp_path / "adapter", base)
+    merge_adapter(base, adapter, tmp_path / "out")
+    assert Checkpoint(tmp_path / "out").shards == Checkpoint(base).shards
+    assert len(Checkpoint(base).shards) > 2
+    merge_adapter(base, adapter, tmp_path / "wide", "float32")
+    index = json.loads((tmp_path / "wide" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(
+        t.numel() * 4 for shard in Checkpoint(base).shards for t in load_file(base / shard).values()
+    )
+
+
+def test_an_untrained_adapter_is_refused(base, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter", base, std=0.0)
+    with pytest.raises(UserError, match="untrained or empty"):
+        merge_adapter(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"), [({"hidden": 128}, "does not fit"), ({"layers": 3}, "belongs to another base model")]
+)
+def test_an_adapter_of_another_base_is_refused(base, tmp_path, other, message):
+    adapter = make_adapter(tmp_path / "adapter", make_base(tmp_path / "other", **other))
+    with pytest.raises(UserError, match=message):
+        merge_adapter(base, adapter, tmp_path / "out")
+
+
+def test_an_adapter_with_too_few_layers_is_refused(tmp_path):
+    base = make_base(tmp_path / "base", layers=3)
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    adapter = make_adapter(tmp_path / "adapter", make_base(tmp_path / "other", layers=2), config=config)
+    with pytest.raises(UserError, match=r"lacks .*layers\.2"):
+        merge_adapter(base, adapter, tmp_path / "out")
+
+
+def test_a_change_of_tied_weights_is_refused(tmp_path):
+    base = make_base(tmp_path / "base", tied=True)
+    adapter = make_adapter(tmp_path / "adapter", base, config=LoraConfig(r=4, target_modules=["lm_head"]))
+    with pytest.raises(UserError, match="tied to another weight"):
+        merge_adapter(base, adapter, tmp_path / "out")
+
+
+def test_another_base_name_is_one_warning(base, tmp_path, caplog):
+    adapter = make_adapter(tmp_path / "adapter", base)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for named, warned in (("/x/Qwen2___5-7B", 1), (f"/elsewhere/{base.name}", 0)):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": named}))
+        caplog.clear()
+        merge_adapter(base, adapter, tmp_path / "out")
+        assert sum("is that the same model" in r.message for r in caplog.records) == warned
+
+
+def test_missing_files_are_one_line_errors(base, tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        merge_adapter(base, tmp_path / "nothing", tmp_path / "out")
+    (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-5" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"did you mean .*checkpoint-5"):
+        merge_adapter(base, tmp_path / "run", tmp_path / "out")
+    with pytest.raises(UserError, match=r"no adapter_model\.safetensors"):
+        merge_adapter(base, tmp_path / "run" / "checkpoint-5", tmp_path / "out")
+    with pytest.raises(UserError, match="no such folder"):
+        resolve_model(str(tmp_path / "missing"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="exists and is not a merged model"):
+        merge_adapter(base, make_adapter(tmp_path / "adapter", base), tmp_path / "out")
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+
+
+def test_content_hash_follows_content_and_not_the_path(base, tmp_path):
+    adapter = make_adapter(tmp_path / "a", base)
+    copy = tmp_path / "b"
+    copy.mkdir()
+    for file in adapter.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert content_hash(copy) == content_hash(adapter)
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 64}))
+    assert content_hash(copy) != content_hash(adapter)
