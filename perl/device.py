@@ -6,7 +6,9 @@ accelerator; nothing is guessed from names.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 import os
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,6 +18,8 @@ from perl.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["npu", "cuda", "cpu"]
 
@@ -41,7 +45,20 @@ def detect() -> Devices:
         module = _backend(kind)
         if module is not None and module.is_available() and module.device_count() > 0:
             return Devices(kind, module.device_count())
+        if kind == "npu" and module is not None:
+            _say_what_hides_the_npus()
     return Devices("cpu", len(os.sched_getaffinity(0)))
+
+
+@functools.cache  # once a process
+def _say_what_hides_the_npus() -> None:
+    variable = "ASCEND_RT_VISIBLE_DEVICES"
+    if value := os.environ.get(variable):
+        log.warning(
+            "%s=%s leaves no npu visible: CANN reads ids of devices that exist, ascending, with commas only",
+            variable,
+            value,
+        )
 
 
 def _backend(kind: Kind) -> ModuleType | None:
@@ -83,6 +100,7 @@ def worker_environment(index: int, tp_size: int = 1) -> dict[str, str]:
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     visible = os.environ.get(variable, "").strip()
     ids = [i.strip() for i in visible.split(",")] if visible else [str(i) for i in range(devices.count)]
+    ids = ids[: devices.count]  # the drivers drop ids from the first one on that does not exist, without a word
     mine = ids[index * tp_size : (index + 1) * tp_size]
     if len(mine) < tp_size:
         raise UserError(
@@ -106,3 +124,9 @@ def peak_memory_bytes() -> int | None:
     """Peak bytes allocated by torch on this process's accelerator, or None on a CPU."""
     module = _backend(kind) if (kind := detect().kind) != "cpu" else None
     return None if module is None else int(module.max_memory_allocated())
+
+
+def empty_cache() -> None:
+    """Give memory that torch holds but no tensor uses back to the accelerator; on a CPU there is nothing to do."""
+    if (kind := detect().kind) != "cpu" and (module := _backend(kind)) is not None:
+        module.empty_cache()

@@ -1,0 +1,137 @@
+"""The transformers backend: load a model from a folder and complete prompts with it on one device."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from perl import device
+from perl.engines import require_room
+from perl.engines.decode import decode
+from perl.engines.rows import DEFAULT_BATCH_TOKENS, Finished, Job, Row
+from perl.engines.sampling import validate
+from perl.errors import UserError, lookup
+from perl.records import Completion, Prompt, Sampling
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class HFEngine:
+    """A transformers model on this process's first device. See `perl.engines.Engine` for what it promises."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        tp_size: int = 1,
+        max_batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    ):
+        """Load the model. Arguments as in `perl.engines.ENGINES`; max_batch_tokens as in `rows.Job`.
+
+        Raises:
+            UserError: no model at `model_path`, unknown dtype, a context longer than the model's, tp_size above 1.
+        """
+        if tp_size != 1:
+            raise UserError(
+                f"--tp_size {tp_size}: the transformers backend keeps a model on one device; add --use_vllm"
+            )
+        if max_batch_tokens < 1:
+            raise UserError(f"max_batch_tokens: {max_batch_tokens} is not possible; write 1 or more")
+        config = _load(AutoConfig, model_path)
+        self.max_model_len = _context(config, max_model_len, model_path)
+        self.max_batch_tokens = max_batch_tokens
+        self.tokenizer: Any = _load(AutoTokenizer, model_path)
+        self.model: Any = _load(AutoModelForCausalLM, model_path, dtype=_dtype(dtype, config))
+        self.model.eval().to(device.torch_device())
+        self.eos_token_ids = eos_token_ids(self.model, self.tokenizer)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        validate(sampling)
+        require_room(prompts, self.max_model_len)
+        rows = [
+            Row(
+                prompt_ids=prompt.token_ids,
+                seed=prompt.seed,
+                max_new_tokens=min(sampling.max_new_tokens, self.max_model_len - len(prompt.token_ids)),
+            )
+            for prompt in prompts
+        ]
+        job = Job(
+            rows=rows,
+            sampling=sampling,
+            eos_token_ids=self.eos_token_ids,
+            pad_token_id=pad_token_id(self.tokenizer, self.eos_token_ids),
+            max_batch_tokens=self.max_batch_tokens,
+        )
+        return ((finished.index, self._completion(finished)) for finished in decode(self.model, job))
+
+    def close(self) -> None:
+        self.model = None
+        gc.collect()
+        device.empty_cache()
+
+    def _completion(self, finished: Finished) -> Completion:
+        ids = finished.token_ids[:-1] if finished.stopped else finished.token_ids
+        return Completion(
+            token_ids=tuple(ids),
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            finish_reason="stop" if finished.stopped else "length",
+        )
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a completion: those of generation_config.json, or of the configuration where it names
+    none, and the tokenizer's."""
+    ids: set[int] = set()
+    for named in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        ids.update([named] if isinstance(named, int) else named or [])
+    return frozenset(ids)
+
+
+def pad_token_id(tokenizer: Any, eos: frozenset[int]) -> int:
+    """A token to fill masked places with; which one changes nothing."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
+
+
+def _load(loader: Any, model_path: str, **options) -> Any:
+    """`loader.from_pretrained(model_path)`, with what goes wrong there said in one line."""
+    folder = Path(model_path)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"{model_path}: there is no config.json here; name the folder that holds a whole model")
+    transformers_logging.disable_progress_bar()
+    try:
+        return loader.from_pretrained(model_path, **options)
+    except (OSError, ValueError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{model_path}: no model could be loaded from here: {first}") from error
+
+
+def _dtype(name: str, config: Any) -> torch.dtype:
+    """The torch dtype for `name`; "auto" is the checkpoint's own, and float32 where the device computes in that."""
+    if name != "auto":
+        return lookup(DTYPES, name, "dtype", "--dtype")
+    best = device.default_dtype()
+    return best if best == torch.float32 else getattr(config, "dtype", None) or best
+
+
+def _context(config: Any, wanted: int | None, model_path: str) -> int:
+    """Most tokens of prompt and completion together."""
+    allowed = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if wanted is None:
+        if allowed is None:
+            raise UserError(f"{model_path}: the configuration names no max_position_embeddings; give --max_model_len")
+        return allowed
+    if wanted < 2 or (allowed is not None and wanted > allowed):
+        raise UserError(f"--max_model_len {wanted}: {model_path} takes 2 to {allowed} tokens")
+    return wanted

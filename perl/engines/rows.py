@@ -1,0 +1,48 @@
+"""What the decode loops take and give back: a Row is one completion to make, Finished is that completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perl.records import Sampling
+
+DEFAULT_BATCH_TOKENS = 65_536
+"""Most tokens of key-value cache at once: 3.7 GB at Qwen2.5-7B's 57 kB a token in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One completion to make."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One completion made."""
+
+    index: int
+    """Index of its Row."""
+    token_ids: list[int]
+    """Drawn tokens; the last one is the end-of-sequence token when `stopped`."""
+    logprobs: list[float]
+    """The log-probability of each token when it was drawn, as `sampling.choose` defines it."""
+    stopped: bool
+    """True: ended by an end-of-sequence token. False: cut off at the row's max_new_tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Rows, and all that a decode loop must know to complete them."""
+
+    rows: Sequence[Row]
+    sampling: Sampling
+    """Its n, seed and max_new_tokens are not read here: each Row has its own."""
+    eos_token_ids: frozenset[int]
+    pad_token_id: int
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
+    """Bound on rows in flight times the longest (prompt + max_new_tokens) among them. A row that is longer than this
+    alone is decoded alone."""

@@ -1,0 +1,68 @@
+"""Tiny random models, prompts and jobs for the engines' tests."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from perl.engines.rows import Job, Row
+from perl.records import Sampling
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EOS = frozenset({2})
+
+
+def tiny(family: str = "qwen2", seed: int = 0, spread: float = 4.0, **changes):
+    """A random model in evaluation mode. `spread` scales its matrices, so that the next token depends on the whole
+    prompt and two tokens seldom tie."""
+    torch.manual_seed(seed)
+    config_class, model_class = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    model = model_class(config_class(**{**SHAPE, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(spread)
+    return model.eval()
+
+
+def prompts(count: int, seed: int = 0, longest: int = 40) -> list[tuple[int, ...]]:
+    """Prompts of 1 to `longest` tokens, none of them special."""
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(3, 61) for _ in range(rng.randint(1, longest))) for _ in range(count)]
+
+
+def make_job(
+    prompt_ids: list[tuple[int, ...]],
+    sampling: Sampling | None = None,
+    *,
+    max_new_tokens: int = 24,
+    group_size: int = 1,
+    max_batch_tokens: int = 1_000,
+    eos: frozenset[int] = EOS,
+) -> Job:
+    """Rows prompt by prompt, each seeded with its index."""
+    repeated = [prompt for prompt in prompt_ids for _ in range(group_size)]
+    rows = [Row(prompt_ids=ids, seed=i, max_new_tokens=max_new_tokens) for i, ids in enumerate(repeated)]
+    return Job(
+        rows=rows,
+        sampling=sampling or Sampling(temperature=0),
+        eos_token_ids=eos,
+        pad_token_id=0,
+        max_batch_tokens=max_batch_tokens,
+    )
