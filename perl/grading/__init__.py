@@ -1,0 +1,137 @@
+"""Grading: one truth for rewards and evaluation.
+
+Cheap rules (rules.py) run in this process on every completion and are scored side by side. math-verify, which can
+take any time it likes, runs in a killable worker (verifier.py), where the task asks for it or where no cheap rule
+reads an answer that it can settle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from perl.errors import UserError, lookup
+from perl.grading.rules import RULES, Rule, is_number
+from perl.grading.verifier import MathVerifier, Verdict
+from perl.records import Grade
+
+__all__ = ["MATH_VERIFY", "RULES", "Grader", "Rubric", "Rule"]
+
+MATH_VERIFY = "math_verify"
+"""Name of math-verify's score beside those of RULES."""
+_LONGEST_EXTRACT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rubric:
+    """How a task's completions are graded."""
+
+    rules: tuple[str, ...]
+    """Keys of RULES, scored side by side."""
+    primary: str
+    """The rule, or "math_verify", whose score is the reward and the accuracy."""
+    math_verify: Literal["always", "fallback", "never"]
+    """always: on every completion. fallback: only where the primary rule settles nothing, that is, reads no answer,
+    or reads an expression rather than a number and one that differs from the gold; math-verify's score then stands
+    for it. never: a completion that the primary rule cannot read is wrong."""
+    form: str
+    """The rule whose form the prompt asks for; the format reward looks for it."""
+
+    def __post_init__(self):
+        for name in (*self.rules, self.form):
+            lookup(RULES, name, "grading rule")
+        if self.primary not in self.rules and not (self.primary == MATH_VERIFY and self.math_verify == "always"):
+            raise UserError(
+                f"rubric: the primary rule {self.primary!r} is not scored; name one of {', '.join(self.rules)},"
+                " or math_verify with math_verify='always'"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What the cheap rules make of one completion."""
+
+    scores: dict[str, float]
+    written: str | None = None
+    """The primary rule's answer as the completion writes it."""
+    normalized: str | None = None
+    settled: bool = False
+    """Whether the primary rule's verdict stands without algebra."""
+
+
+class Grader:
+    """Scores completions. A context manager: `close()` ends the worker, which otherwise ends with this process.
+
+    Args:
+        deadline_s: seconds that math-verify may take for one completion before it counts as a timeout.
+    """
+
+    def __init__(self, deadline_s: float = 5.0):
+        self._verifier = MathVerifier(deadline_s)
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._verifier.close()
+
+    def grade(self, rubric: Rubric, completions: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        """One Grade per completion, in order.
+
+        Args:
+            rubric: the task's rules.
+            completions: generated texts.
+            golds: the reference answer of each completion, as in `Problem.gold`.
+        """
+        readings = [_read(rubric, text, gold) for text, gold in zip(completions, golds, strict=True)]
+        asked = [i for i, reading in enumerate(readings) if _needs_algebra(rubric, reading)]
+        rows = [(_algebra_text(rubric, readings[i], completions[i]), golds[i]) for i in asked]
+        verdicts = dict(zip(asked, self._verifier.verify(rows), strict=True))
+        return [_verdict(rubric, reading, verdicts.get(i)) for i, reading in enumerate(readings)]
+
+
+def _read(rubric: Rubric, completion: str, gold: str) -> _Reading:
+    reading = _Reading({})
+    for name in rubric.rules:
+        rule = RULES[name]
+        reading.scores[name] = 0.0
+        if (written := rule.extract(completion)) is None or not (normalized := rule.normalize(written)):
+            continue
+        reference = rule.normalize(gold)
+        reading.scores[name] = float(normalized == reference)
+        if name == rubric.primary:
+            settled = normalized == reference or (is_number(normalized) and is_number(reference))
+            reading = _Reading(reading.scores, written, normalized, settled)
+    return reading
+
+
+def _needs_algebra(rubric: Rubric, reading: _Reading) -> bool:
+    return rubric.math_verify == "always" or (rubric.math_verify == "fallback" and not reading.settled)
+
+
+def _algebra_text(rubric: Rubric, reading: _Reading, completion: str) -> str:
+    """What math-verify gets: the whole completion, but in a fallback only the stated answer where there is one, so
+    that no other number of the completion can score in its place."""
+    if rubric.math_verify == "always" or reading.written is None:
+        return completion
+    return f"\\boxed{{{reading.written}}}"
+
+
+def _verdict(rubric: Rubric, reading: _Reading, algebra: Verdict | None) -> Grade:
+    scores = dict(reading.scores)
+    if algebra is not None:
+        scores[MATH_VERIFY] = algebra.score
+        extracted = algebra.extracted or reading.normalized
+        reason = "wrong" if algebra.reason == "unextracted" and extracted is not None else algebra.reason
+        return Grade(score=algebra.score, scores=scores, extracted=_clip(extracted), reason=reason)
+    score = scores[rubric.primary]
+    reason = "correct" if score else "unextracted" if reading.normalized is None else "wrong"
+    return Grade(score=score, scores=scores, extracted=_clip(reading.normalized), reason=reason)
+
+
+def _clip(text: str | None) -> str | None:
+    return text if text is None or len(text) <= _LONGEST_EXTRACT else text[:_LONGEST_EXTRACT] + "…"

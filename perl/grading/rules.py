@@ -1,0 +1,201 @@
+"""Cheap rules: read the stated answer out of a completion and compare it with the gold, without any algebra.
+
+They run in the caller's process, so every step is linear in the completion: quantifiers are possessive or bounded,
+and no two of them compete for the same characters. Numbers are compared as exact decimals, never as floats.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+
+LONGEST_ANSWER = 1000
+"""Characters of a stated answer that are looked at (the longest gold of MATH-500 has 159)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One way to state an answer."""
+
+    extract: Callable[[str], str | None]
+    """The answer as the completion wrote it, or None when it states none in this form."""
+    normalize: Callable[[str], str]
+    """The form in which an extracted answer and a gold are equal as strings."""
+    form: str
+    """How an answer is stated for this rule; `{answer}` is replaced."""
+
+    def state(self, answer: str) -> str:
+        return self.form.replace("{answer}", answer)
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+# Look-alikes of the ASCII signs in numbers and answers.
+_ASCII = str.maketrans(
+    dict.fromkeys("−–‐‑‒﹣－", "-") | {"，": ",", "．": ".", "：": ":", "＄": "$", "％": "%", "＝": "="}
+)
+_GROUPING = re.compile("(?<=\\d)(?:\\{,\\}|,?\\\\[!,; ]\\s?|[\u2009\u202f])(?=\\d{3}(?!\\d))")
+
+_CURRENCY = r"(?:\\?[$€£¥])?"
+_UNSIGNED = r"(?:\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)|\d++)(?:\.\d++)?|(?<!\.)\.\d++"
+_WHOLE_NUMBER = re.compile(rf"(?:-?{_CURRENCY}|{_CURRENCY}-?)(?:{_UNSIGNED})")
+_NUMBER = re.compile(
+    r"(?<![\w^])(?<!\^[-{])(?<!\d[./])"  # not inside a word, an exponent or a fraction
+    rf"((?:(?<![)\]}}])-{_CURRENCY}|\\?[$€£¥]-?|)(?:{_UNSIGNED}))"
+    r"(?!\s*\^|\s*/\s*\d|\d|\.\d|,\d{3})"  # a power or a fraction is more than the number it begins with
+)
+_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_ARITHMETIC = re.compile(r"\\(?:[dtc]?frac|sqrt|times|cdot|div|d?binom|pi\b)")
+
+
+def plain(text: str) -> str:
+    """`text` with ASCII signs in place of their Unicode look-alikes, and digits grouped by commas."""
+    if not text.isascii():
+        text = text.translate(_ASCII)
+    elif "\\" not in text and "{,}" not in text:
+        return text
+    return _GROUPING.sub(",", text)
+
+
+def normalize_number(text: str) -> str:
+    """The exact decimal that `text` writes: "$1,234.50" gives "1234.5", "-018.00" gives "-18". What is no number
+    comes back unchanged."""
+    text = plain(text).strip()
+    if not _WHOLE_NUMBER.fullmatch(text):
+        return text
+    number = format(Decimal(re.sub(r"[^\d.-]", "", text)), "f")
+    if "." in number:
+        number = number.rstrip("0").rstrip(".")
+    return "0" if number in ("-0", "-", "") else number
+
+
+def is_number(text: str) -> bool:
+    """Whether a normalized answer is a decimal number, so that comparing strings settles equality."""
+    return _PLAIN_NUMBER.fullmatch(text) is not None
+
+
+# ------------------------------------------------------------------------------------------------ where answers stand
+
+_STRICT = re.compile(r"#### (-?[0-9.,]++)")
+_MARKER = re.compile(r"####\s*+([^\n]*+)")
+_ANSWER_LINE = re.compile(r"answer[*_\s]*+:[*_\s]*+([^\n]++)", re.IGNORECASE)
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    match = None
+    for match in pattern.finditer(text):  # noqa: B007
+        pass
+    return match
+
+
+def _last_box(text: str) -> tuple[int, str] | None:
+    """Position and content of the closed `\\boxed{}` that begins last. One pass, however deep the braces nest."""
+    first = min((at for at in (text.find("\\boxed"), text.find("\\fbox")) if at >= 0), default=-1)
+    if first < 0:
+        return None
+    best: tuple[int, int] | None = None
+    open_braces: list[int | None] = []  # where a box's content begins; None for an ordinary brace
+    for token in _BRACES.finditer(text, first):
+        if token[0] == "{":
+            open_braces.append(None)
+        elif token[0] == "}":
+            begin = open_braces.pop() if open_braces else None
+            if begin is not None and (best is None or begin > best[0]):
+                best = (begin, token.start())
+        elif token[0].endswith("{") and token[0] != "\\{":
+            open_braces.append(token.end())
+    return None if best is None else (best[0], text[best[0] : best[1]])
+
+
+# ------------------------------------------------------------------------------------------------------ GSM8K's rules
+
+
+def _extract_strict(completion: str) -> str | None:
+    """verl's strict rule and lm-evaluation-harness's strict-match, last match: what stands behind `#### `."""
+    match = _last(_STRICT, completion)
+    answer = match[1].rstrip(".,") if match else ""
+    return answer or None
+
+
+def _extract_flexible(completion: str) -> str | None:
+    """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number.
+
+    `#### Step 2` is a heading: behind the marker the number comes first. An expression in either place
+    (`\\boxed{\\frac{36}{2}}`) is no number: None, and algebra has to decide.
+    """
+    text = plain(completion)
+    marker, box = _last(_MARKER, text), _last_box(text)
+    if marker and (box is None or marker.start() > box[0]):
+        stated, arithmetic, number = marker[1], _ARITHMETIC.match, _NUMBER.match
+    elif box:
+        stated, arithmetic, number = box[1], _ARITHMETIC.search, _NUMBER.search
+    else:
+        stated, arithmetic, number = "", _ARITHMETIC.match, _NUMBER.match
+    stated = stated[:LONGEST_ANSWER].rsplit("=", 1)[-1].lstrip(" \t$*`(")
+    if arithmetic(stated):
+        return None
+    match = number(stated) or _last(_NUMBER, text)
+    return match[1] if match else None
+
+
+# ------------------------------------------------------------------------------- answers that need not be numbers
+
+_WRAPPERS = re.compile(r"\\[()\[\]]|\\(?:left|right)(?![A-Za-z])|\\(?=\$)|[$`\"“”]|\*\*")
+_SPACES = re.compile(r"\\[!,; ]|~|\s+")
+_UNIT = re.compile(
+    r"(?<=[\d.}])\s*(?:\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?\d\}?)?|\^\{?\\circ\}?|\\?%|\\degree|°)"
+    r"|(?<=[\d.])\s++(?:[A-Za-z]{3,}+|cm|mm|km|kg|ft|mi)(?:\s++[A-Za-z]++)*+(?=\s*\.?\s*$)"
+)
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\{([^{}]*)\}")
+
+
+def _clean(answer: str) -> str | None:
+    """An answer without the markup around it (`**$34$.**` gives `34`), or None when nothing is left."""
+    box = _last_box(answer)
+    answer = (box[1] if box else answer)[:LONGEST_ANSWER]
+    return answer.strip().strip('$*`"“” ').removesuffix(".").removesuffix("。").strip('$*`"“” ') or None
+
+
+def _extract_answer_line(completion: str) -> str | None:
+    """DAPO's rule (math_dapo): what stands behind the last `Answer:`, to the end of its line."""
+    match = _last(_ANSWER_LINE, completion if completion.isascii() else completion.translate(_ASCII))
+    return _clean(match[1]) if match else None
+
+
+def _extract_boxed(completion: str) -> str | None:
+    box = _last_box(completion)
+    return _clean(box[1]) if box else None
+
+
+def _extract_answer(completion: str) -> str | None:
+    return _extract_answer_line(completion) or _extract_boxed(completion)
+
+
+@functools.lru_cache(maxsize=8192)
+def normalize_answer(answer: str) -> str:
+    """Two answers written alike become equal: TeX markup, spacing, units and grouping of digits are dropped, the
+    right side of the last `=` counts, numbers become exact decimals. No algebra: 1/2 stays different from 0.5."""
+    text = _WRAPPERS.sub("", plain(answer[:LONGEST_ANSWER]))
+    text = _UNIT.sub("", _SPACES.sub(" ", text)).strip().removesuffix(".")
+    text = _TEXT.sub(r"\1", text).rsplit("=", 1)[-1]
+    text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)  # "3 4" is not 34
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", text)
+    text = re.sub(r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}", text)
+    text = re.sub(r"\\sqrt(\d)", r"\\sqrt{\1}", text)
+    return normalize_number(text)
+
+
+RULES: dict[str, Rule] = {
+    "strict": Rule(_extract_strict, lambda answer: plain(answer).replace(",", "").strip(), "#### {answer}"),
+    "flexible": Rule(_extract_flexible, normalize_number, "The answer is {answer}."),
+    "answer_line": Rule(_extract_answer_line, normalize_answer, "Answer: {answer}"),
+    "boxed": Rule(_extract_boxed, normalize_answer, "\\boxed{{answer}}"),
+    # The last `Answer:` line; where there is none, the last box.
+    "answer": Rule(_extract_answer, normalize_answer, "Answer: {answer}"),
+}

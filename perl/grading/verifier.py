@@ -1,0 +1,107 @@
+"""math-verify in a process of its own, with a deadline for each row.
+
+One worker serves every batch, so nothing is started per completion. Rows are sent in chunks and answered one by one:
+the row whose answer is late is the one being judged, so it alone is a timeout. The worker is killed and replaced, and
+the rows behind it are sent again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+CHUNK = 64
+"""Rows in one message: enough to hide its cost, few enough to send again after a timeout."""
+START_DEADLINE_S = 120.0
+"""Importing sympy takes a second, and much longer on a machine that is busy loading a model."""
+
+
+class Verdict(NamedTuple):
+    score: float
+    extracted: str | None
+    reason: Literal["correct", "wrong", "unextracted", "timeout", "error"]
+
+
+class MathVerifier:
+    """Judges (text, gold) rows with math-verify. The worker starts with the first row and may be shared by threads.
+
+    Args:
+        deadline_s: wall-clock seconds that one row may take, extraction and comparison together.
+    """
+
+    def __init__(self, deadline_s: float):
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._owner = os.getpid()
+
+    def verify(self, rows: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """One Verdict per row, in order. A row that kills the worker twice (it may have been killed for another
+        reason the first time) is an "error"."""
+        verdicts: list[Verdict] = []
+        died_at = -1
+        with self._lock:
+            while len(verdicts) < len(rows):
+                connection = self._connect()
+                try:
+                    chunk = rows[len(verdicts) : len(verdicts) + CHUNK]
+                    connection.send(chunk)
+                    for _ in chunk:
+                        if not connection.poll(self._deadline_s):
+                            self._kill()
+                            verdicts.append(Verdict(0.0, None, "timeout"))
+                            break
+                        verdicts.append(Verdict(*connection.recv()))
+                except (EOFError, OSError):  # the worker is gone: crashed, out of memory, or killed from outside
+                    self._kill()
+                    if died_at == len(verdicts):
+                        verdicts.append(Verdict(0.0, None, "error"))
+                    died_at = len(verdicts)
+        return verdicts
+
+    def close(self) -> None:
+        with self._lock:
+            self._kill()
+
+    def _connect(self) -> Connection:
+        """The connection to a worker that is ready."""
+        if self._owner != os.getpid():  # a fork: the worker is the parent's, and so are its answers
+            self._connection, self._worker, self._owner = None, None, os.getpid()
+        if self._connection is not None:
+            return self._connection
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # Not multiprocessing's spawn: that would import the trainer's main module, torch included, into the worker.
+        with theirs:
+            self._worker = subprocess.Popen(
+                [sys.executable, "-P", "-m", "perl.grading.worker", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        self._connection = Connection(ours.detach())
+        try:
+            if self._connection.poll(START_DEADLINE_S) and self._connection.recv() == "ready":
+                return self._connection
+        except (EOFError, OSError):
+            pass
+        self._kill()
+        raise RuntimeError("the math-verify worker did not start; its own message stands above on stderr")
+
+    def _kill(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.wait()
+        self._connection, self._worker = None, None

@@ -1,0 +1,102 @@
+"""The process that runs math-verify: `python -m perl.grading.worker FD`, started by `verifier.MathVerifier`.
+
+It reads lists of (text, gold) from the socket FD and answers each row as soon as it is judged. Nothing here bounds
+the time of a row (`9^{9^{9^{9}}}` keeps the interpreter inside one C call, where no signal handler runs): the parent
+kills this process when an answer is late, and the kernel kills it when the parent dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+MEMORY_LIMIT = 4 << 30
+"""Bytes of address space: an answer may write a number that no machine can hold."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    _die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    connection = Connection(int(sys.argv[1]))
+    read_integers_directly()
+    judge("\\boxed{\\frac{1}{2}}", "0.5")  # builds the parser's tables before the first deadline runs
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # sympy makes many small objects, few of them in cycles
+    connection.send("ready")
+    while True:
+        try:
+            rows = connection.recv()
+        except EOFError:
+            return
+        for text, gold in rows:
+            connection.send(judge(text, gold))
+
+
+def judge(text: str, gold: str) -> tuple[float, str | None, str]:
+    """(score, extracted answer, reason) of math-verify with its default extraction: LaTeX, then plain expressions."""
+    from math_verify import parse, verify
+
+    answer = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]  # None: the parent's deadline
+    if not answer:
+        return 0.0, None, "unextracted"
+    correct = verify(_parse_gold(gold), answer, timeout_seconds=None)
+    return float(correct), _printed(answer), "correct" if correct else "wrong"
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_gold(gold: str) -> list[Any]:
+    """Golds repeat (n completions of a problem), so each is parsed once."""
+    from math_verify import parse
+
+    return parse(gold if "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+
+def _printed(answer: list[Any]) -> str:
+    """The answer as it was written; math-verify appends that text to the parsed expression."""
+    written = [item for item in answer if isinstance(item, str)]
+    if written:
+        return written[-1]
+    try:
+        return str(answer[0])
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints, or nesting too deep
+        return "(too large to print)"
+
+
+def read_integers_directly() -> None:
+    """Spare math-verify its LaTeX grammar for integers, which most answers are: two milliseconds each there, and the
+    same sympy.Integer comes out. Other expressions are remembered in a larger cache than its own 20 entries."""
+    import sympy
+    from math_verify import parser
+
+    integer = re.compile(r"-?[0-9]{1,300}")
+    grammar = functools.lru_cache(maxsize=4096)(parser.parse_latex_cached.__wrapped__)
+
+    def parse_latex(latex: str) -> Any:
+        return sympy.Integer(latex) if integer.fullmatch(latex) else grammar(latex)
+
+    parser.parse_latex_cached = parse_latex  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent dies; without it, a row in progress would outlive a killed run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The schemas that data come in: which columns hold the question, the ready-made prompt and the gold answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from perl.errors import UserError
+from perl.grading.rules import normalize_number
+from perl.records import Message
+from perl.tasks.files import Row
+
+SCHEMAS = {
+    "verl": "prompt (messages), reward_model.ground_truth, data_source",
+    "dapo": "prompt, solution",
+    "gsm8k": "question, answer",
+    "bench": "problem, answer",
+    "guide": "prompt, answer",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """What a row holds, whatever its columns are called."""
+
+    schema: str
+    """Key of SCHEMAS."""
+    question: str = ""
+    messages: tuple[Message, ...] | None = None
+    gold: Any
+    """As stored: a number, an answer, or GSM8K's derivation."""
+    data_source: str | None = None
+
+
+def read_fields(row: Row, where: str) -> Fields:
+    """The fields of `row`, by the first schema whose columns it has; a UserError names the columns when none fits."""
+    prompt = _structure(row.get("prompt"))
+    reward_model = _structure(row.get("reward_model"))
+    source = row.get("data_source") or row.get("source")
+    source = source if isinstance(source, str) else None
+    if isinstance(prompt, str) and row.get("solution") is not None:
+        return Fields(schema="dapo", question=prompt.strip(), gold=row["solution"], data_source=source)
+    if prompt is not None and isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+        return _prompted("verl", prompt, reward_model["ground_truth"], source, where)
+    for schema, column in (("gsm8k", "question"), ("bench", "problem")):
+        if isinstance(row.get(column), str) and row.get("answer") is not None:
+            return Fields(schema=schema, question=row[column].strip(), gold=row["answer"], data_source=source)
+    if prompt is not None and row.get("answer") is not None:
+        return _prompted("guide", prompt, row["answer"], source, where)
+    filled = [name for name, value in row.items() if value is not None and value != ""]
+    raise UserError(
+        f"{where}: no known schema has the columns {', '.join(filled) or '(none)'};"
+        f" known: {'; '.join(f'{name}: {columns}' for name, columns in SCHEMAS.items())}"
+    )
+
+
+def _prompted(schema: str, prompt: Any, gold: Any, source: str | None, where: str) -> Fields:
+    """A row whose prompt is a list of messages, or a text: ready-made when it already says how to state the answer,
+    else the bare question."""
+    if isinstance(prompt, str):
+        if asked_form(prompt) is None:
+            return Fields(schema=schema, question=prompt.strip(), gold=gold, data_source=source)
+        prompt = [{"role": "user", "content": prompt}]
+    messages = []
+    for message in prompt if isinstance(prompt, list) else [None]:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise UserError(f"{where}: prompt must be a text or a list of {{role, content}} messages")
+        messages.append({"role": role, "content": content})
+    if not messages:
+        raise UserError(f"{where}: prompt is an empty list of messages")
+    return Fields(schema=schema, messages=tuple(messages), gold=gold, data_source=source)
+
+
+def asked_form(prompt: str) -> str | None:
+    """The form in which a ready-made prompt asks for the answer: "####", "Answer:", "\\boxed", or None."""
+    return next((form for form in ("####", "Answer:", "\\boxed") if form in prompt), None)
+
+
+def _structure(value: Any) -> Any:
+    """A column that holds messages or a mapping; csv stores it as json text."""
+    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value  # a question may begin with a brace
+    return value
+
+
+# -------------------------------------------------------------------------------------------------------------- golds
+
+
+def gsm8k_gold(value: Any) -> str:
+    """The number behind the derivation's last `####` ("... #### 1,234" gives "1234"), or the number itself."""
+    return normalize_number(gold_text(value).rsplit("####", 1)[-1].strip())
+
+
+def integer_gold(value: Any) -> str:
+    """DAPO's golds: integers of up to 23 digits, kept exact."""
+    return normalize_number(gold_text(value))
+
+
+def math_gold(value: Any) -> str:
+    """A LaTeX answer as it is written; whole numbers lose what AIME and AMC files add to them ("025", "27.0")."""
+    text = gold_text(value)
+    number = normalize_number(text)
+    return number if number.lstrip("-").isdecimal() and "," not in text and "$" not in text else text
+
+
+def gold_text(value: Any) -> str:
+    """The gold as text. Raises ValueError for what cannot be one, a float too large to be exact among them."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"the gold answer must be a text or a number, not {value!r:.60}")
+    if isinstance(value, float):
+        if abs(value) >= 2**53:
+            raise ValueError(f"the gold answer {value!r} is a float that has lost digits; store it as text")
+        value = int(value) if value.is_integer() else value
+    text = str(value).strip()
+    if not text:
+        raise ValueError("the gold answer is empty")
+    return text
