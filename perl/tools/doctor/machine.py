@@ -85,13 +85,15 @@ class Machine:
 
     @property
     def kind(self) -> str:
-        """ "npu" when anything of Ascend's is here, else "cuda" when GPUs are listed, else "cpu"."""
+        """ "npu" when a device, the driver or CANN is here, else "cuda" when GPUs are listed, else "cpu".
+
+        An installed torch-npu alone does not count: on a laptop it is the fault to find, not a sign of an NPU.
+        """
         ascend = (
             self.pci_accelerators
             or self.npu_devices
             or any(name.startswith("npu-smi") for name in self.commands)
             or any(path.startswith("/usr/local/Ascend") for path in self.files)
-            or {"torch-npu", "vllm-ascend"} & set(self.packages)
         )
         if ascend:
             return "npu"

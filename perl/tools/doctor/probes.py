@@ -57,7 +57,7 @@ def gather(root: Path = Path("/"), deadline_s: float = DEADLINE_S) -> Machine:
         "processes": lambda: _processes(root),
         "listening": lambda: _listening(root),
         "interfaces": _interfaces,
-        "hosts": lambda: _hosts(facts["env"]),
+        "hosts": lambda: hosts(facts["env"]),
         "free_gb": lambda: _free_gb(facts["env"]),
         "shm_gb": lambda: _shm_gb(root),
         "limits": _limits,
@@ -245,7 +245,7 @@ def _interfaces() -> dict[str, str]:
     return found
 
 
-def _hosts(env: dict[str, str]) -> dict[str, str]:
+def hosts(env: dict[str, str]) -> dict[str, str]:
     """Whether a TCP connection opens, within HOST_S each, all at once. Behind a proxy, whether the proxy answers."""
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true"):
         return {}
@@ -319,7 +319,7 @@ def _torch(packages: dict[str, str], until: float) -> dict[str, Any]:
             env=env,
         )
     except subprocess.TimeoutExpired:
-        return {"timeout": round(limit)}
+        return {"timeout": round(limit, 1)}
     lines = done.stdout.decode(errors="replace").strip().splitlines()
     try:
         return json.loads(lines[-1])

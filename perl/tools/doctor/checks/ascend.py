@@ -173,7 +173,8 @@ def cann(machine: Machine) -> Finding | None:
         image = f"quay.io/ascend/cann:{wanted}.*"
         fix = f"{_toolkit_installer(machine, wanted)}  # then its ops package; or start from the image {image}"
         return failure("no CANN toolkit found", why, fix)
-    for package, table in TABLE["cann"].items():
+    for package in ("vllm-ascend", "torch-npu"):  # the stricter one first
+        table = TABLE["cann"][package]
         installed = machine.packages.get(package, "").split("+")[0]
         wanted = table.get(installed)
         if not wanted or wanted == series(version):
@@ -213,8 +214,8 @@ def set_env(machine: Machine) -> Finding | None:
     home = cann_home(machine)
     if machine.kind != "npu" or not home:
         return None
-    script = next((p for p in (f"{home}/set_env.sh", f"{home}/../set_env.sh") if p in machine.files), "")
-    script = os.path.normpath(script) if script else f"{home}/set_env.sh"
+    scripts = [f"{folder}/set_env.sh" for folder in (home, os.path.dirname(home))]
+    script = next((path for path in scripts if path in machine.files), scripts[0])
     chosen = machine.env.get("ASCEND_HOME_PATH", "")
     if not chosen:
         why = "torch_npu finds no library, and DeepSpeed stops with KeyError 'ASCEND_HOME_PATH'"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from perl.tools.doctor.findings import Finding, failure, ok, warning
 from perl.tools.doctor.machine import Machine
 from perl.tools.doctor.versions import satisfies
@@ -93,7 +91,9 @@ def disk(machine: Machine) -> Finding | None:
 def shm(machine: Machine) -> Finding | None:
     if machine.shm_gb is None:
         return None
-    found = f"{machine.shm_gb:.2g} GB in /dev/shm"
+    found = (
+        f"{machine.shm_gb:.0f} GB in /dev/shm" if machine.shm_gb >= 1 else f"{machine.shm_gb * 1024:.0f} MB in /dev/shm"
+    )
     if machine.shm_gb >= SMALL_SHM_GB:
         return ok(found)
     fix = "docker run --shm-size 16g …" if machine.container else "mount -o remount,size=16G /dev/shm"
@@ -113,9 +113,3 @@ def limits(machine: Machine) -> Finding | None:
         "several processes with data loaders run out: 'Too many open files' or 'can't start new thread'",
         " && ".join(flags[name] for name in low),
     )
-
-
-def first_number(text: str) -> str:
-    """The first dotted version in `text`, or ""."""
-    match = re.search(r"\d+(?:\.[0-9A-Za-z]+)+", text)
-    return match[0] if match else ""

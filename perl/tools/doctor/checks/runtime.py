@@ -127,7 +127,7 @@ def processes(machine: Machine) -> Finding | None:
     dead, gone = [], []
     for holder in machine.table.holders:
         # In a container npu-smi prints the host's ids, except in 26.0's own column.
-        pid = holder.container_pid if holder.container_pid is not None else None if machine.container else holder.pid
+        pid = holder.container_pid if machine.container else holder.pid
         if pid is None:
             continue
         if pid not in by_pid:

@@ -84,8 +84,8 @@ def libraries(machine: Machine) -> Finding | None:
     home = cann_home(machine)
     if home:
         return failure(found, "CANN is installed, but the loader does not look there", f"source {home}/set_env.sh")
-    if not machine.npu_devices and not machine.table.chips and not machine.pci_accelerators:
-        why = "there is neither CANN nor an NPU here, and torch_npu makes `import torch` itself fail"
+    if machine.kind != "npu":
+        why = "there is neither CANN nor an NPU here, and an installed torch_npu makes `import torch` itself fail"
         return failure(
             found, why, "pip uninstall -y torch-npu  # to use the CPU; or export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         )
@@ -100,7 +100,7 @@ def torch(machine: Machine) -> Finding | None:
     seen = machine.torch
     if not seen:
         return None
-    if seen.get("timeout"):
+    if "timeout" in seen:
         why = "a device or a network file system does not answer"
         return warning(f"import torch did not end in {seen['timeout']} s", why, "time python -c 'import torch'")
     if seen.get("error"):
