@@ -24,9 +24,11 @@ class Hub:
 
     repo: str
     config: str | None = None
-    splits: tuple[str, ...] = ()
-    """Empty: not known beforehand."""
+    train_split: str | None = None
+    """None: not meant for training (a bench)."""
     eval_split: str
+    known: bool = True
+    """Whether the splits above are all there are."""
     modelscope: str = ""
     """The repository's name on ModelScope, where it differs."""
     repeats: bool = False
@@ -38,8 +40,9 @@ def hub_rows(hub: Hub, split: str) -> Iterator[tuple[Row, str]]:
 
     Raises a UserError when there is no such data set or split, or no connection and no cached copy.
     """
-    if hub.splits and split not in hub.splits:
-        raise UserError(f"{hub.repo}: no split {split!r}; splits: {', '.join(hub.splits)}")
+    splits = [name for name in dict.fromkeys((hub.train_split, hub.eval_split)) if name]
+    if hub.known and split not in splits:
+        raise UserError(f"{hub.repo}: no split {split!r}; splits: {', '.join(splits)}")
     variable = next((v for v in _MODELSCOPE_VARIABLES if os.environ.get(v, "").lower() in ("1", "true", "yes")), None)
     rows = _modelscope_rows(hub, split, variable) if variable else _huggingface_rows(hub, split)
     for number, row in enumerate(rows, start=1):

@@ -1,0 +1,45 @@
+"""python -m perl COMMAND: the tools beside training (perl.train) and evaluation (perl/eval.py)."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+from perl.errors import lookup, report_errors
+
+# name -> (module with add_arguments(parser) and run(args) -> exit code, what it does). Imported when asked for.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "prepare": ("perl.tools.prepare", "write a task's data as train.parquet and test.parquet with verl's columns"),
+    "merge": ("perl.tools.merge", "write base and adapter as one model, proven equal to what PEFT computes"),
+    "grade": ("perl.tools.grade", "grade completions that stand in a file"),
+    "doctor": ("perl.tools.doctor", "check this machine: driver, CANN, versions, variables; also on CUDA and CPU"),
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, arguments = argv[0], argv[1:]
+    module_name, description = lookup(COMMANDS, name, "command")
+    module = importlib.import_module(module_name)
+    from perl.config.parser import Parser
+
+    parser = Parser(prog=f"python -m perl {name}", description=description)
+    module.add_arguments(parser)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    return module.run(parser.parse_args(arguments))
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {description}" for name, (_, description) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: python -m perl COMMAND [flags]", "", *lines, "", "python -m perl COMMAND --help lists its flags"]
+    )
+
+
+if __name__ == "__main__":
+    with report_errors():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""python -m perl grade: grade completions that stand in a file."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from perl.errors import UserError, lookup
+from perl.grading import Grader
+from perl.records import Grade
+from perl.tasks import TASKS, Task
+from perl.tasks.files import Row, read_rows
+
+BATCH = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", required=True, help=f"whose rules grade: {', '.join(TASKS)}")
+    parser.add_argument("--input", required=True, help='rows with "gold" and "output" (jsonl, json, csv or parquet)')
+    parser.add_argument(
+        "--output", required=True, help="jsonl to write: the same rows with score, scores, extracted, reason"
+    )
+    parser.add_argument("--deadline_s", type=float, default=5.0, help="seconds that one verification may take")
+
+
+def run(args: argparse.Namespace) -> int:
+    task = lookup(TASKS, args.task, "task", "--task")
+    source, output = Path(args.input).expanduser(), Path(args.output).expanduser()
+    if not source.is_file():
+        raise UserError(f"--input: no such file {source}")
+    if not output.parent.is_dir():
+        raise UserError(f"--output: no such folder {output.parent}")
+    reasons: Counter[str] = Counter()
+    unfinished = output.with_name(output.name + ".tmp")
+    try:
+        with Grader(args.deadline_s) as grader, unfinished.open("w", encoding="utf-8") as lines:
+            for row, grade in graded_rows(source, task, grader):
+                reasons[grade.reason] += 1
+                lines.write(json.dumps(row | grade.as_dict(), ensure_ascii=False, default=float) + "\n")
+        if not (rows := reasons.total()):
+            raise UserError(f"--input: {source} holds no rows")
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    print(f"{output}: {rows} rows graded as {task.name}, accuracy {reasons['correct'] / rows:.4f} ({counts})")
+    return 0
+
+
+def graded_rows(source: Path, task: Task, grader: Grader) -> Iterator[tuple[Row, Grade]]:
+    rows = read_rows(source)
+    while batch := list(itertools.islice(rows, BATCH)):
+        golds, outputs = [], []
+        for row, where in batch:
+            for column in ("gold", "output"):
+                if row.get(column) is None:
+                    raise UserError(f"{where}: no {column!r}; columns there: {', '.join(row) or '(none)'}")
+            if not isinstance(row["output"], str):
+                raise UserError(f"{where}: 'output' must be a text, not {row['output']!r:.60}")
+            try:
+                golds.append(task.read_gold(row["gold"]))
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from error
+            outputs.append(row["output"])
+        for (row, _), grade in zip(batch, grader.grade(task.rubric, outputs, golds), strict=True):
+            yield row, grade

@@ -1,0 +1,154 @@
+"""python -m perl prepare: a task's data as train.parquet and test.parquet with verl's columns, checked."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from perl.errors import UserError, lookup
+from perl.grading import Grader
+from perl.prompts import build_messages
+from perl.records import Problem
+from perl.tasks import TASKS, Task, gold_problems, problem_of_row, rows_of
+from perl.tasks.files import Row, find_files, read_rows
+
+SPLITS = ("train", "test")
+SHOWN = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", help=f"what to prepare: {', '.join(TASKS)}")
+    parser.add_argument("--local_save_dir", required=True, help="folder to write train.parquet and test.parquet to")
+    parser.add_argument(
+        "--source", nargs="+", default=[], help="local files or folders to read instead of the hub; a file's name says"
+        " whether it is train or test where the task has both"
+    )  # fmt: skip
+    parser.add_argument(
+        "--test_rows", type=int, default=256, help="rows held out as test.parquet where the task has only training"
+        " data, at most a tenth of them"
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    task = lookup(TASKS, args.task, "task", "prepare")
+    if args.test_rows < 0:
+        raise UserError(f"--test_rows {args.test_rows}: must be 0 or more")
+    folder = Path(args.local_save_dir).expanduser()
+    splits: dict[str, list[tuple[Row, Problem]]] = defaultdict(list)
+    for split, row, where in _source_rows(task, args.source):
+        splits[split].append((row, problem_of_row(row, where, task.name)))
+    if not splits:
+        raise UserError(f"prepare: no rows in {' '.join(args.source) or task.name}")
+    splits = {split: _without_repeats(split, rows, task) for split, rows in splits.items()}
+    if "test" not in splits and args.test_rows:
+        splits["train"], splits["test"] = _hold_out(splits["train"], args.test_rows, task)
+        print(f"test: {len(splits['test'])} rows held out of train, chosen by a hash of their prompts")
+    folder.mkdir(parents=True, exist_ok=True)
+    with Grader() as grader:
+        for split, rows in splits.items():
+            failed = gold_problems([problem for _, problem in rows], grader)
+            _write(folder / f"{split}.parquet", [_verl_row(r, p, task, split, i) for i, (r, p) in enumerate(rows)])
+            print(
+                f"{folder / f'{split}.parquet'}: {len(rows)} rows;"
+                f" {len(failed)} golds do not pass their own verifier{' (kept)' if failed else ''}"
+            )
+    return 0
+
+
+def _source_rows(task: Task, sources: Sequence[str]) -> Iterator[tuple[str, Row, str]]:
+    """Yield (split, row, place) of the given files, or of the task's splits on the hub."""
+    hub = task.hub
+    theirs = {"train": hub.train_split, "test": hub.eval_split} if hub else dict.fromkeys(SPLITS)
+    if hub and hub.eval_split == hub.train_split:
+        del theirs["test"]
+    known = [split for split, name in theirs.items() if name or hub is None]
+    if not sources:
+        for split in known:
+            yield from ((split, row, where) for row, where, _ in rows_of(task.name, theirs[split]))
+        return
+    for source in map(Path, sources):
+        path = source.expanduser()
+        if path.is_dir():
+            names = {split: find_files(path, split) for split in SPLITS if list(path.glob(f"{split}[.-]*"))}
+            if not names:
+                find_files(path, "train")  # says what is there instead
+        else:
+            names = {_split_of(path, known): find_files(path, None)}
+        for split, files in names.items():
+            for file in files:
+                yield from ((split, row, where) for row, where in read_rows(file))
+
+
+def _split_of(file: Path, known: Sequence[str]) -> str:
+    """The split that a file's name says, or the task's only one."""
+    said = [split for split in SPLITS if split in file.stem.lower()]
+    if len(said) == 1:
+        return said[0]
+    if len(known) == 1:
+        return known[0]
+    raise UserError(f"--source {file}: the name must say train or test, as train.jsonl does")
+
+
+def _prompt_key(problem: Problem, task: Task) -> str:
+    """The prompt's words, so that stray white space makes no difference."""
+    return " ".join(" ".join(message["content"] for message in build_messages(problem, task.style)).split())
+
+
+def _without_repeats(split: str, rows: list[tuple[Row, Problem]], task: Task) -> list[tuple[Row, Problem]]:
+    """Each prompt once. Where its golds differ nobody can tell which is right, and a wrong reward costs more than a
+    lost row: all its rows are dropped."""
+    by_prompt: dict[str, list[tuple[Row, Problem]]] = defaultdict(list)
+    for row in rows:
+        by_prompt[_prompt_key(row[1], task)].append(row)
+    kept, conflicts, repeats = [], [], 0
+    for same in by_prompt.values():
+        if len({problem.gold for _, problem in same}) > 1:
+            conflicts.append(same)
+        else:
+            kept.append(same[0])
+            repeats += len(same) - 1
+    if repeats:
+        print(f"{split}: {repeats} exact repeats dropped")
+    if conflicts:
+        lost = sum(map(len, conflicts))
+        print(f"{split}: {len(conflicts)} prompts with conflicting golds: all their {lost} rows dropped")
+        for same in conflicts[:SHOWN]:
+            print("  " + ", ".join(f"{problem.source} says {problem.gold}" for _, problem in same))
+    return kept
+
+
+def _hold_out(rows: list[tuple[Row, Problem]], wanted: int, task: Task) -> tuple[list, list]:
+    """(train, test) with `wanted` test rows, at most a tenth; the same rows whatever their order."""
+
+    def digest(index: int) -> bytes:
+        return hashlib.blake2b(_prompt_key(rows[index][1], task).encode(), digest_size=8).digest()
+
+    count = min(wanted, len(rows) // 10)
+    test = set(sorted(range(len(rows)), key=digest)[:count])
+    return [r for i, r in enumerate(rows) if i not in test], [rows[i] for i in sorted(test)]
+
+
+def _verl_row(row: Row, problem: Problem, task: Task, split: str, index: int) -> dict[str, Any]:
+    stored = row.get("answer") or row.get("solution") or problem.gold
+    return {
+        "data_source": task.data_source,
+        "prompt": build_messages(problem, task.style),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": problem.gold},
+        "extra_info": {"split": split, "index": index, "question": problem.question, "answer": str(stored)},
+        "answer": problem.gold,
+    }
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    unfinished = path.with_name(path.name + ".tmp")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
+    os.replace(unfinished, path)
