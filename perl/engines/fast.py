@@ -38,7 +38,7 @@ def unsupported_reason(model: Any) -> str | None:
     """Why `decode_fast` can't serve `model` (a transformers model or a PeftModel), or None where it can."""
     peft_config = getattr(model, "active_peft_config", None)
     if peft_config is not None and peft_config.is_prompt_learning:
-        return f"{peft_config.peft_type} puts virtual tokens before the prompt"
+        return f"{peft_config.peft_type.value} puts virtual tokens before the prompt"
     inner = model.get_base_model() if peft_config is not None else model
     config = inner.config
     text_config = config.get_text_config(decoder=True)
