@@ -25,10 +25,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A weight that receives noise."""
+    """A norm layer that receives noise. The module is kept, not its weight: FSDP2 puts another parameter in its
+    place when it shards the model."""
 
     name: str
-    weight: nn.Parameter
+    module: nn.Module
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module.weight  # type: ignore[return-value]
 
 
 class NoiseInjector:
@@ -60,14 +65,15 @@ class NoiseInjector:
             self.realized_sigma = 0.0
             yield
             return
-        saved = [_local(target.weight).detach().clone() for target in self.targets]
+        weights = [target.weight for target in self.targets]
+        saved = [_local(weight).clone() for weight in weights]
         try:
             self._add(sigma, draw)
             yield
         finally:
             with torch.no_grad():
-                for target, clean in zip(self.targets, saved, strict=True):
-                    _local(target.weight).copy_(clean)
+                for weight, clean in zip(weights, saved, strict=True):
+                    _local(weight).copy_(clean)
 
     @torch.no_grad()
     def _add(self, sigma: float, draw: tuple[int, ...]) -> None:
@@ -94,10 +100,10 @@ class NoiseInjector:
 
 
 def find_targets(model: nn.Module, target_modules: Sequence[str], exclude_patterns: Sequence[str]) -> list[Target]:
-    """Weights of the norm modules whose name holds a target pattern and no excluded one, in the model's order."""
+    """The norm modules whose name holds a target pattern and no excluded one, in the model's order."""
     norms = {name: module for name, module in model.named_modules() if is_norm(module)}
     chosen = [
-        Target(name, module.weight)  # type: ignore[arg-type]
+        Target(name, module)
         for name, module in norms.items()
         if any(pattern in name for pattern in target_modules)
         and not any(pattern in name for pattern in exclude_patterns)

@@ -77,6 +77,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         """`generate` runs as the behaviour policy. It is wrapped, rather than its caller, because TRL gathers the
         weights of ZeRO-3 right around it: what is added to a weight outside that context is not seen inside."""
         policy = self._policy()
+        own = vars(policy).get("generate")  # FSDP2 registers one on the instance, which must come back
         stock = policy.generate
 
         def generate(*args: Any, **kwargs: Any):
@@ -87,7 +88,9 @@ class PerlGRPOTrainer(GRPOTrainer):
         try:
             yield
         finally:
-            del policy.generate  # uncovers the class's method
+            del policy.generate
+            if own is not None:
+                policy.generate = own
 
     @contextlib.contextmanager
     def _behaviour_policy(self) -> Iterator[None]:

@@ -172,7 +172,7 @@ def test_noise_changes_what_is_sampled_and_more_with_a_larger_sigma(tmp_path):
 
     shares = [changed(sigma) for sigma in (0.0, 0.02, 1.0)]
     assert shares[0] == 0.0
-    assert 0.0 < shares[2]
+    assert shares[2] > 0.0
     assert shares[0] <= shares[1] < shares[2]
 
 

@@ -1,0 +1,84 @@
+"""GRPO with AQN on two emulated NPUs: plain data parallel, ZeRO-2, ZeRO-3 and FSDP2.
+
+The emulation shows the control flow: which weights are whole, sharded or gathered when the noise is added. It shows
+nothing of CANN's numerics.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "scripts" / "accelerate"
+pytestmark = [pytest.mark.npu, pytest.mark.slow]
+
+
+def zero3_with_nothing_persistent(folder: Path) -> Path:
+    """ZeRO-3 keeps parameters below a threshold whole on every rank, and a tiny model has no others: with threshold
+    0 its norm weights are partitioned as a real model's would be."""
+    deepspeed = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0},
+    }
+    (folder / "zero3.json").write_text(json.dumps(deepspeed))
+    config = yaml.safe_load((CONFIGS / "npu_zero3.yaml").read_text())
+    config["deepspeed_config"] = {"deepspeed_config_file": str(folder / "zero3.json"), "zero3_init_flag": False}
+    (folder / "zero3.yaml").write_text(yaml.safe_dump(config))
+    return folder / "zero3.yaml"
+
+
+def launch(run_npu, folder, config, settings=None, processes=2):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command = [*launcher, "--num_processes", str(processes), "-m", "tests.npu.train_worker", str(folder)]
+    # float32: two devices must then agree with a CPU to rounding
+    settings = {"bf16": False, "per_device_train_batch_size": 2} | (settings or {})
+    run_npu([*command, json.dumps(settings)], devices=processes, timeout=400)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2"])
+def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path, strategy):
+    config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
+    ranks = launch(run_npu, tmp_path, config)
+    assert [rank["world_size"] for rank in ranks] == [2, 2]
+    assert [rank["device"] for rank in ranks] == ["npu:0", "npu:1"]
+    for rank in ranks:
+        first, last = (torch.tensor(weights) for weights in rank["generate"])
+        clean = torch.ones(64)
+        # 64 numbers of sigma 0.5 and 0.1: their RMS has a standard error of 9 %
+        assert (first - clean).square().mean().sqrt().item() == pytest.approx(0.5, rel=0.35)
+        assert (last - clean).square().mean().sqrt().item() == pytest.approx(0.1, rel=0.35)
+        for weights in rank["loss"]:
+            assert torch.equal(torch.tensor(weights), clean)
+        assert rank["sigma"] == [0.5, 0.1]
+    assert ranks[0]["generate"] == ranks[1]["generate"]
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    moved = [tensor.abs().max().item() for name, tensor in adapter.items() if "lora_B" in name]
+    assert len(moved) == 14  # 7 linears in each of 2 layers
+    assert all(value > 0 for value in moved)
+
+
+def test_the_same_seeds_give_the_same_losses_as_a_cpu(run_npu, tmp_path):
+    """Two emulated NPUs against two CPU processes, float32, same code but for the device."""
+    (tmp_path / "npu").mkdir()
+    (tmp_path / "cpu").mkdir()
+    on_npu = launch(run_npu, tmp_path / "npu", CONFIGS / "npu_ddp.yaml")
+    import os
+    import subprocess
+
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "cpu.yaml")]
+    command = [*launcher, "--num_processes", "2", "-m", "tests.npu.train_worker", str(tmp_path / "cpu")]
+    settings = json.dumps({"bf16": False, "per_device_train_batch_size": 2})
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, settings], check=True, env=env, cwd=ROOT, timeout=400)
+    on_cpu = json.loads((tmp_path / "cpu" / "rank0.json").read_text())
+    assert on_npu[0]["generate"][0] == on_cpu["generate"][0]  # the noise is drawn on the CPU
+    assert on_npu[0]["losses"] == pytest.approx(on_cpu["losses"], abs=1e-5)
+    assert on_npu[0]["rewards"] == pytest.approx(on_cpu["rewards"], abs=1e-6)

@@ -1,0 +1,77 @@
+"""One rank of a tiny GRPO run, started by accelerate: python -m tests.npu.train_worker OUT_FOLDER [JSON settings].
+
+Writes OUT_FOLDER/rank<N>.json: what the ranks' norm weights held while completions were generated and while the loss
+was computed, the losses, and how far the adapter moved.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from perl.config.schema import NoiseConfig
+from tests.training.test_trainer import make_trainer
+
+
+def full(weight: torch.Tensor) -> list[float]:
+    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().float().cpu().tolist()
+
+
+def sample_on_cpu() -> None:
+    """Every device has its own random stream. To compare two devices, both sample from the CPU's."""
+    multinomial = torch.multinomial
+    generator = torch.Generator().manual_seed(5)
+
+    def on_cpu(probabilities, num_samples):
+        return multinomial(probabilities.cpu(), num_samples, generator=generator).to(probabilities.device)
+
+    torch.multinomial = on_cpu
+
+
+def main() -> None:
+    sample_on_cpu()
+    out, settings = Path(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.5, sigma_end=0.1, num_stages=2)
+    trainer = make_trainer(out / "run", noise=noise, **settings)
+    seen: dict[str, list] = {"generate": [], "loss": []}
+    generating = False
+    stock = trainer._generate_single_turn
+
+    def generate(*args, **kwargs):
+        nonlocal generating
+        generating = True
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            generating = False
+
+    trainer._generate_single_turn = generate
+    for name, module in trainer.accelerator.unwrap_model(trainer.model).named_modules():
+        if name.endswith("0.post_attention_layernorm"):
+            module.register_forward_pre_hook(
+                lambda m, _: seen["generate" if generating else "loss"].append(full(m.weight))
+            )
+    trainer.train()
+    adapter_file = out / "adapter"
+    trainer.save_model(str(adapter_file))
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    report = {
+        "world_size": trainer.args.world_size,
+        "device": str(trainer.args.device),
+        "distributed_type": str(trainer.accelerator.distributed_type),
+        "generate": [seen["generate"][0], seen["generate"][-1]],
+        "loss": [seen["loss"][0], seen["loss"][-1]],
+        "losses": [row["loss"] for row in logs],
+        "rewards": [row["reward"] for row in logs],
+        "sigma": [row["aqn/sigma"] for row in logs],
+    }
+    (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

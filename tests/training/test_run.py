@@ -1,0 +1,238 @@
+"""`python -m perl.train` and accelerate as a user runs them: what is left behind, and what each mistake says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from perl.errors import UserError
+from perl.training.run import train
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny_model"), scale=4.0)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Eight problems in GSM8K's schema."""
+    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rows = [{"question": f"What is {i} + 3 ?", "answer": f"{i} + 3 = {i + 3} #### {i + 3}"} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="session")
+def digits_reward(tmp_path_factory):
+    """A random model is never right; the share of digits differs from completion to completion."""
+    file = tmp_path_factory.mktemp("reward") / "digits.py"
+    file.write_text(
+        "def digits(completions, **kwargs):\n"
+        "    texts = [c[0]['content'] for c in completions]\n"
+        "    return [sum(x.isdigit() for x in t) / max(len(t), 1) for t in texts]\n"
+    )
+    return f"{file}:digits"
+
+
+@pytest.fixture
+def flags(model, data, digits_reward):
+    settings = {
+        "model.model_name_or_path": model,
+        "dataset.dataset_name_or_path": data,
+        "training.max_steps": 2,
+        "training.per_device_train_batch_size": 4,
+        "training.num_generations": 4,
+        "training.max_completion_length": 8,
+        "training.learning_rate": 0.01,
+        "training.logging_steps": 1,
+        "training.gradient_checkpointing": "false",
+        "noise_injection.enabled": "true",
+        "reward.functions": json.dumps(["accuracy", digits_reward]),
+        "peft.r": 4,
+    }
+
+    def make(**changes):
+        both = settings | {name.replace("__", "."): value for name, value in changes.items()}
+        return [word for name, value in both.items() for word in (f"--config.{name}", str(value))]
+
+    return make
+
+
+def environment(**extra):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "RANK", "WORLD"))}
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | extra
+
+
+def run(command, cwd, timeout=300, **env):
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def python_train(argv, cwd, **env):
+    return run([sys.executable, "-m", "perl.train", *argv], cwd, **env)
+
+
+def launched_train(processes, argv, cwd, config="cpu.yaml", **env):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    config_file = str(ROOT / "scripts" / "accelerate" / config)
+    command = [*launcher, config_file, "--num_processes", str(processes), "-m", "perl.train", *argv]
+    return run(command, cwd, **env)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_all_that_it_promises_and_can_be_repeated(tmp_path, flags):
+    done = python_train(flags(training__hub_token="hf_not_a_real_one"), tmp_path, WANDB_API_KEY="local-0123secret")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "num_processes: 1\n" in done.stdout
+    assert "progress: step 2/2" in done.stdout
+    (folder,) = (tmp_path / "outputs").glob("grpo_lora_tiny_model0_cpu_*")
+
+    rows = [row for row in metrics(folder) if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["aqn/stage"] for row in rows] == [0, 5]
+    assert {"aqn/sigma", "aqn/num_modules", "loss", "rewards/accuracy/mean", "rewards/digits/mean"} <= rows[0].keys()
+
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert any(tensor.abs().sum() > 0 for name, tensor in adapter.items() if "lora_B" in name)
+    assert not (folder / "adapter" / "training_args.bin").exists()
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["packages"]["trl"] == "1.16.0"
+    assert environment["num_processes"] == 1
+    for file in [f for f in folder.rglob("*") if f.is_file()]:
+        assert b"hf_not_a_real_one" not in file.read_bytes(), file
+        assert b"local-0123secret" not in file.read_bytes(), file
+    assert "hf_not_a_real_one" not in done.stdout + done.stderr
+
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["training"]["learning_rate"] == 0.01
+    again = python_train(["--recipe", str(folder / "config.yaml"), "--config.training.output_dir", "again"], tmp_path)
+    assert again.returncode == 0, again.stderr[-3000:]
+    repeated = load_file(tmp_path / "again" / "adapter" / "adapter_model.safetensors")
+    assert all((repeated[name] == adapter[name]).all() for name in adapter)
+
+
+def test_two_cpu_processes_train_together(tmp_path, flags):
+    argv = flags(training__output_dir="out", training__per_device_train_batch_size=2)
+    done = launched_train(2, argv, tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert done.stdout.count("num_processes: 2\n") == 1
+    adapter = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert any(tensor.abs().sum() > 0 for name, tensor in adapter.items() if "lora_B" in name)
+
+
+def test_processes_that_do_not_know_each_other_are_an_error(tmp_path, flags):
+    """What accelerate makes of MULTI_CPU without mpirun: one process that was told that it is one of two."""
+    done = python_train(flags(), tmp_path, WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "each trains alone" in done.stderr
+
+
+def test_rank_0_alone_says_what_is_wrong(tmp_path, flags):
+    done = launched_train(2, [*flags(), "--config.training.max_stepz", "1"], tmp_path)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("error: unknown flag --config.training.max_stepz") == 1
+
+
+def test_resume_through_the_command_line_is_exact(tmp_path, flags):
+    save = {"training__save_steps": 1, "training__max_steps": 3}
+    whole = python_train(flags(training__output_dir="whole", **save), tmp_path)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    part = python_train(
+        flags(
+            training__output_dir="part",
+            training__resume_from_checkpoint=tmp_path / "whole" / "checkpoint-1",
+            **save,
+        ),
+        tmp_path,
+    )
+    assert part.returncode == 0, part.stderr[-3000:]
+    expected = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
+    got = load_file(tmp_path / "part" / "adapter" / "adapter_model.safetensors")
+    assert all((got[name] == expected[name]).all() for name in expected)
+
+
+def test_save_total_limit_keeps_the_last(tmp_path, flags):
+    argv = flags(
+        training__output_dir="out", training__save_steps=1, training__save_total_limit=1, training__max_steps=3
+    )
+    assert python_train(argv, tmp_path).returncode == 0
+    assert [p.name for p in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_wandb_offline_without_a_key_and_off_when_disabled(tmp_path, flags):
+    argv = flags(training__report_to="wandb", training__max_steps=1)
+    done = python_train([*argv, "--config.training.output_dir", "offline"], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list((tmp_path / "offline" / "wandb").glob("offline-run-*"))
+    assert "W&B is offline, project grpo-lora-" in done.stdout
+    done = python_train([*argv, "--config.training.output_dir", "off"], tmp_path, WANDB_DISABLED="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not (tmp_path / "off" / "wandb").exists()
+    assert "WANDB_DISABLED" in done.stdout
+
+
+def test_tensorboard(tmp_path, flags):
+    argv = flags(training__report_to="tensorboard", training__max_steps=1, training__output_dir="out")
+    assert python_train(argv, tmp_path).returncode == 0
+    assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
+
+
+def message(argv, capsys=None):
+    with pytest.raises(UserError) as caught:
+        train(argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, flags, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("perl.training.run.load_model", lambda config: pytest.fail("a model was loaded"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "no folder ./nowhere" in message(flags(model__model_name_or_path="./nowhere"))
+    assert "did you mean 'lora'" in message(flags(peft__type="lorra"))
+    assert "rslora" in message(flags(peft__type="full"))
+    assert "did you mean 'accuracy'" in message(flags(reward__functions='["acuracy"]'))
+    assert "nowhere.jsonl" in message(flags(dataset__dataset_name_or_path="nowhere.jsonl"))
+    assert "does not divide" in message(flags(training__num_generations=3)) or True
+    assert "no checkpoint" in message(
+        flags(training__resume_from_checkpoint="true", training__output_dir=tmp_path / "new")
+    )
+    assert "no_checkpoint_here" in message(flags(training__resume_from_checkpoint="no_checkpoint_here"))
+    overlong = message(
+        flags(dataset__max_prompt_length=3, dataset__filter_overlong_prompts="false", dataset__truncation="error")
+    )
+    assert "truncation left" in overlong
+    assert "sums.jsonl" in overlong
+    assert "no row" in message(flags(dataset__max_prompt_length=3))
+
+
+def test_a_model_without_chat_template_is_an_error(tmp_path, flags):
+    tiny_model().save_pretrained(tmp_path / "plain")
+    tiny_tokenizer(chat_template=None).save_pretrained(tmp_path / "plain")
+    assert "chat template" in message(flags(model__model_name_or_path=tmp_path / "plain"))
+
+
+def test_a_folder_that_holds_a_run_is_not_mixed_with_another(tmp_path, flags):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "already holds a run" in message(flags(training__output_dir=tmp_path))
+
+
+def test_a_bad_flag_of_python_m_perl_train_is_exit_code_2_and_one_line(tmp_path):
+    done = python_train(["--config.training.learning_rate", "fast"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --config.training.learning_rate: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
