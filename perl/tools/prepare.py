@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _source_rows(task: Task, sources: Sequence[str]) -> Iterator[tuple[str, Row, str]]:
     """Yield (split, row, place) of the given files, or of the task's splits on the hub."""
     hub = task.hub
-    theirs = {"train": hub.train_split, "test": hub.eval_split} if hub else dict.fromkeys(SPLITS)
+    theirs: dict[str, str | None] = {"train": hub.train_split, "test": hub.eval_split} if hub else dict.fromkeys(SPLITS)
     if hub and hub.eval_split == hub.train_split:
         del theirs["test"]
     known = [split for split, name in theirs.items() if name or hub is None]

@@ -1,0 +1,232 @@
+"""The grader with its real math-verify worker: verdicts, deadlines, and what happens when processes die."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from perl.errors import UserError
+from perl.grading import Grader, Rubric
+from perl.grading.verifier import CHUNK
+from perl.grading.worker import judge
+
+GSM8K = Rubric(rules=("strict", "flexible"), primary="flexible", math_verify="fallback", form="strict")
+DAPO = Rubric(rules=("answer", "boxed"), primary="answer", math_verify="fallback", form="answer_line")
+MATH = Rubric(rules=("boxed",), primary="math_verify", math_verify="always", form="boxed")
+TOWER = "\\boxed{9^{9^{9^{9}}}}"  # 9^9^9 has 370 million digits
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(deadline_s=3.0) as grader:
+        yield grader
+
+
+def test_rules_stand_side_by_side_and_the_primary_decides(grader):
+    (grade,) = grader.grade(GSM8K, ["so she makes $18 a day."], ["18"])
+    assert grade.as_dict() == {
+        "score": 1.0,
+        "scores": {"strict": 0.0, "flexible": 1.0},
+        "extracted": "18",
+        "reason": "correct",
+    }
+    (grade,) = grader.grade(GSM8K, ["#### 17"], ["18"])
+    assert grade.as_dict() == {
+        "score": 0.0,
+        "scores": {"strict": 0.0, "flexible": 0.0},
+        "extracted": "17",
+        "reason": "wrong",
+    }
+
+
+def test_big_integers_are_compared_exactly(grader):
+    gold = "12345678901234567890123"
+    grades = grader.grade(DAPO, [f"Answer: {gold}", "Answer: 12345678901234567890124"], [gold, gold])
+    assert [grade.score for grade in grades] == [1.0, 0.0]
+
+
+def test_algebra_decides_where_the_cheap_rule_reads_no_number(grader):
+    grades = grader.grade(DAPO, ["Answer: 2 \\cdot 17", "it is $34$", "no idea", "Answer: 35"], ["34"] * 4)
+    assert [grade.score for grade in grades] == [1.0, 1.0, 0.0, 0.0]
+    assert [grade.reason for grade in grades] == ["correct", "correct", "unextracted", "wrong"]
+    assert grades[0].scores == {"answer": 0.0, "boxed": 0.0, "math_verify": 1.0}
+    assert "math_verify" not in grades[3].scores
+
+
+def test_a_number_elsewhere_does_not_replace_a_stated_answer(grader):
+    (grade,) = grader.grade(DAPO, ["Let $x = 34$.\nAnswer: unknown"], ["34"])
+    assert (grade.score, grade.reason) == (0.0, "wrong")
+
+
+def test_math_verify_sees_through_notation(grader):
+    completions = ["\\boxed{0.5}", "\\boxed{\\frac{2}{4}}", "\\boxed{(-2, 1)}", "\\boxed{C}", "\\boxed{\\sqrt{50}}"]
+    golds = ["\\frac{1}{2}", "\\frac{1}{2}", "(-2,1)", "\\text{(C)}", "5\\sqrt{2}"]
+    assert [grade.score for grade in grader.grade(MATH, completions, golds)] == [1.0] * 5
+
+
+def test_never_means_never():
+    rubric = Rubric(rules=("flexible",), primary="flexible", math_verify="never", form="strict")
+    with Grader() as grader:
+        (grade,) = grader.grade(rubric, [TOWER], ["18"])
+        assert grade.reason == "unextracted"
+        assert grader._verifier._worker is None
+
+
+@pytest.mark.parametrize("rubric", [GSM8K, DAPO, MATH], ids=["gsm8k", "dapo", "math"])
+def test_a_tower_of_powers_is_a_timeout_and_costs_its_neighbours_nothing(rubric):
+    good = ["\\boxed{\\frac{36}{2}}"] * (CHUNK + 2)
+    completions = [*good, TOWER, *good]
+    with Grader(deadline_s=2.0) as grader:
+        grades = grader.grade(rubric, completions, ["18"] * len(completions))
+    late = grades.pop(len(good))
+    assert (late.score, late.reason) == (0.0, "timeout")
+    assert all(grade.score == 1.0 for grade in grades)
+
+
+def test_extremes_are_graded_without_harm(grader):
+    completions = [
+        "",
+        "\\boxed{}",
+        "9" * 100_000,
+        "\\boxed{" + "9" * 100_000 + "}",
+        "\\boxed{" * 3_000 + "18" + "}" * 3_000,
+        "\\boxed{１８}",
+        "We go on and on. " * 20_000 + "\\boxed{18}",
+        "\x00\ud800 \\boxed{18}",
+    ]
+    for rubric in (GSM8K, DAPO, MATH):
+        grades = grader.grade(rubric, completions, ["18"] * len(completions))
+        assert [grade.score for grade in grades[:4]] == [0.0] * 4
+        assert grades[6].score == grades[7].score == 1.0
+        assert all(grade.extracted is None or len(grade.extracted) < 300 for grade in grades)
+
+
+def test_nothing_to_grade(grader):
+    assert grader.grade(MATH, [], []) == []
+    with pytest.raises(ValueError, match="zip"):
+        grader.grade(MATH, ["\\boxed{1}"], [])
+
+
+def test_a_killed_worker_is_replaced(grader):
+    assert grader.grade(MATH, ["\\boxed{18}"], ["18"])[0].score == 1.0
+    worker = grader._verifier._worker
+    worker.kill()
+    worker.wait()
+    grades = grader.grade(MATH, ["\\boxed{18}", "\\boxed{17}"], ["18", "18"])
+    assert [grade.reason for grade in grades] == ["correct", "wrong"]
+
+
+def test_threads_share_a_grader(grader):
+    results = {}
+
+    def work(name: int):
+        results[name] = [g.score for g in grader.grade(MATH, [f"\\boxed{{{name}}}"] * 20, [str(name), "99"] * 10)]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {name: [1.0, 0.0] * 10 for name in range(4)}
+
+
+def test_a_fork_gets_a_worker_of_its_own(grader):
+    grader.grade(MATH, ["\\boxed{1}"], ["1"])
+    child = os.fork()
+    if child == 0:
+        grade = grader.grade(MATH, ["\\boxed{2}"], ["2"])[0]
+        grader.close()
+        os._exit(0 if grade.score == 1.0 else 1)
+    assert grader.grade(MATH, ["\\boxed{3}"], ["3"])[0].score == 1.0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_close_ends_the_worker_and_the_next_call_starts_another():
+    grader = Grader()
+    grader.grade(MATH, ["\\boxed{1}"], ["1"])
+    worker = grader._verifier._worker
+    grader.close()
+    assert worker.poll() is not None
+    assert grader.grade(MATH, ["\\boxed{1}"], ["1"])[0].score == 1.0
+    grader.close()
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_the_worker_dies_with_a_killed_parent(busy):
+    """kill -9 of a rank in the middle of a verification must leave no process behind."""
+    program = (
+        "from perl.grading.verifier import MathVerifier\n"
+        "verifier = MathVerifier(600.0)\n"
+        "verifier.verify([('1', '1')])\n"
+        "print(verifier._worker.pid, flush=True)\n" + (f"verifier.verify([({TOWER!r}, '1')])" if busy else "input()")
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    if busy:
+        time.sleep(1.0)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    deadline = time.monotonic() + 30
+    while _alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(worker)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_rubric_names_rules_that_exist():
+    with pytest.raises(UserError, match="did you mean 'strict'"):
+        Rubric(rules=("stric",), primary="stric", math_verify="never", form="boxed")
+    with pytest.raises(UserError, match="is not scored"):
+        Rubric(rules=("strict",), primary="math_verify", math_verify="fallback", form="strict")
+
+
+INTEGERS = ["5", "-5", "0", "-0", "025", "12345678901234567890123", "1.5", "x", "1,2"]
+
+
+def test_integers_read_directly_are_what_the_grammar_makes_of_them():
+    """The worker replaces a function of math-verify's: it must exist, and do the same."""
+    program = (
+        "import json, sys, sympy\n"
+        "from math_verify import parser\n"
+        "from perl.grading.worker import read_integers_directly\n"
+        "grammar = parser.parse_latex_cached.__wrapped__\n"
+        "read_integers_directly()\n"
+        "rows = json.loads(sys.argv[1])\n"
+        "print(json.dumps([[sympy.srepr(f(row)) for row in rows] for f in (grammar, parser.parse_latex_cached)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(INTEGERS)], capture_output=True, text=True, check=True
+    )
+    by_grammar, directly = json.loads(done.stdout)
+    assert by_grammar == directly
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not there")
+def test_verdicts_are_those_of_math_verify_alone(grader):
+    from math_verify import parse, verify
+
+    rows = [json.loads(line) for line in (SHARED / "bench" / "math500.jsonl").read_text().splitlines()][:60]
+    completions = [row["solution"] for row in rows] + [row["solution"] for row in rows[1:] + rows[:1]]
+    golds = [row["answer"] for row in rows] * 2
+    alone = [float(verify(parse(f"\\boxed{{{g}}}"), parse(c))) for c, g in zip(completions, golds, strict=True)]
+    assert [grade.score for grade in grader.grade(MATH, completions, golds)] == alone
+    assert 0.4 < sum(alone) / len(alone) < 0.6  # right ones and wrong ones
+
+
+def test_judge_in_this_process():
+    assert judge("so \\boxed{\\frac{1}{2}}", "0.5") == (1.0, "\\frac{1}{2}", "correct")
+    assert judge("nothing here", "1") == (0.0, None, "unextracted")
