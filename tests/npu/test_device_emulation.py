@@ -1,12 +1,546 @@
-"""The emulated NPU itself: what the other NPU tests stand on must be true."""
+"""The emulated NPU itself, and perl.device on it: what the other NPU tests stand on must be true.
 
+Each program runs in a process of its own and leaves what it found in `answer`; this process knows what is right.
+"""
+
+import json
+import os
+import subprocess
 import sys
+import textwrap
 
 import pytest
+import torch
+
+from perl import device
+from tests.npuemu import emulator
 
 pytestmark = pytest.mark.npu
 
+MIB = 2**20
 
-def test_sum_on_the_second_device(run_npu):
-    code = "import torch; print((torch.ones(2, device='npu:1') + 1).sum())"
-    assert run_npu([sys.executable, "-c", code]).stdout == "tensor(4., device='npu:1')\n"
+
+@pytest.fixture(scope="session")
+def answer(run_npu):
+    """`answer(program, devices=2, **variables)`: what a program left in its variable `answer`, a JSON value."""
+
+    def run(program: str, devices: int = 2, **variables: str | int):
+        code = f"import json, os, torch\n{textwrap.dedent(program)}\nprint('\\n' + json.dumps(answer))"
+        done = run_npu([sys.executable, "-c", code], devices=devices, timeout=120, **variables)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+VALUES = """
+import torch
+import torch.nn.functional as F
+
+def values(device):
+    torch.manual_seed(7)
+    draw = lambda *shape: torch.randn(*shape, device=device)
+    x, w = draw(5, 8), draw(8, 3).requires_grad_()
+    image, kernel = draw(1, 2, 6, 6), draw(4, 2, 3, 3).requires_grad_()
+    query = draw(2, 2, 4, 8).requires_grad_()
+    attended = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    loss = F.cross_entropy(x @ w, torch.tensor([0, 1, 2, 1, 0], device=device))
+    loss = loss + F.conv2d(image, kernel, stride=2, padding=1).square().mean() + attended.square().mean()
+    loss.backward()
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        low = x @ w
+    viewed = x.clone()
+    viewed.view(-1)[3:6] = 1.0            # written through a view
+    viewed[torch.tensor([0, 2])] += 2.0   # indexed with a tensor of the host
+    grown = torch.ones(2, device=device).resize_(3).fill_(4.0)
+    sort = draw(6).sort()
+    found = [x.sum(), x @ w, loss, w.grad, kernel.grad, query.grad, low, viewed, grown, sort.values, sort.indices,
+             torch.randperm(9, device=device), torch.multinomial(x.softmax(-1), 2), F.dropout(x, 0.5)]
+    return [tensor.detach().to("cpu") for tensor in found]
+"""
+
+
+def test_operators_and_gradients_are_the_cpus(run_npu, tmp_path):
+    file = tmp_path / "values.pt"
+    program = f"{VALUES}\ntorch.save(values('npu:1'), {str(file)!r})"
+    run_npu([sys.executable, "-c", program])
+    space: dict = {}
+    exec(VALUES, space)
+    expected = space["values"]("cpu")
+    found = torch.load(file)
+    assert len(found) == len(expected) == 14
+    for ours, theirs in zip(found, expected, strict=True):
+        # Attention is decomposed on an npu and fused on a CPU; all else is the same kernel.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert found[6].dtype == torch.bfloat16
+
+
+def test_random_numbers_follow_the_seed(answer):
+    """A device has a stream of its own; with NPUEMU_CPU_GENERATOR=1 it is the host's, drawn from in turn."""
+    program = """
+        def draws():
+            torch.manual_seed(5)
+            host = torch.rand(2).tolist()
+            return host, torch.rand(2, device="npu:1").tolist()
+        first, again = draws(), draws()
+        state = torch.npu.get_rng_state("npu:1")
+        one = torch.rand(2, device="npu:1").tolist()
+        torch.npu.set_rng_state(state, "npu:1")
+        answer = dict(first=first, again=again, repeated=torch.rand(2, device="npu:1").tolist() == one)
+    """
+    own, shared = answer(program), answer(program, NPUEMU_CPU_GENERATOR=1)
+    torch.manual_seed(5)
+    expected = [torch.rand(2).tolist(), torch.rand(2).tolist()]
+    assert own["first"] == own["again"] == [expected[0], expected[0]]
+    assert shared["first"] == shared["again"] == expected
+    assert own["repeated"] is shared["repeated"] is True
+
+
+def test_a_cast_to_float64_gives_float32_with_a_warning(run_npu):
+    casts = "print([x.double().dtype for _ in range(2)], x.cpu().double().dtype)"
+    program = f"import torch; x = torch.ones(2, device='npu'); {casts}"
+    done = run_npu([sys.executable, "-c", program])
+    assert done.stdout == "[torch.float32, torch.float32] torch.float64\n"
+    assert done.stderr.count("Device do not support double dtype now, dtype cast replace with float.") == 1
+
+
+def test_a_result_stays_on_its_device_and_devices_do_not_mix(answer):
+    found = answer("""
+        def message(function):
+            try:
+                function()
+            except RuntimeError as error:
+                return str(error)
+        here, there = torch.ones(2, device="npu:0"), torch.ones(2, device="npu:1")
+        torch.npu.set_device(1)
+        moved = torch.nn.Linear(2, 2)
+        weight = moved.weight
+        moved.npu()
+        answer = dict(
+            result=str((there * 2).device), current=str(torch.empty(1, device="npu").device),
+            moved=str(weight.device), same_parameter=moved.weight is weight,
+            two_npus=message(lambda: here + there), npu_and_cpu=message(lambda: here + torch.ones(2)),
+            no_such=message(lambda: torch.ones(1, device="npu:2")), pinned=torch.ones(2).pin_memory().is_pinned(),
+            emulated=__import__("torch_npu").__version__, name=torch.npu.get_device_name(0))
+    """)
+    assert found["result"] == found["current"] == found["moved"] == "npu:1"
+    assert found["same_parameter"] is True
+    assert "at least two devices, npu:0 and npu:1!" in found["two_npus"]
+    assert "at least two devices, npu:0 and cpu!" in found["npu_and_cpu"]
+    assert "Invalid device ID" in found["no_such"]
+    assert "error code is 107001" in found["no_such"]
+    assert found["pinned"] is True
+    assert found["emulated"].endswith("+emulated")
+    assert found["name"] == "Ascend-emulated"
+
+
+def test_fused_attention_masks_as_documented(answer):
+    """sparse_mode 2 is causal from the top left, 3 to the bottom right; TND packs sequences of 3 and 2 tokens."""
+    found = answer("""
+        import torch_npu, torch.nn.functional as F
+        torch.manual_seed(0)
+        mask = torch.ones(2048, 2048, device="npu").triu(1).bool()
+        q, k, v = (torch.randn(1, n, heads, 8, device="npu") for n, heads in ((2, 4), (5, 2), (5, 2)))
+        fused = lambda mode: torch_npu.npu_fusion_attention(
+            q, k, v, 4, "BSND", atten_mask=mask, scale=8**-0.5, sparse_mode=mode)[0]
+        def plain(hidden):
+            heads_first = (q.transpose(1, 2), *(t.repeat_interleave(2, 2).transpose(1, 2) for t in (k, v)))
+            visible = ~torch.tensor(hidden, device="npu").bool()
+            return F.scaled_dot_product_attention(*heads_first, attn_mask=visible).transpose(1, 2)
+        packed = torch.randn(5, 1, 8, device="npu")
+        ends = (3, 5)
+        both = torch_npu.npu_fusion_attention(packed, packed, packed, 1, "TND", actual_seq_qlen=ends,
+                                              actual_seq_kvlen=ends)[0]
+        last = packed[3:].squeeze(1)
+        answer = dict(
+            top_left=torch.allclose(fused(2), plain([[0, 1, 1, 1, 1], [0, 0, 1, 1, 1]]), atol=1e-5),
+            bottom_right=torch.allclose(fused(3), plain([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]), atol=1e-5),
+            differ=not torch.allclose(fused(2), fused(3)),
+            packed=torch.allclose(both[3:].squeeze(1), (last @ last.T).softmax(-1) @ last, atol=1e-5))
+    """)
+    assert found == {"top_left": True, "bottom_right": True, "differ": True, "packed": True}
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_is_booked_as_torch_npu_books_it(answer):
+    """A request of n bytes is a block of n + 32, rounded up to 512; blocks come from segments of 2 MiB or 20 MiB."""
+    found = answer("""
+        npu, steps = torch.npu, []
+        def book():
+            steps.append([npu.memory_allocated(), npu.max_memory_allocated(), npu.memory_reserved()])
+        book()
+        small = torch.empty(1024, device="npu")          # 4,096 bytes
+        book()
+        view = small.view(2, 512)                        # no memory of its own
+        large = torch.empty(2**20, device="npu")         # 4 MiB
+        book()
+        result = large + 1                               # 4 MiB, made by an operator
+        book()
+        del result
+        book()
+        npu.reset_peak_memory_stats()
+        book()
+        del large
+        npu.empty_cache()
+        book()
+        stats = npu.memory_stats()
+        answer = dict(
+            steps=steps, info=npu.mem_get_info(), other=npu.memory_allocated(1),
+            reserved_peak=npu.max_memory_reserved(),
+            counts=[stats[f"allocation.all.{kind}"] for kind in ("current", "peak", "allocated", "freed")],
+            total=npu.get_device_properties(0).total_memory)
+    """)
+    small, large = 4608, 4 * MIB + 512
+    assert found["steps"] == [
+        [0, 0, 0],
+        [small, small, 2 * MIB],
+        [small + large, small + large, 22 * MIB],
+        [small + 2 * large, small + 2 * large, 22 * MIB],
+        [small + large, small + 2 * large, 22 * MIB],
+        [small + large, small + large, 22 * MIB],
+        [small, small + large, 2 * MIB],
+    ]
+    assert found["counts"] == [1, 2, 3, 2]
+    assert found["info"] == [64 * 1024 * MIB - 2 * MIB, 64 * 1024 * MIB]
+    assert found["total"] == 64 * 1024 * MIB
+    assert found["reserved_peak"] == 22 * MIB
+    assert found["other"] == 0
+
+
+def test_out_of_memory_is_torchs_error_in_torch_npus_words(answer):
+    """On 64 MiB: 30 MiB and a 2 MiB segment with 1 KiB in it leave 32; an operator's result must fit like a tensor."""
+    found = answer(
+        """
+        def message(function):
+            try:
+                function()
+            except torch.OutOfMemoryError as error:
+                return str(error).splitlines()[0]
+        half = torch.ones(30 * 2**18 - 8, device="npu:1")
+        little = torch.ones(256, device="npu:1")
+        by_tensor = message(lambda: torch.empty(40 * 2**20, dtype=torch.uint8, device="npu:1"))
+        by_operator = message(lambda: torch.cat([half, half]))
+        fits = torch.empty(32 * 2**20 - 32, dtype=torch.uint8, device="npu:1")
+        del half, fits
+        after = torch.empty(60 * 2**20, dtype=torch.uint8, device="npu:1")  # what was cached is given back first
+        stats = torch.npu.memory_stats(1)
+        answer = dict(by_tensor=by_tensor, by_operator=by_operator, after=after.numel(), ooms=stats["num_ooms"],
+                      other=torch.npu.mem_get_info(0)[0])
+        """,
+        NPUEMU_MEMORY_BYTES=64 * MIB,
+    )
+    assert found["by_tensor"] == (
+        "NPU out of memory. Tried to allocate 42.00 MiB (NPU 1; 64.00 MiB total capacity; 30.00 MiB already allocated;"
+        " 30.00 MiB current active; 32.00 MiB free; 32.00 MiB reserved in total by PyTorch) If reserved memory is >>"
+        " allocated memory try setting max_split_size_mb to avoid fragmentation."
+    )
+    assert found["by_operator"].startswith("NPU out of memory. Tried to allocate 60.00 MiB (NPU 1;")
+    assert found["after"] == 60 * MIB
+    assert found["ooms"] == 2
+    assert found["other"] == 64 * MIB
+
+
+# ---------------------------------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 8])
+def test_machine_with_devices(answer, count):
+    found = answer(
+        """
+        from perl import device
+        seen = device.detect()
+        answer = dict(
+            available=torch.npu.is_available(), kind=seen.kind, count=seen.count, dtype=str(device.default_dtype()),
+            first=str(device.torch_device()), sums=[
+                torch.ones(3, device=f"npu:{index}").sum().item() for index in range(torch.npu.device_count())])
+        """,
+        devices=count,
+    )
+    assert found["available"] is (count > 0)
+    assert found["sums"] == [3.0] * count
+    if count:
+        assert (found["kind"], found["count"], found["first"]) == ("npu", count, "npu:0")
+        assert found["dtype"] == "torch.bfloat16"
+    else:
+        assert (found["kind"], found["first"], found["dtype"]) == ("cpu", "cpu", "torch.float32")
+
+
+def test_visible_devices_by_canns_rules(answer):
+    """Of two devices. Read until the first use of a device, and not afterwards."""
+    found = answer("""
+        def count(variable):
+            os.environ["ASCEND_RT_VISIBLE_DEVICES"] = variable
+            return torch.npu.device_count()
+        counts = {v: count(v) for v in ("0", "1", "0,1", "0,9", "9,0", "0, 1", "0,,1", "1,0", "0,0", "", "x", "-1")}
+        os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1"
+        initialized = [torch.npu.is_initialized()]
+        torch.ones(1, device="npu:0")
+        initialized.append(torch.npu.is_initialized())
+        answer = dict(counts=counts, initialized=initialized, after_use=count("0,1"))
+    """)
+    assert found["counts"] == {
+        "0": 1,
+        "1": 1,
+        "0,1": 2,
+        "0,9": 1,  # the id that does not exist ends the list without a word
+        "9,0": 0,
+        "0, 1": 1,  # nothing is read behind the blank
+        "0,,1": 1,
+        "1,0": 0,  # ids must ascend
+        "0,0": 0,
+        "": 0,
+        "x": 0,
+        "-1": 0,
+    }
+    assert found["initialized"] == [False, True]
+    assert found["after_use"] == 1
+
+
+LOSE = """
+def attempt(function):
+    try:
+        function()
+        return "fine"
+    except RuntimeError as error:
+        return str(error)
+"""
+
+
+def test_device_lost_after_some_operators(answer):
+    """The device with physical id 1 is npu:0 where it alone is visible; every use of it fails from then on."""
+    program = f"""{LOSE}
+x = torch.ones(4, device="npu:0")
+outcomes = [attempt(lambda: x.add_(1)) for _ in range(30)]
+answer = dict(outcomes=outcomes, synchronize=attempt(torch.npu.synchronize), copy=attempt(x.cpu),
+              new=attempt(lambda: torch.empty(1, device="npu:0")), still=torch.npu.device_count())
+"""
+    variables = {"NPUEMU_LOSE_DEVICE_AFTER": "1:20"}
+    found = answer(program, ASCEND_RT_VISIBLE_DEVICES="1", **variables)
+    lost = [outcome != "fine" for outcome in found["outcomes"]]
+    assert lost == sorted(lost)
+    assert lost[0] is False
+    assert lost[-1] is True
+    for outcome in (found["outcomes"][-1], found["synchronize"], found["copy"], found["new"]):
+        assert "error code is 507010" in outcome
+        assert "Device[1] lost heartbeat" in outcome
+    assert found["still"] == 1
+    assert set(answer(program, ASCEND_RT_VISIBLE_DEVICES="0", **variables)["outcomes"]) == {"fine"}
+
+
+def test_device_lost_when_a_file_appears(answer, tmp_path):
+    found = answer(
+        f"""{LOSE}
+x, other = torch.ones(4, device="npu:0"), torch.ones(4, device="npu:1")
+before = attempt(lambda: x.add_(1))
+open({str(tmp_path / "lost")!r}, "w").close()
+answer = dict(before=before, after=attempt(lambda: x.add_(1)), other=attempt(lambda: other.add_(1)))
+""",
+        NPUEMU_LOSE_DEVICE_AFTER=f"0:{tmp_path / 'lost'}",
+    )
+    assert found["before"] == found["other"] == "fine"
+    assert "Device[0] lost heartbeat" in found["after"]
+
+
+def test_a_forked_process_may_not_use_the_device(answer):
+    found = answer(f"""{LOSE}
+def in_a_fork():
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, attempt(lambda: torch.ones(1, device="npu:0")).encode())
+        os._exit(0)
+    os.close(writer)
+    return os.fdopen(reader).read()
+before = in_a_fork()
+torch.ones(1, device="npu:0")
+answer = dict(before=before, after=in_a_fork())
+""")
+    assert found["before"] == "fine"
+    assert "Cannot re-initialize NPU in forked subprocess" in found["after"]
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+ISIN = """
+import torch
+ids, wanted = torch.arange(4, device="npu:1"), torch.tensor([1, 3], device="npu:1")
+print([torch.isin(ids, wanted).tolist() for _ in range(3)][-1])
+"""
+
+
+def test_unsupported_operator_falls_back_with_a_warning(run_npu, tmp_path):
+    log = tmp_path / "operators"
+    done = run_npu([sys.executable, "-c", ISIN], NPUEMU_UNSUPPORTED_OPS="aten::isin,aten::nms", NPUEMU_OP_LOG=log)
+    assert done.stdout == "[False, True, False, True]\n"
+    warning = (
+        "CAUTION: The operator 'aten::isin.Tensor_Tensor_out' is not currently supported on the NPU backend and will"
+        " fall back to run on the CPU. This may have performance implications. (function npu_cpu_fallback)"
+    )
+    assert done.stderr.count("CAUTION") == done.stderr.count(warning) == 1
+    rows = [line.split("\t") for line in log.read_text().splitlines()]
+    calls = {(place, name): int(number) for _, place, number, name in rows}
+    assert calls["npu:1", "aten::isin.Tensor_Tensor_out"] == 3
+    assert {place for place, _ in calls} == {"npu:1"}
+
+
+def test_unsupported_operator_is_an_error_where_fallback_is_disabled(run_npu):
+    settings = {"NPUEMU_UNSUPPORTED_OPS": "aten::isin.Tensor_Tensor_out", "TORCH_NPU_FALLBACK_CPU_DISABLE": 1}
+    done = run_npu([sys.executable, "-c", ISIN], check=False, **settings)
+    assert done.returncode == 1
+    assert "The operator 'aten::isin.Tensor_Tensor_out' would execute its main computation on CPU" in done.stderr
+    assert "CAUTION" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- hccl
+
+COLLECTIVES = """
+import json, os, sys, torch, torch.distributed as dist
+rank = int(os.environ["LOCAL_RANK"])
+torch.npu.set_device(rank)
+dist.init_process_group("hccl")
+mine = torch.tensor([1.0, 10.0], device="npu") * (rank + 1)       # [1, 10] and [2, 20]
+total, mean = mine.clone(), mine.clone()
+dist.all_reduce(total)
+dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+gathered = torch.empty(4, device="npu")
+dist.all_gather_into_tensor(gathered, mine)
+part = torch.empty(1, device="npu")
+dist.reduce_scatter_tensor(part, mine)
+sent = mine.clone()
+dist.broadcast(sent, src=1)
+refused = []
+for tensor in (torch.zeros(2, dtype=torch.float64, device="npu"), mine.cpu()):
+    try:
+        dist.all_reduce(tensor)
+    except RuntimeError as error:
+        refused.append(str(error))
+dist.barrier()
+found = dict(backend=dist.get_backend(), device=str(total.device), total=total.tolist(), mean=mean.tolist(),
+             gathered=gathered.tolist(), part=part.tolist(), sent=sent.tolist(), refused=refused)
+json.dump(found, open(os.path.join(sys.argv[1], f"{rank}.json"), "w"))
+dist.destroy_process_group()
+"""
+
+
+def test_collectives_of_two_processes(run_npu, tmp_path):
+    script = tmp_path / "collectives.py"
+    script.write_text(COLLECTIVES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run_npu([*launch, str(script), str(tmp_path)])
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (found["backend"], found["device"]) == ("hccl", f"npu:{rank}")
+        assert found["total"] == [3.0, 30.0]
+        assert found["mean"] == [1.5, 15.0]
+        assert found["gathered"] == [1.0, 10.0, 2.0, 20.0]
+        assert found["part"] == [3.0 if rank == 0 else 30.0]
+        assert found["sent"] == [2.0, 20.0]
+        float64, host = found["refused"]
+        assert "Unsupported data type at::kDouble" in float64
+        assert "cpu" in host.lower()
+
+
+# ---------------------------------------------------------------------------------------------- perl.device
+
+WORKERS = """
+from perl import device, errors
+def worker(*arguments):
+    try:
+        return device.worker_environment(*arguments)
+    except errors.UserError as error:
+        return str(error)
+def workers(devices, visible):   # read anew each time, as no device is used
+    os.environ["NPUEMU_DEVICES"] = str(devices)
+    os.environ.pop("ASCEND_RT_VISIBLE_DEVICES", None)
+    if visible:
+        os.environ["ASCEND_RT_VISIBLE_DEVICES"] = visible
+    return [worker(0), worker(1), worker(0, 2), worker(1, 2)]
+answer = [workers(2, None), workers(8, "4,6"), workers(2, "1,7")]
+"""
+
+
+def test_each_worker_is_shown_its_own_devices(answer):
+    unset, chosen, dropped = answer(WORKERS)
+
+    assert unset[:3] == [{"ASCEND_RT_VISIBLE_DEVICES": ids} for ids in ("0", "1", "0,1")]
+    assert "worker 1 needs 2 npu device(s), but only 2 are visible" in unset[3]
+
+    assert chosen[:3] == [{"ASCEND_RT_VISIBLE_DEVICES": ids} for ids in ("4", "6", "4,6")]
+    assert "ASCEND_RT_VISIBLE_DEVICES=4,6" in chosen[3]
+
+    assert dropped[0] == {"ASCEND_RT_VISIBLE_DEVICES": "1"}
+    for message in dropped[1:]:  # CANN drops 7, which does not exist
+        assert "only 1 are visible (ASCEND_RT_VISIBLE_DEVICES=1,7)" in message
+
+
+def test_a_visibility_variable_that_leaves_no_device_is_said(run_npu):
+    program = "import logging; logging.basicConfig(); from perl import device; print(device.detect().kind)"
+    done = run_npu([sys.executable, "-c", program], ASCEND_RT_VISIBLE_DEVICES="1,0")
+    assert done.stdout == "cpu\n"
+    assert done.stderr.count("ASCEND_RT_VISIBLE_DEVICES=1,0 leaves no npu visible") == 1
+
+
+def test_a_workers_environment_leaves_it_its_device(run_npu):
+    """The second of two workers sees one device, the physical device 1, which is lost."""
+    program = """
+import os, torch
+from perl import device
+os.environ |= device.worker_environment(1)
+print(torch.npu.device_count())
+torch.ones(1, device="npu:0")
+"""
+    done = run_npu([sys.executable, "-c", program], check=False, NPUEMU_LOSE_DEVICE_AFTER="1:0")
+    assert (done.stdout, done.returncode) == ("1\n", 1)
+    assert "Device[1] lost heartbeat" in done.stderr
+
+
+def test_peak_memory_is_the_allocators(answer):
+    found = answer("""
+        from perl import device
+        x = torch.empty(1024, device="npu")
+        y = x * 2
+        del y
+        answer = device.peak_memory_bytes()
+    """)
+    assert found == 2 * 4608
+
+
+# ---------------------------------------------------------------------------------------------- the build
+
+
+def test_the_build_is_cached_and_a_missing_compiler_is_named(npu_env, monkeypatch):
+    library = emulator.build()
+    before = library.stat().st_mtime_ns
+    assert emulator.build() == library
+    assert library.stat().st_mtime_ns == before
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(emulator.NoCompilerError, match="no C\\+\\+ compiler \\(no-such-compiler\\)"):
+        emulator.build()
+
+
+def test_the_environment_keeps_the_callers_npu_settings_out(npu_env, monkeypatch):
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("NPUEMU_MEMORY_BYTES", "1")
+    environment = npu_env(4, NPUEMU_OP_LOG="log")
+    assert "ASCEND_RT_VISIBLE_DEVICES" not in environment
+    assert "NPUEMU_MEMORY_BYTES" not in environment
+    assert environment["NPUEMU_DEVICES"] == "4"
+    assert environment["NPUEMU_OP_LOG"] == "log"
+
+
+def test_run_works_from_any_folder_with_any_command(npu_env, tmp_path):
+    run = str(emulator.HERE / "run")
+    python = f"{sys.executable} -c 'import torch; print(torch.npu.device_count())'"
+    shell = {**os.environ, "NPUEMU_DEVICES": "3"}
+    done = subprocess.run([run, "bash", "-c", python], cwd=tmp_path, env=shell, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
+    none = subprocess.run([run], capture_output=True, text=True)
+    assert (none.returncode, none.stderr.split(":")[0]) == (2, "usage")
+
+
+def test_outside_of_the_emulation_there_is_no_npu():
+    """This process was not started on the emulated machine."""
+    assert not hasattr(torch, "npu")
+    assert device.detect().kind in ("cuda", "cpu")

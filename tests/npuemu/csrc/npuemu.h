@@ -45,6 +45,7 @@ c10::DataPtr charge_to_device(c10::DataPtr host, size_t bytes, c10::DeviceIndex 
 
 // ---- observation.cpp: every operator that does work on a device passes here first
 void enter_operator(const std::string& name, c10::DeviceIndex device);
+void warn_once(const std::string& text);  // on stderr, as the real plugin warns
 
 // ---- operators.cpp
 // CPU tensor over the same bytes (identity for tensors that are not on an npu).

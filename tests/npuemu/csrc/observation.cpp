@@ -64,6 +64,13 @@ static OperatorLog& operator_log() {
 
 // ------------------------------------------------------------------------------------------------ unsupported operators
 
+void warn_once(const std::string& text) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (said.insert(text).second) std::cerr << "[W npuemu] Warning: " << text << std::endl;
+}
+
 // NPUEMU_UNSUPPORTED_OPS=aten::isin,aten::sort.values_stable: with an overload's name that overload, without all.
 static bool is_unsupported(const std::string& name) {
   static const std::set<std::string> declared = [] {
@@ -82,13 +89,8 @@ static void npu_cpu_fallback(const std::string& name) {
   TORCH_CHECK(integer_from_env("TORCH_NPU_FALLBACK_CPU_DISABLE", 0) != 1, "The operator '", name,
               "' would execute its main computation on CPU through dispatcher backend fallback, but CPU fallback is ",
               "disabled by TORCH_NPU_FALLBACK_CPU_DISABLE=1.");
-  static std::mutex mutex;
-  static std::set<std::string> warned;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!warned.insert(name).second) return;
-  std::cerr << "[W observation.cpp] Warning: CAUTION: The operator '" << name << "' is not currently supported on the NPU "
-            << "backend and will fall back to run on the CPU. This may have performance implications. "
-            << "(function npu_cpu_fallback)" << std::endl;
+  warn_once("CAUTION: The operator '" + name + "' is not currently supported on the NPU backend and will fall back to " +
+            "run on the CPU. This may have performance implications. (function npu_cpu_fallback)");
 }
 
 void enter_operator(const std::string& name, DeviceIndex device) {

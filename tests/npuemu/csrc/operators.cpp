@@ -6,6 +6,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_to_copy_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
@@ -240,6 +241,26 @@ static Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
   return copy_from(self, dst, false);
 }
 
+// There is no float64 to cast to: torch_npu says so once and casts to float32.
+static Tensor to_copy(const Tensor& self, std::optional<ScalarType> dtype, std::optional<at::Layout> layout,
+                      std::optional<Device> device, std::optional<bool> pin, bool non_blocking,
+                      std::optional<at::MemoryFormat> format) {
+  if (dtype == at::kDouble && (!device || device->type() == kNPU)) {
+    warn_once("Device do not support double dtype now, dtype cast replace with float. (function operator())");
+    dtype = at::kFloat;
+  }
+  return at::native::_to_copy(self, dtype, layout, device, pin, non_blocking, format);
+}
+
+// PyTorch takes this fused dropout on accelerators. Its CPU kernel has no generator argument and would draw from the
+// host's; what it draws and computes here is what dropout does on a CPU.
+static std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true)) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+  Tensor noise = at::empty_like(input).bernoulli_(1.0 - p);
+  if (p < 1.0) noise.div_(1.0 - p);
+  return {input * noise, noise.ne(0)};
+}
+
 // Lets nn.Module.to() keep its Parameter objects (parameter.data = moved), as the real plugin does.
 static bool has_compatible_shallow_copy_type(const Tensor& a, const Tensor& b) {
   const auto dense = [](const Tensor& t) { return t.layout() == at::kStrided && (t.is_cpu() || t.is_privateuseone()); };
@@ -278,6 +299,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("_to_copy", TORCH_FN(to_copy));
+  m.impl("native_dropout", TORCH_FN(native_dropout));
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
