@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -17,12 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perl.tools.doctor import libraries
-from perl.tools.doctor.checks.network import HUBS, host_of
+from perl.tools.doctor import libraries, netprobes
 from perl.tools.doctor.machine import Command, Device, Machine, Process
 
 DEADLINE_S = 8.0
-HOST_S = 1.5
 COMMANDS = ("npu-smi info", "npu-smi info -l", "npu-smi info -t usages", "nvidia-smi -L", "ray status")
 TEXT_FILES = (
     "/usr/local/Ascend/driver/version.info",
@@ -55,9 +52,9 @@ def gather(root: Path = Path("/"), deadline_s: float = DEADLINE_S) -> Machine:
         "devices": lambda: _devices(root),
         "pci_accelerators": lambda: _pci_accelerators(root),
         "processes": lambda: _processes(root),
-        "listening": lambda: _listening(root),
-        "interfaces": _interfaces,
-        "hosts": lambda: hosts(facts["env"]),
+        "listening": lambda: netprobes.listening(root),
+        "interfaces": netprobes.interfaces,
+        "hosts": lambda: netprobes.hosts(facts["env"]),
         "free_gb": lambda: _free_gb(facts["env"]),
         "shm_gb": lambda: _shm_gb(root),
         "limits": _limits,
@@ -211,67 +208,6 @@ def _processes(root: Path) -> list[Process]:
         if match:
             found.append(Process(int(match[1]), int(match[4]), match[3], match[2]))
     return found
-
-
-def _listening(root: Path) -> list[int]:
-    ports = set()
-    for name in ("tcp", "tcp6"):
-        for line in read_all(root / "proc/net" / name).splitlines()[1:]:
-            words = line.split()
-            if len(words) > 3 and words[3] == "0A":
-                ports.add(int(words[1].rsplit(":", 1)[1], 16))
-    return sorted(ports)
-
-
-def read_all(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _interfaces() -> dict[str, str]:
-    import fcntl
-    import struct
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(packed[20:24])
-            except OSError:
-                found[name] = ""
-    return found
-
-
-def hosts(env: dict[str, str]) -> dict[str, str]:
-    """Whether a TCP connection opens, within HOST_S each, all at once. Behind a proxy, whether the proxy answers."""
-    if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true"):
-        return {}
-    endpoint = env.get("HF_ENDPOINT", "")
-    targets = [host_of(endpoint) if endpoint else HUBS["huggingface"], HUBS["modelscope"]]
-    if "WANDB_API_KEY" in env:
-        targets.append("api.wandb.ai:443")
-    proxy = next((v for k, v in env.items() if k.lower() in ("https_proxy", "all_proxy") and v), "")
-    answers = dict.fromkeys(targets, f"no answer in {HOST_S} s")
-    threads = []
-    for target in targets:
-
-        def connect(target: str = target) -> None:
-            host, port = (host_of(proxy) if proxy else target).rsplit(":", 1)
-            try:
-                socket.create_connection((host, int(port)), timeout=HOST_S).close()
-                answers[target] = ""
-            except OSError as error:
-                answers[target] = ("proxy: " if proxy else "") + (error.strerror or str(error))
-
-        threads.append(threading.Thread(target=connect, daemon=True))
-        threads[-1].start()
-    until = time.monotonic() + HOST_S
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    return dict(answers)
 
 
 def _free_gb(env: dict[str, str]) -> dict[str, float]:

@@ -77,11 +77,29 @@ def series(version: str) -> str:
 def conflicts(packages: dict[str, str]) -> list[str]:
     """Each requirement of an installed package that another installed package does not meet, as a clause."""
     result = []
+    for name, other in TABLE["same_release"].items():
+        if name in packages and other in packages and release(packages[name]) != release(packages[other]):
+            wants = f"{other}=={release(packages[name])}"
+            result.append(f"{name} {packages[name]} wants {wants}, found {packages[other]}")
     for name, releases in TABLE["requires"].items():
         for wanted, spec in releases.get(_public(packages.get(name, "")), {}).items():
             if wanted in packages and not satisfies(packages[wanted], spec):
                 result.append(f"{name} {packages[name]} wants {wanted}{spec}, found {packages[wanted]}")
     return result
+
+
+def unlisted(packages: dict[str, str]) -> list[str]:
+    """Installed releases of Ascend's packages that the table does not know, so that nothing is said of them."""
+    return [
+        f"{name} {packages[name]}"
+        for name, table in TABLE["cann"].items()
+        if name in packages and _public(packages[name]) not in table
+    ]
+
+
+def release(version: str) -> str:
+    """Its first three numbers: "2.9.0" of "2.9.0.post1+cpu"."""
+    return ".".join(re.findall(r"\d+", _public(version))[:3])
 
 
 def nearest_set(packages: dict[str, str], purpose: str) -> tuple[Set, list[str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.tools.doctor import probes
+from perl.tools.doctor import netprobes, probes
 from perl.tools.doctor.checks import diagnose
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +47,15 @@ def test_script_reports_this_machine(tmp_path):
     assert report["checks"]["torch"]["status"] == "ok"
     assert report["unfinished"] == []
     assert "secret" not in done.stdout
+
+
+def test_is_a_command_of_perl():
+    command = [sys.executable, "-m", "perl", "doctor", "--json", "--fix-hints"]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    report = json.loads(done.stdout)
+    assert done.returncode == report["exit_code"], done.stderr
+    assert "fixes" in report
 
 
 def test_script_sees_npus_that_npu_smi_lists(tmp_path):
@@ -140,12 +149,12 @@ def test_listening_ports_are_seen(monkeypatch):
 def test_hosts_answer_refuse_or_do_not_exist(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        answers = probes.hosts({"HF_ENDPOINT": f"http://127.0.0.1:{port}"})
+        answers = netprobes.hosts({"HF_ENDPOINT": f"http://127.0.0.1:{port}"})
         assert answers[f"127.0.0.1:{port}"] == ""
-    assert probes.hosts({"HF_ENDPOINT": f"http://127.0.0.1:{port}"})[f"127.0.0.1:{port}"] == "Connection refused"
-    proxied = probes.hosts({"https_proxy": f"http://127.0.0.1:{port}"})
+    assert netprobes.hosts({"HF_ENDPOINT": f"http://127.0.0.1:{port}"})[f"127.0.0.1:{port}"] == "Connection refused"
+    proxied = netprobes.hosts({"https_proxy": f"http://127.0.0.1:{port}"})
     assert proxied["huggingface.co:443"] == "proxy: Connection refused"
-    assert probes.hosts({"HF_HUB_OFFLINE": "1"}) == {}
+    assert netprobes.hosts({"HF_HUB_OFFLINE": "1"}) == {}
 
 
 def test_only_the_standard_library_is_imported():

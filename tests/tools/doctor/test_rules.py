@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perl.tools.doctor import versions
-from perl.tools.doctor.checks.network import host_of, matching_interfaces
+from perl.tools.doctor.checks.network import hccl_ports, host_of, matching_interfaces
 from perl.tools.doctor.checks.runtime import ids_that_cann_reads
 from perl.tools.doctor.checks.software import TRAINING_BOUNDS
 
@@ -98,6 +98,19 @@ def test_ids_that_cann_reads(value, count, read):
 )
 def test_hccl_socket_ifname(rule, names):
     assert matching_interfaces(rule, ["lo", "eth0", "eth1", "enp1"]) == names
+
+
+@pytest.mark.parametrize(
+    ("env", "ports"),
+    [
+        ({}, [range(60000, 60032)]),
+        ({"HCCL_IF_BASE_PORT": "50000"}, [range(50000, 50032)]),
+        ({"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}, []),
+        ({"HCCL_HOST_SOCKET_PORT_RANGE": "60000,60050-60100"}, [range(60000, 60001), range(60050, 60101)]),
+    ],
+)
+def test_hccl_ports(env, ports):
+    assert hccl_ports(env) == ports
 
 
 @pytest.mark.parametrize(

@@ -52,22 +52,32 @@ def ports(machine: Machine) -> Finding | None:
     """The ports on which ranks meet."""
     free = [str(LAUNCHER_PORT)]
     if machine.kind == "npu":
-        text = machine.env.get("HCCL_IF_BASE_PORT", "")
-        base = int(text) if text.isdigit() else HCCL_PORT
-        taken = _taken(machine, base)
+        wanted = hccl_ports(machine.env)
+        taken = [port for port in machine.listening if any(port in ports for ports in wanted)]
         if taken:
-            other = next(b for b in range(HCCL_PORT, 0, -1000) if not _taken(machine, b))
+            other = next(
+                b for b in range(HCCL_PORT, 0, -1000) if not set(range(b, b + HCCL_PORTS)) & set(machine.listening)
+            )
             why = "HCCL cannot bind there (EJ0003): another job runs, or something else took the port"
             return failure(f"in use: {', '.join(map(str, taken))}", why, f"export HCCL_IF_BASE_PORT={other}")
-        free.append(f"{base} to {base + HCCL_PORTS - 1}")
+        free += [f"{ports[0]} to {ports[-1]}" for ports in wanted]
     if LAUNCHER_PORT in machine.listening:
         why = "torchrun's and accelerate's default meeting point"
         return warning(f"{LAUNCHER_PORT} is in use", why, "accelerate launch --main_process_port 29600 …")
     return None if machine.kind == "cpu" else ok(f"free: {', '.join(free)}")
 
 
-def _taken(machine: Machine, base: int) -> list[int]:
-    return [port for port in machine.listening if base <= port < base + HCCL_PORTS]
+def hccl_ports(env: dict[str, str]) -> list[range]:
+    """The ports that HCCL will take: HCCL_HOST_SOCKET_PORT_RANGE ("60000-60050,60100", "auto"), else the base's 32."""
+    chosen = env.get("HCCL_HOST_SOCKET_PORT_RANGE", "")
+    if chosen == "auto":
+        return []
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", chosen)
+    if ranges:
+        return [range(int(low), int(high or low) + 1) for low, high in ranges]
+    base = env.get("HCCL_IF_BASE_PORT", "")
+    first = int(base) if base.isdigit() else HCCL_PORT
+    return [range(first, first + HCCL_PORTS)]
 
 
 def interface(machine: Machine) -> Finding | None:

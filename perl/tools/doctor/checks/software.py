@@ -5,7 +5,7 @@ from __future__ import annotations
 from perl.tools.doctor.checks.ascend import NNAL_ENV, cann_home
 from perl.tools.doctor.findings import Finding, failure, ok, warning
 from perl.tools.doctor.machine import Machine
-from perl.tools.doctor.versions import SETS, conflicts, nearest_set, satisfies
+from perl.tools.doctor.versions import SETS, conflicts, nearest_set, satisfies, unlisted
 
 TRAINING = ("torch", "transformers", "trl", "peft", "accelerate")
 TRAINING_BOUNDS = {"transformers": ">=5.5.4,<6", "trl": "==1.16.0", "peft": ">=0.21.2,<0.22", "accelerate": ">=1.15,<2"}
@@ -43,6 +43,13 @@ def _npu_versions(machine: Machine) -> Finding:
         problems.append(
             "triton overwrites triton-ascend's files: pip uninstall triton, then install triton-ascend again"
         )
+    strange = unlisted(packages)
+    if not problems and strange:
+        found, why = (
+            f"{', '.join(strange)} is not in the doctor's table",
+            f"untried here; the nearest set is {best.name}",
+        )
+        return warning(found, why, best.install)
     if not problems:
         return ok(_list(packages))
     nearest = f"nearest set that works: {best.name}" + (f" ({', '.join(changes)})" if changes else "")
