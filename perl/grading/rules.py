@@ -172,7 +172,14 @@ def _extract_boxed(completion: str) -> str | None:
 
 
 def _extract_answer(completion: str) -> str | None:
-    return _extract_answer_line(completion) or _extract_boxed(completion)
+    """The last `Answer:` line; a box where there is none, or where the line is prose and a box follows it."""
+    line, box = _extract_answer_line(completion), _last_box(completion)
+    if box is None:
+        return line
+    if line is not None and not is_number(normalize_answer(line)):
+        begin = _last(_ANSWER_LINE, completion)
+        line = None if begin is not None and box[0] > begin.end() else line
+    return line or _clean(box[1])
 
 
 @functools.lru_cache(maxsize=8192)
@@ -196,6 +203,5 @@ RULES: dict[str, Rule] = {
     "flexible": Rule(_extract_flexible, normalize_number, "The answer is {answer}."),
     "answer_line": Rule(_extract_answer_line, normalize_answer, "Answer: {answer}"),
     "boxed": Rule(_extract_boxed, normalize_answer, "\\boxed{{answer}}"),
-    # The last `Answer:` line; where there is none, the last box.
     "answer": Rule(_extract_answer, normalize_answer, "Answer: {answer}"),
 }

@@ -27,8 +27,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     _die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     connection = Connection(int(sys.argv[1]))
     read_integers_directly()
@@ -88,6 +87,13 @@ def read_integers_directly() -> None:
         return sympy.Integer(latex) if integer.fullmatch(latex) else grammar(latex)
 
     parser.parse_latex_cached = parse_latex  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _limit_memory() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or hard > MEMORY_LIMIT:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _die_with_parent(parent: int) -> None:

@@ -38,7 +38,11 @@ def run(args: argparse.Namespace) -> int:
     reasons: Counter[str] = Counter()
     unfinished = output.with_name(output.name + ".tmp")
     try:
-        with Grader(args.deadline_s) as grader, unfinished.open("w", encoding="utf-8") as lines:
+        # A lone surrogate, which json may hold and UTF-8 may not, is written as the escape it came as.
+        with (
+            Grader(args.deadline_s) as grader,
+            unfinished.open("w", encoding="utf-8", errors="backslashreplace") as lines,
+        ):
             for row, grade in graded_rows(source, task, grader):
                 reasons[grade.reason] += 1
                 lines.write(json.dumps(row | grade.as_dict(), ensure_ascii=False, default=float) + "\n")

@@ -1,0 +1,94 @@
+"""python -m perl grade, as a user starts it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def perl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "perl", *arguments], capture_output=True, text=True, check=False)
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_come_back_with_their_grades(tmp_path):
+    rows = [
+        {"gold": "9*2 = 18\n#### 18", "output": "#### 18", "id": 7, "seconds": 0.25},
+        {"gold": 1080, "output": "it is $1,080.00 a day"},
+        {"gold": "18", "output": "\\boxed{9^{9^{9^{9}}}}"},
+        {"gold": "18", "output": "no number \ud800 鸡蛋"},
+    ]
+    output = tmp_path / "out.jsonl"
+    done = perl(
+        *("grade", "--task", "gsm8k", "--input", write(tmp_path / "in.jsonl", rows), "--output", str(output)),
+        *("--deadline_s", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 rows graded as gsm8k, accuracy 0.5000 (2 correct, 1 timeout, 1 unextracted)" in done.stdout
+    graded = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert graded[0] == rows[0] | {
+        "score": 1.0,
+        "scores": {"strict": 1.0, "flexible": 1.0},
+        "extracted": "18",
+        "reason": "correct",
+    }
+    assert [row["score"] for row in graded] == [1.0, 1.0, 0.0, 0.0]
+    assert [row["reason"] for row in graded] == ["correct", "correct", "timeout", "unextracted"]
+    assert graded[3]["output"] == rows[3]["output"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "task", "message"),
+    [
+        ([{"gold": "18"}], "gsm8k", "in.jsonl:1: no 'output'; columns there: gold"),
+        ([{"gold": "18", "output": 5}], "gsm8k", "in.jsonl:1: 'output' must be a text"),
+        ([{"gold": "18", "output": "18"}, {"gold": [], "output": ""}], "gsm8k", "in.jsonl:2: the gold answer must be"),
+        (['{"gold": "18", "outp'], "gsm8k", "in.jsonl:1: not valid json"),
+        ([], "gsm8k", "holds no rows"),
+        ([{"gold": "18", "output": "18"}], "gsm8", "--task: unknown task 'gsm8'; did you mean 'gsm8k'?"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_no_file(tmp_path, rows, task, message):
+    source = write(tmp_path / "in.jsonl", rows)
+    done = perl("grade", "--task", task, "--input", source, "--output", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_missing_files_are_named(tmp_path):
+    done = perl("grade", "--task", "gsm8k", "--input", "absent.jsonl", "--output", str(tmp_path / "out.jsonl"))
+    assert (done.returncode, done.stderr) == (2, "error: --input: no such file absent.jsonl\n")
+    source = write(tmp_path / "in.jsonl", [])
+    done = perl("grade", "--task", "gsm8k", "--input", source, "--output", str(tmp_path / "no" / "out.jsonl"))
+    assert done.returncode == 2
+    assert done.stderr == f"error: --output: no such folder {tmp_path / 'no'}\n"
+
+
+def test_commands_are_listed_and_guessed():
+    done = perl("--help")
+    assert done.returncode == 0
+    assert "  grade " in done.stdout
+    assert "  prepare " in done.stdout
+    done = perl("grad")
+    assert done.returncode == 2
+    assert "unknown command 'grad'; did you mean 'grade'?" in done.stderr
+
+
+def test_every_listed_command_has_its_module():
+    import importlib
+
+    from perl.__main__ import COMMANDS
+
+    for module_name, description in COMMANDS.values():
+        module = importlib.import_module(module_name)
+        assert callable(module.add_arguments)
+        assert callable(module.run)
+        assert description
