@@ -61,6 +61,14 @@ def test_training_flags_exist():
     assert checked > 20
 
 
+def test_evaluation_flags_exist():
+    (words,) = [words for words in commands() if "perl/eval.py" in words]
+    usage = subprocess.run([sys.executable, "perl/eval.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert usage.returncode == 0, usage.stderr
+    for flag in (word for word in words if word.startswith("--")):
+        assert re.search(rf"{flag}\b", usage.stdout), flag
+
+
 def test_script_arguments_are_accepted():
     for words in commands():
         if words[:2] == ["bash", "scripts/install_npu.sh"]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 
 from perl.tools.doctor.machine import Machine
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
+CAREFUL = re.compile(r"…|\b(reboot|reset|kill|docker|uninstall|--upgrade|--full)\b")
+"""Commands that a pasted script must not run by itself."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,15 @@ def as_text(machine: Machine, findings: dict[str, Finding], fix_hints: bool) -> 
     counts = Counter(finding.status for finding in findings.values())
     lines.append(f"{machine.kind}: {counts[OK]} ok, {counts[WARNING]} warnings, {counts[FAILURE]} failures")
     if fix_hints:
-        lines.append("")
+        lines += [
+            "",
+            "# What mends it, failures first. Commented out: what has a gap to fill in (…) or interrupts others.",
+        ]
         for status in (FAILURE, WARNING):
             for name, finding in findings.items():
                 if finding.status == status and finding.fix:
-                    # A command with a gap to fill in (…) is shown, but must not run when the script is pasted.
-                    lines += [f"# {status}: {name}", f"# {finding.fix}" if "…" in finding.fix else finding.fix]
+                    careful = "# " if CAREFUL.search(finding.fix) else ""
+                    lines += [f"# {status}: {name}", careful + finding.fix]
     return "\n".join(lines)
 
 
