@@ -1,0 +1,113 @@
+"""Configuration of an evaluation: every field of EvalConfig is a flag of perl/eval.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from perl.config.parser import Parser
+from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
+from perl.errors import UserError
+
+
+@dataclass
+class EvalConfig:
+    """Score a model, or a base model with an adapter, on tasks; data parallel, resumable.
+
+    Args:
+        model: folder or hub name of the model (with --adapter: of its base).
+        dataset: what to score on, separated by commas: tasks (gsm8k, dapo-math, math500, aime24, aime25, amc23), hub
+            names, files (parquet, json, jsonl, csv) or folders of them.
+        result_dir: folder for the results, one folder a dataset in it; the same command again finishes what is missing.
+        adapter: folder of a PEFT adapter.
+        adapter_mode: merge writes one model, proven equal to what PEFT computes; lora serves a LoRA adapter unmerged
+            (--use_vllm only; slower on Ascend).
+        use_vllm: generate with vLLM; without it with transformers.
+        dp_size: how many copies of the model, each in its own process on its own device (on a CPU: its own cores).
+        tp_size: devices that one copy is spread over (--use_vllm only).
+        dtype: dtype to compute in; auto is the checkpoint's own, float32 on a CPU.
+        max_model_len: most tokens of prompt and completion together; default: what the model allows.
+        max_batch_tokens: most tokens of key-value cache at once (transformers only).
+        split: split to score on; default: the task's own.
+        task: grade every row as this task, whatever the row says.
+        max_samples: only the first so many problems of each dataset.
+        n: completions of each problem. This and the next five: default is the task's own.
+        temperature: 0 is greedy.
+        top_p: sample from the smallest set of tokens with this much probability.
+        top_k: sample from the so many likeliest tokens; 0 is off.
+        max_new_tokens: longest completion.
+        seed: seed of the run; each completion's own follows from it, whatever the order and the devices.
+        system_prompt: text of a system turn before each prompt; default: the task's own.
+        few_shot: worked examples before each question: a number (the first ones of the dataset's train split), or a
+            jsonl file of {"question", "answer"}.
+    """
+
+    model: str
+    dataset: str
+    result_dir: str = "results"
+    adapter: str | None = None
+    adapter_mode: Literal["merge", "lora"] = "merge"
+    use_vllm: bool = False
+    dp_size: PositiveInt = 1
+    tp_size: PositiveInt = 1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: PositiveInt | None = None
+    max_batch_tokens: PositiveInt | None = None
+    split: str | None = None
+    task: str | None = None
+    max_samples: PositiveInt | None = None
+    n: PositiveInt | None = None
+    temperature: NonNegativeFloat | None = None
+    top_p: UnitFloat | None = None
+    top_k: NonNegativeInt | None = None
+    max_new_tokens: PositiveInt | None = None
+    seed: NonNegativeInt = 0
+    system_prompt: str | None = None
+    few_shot: str | None = None
+
+    @property
+    def datasets(self) -> list[str]:
+        return [name for part in self.dataset.split(",") if (name := part.strip())]
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="python perl/eval.py",
+        description="Score a model, or a base model with an adapter, on tasks. Writes samples.jsonl and summary.json.",
+    )
+    parser.add_class_arguments(EvalConfig, as_group=False, skip={"use_vllm"})
+    parser.add_argument(
+        "--use_vllm",
+        type=bool,
+        nargs="?",
+        const=True,
+        default=False,
+        help="generate with vLLM; without it with transformers",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> EvalConfig:
+    """Parse a command line. Raises UserError for anything that cannot be what the user meant."""
+    values = build_parser().parse_args(list(argv))
+    config = EvalConfig(**{name: values[name] for name in EvalConfig.__dataclass_fields__})
+    check(config)
+    return config
+
+
+def check(config: EvalConfig) -> None:
+    """Raise a UserError for flags that contradict each other or have no effect."""
+    if not config.datasets:
+        raise UserError("--dataset is empty; write a task such as gsm8k, or a file")
+    if config.tp_size > 1 and not config.use_vllm:
+        raise UserError(f"--tp_size {config.tp_size}: transformers keeps a model on one device; add --use_vllm")
+    if config.max_batch_tokens and config.use_vllm:
+        raise UserError("--max_batch_tokens: vLLM sizes its own cache; leave it out, or leave --use_vllm out")
+    if config.adapter_mode == "lora":
+        if config.adapter is None:
+            raise UserError("--adapter_mode lora: there is no --adapter to serve; write its folder after --adapter")
+        if not config.use_vllm:
+            raise UserError(
+                "--adapter_mode lora: needs --use_vllm; with transformers leave it out (the adapter is merged)"
+            )

@@ -1,0 +1,33 @@
+"""Score a model, or a base model with an adapter, on tasks: python perl/eval.py --model M --dataset gsm8k."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+# `python perl/eval.py` puts perl/ first on sys.path; the repository's root belongs there, here and in spawned workers.
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
+
+from perl.config.evaluation import parse  # noqa: E402
+from perl.errors import report_errors  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    config = parse(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    from perl.evaluation.run import evaluate
+    from perl.evaluation.workers import WorkerError
+
+    try:
+        evaluate(config)
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    with report_errors():
+        sys.exit(main(sys.argv[1:]))

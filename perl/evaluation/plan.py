@@ -1,0 +1,214 @@
+"""What there is to do: the rows of each dataset, each with its key, its prompt and its seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perl.config.evaluation import EvalConfig
+from perl.errors import UserError
+from perl.grading import RULES
+from perl.prompts import PromptStyle, build_messages, encode, row_seed
+from perl.records import Problem, Prompt, Sampling
+from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLING_FLAGS = ("n", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One completion to make and to grade."""
+
+    dataset: str
+    """Name of its Plan."""
+    key: str
+    """The problem: a hash of its content, and its occurrence among equal ones ("9f0c…-0")."""
+    sample: int
+    """Which of the problem's n completions."""
+    problem: Problem
+    prompt: Prompt
+    prompt_text: str
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One dataset of the evaluation."""
+
+    name: str
+    """Name of its folder below --result_dir."""
+    spec: str
+    """What the user wrote after --dataset."""
+    tasks: tuple[str, ...]
+    """The tasks that grade its problems, the commonest first."""
+    sampling: Sampling
+    styles: Mapping[str, PromptStyle]
+    """By task."""
+    rows: tuple[Row, ...]
+    problems: int
+
+
+def make_plans(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
+    """Load every dataset and build its prompts. UserErrors name the dataset or the flag."""
+    plans: dict[str, Plan] = {}
+    for spec in config.datasets:
+        name = folder_name(spec)
+        if name in plans:
+            raise UserError(
+                f"--dataset: {spec} and {plans[name].spec} would both be written to {name}; score them apart"
+            )
+        plans[name] = make_plan(config, tokenizer, spec, name)
+    return list(plans.values())
+
+
+def make_plan(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str, name: str) -> Plan:
+    problems = load_problems(spec, split=config.split, limit=config.max_samples, task=config.task)
+    tasks = tuple(task for task, _ in Counter(problem.task for problem in problems).most_common())
+    sampling = choose_sampling(config, tasks[0])
+    examples = few_shot_examples(config, spec, problems)
+    styles = {task: _style(config, task, examples) for task in tasks}
+    rows = []
+    for problem, key in zip(problems, problem_keys(problems), strict=True):
+        messages = build_messages(problem, styles[problem.task])
+        token_ids = tuple(encode(tokenizer, messages))
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        rows += [
+            Row(
+                dataset=name,
+                key=key,
+                sample=sample,
+                problem=problem,
+                prompt=Prompt(token_ids=token_ids, seed=row_seed(sampling.seed, key, sample)),
+                prompt_text=str(text),
+                sampling=sampling,
+            )
+            for sample in range(sampling.n)
+        ]
+    return Plan(
+        name=name,
+        spec=spec,
+        tasks=tasks,
+        sampling=sampling,
+        styles=styles,
+        rows=tuple(rows),
+        problems=len(problems),
+    )
+
+
+def folder_name(spec: str) -> str:
+    """gsm8k for gsm8k, open-r1_DAPO-Math-17k-Processed for the hub's name, test for data/test.parquet."""
+    path = Path(spec).expanduser()
+    if spec not in TASKS and path.exists():
+        spec = path.resolve().stem if path.is_file() else path.resolve().name
+    return re.sub(r"[^\w.\-]+", "_", spec).strip("._") or "dataset"
+
+
+def choose_sampling(config: EvalConfig, task: str) -> Sampling:
+    """The task's own sampling, with what the flags say over it."""
+    given = {name: value for name in SAMPLING_FLAGS if (value := getattr(config, name)) is not None}
+    sampling = replace(TASKS[task].sampling, **given)
+    if sampling.temperature == 0 and config.n is None:
+        sampling = replace(sampling, n=1)
+    if sampling.top_p == 0:
+        raise UserError("--top_p 0: leaves no token to sample; write 1 for off, or --temperature 0 for greedy")
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise UserError(
+            f"--n {sampling.n} with temperature 0: greedy completions of a problem are all the same;"
+            " write --temperature 1, or --n 1"
+        )
+    return sampling
+
+
+def problem_keys(problems: Sequence[Problem]) -> list[str]:
+    """A key for each problem: 16 hexadecimal digits of its content, and which of the equal ones it is. The order in
+    which a dataset lists different problems does not change a key."""
+    seen: Counter[str] = Counter()
+    keys = []
+    for problem in problems:
+        content = json.dumps([problem.question, problem.messages, problem.gold], ensure_ascii=False)
+        digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        keys.append(f"{digest}-{seen[digest]}")
+        seen[digest] += 1
+    return keys
+
+
+def cluster_of(key: str) -> str:
+    """Equal problems are one cluster: their answers are no independent evidence."""
+    return key.partition("-")[0]
+
+
+def few_shot_examples(config: EvalConfig, spec: str, problems: Sequence[Problem]) -> tuple[tuple[str, str], ...]:
+    """(question, worked answer) pairs of --few_shot."""
+    if config.few_shot is None:
+        return ()
+    if config.few_shot.isdecimal():
+        examples = _examples_of_split(spec, int(config.few_shot), config.task)
+    else:
+        examples = _examples_of_file(Path(config.few_shot).expanduser())
+    asked = {problem.question for problem in problems if problem.question}
+    if any(question in asked for question, _ in examples):
+        raise UserError(
+            f"--few_shot {config.few_shot}: one of these examples is among the problems of {spec} to be scored;"
+            ' write a jsonl file of other {"question", "answer"} rows'
+        )
+    return tuple(examples)
+
+
+def _examples_of_split(spec: str, count: int, task: str | None) -> list[tuple[str, str]]:
+    examples = []
+    for row, where, row_task in rows_of(spec, "train", task):
+        if len(examples) == count:
+            break
+        problem = problem_of_row(row, where, row_task)
+        if problem.question:
+            examples.append((problem.question, _worked_answer(row, problem)))
+    if len(examples) < count:
+        raise UserError(f"--few_shot {count}: the train split of {spec} holds {len(examples)} usable rows")
+    return examples
+
+
+def _worked_answer(row: Mapping[str, Any], problem: Problem) -> str:
+    """The row's own derivation where it has one, else its gold in the form that the task asks for."""
+    extra = row.get("extra_info")
+    texts = [row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, Mapping) else None]
+    longest = max((text for text in texts if isinstance(text, str)), key=len, default="")
+    if len(longest) > 2 * len(problem.gold) + 20:
+        return longest
+    return RULES[TASKS[problem.task].rubric.form].state(problem.gold)
+
+
+def _examples_of_file(file: Path) -> list[tuple[str, str]]:
+    if not file.is_file():
+        raise UserError(f'--few_shot {file}: no such file; write a number, or a jsonl file of {{"question", "answer"}}')
+    examples = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                examples.append((str(row["question"]), str(row["answer"])))
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(f'--few_shot {file}:{number}: not a row {{"question": …, "answer": …}}') from error
+    return examples
+
+
+def _style(config: EvalConfig, task: str, examples: tuple[tuple[str, str], ...]) -> PromptStyle:
+    style = TASKS[task].style
+    if config.system_prompt is not None:
+        style = replace(style, system_prompt=config.system_prompt)
+    return replace(style, few_shot=examples) if examples else style
+
+
+def described(plan: Plan) -> dict[str, Any]:
+    """Prompts and sampling as they stand in run.json and summary.json."""
+    sampling = asdict(plan.sampling)
+    sampling.pop("n")
+    return {"dataset": plan.spec, "styles": {task: asdict(s) for task, s in plan.styles.items()}, "sampling": sampling}

@@ -1,0 +1,160 @@
+"""What is checked and looked up before any model is loaded, and what the workers are then started with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from perl import device
+from perl.adapters.checkpoint import content_hash, require_adapter, resolve_model
+from perl.adapters.merge import MergeReport, merge_adapter, read_report
+from perl.config.evaluation import EvalConfig
+from perl.errors import UserError
+from perl.evaluation.plan import Plan, Row, described
+from perl.evaluation.provenance import text_hash
+from perl.evaluation.store import write_json
+from perl.evaluation.worker import WorkerSpec
+from perl.prompts import require_chat_template
+
+MERGED = "merged"
+MERGE_REPORT = "merge.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is checked and looked up before any model is loaded."""
+
+    config: EvalConfig
+    model: Path
+    adapter: Path | None
+    tokenizer: Any
+    devices: device.Devices
+    context: int | None
+    """Most tokens of prompt and completion together that flags and model allow; None: the model names no limit."""
+    base_hash: str
+    adapter_hash: str | None
+
+    @classmethod
+    def of(cls, config: EvalConfig) -> Setup:
+        from transformers import AutoConfig, AutoTokenizer
+
+        model = resolve_model(config.model)
+        adapter = Path(config.adapter).expanduser() if config.adapter else None
+        if adapter is not None:
+            require_adapter(adapter)
+        if config.use_vllm:
+            from perl.engines.vllm import require_vllm
+
+            require_vllm()
+        devices = require_devices(config)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            text_config = AutoConfig.from_pretrained(model).get_text_config()
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model {config.model}: {error}") from error
+        require_chat_template(tokenizer, str(config.model))
+        allowed = getattr(text_config, "max_position_embeddings", None)
+        if config.max_model_len and allowed and config.max_model_len > allowed:
+            raise UserError(f"--max_model_len {config.max_model_len}: the model takes {allowed} tokens at most")
+        return cls(
+            config=config,
+            model=model,
+            adapter=adapter,
+            tokenizer=tokenizer,
+            devices=devices,
+            context=config.max_model_len or allowed,
+            base_hash=content_hash(model),
+            adapter_hash=content_hash(adapter) if adapter is not None else None,
+        )
+
+    def identity(self, plan: Plan) -> dict[str, Any]:
+        """What every row of a dataset's folder has in common. Not in it: what does not change a row, such as the
+        number of devices, and how many rows there are."""
+        return {
+            "base_hash": self.base_hash,
+            "adapter_hash": self.adapter_hash,
+            "adapter_mode": self.config.adapter_mode if self.adapter else None,
+            "dtype": self.config.dtype,
+            "max_model_len": self.config.max_model_len,
+            "chat_template_hash": text_hash(self.tokenizer.chat_template),
+            **described(plan),
+        }
+
+    def merge_report(self) -> dict[str, Any] | None:
+        """What is known of the merge of this model and adapter."""
+        file = Path(self.config.result_dir) / MERGE_REPORT
+        if self.adapter is None or self.config.adapter_mode != "merge" or not file.is_file():
+            return None
+        report = json.loads(file.read_text(encoding="utf-8"))
+        return report if (report["base_hash"], report["adapter_hash"]) == (self.base_hash, self.adapter_hash) else None
+
+
+def require_devices(config: EvalConfig) -> device.Devices:
+    devices = device.detect()
+    wanted = config.dp_size * config.tp_size
+    if wanted > devices.count:
+        what = "cores" if devices.kind == "cpu" else f"{devices.kind} devices"
+        product = f"--dp_size {config.dp_size}" + (f" × --tp_size {config.tp_size}" if config.tp_size > 1 else "")
+        raise UserError(
+            f"{product}: there are {devices.count} {what}; write --dp_size {devices.count // config.tp_size or 1}"
+        )
+    return devices
+
+
+def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerSpec]:
+    """One worker a device, with its own visibility, thread count and log; merges the adapter if need be."""
+    config = setup.config
+    model, dtype = setup.model, config.dtype
+    options: dict[str, Any] = {"tp_size": config.tp_size, "max_model_len": needed_context(setup, rows)}
+    if config.max_batch_tokens:
+        options["max_batch_tokens"] = config.max_batch_tokens
+    if setup.adapter is not None and config.adapter_mode == "lora":
+        options["adapter"] = str(setup.adapter)
+    elif setup.adapter is not None:
+        report = merged_model(setup, setup.adapter)
+        model = Path(config.result_dir) / MERGED
+        dtype = report.dtype if dtype == "auto" and report.note else dtype
+    options["dtype"] = dtype
+    specs = []
+    for index in range(config.dp_size):
+        environment = device.worker_environment(index, config.tp_size)
+        if setup.devices.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(setup.devices.count // config.dp_size)
+        specs.append(
+            WorkerSpec(
+                index=index,
+                workers=config.dp_size,
+                engine=engine,
+                model=str(model.resolve()),
+                options=options,
+                environment=environment | {"TOKENIZERS_PARALLELISM": "false"},
+                log=(Path(config.result_dir) / "logs" / f"worker-{index}.log").resolve(),
+            )
+        )
+    return specs
+
+
+def needed_context(setup: Setup, rows: Sequence[Row]) -> int:
+    """Tokens of the longest prompt and completion among `rows`, within what is allowed: a cache for a context of 128k
+    that nobody uses would not fit."""
+    needed = max(len(row.prompt.token_ids) + row.sampling.max_new_tokens for row in rows)
+    return min(needed, setup.context) if setup.context else needed
+
+
+def merged_model(setup: Setup, adapter: Path) -> MergeReport:
+    """Merge into result_dir/merged, or use what an interrupted run of the same model and adapter has left there."""
+    output = Path(setup.config.result_dir) / MERGED
+    report = read_report(output)
+    usable = (
+        report is not None
+        and (report.base_hash, report.adapter_hash) == (setup.base_hash, setup.adapter_hash)
+        and setup.config.dtype in ("auto", report.dtype)
+    )
+    if report is None or not usable:
+        report = merge_adapter(setup.model, adapter, output, setup.config.dtype)
+    write_json(Path(setup.config.result_dir) / MERGE_REPORT, asdict(report))
+    return report

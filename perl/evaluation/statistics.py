@@ -1,0 +1,103 @@
+"""Estimates from graded samples, each with its confidence interval. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Estimate(NamedTuple):
+    """A mean over problems and its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def powers_of_two(n: int) -> list[int]:
+    """1, 2, 4, … up to n, and n itself: the k that pass@k and maj@k are reported for."""
+    return sorted({1 << i for i in range(n.bit_length())} | {n}) if n else []
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that k of the n samples, drawn without replacement, hold a correct one: 1 - C(n-c, k) / C(n, k), the
+    unbiased estimator of Chen et al. 2021 (arXiv 2107.03374)."""
+    if not 0 <= correct <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {correct} correct among {n}")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_at_k(votes: Sequence[tuple[str | None, float]], k: int) -> float:
+    """Score of the majority's answer among k samples, averaged over the disjoint groups of k consecutive samples.
+
+    Args:
+        votes: (extracted answer, score) of each sample of one problem, in the order of their indices. Answers are
+            equal when their text is; None (no rule found an answer) does not vote.
+        k: voters, at most len(votes).
+
+    Returns:
+        Mean over the groups. A tie counts as the mean of the tied answers' scores, an answer's score as the mean over
+        its samples, and a group in which nobody votes as 0.
+    """
+    if not 1 <= k <= len(votes):
+        raise ValueError(f"maj@{k} of {len(votes)} samples")
+    groups = [votes[start : start + k] for start in range(0, len(votes) - k + 1, k)]
+    return sum(map(_majority, groups)) / len(groups)
+
+
+def _majority(votes: Sequence[tuple[str | None, float]]) -> float:
+    scores: dict[str, list[float]] = defaultdict(list)
+    for answer, score in votes:
+        if answer is not None:
+            scores[answer].append(score)
+    if not scores:
+        return 0.0
+    most = max(map(len, scores.values()))
+    tied = [sum(s) / len(s) for s in scores.values() if len(s) == most]
+    return sum(tied) / len(tied)
+
+
+def clustered_bootstrap(
+    values: Sequence[float],
+    clusters: Sequence[Hashable],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Estimate:
+    """Mean of `values` with a percentile interval from resampling whole clusters.
+
+    Values of one cluster are not independent (a problem that occurs twice), so clusters are drawn, with replacement,
+    and the mean is taken over all values in those drawn. Where all values are 0, or all are 1, there is nothing to
+    resample and the bootstrap would claim certainty: the exact binomial bound (Clopper-Pearson) over the clusters
+    stands in its place.
+
+    Args:
+        values: one number a problem.
+        clusters: the cluster of each value.
+        level: coverage of the interval.
+        resamples: bootstrap draws.
+        seed: of the draws, so that the same samples give the same interval.
+    """
+    if not values:
+        return Estimate(math.nan, math.nan, math.nan)
+    numbers = np.asarray(values, dtype=np.float64)
+    value = float(numbers.mean())
+    number_of = {cluster: i for i, cluster in enumerate(dict.fromkeys(clusters))}
+    index, count = np.asarray([number_of[cluster] for cluster in clusters]), len(number_of)
+    tail = (1.0 - level) / 2.0
+    if value in (0.0, 1.0) and (numbers == value).all():
+        reach = 1.0 - tail ** (1.0 / count)
+        return Estimate(value, 0.0, reach) if value == 0.0 else Estimate(value, 1.0 - reach, 1.0)
+    sums, sizes = np.bincount(index, weights=numbers), np.bincount(index)
+    generator = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    for i in range(resamples):
+        drawn = generator.integers(count, size=count)
+        means[i] = sums[drawn].sum() / sizes[drawn].sum()
+    low, high = np.quantile(means, [tail, 1.0 - tail])
+    return Estimate(value, float(low), float(high))

@@ -1,0 +1,128 @@
+"""samples.jsonl: append-only, keyed by content, safe against a process that dies while it writes.
+
+A folder holds run.json (what every row in it was made with) and samples.jsonl (one line a row). A last line that was
+torn is cut off and owed again. Nothing else is ever rewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from perl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+RowId = tuple[str, int]
+"""(key, sample)."""
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make `folder` and keep every other evaluation out of it; the lock ends with the process, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"--result_dir {folder}: {error.strerror}") from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                f"--result_dir {folder}: another evaluation is writing here; wait, or name another"
+            ) from error
+        yield
+
+
+class Store:
+    """The rows of one dataset that are done."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]):
+        """Open `folder`, making it if need be.
+
+        Args:
+            identity: what the rows are made with (model, adapter, sampling, prompts), as JSON values. A folder that
+                was begun with another one is refused, with the difference named.
+        """
+        self.folder = folder
+        self.path = folder / "samples.jsonl"
+        self.records: dict[RowId, Record] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        _require_same(folder / "run.json", json.loads(json.dumps(identity)))
+        if self.path.exists():
+            self._load()
+
+    def __contains__(self, row: RowId) -> bool:
+        return row in self.records
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add rows, on disk when this returns (as far as the kernel goes: a killed process loses none of them)."""
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: {error.strerror}; what was written stays: make room, and the same command goes on"
+            ) from error
+        for record in records:
+            self.records.setdefault((record["key"], record["sample"]), record)
+
+    def _load(self) -> None:
+        """Read what is there; cut a torn last line off."""
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        broken = 0
+        for line in whole.splitlines():
+            try:
+                record = json.loads(line)
+                self.records.setdefault((record["key"], record["sample"]), record)
+            except (ValueError, KeyError, TypeError):
+                broken += 1
+        if len(whole) < len(data):
+            os.truncate(self.path, len(whole))
+        if broken or len(whole) < len(data):
+            logger.warning("%s: %d broken lines, made again", self.path, broken + (len(whole) < len(data)))
+
+
+def _require_same(file: Path, identity: dict[str, Any]) -> None:
+    if not file.exists():
+        write_json(file, identity)
+        return
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: not readable ({error}); remove the folder, or name another --result_dir") from error
+    changes = [f"{name} was {_short(old)}, is {_short(new)}" for name, old, new in differences(before, identity)]
+    if changes:
+        raise UserError(f"{file.parent} holds other results: {'; '.join(changes)}; name another --result_dir")
+
+
+def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted name, old, new) of each leaf in which two JSON values differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        found = []
+        for key in {**before, **now}:
+            found += differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+        return found
+    return [] if before == now else [(name, before, now)]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write atomically."""
+    temporary = file.with_name(f".{file.name}.partial")
+    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(file)

@@ -1,0 +1,104 @@
+"""summary.json and the table on the screen, from the records of one dataset."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from perl.evaluation.plan import Plan, cluster_of
+from perl.evaluation.statistics import (
+    Estimate,
+    clustered_bootstrap,
+    majority_at_k,
+    pass_at_k,
+    powers_of_two,
+)
+from perl.evaluation.store import Record
+
+
+def summarize(plan: Plan, records: Sequence[Record]) -> dict[str, Any]:
+    """Everything that is computed from the records: metrics with intervals, shares, lengths.
+
+    Args:
+        records: one for each row of the plan.
+    """
+    by_problem: dict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: record["sample"]):
+        by_problem[record["key"]].append(record)
+    count = len(records)
+    reasons = Counter(record["reason"] for record in records)
+    return {
+        "problems": len(by_problem),
+        "samples": count,
+        "n": plan.sampling.n,
+        "metrics": {name: estimate._asdict() for name, estimate in metrics(by_problem).items()},
+        "rules": rule_means(records),
+        "truncated": sum(record["finish_reason"] == "length" for record in records) / count,
+        "unextracted": sum(record["extracted"] is None for record in records) / count,
+        "timeouts": reasons["timeout"],
+        "grading_errors": reasons["error"],
+        "not_generated": sum(record["error"] is not None for record in records),
+        "mean_tokens": sum(record["tokens"] for record in records) / count,
+        "max_tokens": max(record["tokens"] for record in records),
+        "mean_prompt_tokens": sum(record["prompt_tokens"] for record in records) / count,
+        "tokens": sum(record["tokens"] for record in records),
+        "engines": sorted({record["engine"] for record in records}),
+    }
+
+
+def metrics(by_problem: Mapping[str, Sequence[Record]]) -> dict[str, Estimate]:
+    """accuracy (the mean score of all samples), avg@n (the same under its usual name), pass@k and maj@k, each a mean
+    over problems with a 95 % interval by bootstrap over problems (equal problems are one cluster)."""
+    groups = list(by_problem.values())
+    clusters = [cluster_of(key) for key in by_problem]
+    n = min(map(len, groups))
+    per_problem: dict[str, list[float]] = {"accuracy": [sum(r["score"] for r in g) / len(g) for g in groups]}
+    per_problem[f"avg@{n}"] = per_problem["accuracy"]
+    for k in powers_of_two(n):
+        per_problem[f"pass@{k}"] = [pass_at_k(len(g), sum(r["score"] == 1.0 for r in g), k) for g in groups]
+    for k in powers_of_two(n):
+        votes = [[(r["extracted"], r["score"]) for r in g] for g in groups]
+        per_problem[f"maj@{k}"] = [majority_at_k(v, k) for v in votes]
+    return {name: clustered_bootstrap(values, clusters) for name, values in per_problem.items()}
+
+
+def rule_means(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Each rule's mean score and how many samples it was asked about (a fallback is not asked about all)."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for rule, score in record["scores"].items():
+            scores[rule].append(score)
+    return {rule: {"mean": sum(values) / len(values), "scored": len(values)} for rule, values in scores.items()}
+
+
+def print_table(summaries: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """The metrics of each dataset, but for those that say the same as another (pass@1, maj@1 and maj@2 do)."""
+    table = Table("dataset", "metric")
+    for column in ("value", "95 % interval"):
+        table.add_column(column, justify="right")
+    for name, summary in summaries.items():
+        same = {"accuracy", "pass@1", "maj@1", "maj@2"}
+        shown = [(metric, e) for metric, e in summary["metrics"].items() if metric not in same]
+        for place, (metric, e) in enumerate(shown):
+            interval = f"{100 * e['low']:.2f} – {100 * e['high']:.2f}"
+            table.add_row("" if place else name, metric, f"{100 * e['value']:.2f}", interval)
+        table.add_section()
+    console.print(table)
+    for name, summary in summaries.items():
+        console.print(f"{name}: {_sentence(summary)}", highlight=False, soft_wrap=True)
+
+
+def _sentence(summary: Mapping[str, Any]) -> str:
+    rules = ", ".join(f"{rule} {100 * mean['mean']:.2f}" for rule, mean in summary["rules"].items())
+    text = (
+        f"{summary['problems']} problems × {summary['n']}; truncated {summary['truncated']:.1%}, no answer found"
+        f" {summary['unextracted']:.1%}, timeouts {summary['timeouts']}; mean length {summary['mean_tokens']:.0f}"
+        f" tokens; by rule: {rules}"
+    )
+    if summary["generation"]:
+        text += f"; {summary['generation']['tokens_per_s']:,.0f} tokens/s"
+    return text

@@ -1,0 +1,85 @@
+"""Every expected number here is worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from perl.evaluation.statistics import Estimate, clustered_bootstrap, majority_at_k, pass_at_k, powers_of_two
+
+
+def test_pass_at_k_is_chens_estimator():
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(4, 1, 2) == 0.5  # 1 - C(3,2)/C(4,2) = 1 - 3/6
+    assert pass_at_k(5, 2, 3) == pytest.approx(0.9)  # 1 - C(3,3)/C(5,3) = 1 - 1/10
+    assert pass_at_k(4, 2, 3) == 1.0  # only two are wrong
+    assert pass_at_k(4, 0, 4) == 0.0
+    assert pass_at_k(1, 1, 1) == 1.0
+
+
+def test_pass_at_k_is_unbiased():
+    """Over all outcomes of 3 samples with p = 0.3, the mean of pass@2 is 1 - 0.7²."""
+    expected = sum(math.comb(3, c) * 0.3**c * 0.7 ** (3 - c) * pass_at_k(3, c, 2) for c in range(4))
+    assert expected == pytest.approx(1 - 0.7**2)
+
+
+def test_pass_at_k_refuses_more_than_there_are():
+    with pytest.raises(ValueError):
+        pass_at_k(2, 1, 3)
+
+
+def test_the_k_that_are_reported():
+    assert powers_of_two(1) == [1]
+    assert powers_of_two(8) == [1, 2, 4, 8]
+    assert powers_of_two(6) == [1, 2, 4, 6]
+
+
+def test_majority_takes_the_commonest_answer():
+    votes = [("18", 1.0), ("17", 0.0), ("18", 1.0), (None, 0.0)]
+    assert majority_at_k(votes, 4) == 1.0
+    assert majority_at_k(votes, 1) == 0.5  # the mean of the four
+    assert majority_at_k(votes, 2) == 0.75  # (18, 17): a tie, 0.5; (18, none): 1
+    assert majority_at_k([("17", 0.0), ("17", 0.0), ("18", 1.0)], 3) == 0.0
+
+
+def test_majority_averages_over_disjoint_groups_and_drops_the_rest():
+    votes = [("1", 1.0), ("1", 1.0), ("2", 0.0), ("2", 0.0), ("1", 1.0)]
+    assert majority_at_k(votes, 2) == 0.5
+
+
+def test_nobody_voting_scores_nothing():
+    assert majority_at_k([(None, 0.0), (None, 0.0)], 2) == 0.0
+
+
+def test_bootstrap_of_independent_problems_is_near_the_normal_interval():
+    values = [1.0] * 60 + [0.0] * 40
+    estimate = clustered_bootstrap(values, range(100))
+    spread = 1.96 * math.sqrt(0.6 * 0.4 / 100)  # 0.096
+    assert estimate.value == 0.6
+    assert estimate.low == pytest.approx(0.6 - spread, abs=0.015)
+    assert estimate.high == pytest.approx(0.6 + spread, abs=0.015)
+
+
+def test_copies_of_a_problem_do_not_narrow_the_interval():
+    values = [1.0] * 60 + [0.0] * 40
+    once = clustered_bootstrap(values, range(100))
+    four_times = clustered_bootstrap(values * 4, [*range(100)] * 4)
+    assert four_times == once
+    unclustered = clustered_bootstrap(values * 4, range(400))
+    assert unclustered.high - unclustered.low < 0.6 * (once.high - once.low)
+
+
+def test_clusters_are_drawn_whole():
+    """Two clusters, means 0 and 1: a draw gives 0, 1/2 (weighted by size) or 1, so 95 % covers everything."""
+    assert clustered_bootstrap([0.0, 1.0, 1.0], ["a", "b", "b"]) == Estimate(pytest.approx(2 / 3), 0.0, 1.0)
+
+
+def test_all_right_and_all_wrong_keep_an_interval():
+    # Clopper-Pearson for 0 of 10: 1 - 0.025^(1/10) = 0.3085
+    assert clustered_bootstrap([0.0] * 10, range(10)) == Estimate(0.0, 0.0, pytest.approx(0.30850, abs=1e-5))
+    assert clustered_bootstrap([1.0] * 10, range(10)) == Estimate(1.0, pytest.approx(0.69150, abs=1e-5), 1.0)
+    assert clustered_bootstrap([1.0], [0]).low == pytest.approx(0.025)
+
+
+def test_no_problems_give_nan():
+    assert np.isnan(clustered_bootstrap([], []).value)
