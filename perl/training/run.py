@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import get_last_checkpoint
@@ -21,7 +24,9 @@ from perl.rewards import RewardContext, build_rewards
 from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine
 from perl.training.setup import build_dataset, load_model, load_tokenizer
-from perl.training.trainer import PerlGRPOTrainer
+
+if TYPE_CHECKING:
+    from perl.training.trainer import PerlGRPOTrainer
 
 log = logging.getLogger(__name__)
 
@@ -40,29 +45,41 @@ def train(argv: Sequence[str]) -> Path:
 
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     adapter = lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
+    trainer_class = import_trainer(config)
     with Grader(deadline_s=config.reward.deadline_s) as grader:
         rewards = build_rewards(config.reward.functions, reward_context(config, grader))
         dataset = build_dataset(config.dataset, tokenizer)
         run_dir = open_run(config, parsed)
         checkpoint = find_checkpoint(config, run_dir)
 
-        trainer = user_errors_of(PerlGRPOTrainer)(
-            model=load_model(config),
-            args=config.training,
-            train_dataset=dataset,
-            processing_class=tokenizer,
-            reward_funcs=rewards,
-            adapter=adapter,
-            adapter_config=config.peft,
-            noise=config.noise_injection,
-            truncate_prompts_to=config.dataset.max_prompt_length,
-            callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine()],
-        )
+        with users_error("--config"):  # TRL checks combinations of its own arguments
+            trainer = trainer_class(
+                model=load_model(config),
+                args=config.training,
+                train_dataset=dataset,
+                processing_class=tokenizer,
+                reward_funcs=rewards,
+                adapter=adapter,
+                adapter_config=config.peft,
+                noise=config.noise_injection,
+                truncate_prompts_to=config.dataset.max_prompt_length,
+                callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine()],
+            )
         if config.noise_injection.enabled:
             trainer.add_callback(NoiseStageCallback(config.noise_injection))
         trainer.train(resume_from_checkpoint=checkpoint)
         save_adapter(trainer, run_dir / "adapter")
     return run_dir
+
+
+def import_trainer(config: Config) -> type[PerlGRPOTrainer]:
+    """The trainer class. TRL imports vLLM wherever it is installed, which takes ten seconds in every process; it is
+    shown vLLM only when the rollouts use it."""
+    if not config.training.use_vllm:
+        importlib.import_module("trl.import_utils").is_vllm_available = lambda min_version=None: False
+    from perl.training.trainer import PerlGRPOTrainer
+
+    return PerlGRPOTrainer
 
 
 def check_processes() -> None:
@@ -91,11 +108,12 @@ def set_up_logging(config: Config) -> None:
         level=logging.WARNING, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("perl").setLevel(level if main else logging.ERROR)
-    launched, world_size = int(os.environ.get("WORLD_SIZE", "1")), config.training.world_size
-    if launched != world_size:
+    world_size = config.training.world_size
+    asked = int(os.environ.get("PERL_NUM_PROCESSES", world_size))  # set by the launch script
+    if asked != world_size:
         raise UserError(
-            f"{launched} processes were launched but each trains alone; on a CPU start accelerate with"
-            " scripts/accelerate/cpu.yaml"
+            f"{asked} processes were asked for but {world_size} train together; accelerate's MULTI_CPU starts one"
+            " process where there is no mpirun: use scripts/accelerate/cpu.yaml"
         )
     if main:
         print(f"num_processes: {world_size}", flush=True)
@@ -148,16 +166,13 @@ def find_checkpoint(config: Config, run_dir: Path) -> str | None:
     return str(wanted)
 
 
-def user_errors_of(trainer_class):
-    """`trainer_class`, whose complaints about its arguments reach the user as one line."""
-
-    def build(**kwargs):
-        try:
-            return trainer_class(**kwargs)
-        except (ValueError, NotImplementedError, ImportError) as error:
-            raise UserError(f"--config: {error}") from error
-
-    return build
+@contextlib.contextmanager
+def users_error(where: str) -> Iterator[None]:
+    """A complaint of the libraries below about their arguments reaches the user as one line."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, ImportError) as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def save_adapter(trainer: PerlGRPOTrainer, folder: Path) -> None:

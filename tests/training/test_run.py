@@ -84,7 +84,7 @@ def python_train(argv, cwd, **env):
 
 def launched_train(processes, argv, cwd, config="cpu.yaml", **env):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    config_file = str(ROOT / "scripts" / "accelerate" / config)
+    config_file = str(ROOT / "scripts" / "accelerate" / config)  # an absolute path stays itself
     command = [*launcher, config_file, "--num_processes", str(processes), "-m", "perl.train", *argv]
     return run(command, cwd, **env)
 
@@ -133,11 +133,13 @@ def test_two_cpu_processes_train_together(tmp_path, flags):
     assert any(tensor.abs().sum() > 0 for name, tensor in adapter.items() if "lora_B" in name)
 
 
-def test_processes_that_do_not_know_each_other_are_an_error(tmp_path, flags):
-    """What accelerate makes of MULTI_CPU without mpirun: one process that was told that it is one of two."""
-    done = python_train(flags(), tmp_path, WORLD_SIZE="2")
-    assert done.returncode == 2
-    assert "each trains alone" in done.stderr
+def test_fewer_processes_than_asked_for_is_an_error(tmp_path, flags):
+    """What accelerate makes of MULTI_CPU without mpirun: one process, and nobody says so."""
+    config = tmp_path / "multi_cpu.yaml"
+    config.write_text((ROOT / "scripts" / "accelerate" / "cpu.yaml").read_text().replace("MULTI_GPU", "MULTI_CPU"))
+    done = launched_train(2, flags(), tmp_path, config=config, PERL_NUM_PROCESSES="2")
+    assert done.returncode != 0
+    assert "2 processes were asked for but 1 train together" in done.stderr
 
 
 def test_rank_0_alone_says_what_is_wrong(tmp_path, flags):

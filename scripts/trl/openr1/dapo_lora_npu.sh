@@ -6,15 +6,17 @@
 # Environment (all optional):
 #   NUM_PROCESSES      processes, one a device (all visible devices; 1 on a CPU)
 #   ACCELERATE_CONFIG  one of scripts/accelerate/*.yaml (ZeRO-2 on NPUs and GPUs)
-#   PYTHON             the Python to use (.venv's, else python3)
+#   PYTHON             the Python to use (.venv-train's, as install_npu.sh makes it, else .venv's, else python3)
 # Everything is written to <run folder>/output.log; progress and errors stay on the screen.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=$repo/.venv/bin/python
-    [ -x "$PYTHON" ] || PYTHON=$(command -v python3) || { echo "error: no python3 found; set PYTHON" >&2; exit 2; }
-fi
+for candidate in "$repo/.venv-train/bin/python" "$repo/.venv/bin/python" "$(command -v python3 || true)"; do
+    if [ -z "${PYTHON:-}" ] && [ -x "$candidate" ]; then
+        PYTHON=$candidate
+    fi
+done
+[ -n "${PYTHON:-}" ] || { echo "error: no python3 found; install Python 3.11, or set PYTHON" >&2; exit 2; }
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 
 case " $* " in
@@ -40,7 +42,11 @@ if [ "$DEVICE" = npu ]; then
     export VLLM_ASCEND_ENABLE_NZ=${VLLM_ASCEND_ENABLE_NZ:-0}                      # weights stay in ND, as trained
     export VLLM_USE_V1=${VLLM_USE_V1:-1}
     if [ -z "${ASCEND_HOME_PATH:-}" ]; then                                       # DeepSpeed reads it and fails without
-        export ASCEND_HOME_PATH=${ASCEND_TOOLKIT_HOME:-/usr/local/Ascend/ascend-toolkit/latest}
+        for folder in "${ASCEND_TOOLKIT_HOME:-}" /usr/local/Ascend/cann /usr/local/Ascend/ascend-toolkit/latest; do
+            if [ -z "${ASCEND_HOME_PATH:-}" ] && [ -d "$folder" ]; then
+                export ASCEND_HOME_PATH=$folder
+            fi
+        done
     fi
 fi
 if [ -n "$VISIBLE" ]; then
@@ -70,6 +76,7 @@ screen() {
     [ ! -t 1 ] || echo
 }
 
+export PERL_NUM_PROCESSES=$NUM_PROCESSES
 set +e
 "$PYTHON" -u -m accelerate.commands.launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_PROCESSES" \
     -m perl.train "$@" --config.training.output_dir "$RUN_DIR" 2>&1 | tee -a "$log" | screen
