@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ def npu_env() -> Callable[..., dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def run_npu(npu_env: Callable[..., dict[str, str]]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run_npu([...], devices=2, check=True, timeout=300, cwd=None, **variables)`: run a command on emulated NPUs.
+    """`run_npu([...], devices=2, check=True, timeout=300, **variables)`: run a command on emulated NPUs.
 
     The result's stdout and stderr are text. With `check`, a command that fails fails the test and shows its output.
     """
@@ -39,12 +41,23 @@ def run_npu(npu_env: Callable[..., dict[str, str]]) -> Callable[..., subprocess.
         cwd: Path = REPOSITORY,
         **variables: str | int,
     ) -> subprocess.CompletedProcess[str]:
-        env = npu_env(devices, **variables)
-        done = subprocess.run(
-            [*command], env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False
+        process = subprocess.Popen(
+            [*command],
+            env=npu_env(devices, **variables),
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that a launcher's workers end with it
         )
-        if check and done.returncode:
-            pytest.fail(f"exit code {done.returncode}: {command}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
-        return done
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            pytest.fail(f"no end after {timeout} s: {command}\n{stdout[-4000:]}\n{stderr[-8000:]}")
+        if check and process.returncode:
+            pytest.fail(f"exit code {process.returncode}: {command}\n{stdout[-4000:]}\n{stderr[-8000:]}")
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
     return run

@@ -1,35 +1,17 @@
-"""The emulated NPU itself, and perl.device on it: what the other NPU tests stand on must be true.
+"""Values, memory, operators and collectives of the emulated NPU: what the other NPU tests stand on must be true.
 
 Each program runs in a process of its own and leaves what it found in `answer`; this process knows what is right.
 """
 
 import json
-import os
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 
-from perl import device
-from tests.npuemu import emulator
-
 pytestmark = pytest.mark.npu
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="session")
-def answer(run_npu):
-    """`answer(program, devices=2, **variables)`: what a program left in its variable `answer`, a JSON value."""
-
-    def run(program: str, devices: int = 2, **variables: str | int):
-        code = f"import json, os, torch\n{textwrap.dedent(program)}\nprint('\\n' + json.dumps(answer))"
-        done = run_npu([sys.executable, "-c", code], devices=devices, timeout=120, **variables)
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
 
 
 # ---------------------------------------------------------------------------------------------- values
@@ -243,124 +225,6 @@ def test_out_of_memory_is_torchs_error_in_torch_npus_words(answer):
     assert found["other"] == 64 * MIB
 
 
-# ---------------------------------------------------------------------------------------------- devices
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 4, 8])
-def test_machine_with_devices(answer, count):
-    found = answer(
-        """
-        from perl import device
-        seen = device.detect()
-        answer = dict(
-            available=torch.npu.is_available(), kind=seen.kind, count=seen.count, dtype=str(device.default_dtype()),
-            first=str(device.torch_device()), sums=[
-                torch.ones(3, device=f"npu:{index}").sum().item() for index in range(torch.npu.device_count())])
-        """,
-        devices=count,
-    )
-    assert found["available"] is (count > 0)
-    assert found["sums"] == [3.0] * count
-    if count:
-        assert (found["kind"], found["count"], found["first"]) == ("npu", count, "npu:0")
-        assert found["dtype"] == "torch.bfloat16"
-    else:
-        assert (found["kind"], found["first"], found["dtype"]) == ("cpu", "cpu", "torch.float32")
-
-
-def test_visible_devices_by_canns_rules(answer):
-    """Of two devices. Read until the first use of a device, and not afterwards."""
-    found = answer("""
-        def count(variable):
-            os.environ["ASCEND_RT_VISIBLE_DEVICES"] = variable
-            return torch.npu.device_count()
-        counts = {v: count(v) for v in ("0", "1", "0,1", "0,9", "9,0", "0, 1", "0,,1", "1,0", "0,0", "", "x", "-1")}
-        os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "1"
-        initialized = [torch.npu.is_initialized()]
-        torch.ones(1, device="npu:0")
-        initialized.append(torch.npu.is_initialized())
-        answer = dict(counts=counts, initialized=initialized, after_use=count("0,1"))
-    """)
-    assert found["counts"] == {
-        "0": 1,
-        "1": 1,
-        "0,1": 2,
-        "0,9": 1,  # the id that does not exist ends the list without a word
-        "9,0": 0,
-        "0, 1": 1,  # nothing is read behind the blank
-        "0,,1": 1,
-        "1,0": 0,  # ids must ascend
-        "0,0": 0,
-        "": 0,
-        "x": 0,
-        "-1": 0,
-    }
-    assert found["initialized"] == [False, True]
-    assert found["after_use"] == 1
-
-
-LOSE = """
-def attempt(function):
-    try:
-        function()
-        return "fine"
-    except RuntimeError as error:
-        return str(error)
-"""
-
-
-def test_device_lost_after_some_operators(answer):
-    """The device with physical id 1 is npu:0 where it alone is visible; every use of it fails from then on."""
-    program = f"""{LOSE}
-x = torch.ones(4, device="npu:0")
-outcomes = [attempt(lambda: x.add_(1)) for _ in range(30)]
-answer = dict(outcomes=outcomes, synchronize=attempt(torch.npu.synchronize), copy=attempt(x.cpu),
-              new=attempt(lambda: torch.empty(1, device="npu:0")), still=torch.npu.device_count())
-"""
-    variables = {"NPUEMU_LOSE_DEVICE_AFTER": "1:20"}
-    found = answer(program, ASCEND_RT_VISIBLE_DEVICES="1", **variables)
-    lost = [outcome != "fine" for outcome in found["outcomes"]]
-    assert lost == sorted(lost)
-    assert lost[0] is False
-    assert lost[-1] is True
-    for outcome in (found["outcomes"][-1], found["synchronize"], found["copy"], found["new"]):
-        assert "error code is 507010" in outcome
-        assert "Device[1] lost heartbeat" in outcome
-    assert found["still"] == 1
-    assert set(answer(program, ASCEND_RT_VISIBLE_DEVICES="0", **variables)["outcomes"]) == {"fine"}
-
-
-def test_device_lost_when_a_file_appears(answer, tmp_path):
-    found = answer(
-        f"""{LOSE}
-x, other = torch.ones(4, device="npu:0"), torch.ones(4, device="npu:1")
-before = attempt(lambda: x.add_(1))
-open({str(tmp_path / "lost")!r}, "w").close()
-answer = dict(before=before, after=attempt(lambda: x.add_(1)), other=attempt(lambda: other.add_(1)))
-""",
-        NPUEMU_LOSE_DEVICE_AFTER=f"0:{tmp_path / 'lost'}",
-    )
-    assert found["before"] == found["other"] == "fine"
-    assert "Device[0] lost heartbeat" in found["after"]
-
-
-def test_a_forked_process_may_not_use_the_device(answer):
-    found = answer(f"""{LOSE}
-def in_a_fork():
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, attempt(lambda: torch.ones(1, device="npu:0")).encode())
-        os._exit(0)
-    os.close(writer)
-    return os.fdopen(reader).read()
-before = in_a_fork()
-torch.ones(1, device="npu:0")
-answer = dict(before=before, after=in_a_fork())
-""")
-    assert found["before"] == "fine"
-    assert "Cannot re-initialize NPU in forked subprocess" in found["after"]
-
-
 # ---------------------------------------------------------------------------------------------- operators
 
 ISIN = """
@@ -440,107 +304,3 @@ def test_collectives_of_two_processes(run_npu, tmp_path):
         float64, host = found["refused"]
         assert "Unsupported data type at::kDouble" in float64
         assert "cpu" in host.lower()
-
-
-# ---------------------------------------------------------------------------------------------- perl.device
-
-WORKERS = """
-from perl import device, errors
-def worker(*arguments):
-    try:
-        return device.worker_environment(*arguments)
-    except errors.UserError as error:
-        return str(error)
-def workers(devices, visible):   # read anew each time, as no device is used
-    os.environ["NPUEMU_DEVICES"] = str(devices)
-    os.environ.pop("ASCEND_RT_VISIBLE_DEVICES", None)
-    if visible:
-        os.environ["ASCEND_RT_VISIBLE_DEVICES"] = visible
-    return [worker(0), worker(1), worker(0, 2), worker(1, 2)]
-answer = [workers(2, None), workers(8, "4,6"), workers(2, "1,7")]
-"""
-
-
-def test_each_worker_is_shown_its_own_devices(answer):
-    unset, chosen, dropped = answer(WORKERS)
-
-    assert unset[:3] == [{"ASCEND_RT_VISIBLE_DEVICES": ids} for ids in ("0", "1", "0,1")]
-    assert "worker 1 needs 2 npu device(s), but only 2 are visible" in unset[3]
-
-    assert chosen[:3] == [{"ASCEND_RT_VISIBLE_DEVICES": ids} for ids in ("4", "6", "4,6")]
-    assert "ASCEND_RT_VISIBLE_DEVICES=4,6" in chosen[3]
-
-    assert dropped[0] == {"ASCEND_RT_VISIBLE_DEVICES": "1"}
-    for message in dropped[1:]:  # CANN drops 7, which does not exist
-        assert "only 1 are visible (ASCEND_RT_VISIBLE_DEVICES=1,7)" in message
-
-
-def test_a_visibility_variable_that_leaves_no_device_is_said(run_npu):
-    program = "import logging; logging.basicConfig(); from perl import device; print(device.detect().kind)"
-    done = run_npu([sys.executable, "-c", program], ASCEND_RT_VISIBLE_DEVICES="1,0")
-    assert done.stdout == "cpu\n"
-    assert done.stderr.count("ASCEND_RT_VISIBLE_DEVICES=1,0 leaves no npu visible") == 1
-
-
-def test_a_workers_environment_leaves_it_its_device(run_npu):
-    """The second of two workers sees one device, the physical device 1, which is lost."""
-    program = """
-import os, torch
-from perl import device
-os.environ |= device.worker_environment(1)
-print(torch.npu.device_count())
-torch.ones(1, device="npu:0")
-"""
-    done = run_npu([sys.executable, "-c", program], check=False, NPUEMU_LOSE_DEVICE_AFTER="1:0")
-    assert (done.stdout, done.returncode) == ("1\n", 1)
-    assert "Device[1] lost heartbeat" in done.stderr
-
-
-def test_peak_memory_is_the_allocators(answer):
-    found = answer("""
-        from perl import device
-        x = torch.empty(1024, device="npu")
-        y = x * 2
-        del y
-        answer = device.peak_memory_bytes()
-    """)
-    assert found == 2 * 4608
-
-
-# ---------------------------------------------------------------------------------------------- the build
-
-
-def test_the_build_is_cached_and_a_missing_compiler_is_named(npu_env, monkeypatch):
-    library = emulator.build()
-    before = library.stat().st_mtime_ns
-    assert emulator.build() == library
-    assert library.stat().st_mtime_ns == before
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(emulator.NoCompilerError, match="no C\\+\\+ compiler \\(no-such-compiler\\)"):
-        emulator.build()
-
-
-def test_the_environment_keeps_the_callers_npu_settings_out(npu_env, monkeypatch):
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("NPUEMU_MEMORY_BYTES", "1")
-    environment = npu_env(4, NPUEMU_OP_LOG="log")
-    assert "ASCEND_RT_VISIBLE_DEVICES" not in environment
-    assert "NPUEMU_MEMORY_BYTES" not in environment
-    assert environment["NPUEMU_DEVICES"] == "4"
-    assert environment["NPUEMU_OP_LOG"] == "log"
-
-
-def test_run_works_from_any_folder_with_any_command(npu_env, tmp_path):
-    run = str(emulator.HERE / "run")
-    python = f"{sys.executable} -c 'import torch; print(torch.npu.device_count())'"
-    shell = {**os.environ, "NPUEMU_DEVICES": "3"}
-    done = subprocess.run([run, "bash", "-c", python], cwd=tmp_path, env=shell, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
-    none = subprocess.run([run], capture_output=True, text=True)
-    assert (none.returncode, none.stderr.split(":")[0]) == (2, "usage")
-
-
-def test_outside_of_the_emulation_there_is_no_npu():
-    """This process was not started on the emulated machine."""
-    assert not hasattr(torch, "npu")
-    assert device.detect().kind in ("cuda", "cpu")

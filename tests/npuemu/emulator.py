@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -84,6 +85,7 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "npuemu"
 
 
+@functools.cache
 def _torch_of(python: str) -> tuple[Path, str]:
     """Folder and version of the torch that `python` would import, without importing it."""
     code = (

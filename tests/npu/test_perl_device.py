@@ -1,0 +1,78 @@
+"""perl.device on emulated NPUs: the only file of the package that tells an NPU from a GPU from a CPU."""
+
+import sys
+
+import pytest
+import torch
+
+from perl import device
+
+pytestmark = pytest.mark.npu
+
+WORKERS = """
+from perl import device, errors
+def worker(*arguments):
+    try:
+        return device.worker_environment(*arguments)
+    except errors.UserError as error:
+        return str(error)
+def workers(devices, visible):   # read anew each time, as no device is used
+    os.environ["NPUEMU_DEVICES"] = str(devices)
+    os.environ.pop("ASCEND_RT_VISIBLE_DEVICES", None)
+    if visible:
+        os.environ["ASCEND_RT_VISIBLE_DEVICES"] = visible
+    return [worker(0), worker(1), worker(0, 2), worker(1, 2)]
+answer = [workers(2, None), workers(8, "4,6"), workers(2, "1,7")]
+"""
+
+
+def test_each_worker_is_shown_its_own_devices(answer):
+    unset, chosen, dropped = answer(WORKERS)
+
+    assert unset[:3] == [{"ASCEND_RT_VISIBLE_DEVICES": ids} for ids in ("0", "1", "0,1")]
+    assert "worker 1 needs 2 npu device(s), but only 2 are visible" in unset[3]
+
+    assert chosen[:3] == [{"ASCEND_RT_VISIBLE_DEVICES": ids} for ids in ("4", "6", "4,6")]
+    assert "ASCEND_RT_VISIBLE_DEVICES=4,6" in chosen[3]
+
+    assert dropped[0] == {"ASCEND_RT_VISIBLE_DEVICES": "1"}
+    for message in dropped[1:]:  # CANN drops 7, which does not exist
+        assert "only 1 are visible (ASCEND_RT_VISIBLE_DEVICES=1,7)" in message
+
+
+def test_a_visibility_variable_that_leaves_no_device_is_said(run_npu):
+    program = "import logging; logging.basicConfig(); from perl import device; print(device.detect().kind)"
+    done = run_npu([sys.executable, "-c", program], ASCEND_RT_VISIBLE_DEVICES="1,0")
+    assert done.stdout == "cpu\n"
+    assert done.stderr.count("ASCEND_RT_VISIBLE_DEVICES=1,0 leaves no npu visible") == 1
+
+
+def test_a_workers_environment_leaves_it_its_device(run_npu):
+    """The second of two workers sees one device, the physical device 1, which is lost."""
+    program = """
+import os, torch
+from perl import device
+os.environ |= device.worker_environment(1)
+print(torch.npu.device_count())
+torch.ones(1, device="npu:0")
+"""
+    done = run_npu([sys.executable, "-c", program], check=False, NPUEMU_LOSE_DEVICE_AFTER="1:0")
+    assert (done.stdout, done.returncode) == ("1\n", 1)
+    assert "Device[1] lost heartbeat" in done.stderr
+
+
+def test_peak_memory_is_the_allocators(answer):
+    found = answer("""
+        from perl import device
+        x = torch.empty(1024, device="npu")
+        y = x * 2
+        del y
+        answer = device.peak_memory_bytes()
+    """)
+    assert found == 2 * 4608
+
+
+def test_outside_of_the_emulation_there_is_no_npu():
+    """This process was not started on the emulated machine."""
+    assert not hasattr(torch, "npu")
+    assert device.detect().kind in ("cuda", "cpu")
