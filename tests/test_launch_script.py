@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "trl" / "openr1" / "dapo_lora_npu.sh"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 QUICKSTART_BASE = ROOT / "assets" / "quickstart-base"
+QUICKSTART_PROBLEMS = ROOT / "assets" / "quickstart-data" / "train.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +86,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
     [
         ({"model.model_name_or_path": "./nowhere"}, "no folder ./nowhere"),
         ({"dataset.dataset_name_or_path": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"training.num_generations": 3}, "does not divide the 2 completions"),
+        ({"training.num_generations": 3}, "does not divide the 16 completions"),
         ({"peft.type": "lorra"}, "did you mean 'lora'"),
         ({"reward.functions": '["acuracy"]'}, "did you mean 'accuracy'"),
     ],
@@ -141,12 +142,9 @@ def test_on_two_npus_with_zero2_and_real_gsm8k_rows(tmp_path, model, npu_env):
 @pytest.mark.slow
 def test_on_two_npus_the_adapter_learns_the_quickstarts_problems(tmp_path, npu_env):
     """A tiny random model earns nothing on GSM8K; the quickstart's base does on its own problems."""
-    from perl.tools.quickstart.problems import write_splits
-
-    train_file, _ = write_splits(tmp_path, seed=0)
     argv = flags(
         QUICKSTART_BASE,
-        train_file,
+        QUICKSTART_PROBLEMS,
         **{
             "training.num_generations": 4,
             "training.gradient_accumulation_steps": 4,

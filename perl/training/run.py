@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate.utils import broadcast_object_list
+from transformers import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from perl import device
@@ -65,6 +66,7 @@ def train(argv: Sequence[str]) -> Path:
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine()],
             )
+        trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
         if config.noise_injection.enabled:
             trainer.add_callback(NoiseStageCallback(config.noise_injection))
         trainer.train(resume_from_checkpoint=checkpoint)
