@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from perl.records import Sampling
 
 DEFAULT_BATCH_TOKENS = 65_536
@@ -46,3 +48,21 @@ class Job:
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     """Bound on rows in flight times the longest (prompt + max_new_tokens) among them. A row that is longer than this
     alone is decoded alone."""
+
+
+def left_pad(
+    sequences: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, int64 [rows, longest], padded on the left."""
+    width = max(map(len, sequences))
+    ids = [[pad_token_id] * (width - len(sequence)) + list(sequence) for sequence in sequences]
+    mask = [[0] * (width - len(sequence)) + [1] * len(sequence) for sequence in sequences]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def mark_seen(sequences: Sequence[Sequence[int]], vocabulary: int, device: torch.device) -> torch.Tensor:
+    """bool [rows, vocabulary]: which tokens each sequence holds. Padding does not count."""
+    seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool, device=device)
+    for row, sequence in enumerate(sequences):
+        seen[row, torch.tensor(sequence, device=device)] = True
+    return seen

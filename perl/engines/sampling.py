@@ -141,4 +141,6 @@ def _invert_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=scores.shape[-1] - 1)
     # An accelerator's parallel scan need not rise monotonically, so the search may end on a removed token there.
     removed = probabilities.gather(-1, tokens) == 0
-    return tokens.where(~removed, probabilities.argmax(dim=-1, keepdim=True))[:, 0]
+    if removed.any():
+        tokens = tokens.where(~removed, probabilities.argmax(dim=-1, keepdim=True))
+    return tokens[:, 0]

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from perl.engines.rows import Finished, Job, Row
+from perl.engines.rows import Finished, Job, Row, left_pad, mark_seen
 from perl.engines.sampling import choose, uniforms
 from perl.records import Sampling
 
@@ -23,12 +26,15 @@ if TYPE_CHECKING:
 def decode_stock(model: Any, job: Job, processors: Sequence[Processor] = ()) -> Iterator[Finished]:
     """Complete `job.rows` with `model.generate`, longest first, yielding each batch's rows when it is through.
 
+    A sharded model gets all rows as one batch, whatever `job.max_batch_tokens`: every rank must call `generate` the
+    same number of times.
+
     Args:
         model: a transformers model, or a PeftModel around one, in evaluation mode.
         job: rows and sampling.
         processors: further logits processors, called with left-padded ids before sampling.
     """
-    for batch in _batches(job):
+    for batch in [range(len(job.rows))] if is_sharded(model) else _batches(job):
         yield from _decode_batch(model, job, batch, processors)
 
 
@@ -44,28 +50,20 @@ def generation_config(job: Job, rows: Sequence[Row]) -> GenerationConfig:
         top_p=1.0,
         repetition_penalty=1.0,
         use_cache=True,
-        max_new_tokens=max(row.max_new_tokens for row in rows),
+        max_new_tokens=max((row.max_new_tokens for row in rows), default=1),
         eos_token_id=sorted(job.eos_token_ids) or None,
         pad_token_id=job.pad_token_id,
     )
 
 
-def left_pad(
-    sequences: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and attention mask, int64 [rows, longest], padded on the left."""
-    width = max(map(len, sequences))
-    ids = [[pad_token_id] * (width - len(sequence)) + list(sequence) for sequence in sequences]
-    mask = [[0] * (width - len(sequence)) + [1] * len(sequence) for sequence in sequences]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def mark_seen(sequences: Sequence[Sequence[int]], vocabulary: int, device: torch.device) -> torch.Tensor:
-    """bool [rows, vocabulary]: which tokens each sequence holds. Padding does not count."""
-    seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool, device=device)
-    for row, sequence in enumerate(sequences):
-        seen[row, torch.tensor(sequence, device=device)] = True
-    return seen
+def is_sharded(model: Any) -> bool:
+    """Whether each forward gathers parameters from other ranks (FSDP, FSDP2, or ZeRO-3 outside of a gather), so that
+    all ranks must run the same number of forwards."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) or parameter.numel() == 0 for parameter in model.parameters()
+    )
 
 
 class RowSeededChoice(LogitsProcessor):
@@ -103,7 +101,7 @@ def _batches(job: Job) -> Iterator[list[int]]:
         order = order[size:]
 
 
-def _decode_batch(model: Any, job: Job, indices: list[int], processors: Sequence[Processor]) -> Iterator[Finished]:
+def _decode_batch(model: Any, job: Job, indices: Sequence[int], processors: Sequence[Processor]) -> Iterator[Finished]:
     rows = [job.rows[index] for index in indices]
     ids, mask = left_pad([row.prompt_ids for row in rows], job.pad_token_id, model.device)
     choice = RowSeededChoice(rows, job.sampling, processors)

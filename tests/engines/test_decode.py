@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import MistralConfig, MistralForCausalLM
 
-from perl.engines.decode import generate_completions
+from perl.engines.decode import _log_once, generate_completions
 from perl.errors import UserError
 from perl.records import Sampling
 from tests.engines.models import SHAPE, prompts, tiny
@@ -88,8 +88,6 @@ def test_all_is_computed_inside_generate(monkeypatch):
 def test_fallback_is_said_once(caplog):
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
-    from perl.engines.decode import _log_once
-
     _log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="perl.engines.decode"):
         first = complete(model, prompts(5), 1, range(5), max_batch_tokens=50)

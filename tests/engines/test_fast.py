@@ -22,9 +22,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from perl.engines.fast import REFILL_SHARE, decode_fast, unsupported_reason
-from perl.engines.rows import Finished, Job, Row
-from perl.engines.stock import decode_stock, left_pad
+from perl.engines.fast import decode_fast, unsupported_reason
+from perl.engines.loop import REFILL_SHARE
+from perl.engines.rows import Finished, Job, Row, left_pad
+from perl.engines.stock import decode_stock
 from perl.records import Sampling
 from tests.engines.models import EOS, SHAPE, make_job, prompts, tiny
 

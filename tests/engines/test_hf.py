@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig, MistralForCausalLM
 
 from perl.engines import ENGINES
+from perl.engines.decode import _log_once
 from perl.engines.hf import HFEngine
 from perl.errors import UserError
 from perl.records import Prompt, Sampling
@@ -101,6 +102,7 @@ def test_model_that_the_fast_loop_cannot_serve_falls_back_and_says_so(tmp_path, 
     MistralForCausalLM(MistralConfig(**{**SHAPE, "sliding_window": 8})).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     engine, asked = HFEngine(str(tmp_path), max_batch_tokens=120), ask(12)
+    _log_once.cache_clear()
     sampling = Sampling(max_new_tokens=10)
     with caplog.at_level(logging.WARNING):
         together = complete(engine, asked, sampling)
