@@ -34,12 +34,12 @@ def zero3_with_nothing_persistent(folder: Path) -> Path:
     return folder / "zero3.yaml"
 
 
-def launch(run_npu, folder, config, settings=None, processes=2):
+def launch(run_npu, folder, config, settings=None, processes=2, **variables):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command = [*launcher, "--num_processes", str(processes), "-m", "tests.npu.train_worker", str(folder)]
     # float32: two devices must then agree with a CPU to rounding
     settings = {"bf16": False, "per_device_train_batch_size": 2} | (settings or {})
-    run_npu([*command, json.dumps(settings)], devices=processes, timeout=400)
+    run_npu([*command, json.dumps(settings)], devices=processes, timeout=400, **variables)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
@@ -66,10 +66,13 @@ def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path,
 
 
 def test_the_same_seeds_give_the_same_losses_as_a_cpu(run_npu, tmp_path):
-    """Two emulated NPUs against two CPU processes, float32, same code but for the device."""
+    """Two emulated NPUs against two CPU processes, float32, same code but for the device.
+
+    An NPU samples with a generator of its own; here it is given the CPU's, so that both sample the same tokens.
+    """
     (tmp_path / "npu").mkdir()
     (tmp_path / "cpu").mkdir()
-    on_npu = launch(run_npu, tmp_path / "npu", CONFIGS / "npu_ddp.yaml")
+    on_npu = launch(run_npu, tmp_path / "npu", CONFIGS / "npu_ddp.yaml", NPUEMU_CPU_GENERATOR=1)
     import os
     import subprocess
 
