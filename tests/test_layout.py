@@ -29,6 +29,11 @@ def level(name: str) -> int:
     return next(index for index, names in enumerate(LEVELS) if name in names)
 
 
+def is_module(name: str) -> bool:
+    path = ROOT / Path(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
 def imports(path: Path) -> set[str]:
     """Modules below perl/ that a file imports, at its top or inside a function."""
     found = set()
@@ -36,8 +41,9 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            # `from perl.tools import launch` imports the module launch, not a name out of perl/tools/__init__.py.
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if is_module(name) else node.module for name in inner}
     return {name for name in found if name.startswith("perl.")}
 
 

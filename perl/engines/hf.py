@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from perl import device
-from perl.engines import require_room
+from perl.engines.base import require_room
 from perl.engines.decode import decode
 from perl.engines.rows import DEFAULT_BATCH_TOKENS, Finished, Job, Row
 from perl.engines.sampling import validate

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl import device
-from perl.engines import require_room
+from perl.engines.base import require_room
 from perl.engines.sampling import validate
 from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling

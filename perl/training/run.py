@@ -78,7 +78,7 @@ def import_trainer(config: Config) -> type[PerlGRPOTrainer]:
     """The trainer class. TRL imports vLLM wherever it is installed, which takes ten seconds in every process; it is
     shown vLLM only when the rollouts use it."""
     if not config.training.use_vllm:
-        importlib.import_module("trl.import_utils").is_vllm_available = lambda min_version=None: False
+        setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
     from perl.training.trainer import PerlGRPOTrainer
 
     return PerlGRPOTrainer
@@ -124,7 +124,7 @@ def set_up_logging(config: Config) -> None:
 def reward_context(config: Config, grader: Grader) -> RewardContext:
     return RewardContext(
         grader=grader,
-        max_completion_length=config.training.max_completion_length,
+        max_completion_length=config.training.max_completion_length or 0,
         overlong_cache_length=int(config.reward.overlong_cache_length),
     )
 
