@@ -208,7 +208,8 @@ def _style(config: EvalConfig, task: str, examples: tuple[tuple[str, str], ...])
 
 
 def described(plan: Plan) -> dict[str, Any]:
-    """Prompts and sampling as they stand in run.json and summary.json."""
+    """Prompts and sampling as they stand in run.json and summary.json: JSON values."""
     sampling = asdict(plan.sampling)
     sampling.pop("n")
-    return {"dataset": plan.spec, "styles": {task: asdict(s) for task, s in plan.styles.items()}, "sampling": sampling}
+    styles = {task: asdict(style) for task, style in plan.styles.items()}
+    return json.loads(json.dumps({"dataset": plan.spec, "styles": styles, "sampling": sampling}))

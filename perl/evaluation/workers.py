@@ -24,6 +24,8 @@ from perl.records import Completion
 logger = logging.getLogger(__name__)
 
 RESTARTS_PER_WORKER = 3
+FAREWELL_S = 10.0
+"""How long workers get to end by themselves once the work is done."""
 AHEAD = 1.25
 """A streaming worker holds this many times its engine's slots, so that a freed slot never waits for the parent."""
 
@@ -138,9 +140,16 @@ class Workers:
                     waiting.extendleft(sorted(worker.held, reverse=True))
                     self._bury(worker, len(unfinished))
             on_wait()
-        for worker in self.workers:
-            if worker.alive:
-                worker.send(None)
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Let the workers end by themselves, so that what their libraries hold is given back in order."""
+        living = [worker for worker in self.workers if worker.alive]
+        for worker in living:
+            worker.send(None)
+        deadline = time.monotonic() + FAREWELL_S
+        for worker in living:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
 
     def _top_up(self, rows: Sequence[Row], waiting: deque[int], unfinished: int) -> None:
         able = [worker for worker in self.workers if worker.alive and worker.ready]

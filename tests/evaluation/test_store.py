@@ -1,0 +1,73 @@
+import json
+
+import pytest
+
+from perl.errors import UserError
+from perl.evaluation.store import Store, differences, locked
+
+IDENTITY = {"base_hash": "b1", "sampling": {"temperature": 1.0, "top_p": 1.0}}
+
+
+def row(key: str, sample: int = 0, **more) -> dict:
+    return {"key": key, "sample": sample, **more}
+
+
+def test_rows_come_back(tmp_path):
+    store = Store(tmp_path, IDENTITY)
+    store.append([row("a"), row("a", 1)])
+    store.append([row("b", text="π\n")])
+    again = Store(tmp_path, IDENTITY)
+    assert list(again.records) == [("a", 0), ("a", 1), ("b", 0)]
+    assert again.records["b", 0]["text"] == "π\n"
+    assert ("a", 1) in again
+    assert ("b", 1) not in again
+
+
+@pytest.mark.parametrize("torn", ['{"key": "c", "sam', '{"key": "c", "sample": 0}', "\x00\x00"])
+def test_a_torn_last_line_is_owed_again(tmp_path, torn, caplog):
+    Store(tmp_path, IDENTITY).append([row("a"), row("b")])
+    whole = (tmp_path / "samples.jsonl").read_bytes()
+    (tmp_path / "samples.jsonl").write_bytes(whole + torn.encode())
+    store = Store(tmp_path, IDENTITY)
+    assert list(store.records) == [("a", 0), ("b", 0)]
+    assert "1 broken line" in caplog.text
+    store.append([row("c", text="new")])
+    assert (tmp_path / "samples.jsonl").read_bytes() == whole + b'{"key": "c", "sample": 0, "text": "new"}\n'
+
+
+def test_a_line_broken_in_the_middle_is_owed_again(tmp_path):
+    (tmp_path / "samples.jsonl").write_text('{"key": "a", "sample": 0}\n{"key": \n{"key": "b", "sample": 0}\n')
+    assert list(Store(tmp_path, IDENTITY).records) == [("a", 0), ("b", 0)]
+
+
+def test_other_sampling_is_refused_with_the_difference(tmp_path):
+    Store(tmp_path, IDENTITY)
+    changed = {"base_hash": "b1", "sampling": {"temperature": 0.6, "top_p": 1.0}}
+    with pytest.raises(UserError, match=r"sampling\.temperature was 1\.0, is 0\.6"):
+        Store(tmp_path, changed)
+    assert json.loads((tmp_path / "run.json").read_text()) == IDENTITY
+
+
+def test_differences_name_the_leaf():
+    before = {"a": 1, "b": {"c": [1, 2], "d": 0}}
+    assert differences(before, {"a": 1, "b": {"c": [1, 3], "e": 5}}) == [
+        ("b.c", [1, 2], [1, 3]),
+        ("b.d", 0, None),
+        ("b.e", None, 5),
+    ]
+    assert differences(before, before) == []
+
+
+def test_two_evaluations_do_not_share_a_folder(tmp_path):
+    with locked(tmp_path), pytest.raises(UserError, match="another evaluation"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    store = Store(tmp_path, IDENTITY)
+    store.path = type(store.path)("/dev/full")
+    with pytest.raises(UserError, match="No space left"):
+        store.append([row("a")])
+    assert ("a", 0) not in store
