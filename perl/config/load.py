@@ -85,7 +85,8 @@ class Parsed:
     def dump(self) -> str:
         """The whole configuration as YAML that `--recipe` reads again to repeat the run. Left out: secrets, and what
         belongs to one run alone (its folder, the checkpoint it went on from)."""
-        plain = yaml.safe_load(self.parser.dump(Namespace(config=self.values)))["config"]
+        # With nulls: one that overrides a default (max_prompt_length: null) is part of the configuration.
+        plain = yaml.safe_load(self.parser.dump(Namespace(config=self.values), skip_unset=False))["config"]
         for name in (*SECRET_FIELDS, *OF_ONE_RUN):
             plain["training"].pop(name, None)
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -48,7 +48,7 @@ def test_the_dump_repeats_the_configuration_and_holds_no_secret(tmp_path):
         [
             *("--config.training.hub_token", "hf_secret", "--config.training.output_dir", "o"),
             *("--config.common.seed", "5", "--config.reward.weights", "[0.5]"),
-            *("--config.noise_injection.enabled", "true"),
+            *("--config.noise_injection.enabled", "true", "--config.dataset.max_prompt_length", "null"),
         ]
     )
     dump = first.dump()
@@ -58,6 +58,7 @@ def test_the_dump_repeats_the_configuration_and_holds_no_secret(tmp_path):
     assert yaml.safe_load(again.dump()) == yaml.safe_load(dump)
     assert again.values.common.seed == again.values.training.seed == 5
     assert again.values.noise_injection.enabled is True
+    assert again.values.dataset.max_prompt_length is None  # a null that overrides a default
 
 
 def test_every_grpo_field_is_a_flag():
