@@ -34,7 +34,7 @@ $(TRAIN): $(VENV)/bin/python requirements_cpu.txt pyproject.toml
 	@echo "installing requirements_cpu.txt into $(VENV) ..."
 	@$(PIP) install "$$(grep ^torch== requirements_cpu.txt)"
 	@$(PIP) install -r requirements_cpu.txt
-	@$(PIP) install -e .
+	@$(VENV)/bin/python -c 'import os, site; open(site.getsitepackages()[0] + "/perl.pth", "w").write(os.getcwd())'
 	@touch $@
 
 $(FULL): $(TRAIN) requirements_vllm_cpu.txt requirements_dev.txt
