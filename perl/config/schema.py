@@ -17,7 +17,7 @@ class CommonConfig:
 
     Args:
         seed: seed of data order, adapter initialisation, sampling and noise (also written `training.seed`).
-        debug: log at level DEBUG and show tracebacks of users' errors too.
+        debug: log at level DEBUG.
     """
 
     seed: int = 42

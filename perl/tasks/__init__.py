@@ -16,7 +16,7 @@ from perl.tasks.hub import Hub, hub_rows
 from perl.tasks.registry import DATA_SOURCES, HUBS, SCHEMA_TASKS, TASKS, Task
 from perl.tasks.schemas import asked_form, read_fields
 
-__all__ = ["HUBS", "TASKS", "Task", "gold_problems", "load_problems", "problem_of_row", "rows_of"]
+__all__ = ["HUBS", "TASKS", "Task", "gold_problems", "load_problems", "problem_of_row", "rows_of", "training_split"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,18 @@ def load_problems(
     if not result:
         raise UserError(f"{spec}: no rows" + (f" in split {split!r}" if split else ""))
     return result
+
+
+def training_split(spec: str) -> str | None:
+    """The split to train on where the user names none: the data set's own training split, a folder's train files, and
+    for a single file None. A UserError for a bench, which has none: what is trained on can no longer be scored on."""
+    path = Path(spec).expanduser()
+    if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
+        return "train" if path.is_dir() else None
+    _, hub = _hub_of(spec)
+    if hub.known and hub.train_split is None:
+        raise UserError(f"{spec} is a bench without a training split; to train on it all the same, name its split")
+    return hub.train_split or "train"
 
 
 def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[tuple[Row, str, str | None]]:

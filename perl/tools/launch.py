@@ -18,7 +18,7 @@ from perl.adapters import ADAPTERS
 from perl.config.load import parse
 from perl.errors import UserError, lookup, report_errors
 from perl.rewards import check_rewards
-from perl.tasks import load_problems
+from perl.tasks import load_problems, training_split
 from perl.training.rundir import default_run_dir
 
 CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
@@ -33,7 +33,8 @@ def plan(argv: list[str]) -> dict[str, str]:
     check_rewards(values.reward.functions)
     load_tokenizer(values.model.model_name_or_path)
     data = values.dataset
-    load_problems(data.dataset_name_or_path, split=data.split, limit=1, task=data.task)
+    split = data.split or training_split(data.dataset_name_or_path)
+    load_problems(data.dataset_name_or_path, split=split, limit=1, task=data.task)
 
     devices = device.detect()
     processes = requested_processes(devices)

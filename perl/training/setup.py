@@ -16,7 +16,7 @@ from perl.config.load import Config
 from perl.errors import UserError
 from perl.prompts import build_messages, encode, require_chat_template
 from perl.records import Problem
-from perl.tasks import TASKS, load_problems
+from perl.tasks import TASKS, load_problems, training_split
 
 if TYPE_CHECKING:
     from perl.config.schema import DatasetConfig
@@ -66,9 +66,8 @@ def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> 
     Rows whose prompt is longer than max_prompt_length tokens are dropped, or are an error, or are left to the trainer
     to cut (truncation left).
     """
-    problems = load_problems(
-        config.dataset_name_or_path, split=config.split, limit=config.example_numbers, task=config.task
-    )
+    split = config.split or training_split(config.dataset_name_or_path)
+    problems = load_problems(config.dataset_name_or_path, split=split, limit=config.example_numbers, task=config.task)
     rows = [_row(problem, config.system_prompt) for problem in problems]
     if config.max_prompt_length is not None:
         rows = _check_lengths(rows, problems, config, tokenizer)

@@ -13,7 +13,7 @@ from perl.errors import UserError
 from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem
-from perl.tasks import TASKS, gold_problems, load_problems
+from perl.tasks import TASKS, gold_problems, load_problems, training_split
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not there")
@@ -145,6 +145,15 @@ def test_splits_of_a_folder(tmp_path):
     assert len(load_problems(str(tmp_path), "train", limit=2)) == 2
     with pytest.raises(UserError, match=r"no file of split 'validation'; splits there: .*train"):
         load_problems(str(tmp_path), "validation")
+
+
+def test_training_never_takes_the_test_split_by_itself(tmp_path):
+    assert [training_split(name) for name in ("gsm8k", "openai/gsm8k", "dapo-math", "some/set")] == ["train"] * 4
+    assert training_split(str(tmp_path)) == "train"
+    assert training_split(write(tmp_path, [GSM8K])) is None
+    for bench in ("math500", "aime24", "HuggingFaceH4/aime_2024"):
+        with pytest.raises(UserError, match="bench without a training split"):
+            training_split(bench)
 
 
 def test_a_prepared_prompt_keeps_its_wording(tmp_path):
