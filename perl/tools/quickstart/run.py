@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from perl.config.parser import Parser
@@ -45,7 +46,7 @@ class Score:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
+        return f"{100 * self.value:.1f}  [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,13 @@ def evaluate(folder: Path, engine: Engine, seed: int, console: Console, adapter:
         words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         running.append(start([*command, *words, "--result_dir", str(folder / name)], folder / f"{name}.log"))
     with console.status("evaluating"):
-        for process, log in running:
-            finish(process, log, "evaluation")
-    return Scores(sampled=read_score(folder / "sampled"), greedy=read_score(folder / "greedy"))
+        for process, _ in running:
+            process.wait()
+    for process, log in running:
+        finish(process, log, "evaluation")
+    scores = Scores(sampled=read_score(folder / "sampled"), greedy=read_score(folder / "greedy"))
+    console.print(f"      avg@{SAMPLED.n} {scores.sampled}  greedy {scores.greedy}", highlight=False, markup=False)
+    return scores
 
 
 def train(folder: Path, seed: int, console: Console) -> Path:
@@ -103,7 +108,7 @@ def train(folder: Path, seed: int, console: Console) -> Path:
         for line in process.stdout:
             file.write(line)
             if line.startswith(PROGRESS):
-                console.print("      " + line.removeprefix(PROGRESS).strip(), highlight=False)
+                console.print("      " + line.removeprefix(PROGRESS).strip(), highlight=False, soft_wrap=True)
     finish(process, log, "training")
     return folder / "adapter"
 
@@ -128,8 +133,9 @@ def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> tuple[sub
 
 
 def finish(process: subprocess.Popen[str], log: Path, stage: str) -> None:
+    """Wait for a stage; raise a StageError when it failed."""
     if code := process.wait():
-        raise StageError(f"{stage} ended with exit code {code}; the reason is at the end of {log}")
+        raise StageError(f"{stage} ended with exit code {code}; read {log}")
 
 
 def read_score(result_dir: Path) -> Score:
@@ -139,14 +145,14 @@ def read_score(result_dir: Path) -> Score:
 
 
 def comparison(before: Scores, after: Scores) -> Table:
-    table = Table(title="Accuracy on held-out problems (95 % confidence interval)")
+    table = Table(title=escape("Accuracy on held-out problems in %  [95 % confidence interval]"))
     for heading in ("", "before", "after", "points"):
-        table.add_column(heading)
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, old, new in (
         (f"avg@{SAMPLED.n}, temperature 1", before.sampled, after.sampled),
         ("greedy", before.greedy, after.greedy),
     ):
-        table.add_row(name, str(old), str(new), f"{100 * (new.value - old.value):+.1f}")
+        table.add_row(name, escape(str(old)), escape(str(new)), f"{100 * (new.value - old.value):+.1f}")
     return table
 
 
