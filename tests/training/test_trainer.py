@@ -69,7 +69,9 @@ def rows(folder):
 def test_the_hooks_that_we_override_exist_in_this_trl():
     for name in (
         "_tokenize_prompts",
+        "_prepare_inputs",
         "_generate_single_turn",
+        "_calculate_rewards",
         "_generate_and_score_completions",
         "_get_per_token_logps_and_entropies",
         "_save_checkpoint",
@@ -181,22 +183,18 @@ def test_old_logps_noisy_are_the_sampling_policys(tmp_path):
     kept = []
     score = trainer._generate_and_score_completions
 
+    def logps(output):
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+        width = output["completion_ids"].size(1)
+        return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)[0].detach()
+
     def keep(inputs):
         output = score(inputs)
-        clean = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
-            torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
-            output["completion_ids"].size(1),
-        )[0]
+        clean = logps(output)
         with trainer.noise.applied(0.5, (0, 0)):
-            noisy = trainer._get_per_token_logps_and_entropies(
-                trainer.model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], 1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
-                output["completion_ids"].size(1),
-            )[0]
-        kept.append((output["old_per_token_logps"], noisy.detach(), clean.detach(), output["completion_mask"].bool()))
+            noisy = logps(output)
+        kept.append((output["old_per_token_logps"], noisy, clean, output["completion_mask"].bool()))
         return output
 
     trainer._generate_and_score_completions = keep
