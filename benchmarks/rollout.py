@@ -5,22 +5,27 @@
 TRL's side is GRPOTrainer's own `_generate_single_turn` on its `model.generate` path, ours is `generate_completions`
 on the same trainer's model inside TRL's own unwrapping. A logits processor forces each completion's length on both.
 The last line is JSON: "ratio" is the median over pairs of TRL's wall time over ours, "cpu_ratio" the same of
-processor time, which other programs on the machine disturb less.
+processor time, which other programs on the machine disturb less, "…_memory_mb" how much a rollout adds to the
+memory of a process at most (Linux).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import random
-import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,25 +125,71 @@ def with_processor(trainer: Any, processor: LogitsProcessor) -> Iterator[None]:
         del base.generate
 
 
-def run_trl(trainer: Any, prompts: list[list[int]], group_size: int, processor: LogitsProcessor):
-    repeated = [prompt for prompt in prompts for _ in range(group_size)]
+@dataclass(frozen=True)
+class Workload:
+    """One generation batch."""
+
+    prompts: list[list[int]]
+    group_size: int
+    lengths: list[int]
+    """Tokens of each completion, prompt by prompt."""
+    longest: int
+
+
+def run_trl(trainer: Any, work: Workload, processor: LogitsProcessor) -> list[list[int]]:
+    repeated = [prompt for prompt in work.prompts for _ in range(work.group_size)]
     with with_processor(trainer, processor):
-        return trainer._generate_single_turn(repeated, None, {}, group_size)[0]
+        return trainer._generate_single_turn(repeated, None, {}, work.group_size)[0]
 
 
-def run_ours(trainer: Any, prompts: list[list[int]], group_size: int, processor: LogitsProcessor, limit: int):
+def run_ours(trainer: Any, work: Workload, processor: LogitsProcessor) -> list[list[int]]:
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad():
         rows = generate_completions(
             model,
-            prompts,
-            group_size,
-            Sampling(max_new_tokens=limit),
-            range(len(prompts) * group_size),
+            work.prompts,
+            work.group_size,
+            Sampling(max_new_tokens=work.longest),
+            range(len(work.lengths)),
             eos_token_ids=[EOS],
             pad_token_id=PAD,
             processors=[processor],
         )
     return [row.token_ids for row in rows]
+
+
+SIDES = {"trl": run_trl, "ours": run_ours}
+
+
+def measure(trainer: Any, work: Workload, side: str) -> tuple[float, float]:
+    """Wall and processor seconds of one rollout."""
+    processor = ForcedLengths(work.prompts, work.group_size, work.lengths)
+    wall, cpu = time.perf_counter(), time.process_time()
+    completions = SIDES[side](trainer, work, processor)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    assert [len(completion) for completion in completions] == work.lengths, side
+    return wall, cpu
+
+
+def memory_mb(field: str) -> float:
+    """VmRSS (what this process holds now) or VmHWM (the most it has held) from the kernel's books."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) / 1024
+
+
+def measure_memory(trainer: Any, work: Workload, side: str) -> float:
+    """MB that a rollout adds to what the process held before, at most."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
+    before = memory_mb("VmRSS")
+    measure(trainer, work, side)
+    return memory_mb("VmHWM") - before
+
+
+def memory_of(side: str) -> float:
+    """`measure_memory` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.rollout", *sys.argv[1:], "--only", side]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])["rollout_memory_mb"]
 
 
 def draw_lengths(kind: str, count: int, mean: float, longest: int) -> list[int]:
@@ -150,7 +201,7 @@ def draw_lengths(kind: str, count: int, mean: float, longest: int) -> list[int]:
     return [min(longest, max(2, round(rng.lognormvariate(mu, 0.7)))) for _ in range(count)]
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=4)
@@ -160,48 +211,55 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=65)
     parser.add_argument("--longest", type=int, default=192)
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    parser.add_argument("--only", choices=list(SIDES), help="one rollout of one side, for its memory")
+    return parser.parse_args()
 
+
+def compare(trainer: Any, work: Workload, pairs: int) -> dict[str, float]:
+    """Times of both sides, alternating which goes first."""
+    wall: dict[str, list[float]] = {side: [] for side in SIDES}
+    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
+    for pair in range(pairs):
+        for side in list(SIDES) if pair % 2 == 0 else list(SIDES)[::-1]:
+            seconds, processor_seconds = measure(trainer, work, side)
+            wall[side].append(seconds)
+            cpu[side].append(processor_seconds)
+        print(
+            f"pair {pair}: trl {wall['trl'][-1]:.2f} s, ours {wall['ours'][-1]:.2f} s,"
+            f" {wall['trl'][-1] / wall['ours'][-1]:.2f}x ({cpu['trl'][-1] / cpu['ours'][-1]:.2f}x in processor time)",
+            flush=True,
+        )
+
+    def ratio(seconds: dict[str, list[float]]) -> float:
+        return statistics.median(theirs / mine for theirs, mine in zip(seconds["trl"], seconds["ours"], strict=True))
+
+    return {
+        "trl_s": round(statistics.median(wall["trl"]), 3),
+        "ours_s": round(statistics.median(wall["ours"]), 3),
+        "cpu_ratio": round(ratio(cpu), 3),
+        "ratio": round(ratio(wall), 3),
+    }
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
     rng = random.Random(1)
     prompts = [
         [rng.randrange(FIRST_WORD, VOCABULARY) for _ in range(options.prompt_length)] for _ in range(options.prompts)
     ]
     lengths = draw_lengths(options.lengths, options.prompts * options.group_size, options.mean, options.longest)
-    ratios, cpu_ratios = [], []
-    seconds, cpu_seconds = {"trl": [], "ours": []}, {"trl": [], "ours": []}
+    work = Workload(prompts, options.group_size, lengths, options.longest)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(folder, options.longest, options.group_size, options.prompts)
-        sides = {
-            "trl": lambda processor: run_trl(trainer, prompts, options.group_size, processor),
-            "ours": lambda processor: run_ours(trainer, prompts, options.group_size, processor, options.longest),
-        }
-        for pair in range(options.pairs):
-            for name in ("trl", "ours") if pair % 2 == 0 else ("ours", "trl"):
-                processor = ForcedLengths(prompts, options.group_size, lengths)
-                start, cpu_start = time.perf_counter(), time.process_time()
-                completions = sides[name](processor)
-                seconds[name].append(time.perf_counter() - start)
-                cpu_seconds[name].append(time.process_time() - cpu_start)
-                assert [len(completion) for completion in completions] == lengths, name
-            ratios.append(seconds["trl"][-1] / seconds["ours"][-1])
-            cpu_ratios.append(cpu_seconds["trl"][-1] / cpu_seconds["ours"][-1])
-            print(
-                f"pair {pair}: trl {seconds['trl'][-1]:.2f} s, ours {seconds['ours'][-1]:.2f} s, {ratios[-1]:.2f}x"
-                f" ({cpu_ratios[-1]:.2f}x in processor time)",
-                flush=True,
-            )
-    result = {
-        "benchmark": "rollout",
-        **vars(options),
-        "tokens": sum(lengths),
-        "trl_s": round(statistics.median(seconds["trl"]), 3),
-        "ours_s": round(statistics.median(seconds["ours"]), 3),
-        "cpu_ratio": round(statistics.median(cpu_ratios), 3),
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "ratio": round(statistics.median(ratios), 3),
-    }
-    print(json.dumps(result))
+        if options.only:
+            memory = measure_memory(trainer, work, options.only)
+            print(json.dumps({"side": options.only, "rollout_memory_mb": round(memory, 1)}))
+            return
+        result = compare(trainer, work, options.pairs)
+    memory = {f"{side}_memory_mb": memory_of(side) for side in SIDES}
+    arguments = {name: value for name, value in vars(options).items() if name != "only"}
+    print(json.dumps({"benchmark": "rollout", **arguments, "tokens": sum(lengths), **memory, **result}))
 
 
 if __name__ == "__main__":
