@@ -126,6 +126,84 @@ def peak_memory_bytes() -> int | None:
     return None if module is None else int(module.max_memory_allocated())
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of this process's accelerator in bytes: the peaks since the process began, and all there is."""
+
+    allocated: int
+    """In tensors."""
+    reserved: int
+    """Held by torch, in tensors or not."""
+    total: int
+
+
+def peak_memory() -> Memory | None:
+    """Peaks of torch's allocator, or None on a CPU."""
+    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    if module is None:
+        return None
+    return Memory(module.max_memory_allocated(), module.max_memory_reserved(), module.mem_get_info()[1])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an accelerator ran out of memory; older torch_npu raises a plain RuntimeError."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "NPU out of memory" in str(error)
+    )
+
+
+def synchronize() -> None:
+    """Wait until the accelerator has done all that it was given; on a CPU there is nothing to wait for."""
+    if (kind := detect().kind) != "cpu" and (module := _backend(kind)) is not None:
+        module.synchronize()
+
+
+def name() -> str:
+    """What the driver calls this process's accelerator ("Ascend910B3", "NVIDIA H200"), or "cpu"."""
+    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    return "cpu" if module is None else module.get_device_name()
+
+
+def _cubes(cores: int, mhz: int) -> float:
+    """FLOP/s of Ascend's cube cores, each 16 x 16 x 16 multiply-adds a cycle."""
+    return cores * 16**3 * 2 * mhz * 1e6
+
+
+PEAK_FLOPS: dict[str, float] = {
+    # Ascend: cube_core_cnt and cube_freq of the chip's file in CANN's data/platform_config (8.1.RC1; 9.0.0 for
+    # 910B4-1 and 9382). A 910C is two devices of one die each; CANN's runtime puts 9392 into one bin with 9391, and
+    # 9381 with 9382.
+    "Ascend910B1": _cubes(24, 1850),
+    "Ascend910B2": _cubes(24, 1800),
+    "Ascend910B2C": _cubes(24, 1800),
+    "Ascend910B3": _cubes(20, 1800),
+    "Ascend910B4": _cubes(20, 1500),
+    "Ascend910B4-1": _cubes(20, 1500),
+    "Ascend910_9391": _cubes(24, 1850),
+    "Ascend910_9392": _cubes(24, 1850),
+    "Ascend910_9381": _cubes(24, 1800),
+    "Ascend910_9382": _cubes(24, 1800),
+    "Ascend910_9362": _cubes(20, 1500),
+    # NVIDIA's data sheets, dense: half of what they print with sparsity.
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+}
+"""Dense bfloat16 and float16 FLOP/s by exact name: variants differ by a half, so that a similar name is no answer."""
+
+
+def peak_flops() -> float | None:
+    """Peak FLOP/s of this process's accelerator, or None where it is not known, as on a CPU."""
+    return PEAK_FLOPS.get(name())
+
+
 def empty_cache() -> None:
     """Give memory that torch holds but no tensor uses back to the accelerator; on a CPU there is nothing to do."""
     if (kind := detect().kind) != "cpu" and (module := _backend(kind)) is not None:

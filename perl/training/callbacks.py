@@ -17,9 +17,12 @@ PROGRESS = "progress: "
 SHOWN = {
     "reward": "reward {:.3f}",
     "loss": "loss {:.4f}",
-    "completions/mean_length": "length {:.0f}",
-    "aqn/sigma": "sigma {:.4g}",
+    "completions/mean_length": "len {:.0f}",
+    "aqn/sigma": "sigma {:.3g}",
+    "perf/throughput": "{:.0f} tok/s",
+    "perf/max_memory_allocated_gb": "{:.1f} GB",
 }
+"""What the line shows, in this order; a metric that this device has not is left out."""
 
 
 class MetricsWriter(TrainerCallback):

@@ -7,6 +7,8 @@ One update of GRPO (arXiv 2402.03300), and where this class adds to it:
             -> _generate_and_score_…      advantages    + old log-probabilities of the noisy policy, on request
             -> compute_loss, optimizer    adapter       + the adapter method's own optimizer
     log, _save_checkpoint                               + aqn/… metrics; the rollouts still owed to an update
+
+`with self.clock(…)` marks the phases that perl/training/metrics.py measures; what is in none is the update.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from perl.adapters import Adapter
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import stage_at
+from perl.training.metrics import StepClock, model_size
 
 
 class PerlGRPOTrainer(GRPOTrainer):
@@ -56,6 +59,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         if noise.enabled:
             assert noise.seed is not None
             self.noise = NoiseInjector(self._policy(), noise.target_modules, noise.exclude_patterns, noise.seed)
+        self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
+        self.add_callback(self.clock)
         self._draw = (-1, 0)  # (global step, how many rollouts it has had): names the noise of a rollout
 
     # Rollout
@@ -66,11 +71,22 @@ class PerlGRPOTrainer(GRPOTrainer):
             prompt_ids = [ids[-self.truncate_prompts_to :] for ids in prompt_ids]
         return prompt_ids, images, multimodal_fields
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any):
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        with self.clock("prepare"):
+            inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training:
+            tokens = inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)
+            self.clock.count_update(tokens.tolist())
+        return inputs
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         step, count = self._draw
         self._draw = (step, count + 1) if step == self.state.global_step else (self.state.global_step, 0)
-        with self._generate_as_behaviour_policy():
-            return super()._generate_single_turn(*args, **kwargs)
+        with self.clock("rollout"), self._generate_as_behaviour_policy():
+            completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
+            self.clock.count_forward([len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)])
+        return completion_ids, logps
 
     @contextlib.contextmanager
     def _generate_as_behaviour_policy(self) -> Iterator[None]:
@@ -105,6 +121,17 @@ class PerlGRPOTrainer(GRPOTrainer):
         finally:
             policy.train(training)
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any):
+        with self.clock("reward"):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, attention_mask: Any, *args, **kwargs):
+        if torch.is_grad_enabled():  # the loss's own pass
+            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+        with self.clock("old_logps"):
+            self.clock.count_forward(attention_mask.sum(1).tolist())
+            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         if self.noise and self.model.training:
@@ -117,6 +144,7 @@ class PerlGRPOTrainer(GRPOTrainer):
     def _behaviour_logps(self, rollout: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the sampled tokens under the noisy policy, (batch, completion length), float32."""
         with (
+            self.clock("old_logps"),
             unwrap_model_for_generation(
                 self.model_wrapped,  # type: ignore[arg-type]
                 self.accelerator,
@@ -149,6 +177,13 @@ class PerlGRPOTrainer(GRPOTrainer):
         return super().create_optimizer(*args, **kwargs)
 
     # Logging and checkpoints
+
+    def _log_step(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if "memory" in name or "hbm" in name:
+                self._metrics["train"][name] = [value]  # a peak: the last of the logged steps
+            else:
+                self._metrics["train"][name].append(value)  # mean over the logged steps
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.noise and self.model.training:

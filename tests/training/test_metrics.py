@@ -1,0 +1,225 @@
+"""What is measured of a step: FLOPs by hand, seconds of a clock that is set, averages over steps and ranks."""
+
+import time
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import MixtralConfig, TrainingArguments
+from transformers.trainer_callback import TrainerState
+
+from perl import device
+from perl.training.callbacks import MetricsWriter, ProgressLine
+from perl.training.metrics import (
+    ModelSize,
+    RankStep,
+    StepClock,
+    forward_flops,
+    model_size,
+    step_metrics,
+    update_flops,
+)
+from tests.tiny import tiny_model
+from tests.training.test_trainer import make_trainer, rows
+
+TINY = ModelSize(base=2 * (4 * 64 * 64 + 3 * 64 * 64) + 64 * 30, adapter=2 * 7 * (64 * 4 + 4 * 64), attention=2 * 64)
+"""tests/tiny.py: two layers of q, k, v, o and gate, up, down, all 64 x 64, a head of 64 x 30 words; LoRA of rank 4."""
+
+
+def lora_model():
+    return get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
+
+
+def test_the_size_of_the_tiny_model():
+    model = lora_model()
+    assert model_size(model) == TINY == ModelSize(base=59264, adapter=7168, attention=128)
+
+
+def test_a_mixture_of_experts_is_not_counted():
+    model = lora_model()
+    model.config = MixtralConfig(num_local_experts=8)
+    assert model_size(model) is None
+
+
+def test_flops_by_hand():
+    size = ModelSize(base=1000, adapter=10, attention=6)
+    # lengths 3 and 2: 5 tokens; pairs 1+2+3 and 1+2 = 9
+    assert forward_flops(size, [3, 2]) == 2 * 1010 * 5 + 4 * 6 * 9
+    assert update_flops(size, [3, 2]) == (4 * 1000 + 6 * 10) * 5 + 12 * 6 * 9
+
+
+def test_flops_are_those_that_torch_counts():
+    """torch counts the matrix products that run: the masked half of attention too, and the 512 FLOPs of the rotary
+    angles, but no gradient of what enters the first layer's q, k, v, as the embedding is frozen."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, n = lora_model(), 16
+    model.base_model.model.set_attn_implementation("eager")  # the counter does not know the CPU's fused kernel
+    ids = torch.randint(5, 20, (1, n))
+    masked = 4 * TINY.attention * (n * n - n * (n + 1) // 2)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids)
+    assert counter.get_total_flops() == forward_flops(TINY, [n]) + masked + 512
+
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.sum().backward()
+    first_inputs = 3 * 2 * n * (64 * 64 + 64 * 4)
+    assert counter.get_total_flops() == update_flops(TINY, [n]) + 3 * masked + 512 - first_inputs
+
+
+def one_rank(**changes):
+    values = {"step": 10.0, "rollout": 6.0, "reward": 1.0, "old_logps": 0.0, "update": 2.0}
+    values |= {"tokens": 1000.0, "flops": 5e12, "memory_gb": 20.0, "hbm_utilization": 0.5}
+    return RankStep(**(values | changes))
+
+
+def test_several_ranks_the_slowest_the_fullest_and_sums():
+    other = one_rank(step=8.0, rollout=3.0, update=4.0, tokens=600.0, flops=3e12, memory_gb=30.0, hbm_utilization=0.75)
+    assert step_metrics([one_rank(), other], peak_flops=1e12, has_memory=True) == {
+        "timing/rollout": 6.0,
+        "timing/reward": 1.0,
+        "timing/old_logps": 0.0,
+        "timing/update": 4.0,
+        "timing/step": 10.0,
+        "perf/throughput": 1600 / 10 / 2,
+        "perf/mfu": 8e12 / 10 / 2e12,
+        "perf/max_memory_allocated_gb": 30.0,
+        "perf/hbm_utilization": 0.75,
+    }
+
+
+def test_what_is_not_known_is_left_out():
+    unknown_device = step_metrics([one_rank()], peak_flops=None, has_memory=False)
+    assert not {"perf/mfu", "perf/max_memory_allocated_gb", "perf/hbm_utilization"} & unknown_device.keys()
+    assert "perf/mfu" not in step_metrics([one_rank(flops=0.0)], peak_flops=1e12, has_memory=True)
+    assert device.PEAK_FLOPS.get("Ascend-emulated") is None
+    assert device.PEAK_FLOPS.get("cpu") is None
+    assert device.PEAK_FLOPS["Ascend910B3"] == pytest.approx(294.9e12, rel=1e-3)
+
+
+class Hands:
+    """A clock whose hands are set, and whether the device was waited for before each reading."""
+
+    def __init__(self):
+        self.time, self.waited = 0.0, False
+
+    def synchronize(self):
+        self.waited = True
+
+    def now(self):
+        assert self.waited
+        self.waited = False
+        return self.time
+
+
+def step_of(clock, hands, *work, extra=0.0):
+    """Runs work ("rollout", 3.0) in the preparation, 1 s of preparation around it, then `extra` seconds of update."""
+    args = TrainingArguments(output_dir="unused", use_cpu=True, report_to="none")
+    clock.on_step_begin(args, TrainerState(), None)
+    with clock("prepare"):
+        for phase, seconds in work:
+            with clock(phase):
+                hands.time += seconds
+        hands.time += 1.0
+    hands.time += extra
+    clock.on_step_end(args, TrainerState(), None)
+
+
+def make_clock(size=None):
+    hands, found = Hands(), []
+    return StepClock(size, lambda t: t, found.append, hands.now, hands.synchronize), hands, found
+
+
+def test_seconds_go_to_the_innermost_phase_and_are_summed_over_micro_batches():
+    clock, hands, found = make_clock()
+    step_of(clock, hands, ("rollout", 3.0), ("reward", 0.5), ("rollout", 2.0), ("old_logps", 0.25), extra=4.0)
+    hands.time += 100.0  # saving, logging
+    step_of(clock, hands, ("rollout", 1.0), extra=2.0)
+    timing = [
+        {name: row[f"timing/{name}"] for name in ("rollout", "reward", "old_logps", "update", "step")} for row in found
+    ]
+    assert timing[0] == {"rollout": 5.0, "reward": 0.5, "old_logps": 0.25, "update": 4.0, "step": 10.75}
+    assert timing[1] == {"rollout": 1.0, "reward": 0.0, "old_logps": 0.0, "update": 2.0, "step": 4.0}
+
+
+def test_tokens_are_those_that_are_trained_on():
+    clock, hands, found = make_clock(TINY)
+    clock.count_update([50])  # of no step
+    args = TrainingArguments(output_dir="unused", use_cpu=True, report_to="none")
+    clock.on_step_begin(args, TrainerState(), None)
+    clock.count_forward([10, 20])
+    clock.count_update([10, 20])
+    hands.time += 2.0
+    clock.on_step_end(args, TrainerState(), None)
+    assert found[0]["perf/throughput"] == 15.0
+
+
+def test_the_phase_that_failed_is_the_innermost():
+    clock, _, _ = make_clock()
+    assert clock.phase == "setup"
+    with pytest.raises(RuntimeError), clock("prepare"), clock("rollout"):
+        raise RuntimeError
+    assert clock.failed_in == "rollout"
+    assert clock.phase == "setup"
+
+
+def test_a_run_has_the_metrics_in_its_file_and_on_its_line(tmp_path, capsys):
+    """Four steps, logged every second one: the mean of two sums, each over two micro-batches."""
+    trainer = make_trainer(
+        tmp_path,
+        max_steps=4,
+        logging_steps=2,
+        beta=0.1,
+        callbacks=[MetricsWriter(tmp_path / "metrics.jsonl"), ProgressLine()],
+    )
+    steps, counted = [], []
+    report, forward, update = trainer.clock.report, trainer.clock.count_forward, trainer.clock.count_update
+    trainer.clock.report = lambda metrics: steps.append(metrics) or report(metrics)
+    trainer.clock.count_forward = lambda lengths: counted.append(("forward", list(lengths))) or forward(lengths)
+    trainer.clock.count_update = lambda lengths: counted.append(("update", list(lengths))) or update(lengths)
+    begun = time.perf_counter()
+    trainer.train()
+    wall = time.perf_counter() - begun
+
+    logged = [row for row in rows(tmp_path) if "reward" in row]
+    assert [row["step"] for row in logged] == [2, 4]
+    assert len(steps) == 4
+    for name in (
+        "timing/rollout",
+        "timing/reward",
+        "timing/old_logps",
+        "timing/update",
+        "timing/step",
+        "perf/throughput",
+    ):
+        assert all(step[name] > 0 for step in steps), name
+        assert logged[0][name] == pytest.approx((steps[0][name] + steps[1][name]) / 2), name
+        assert logged[1][name] == pytest.approx((steps[2][name] + steps[3][name]) / 2), name
+    for step in steps:
+        parts = sum(step[f"timing/{name}"] for name in ("rollout", "reward", "old_logps", "update"))
+        assert parts <= step["timing/step"] * (1 + 1e-5)
+    assert sum(step["timing/step"] for step in steps) < wall
+    assert not {"perf/mfu", "perf/hbm_utilization"} & logged[0].keys()
+
+    # Per step: 8 sequences are sampled, go through the reference policy, and are trained on in two micro-batches.
+    kinds = [(kind, len(lengths)) for kind, lengths in counted[:4]]
+    assert kinds == [("forward", 8), ("forward", 8), ("update", 4), ("update", 4)]
+    assert sorted(counted[0][1]) == sorted(counted[2][1] + counted[3][1])
+    assert steps[0]["perf/throughput"] * steps[0]["timing/step"] == pytest.approx(sum(counted[0][1]), rel=1e-5)
+
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("progress: step 2/4"))
+    assert " tok/s" in line
+    assert "GB" not in line  # a CPU
+
+
+def test_the_line_stays_one_line_of_a_terminal(capsys):
+    state = TrainerState(global_step=800, max_steps=1000, is_world_process_zero=True)
+    line = ProgressLine()
+    line.first_step, line.started = 0, time.perf_counter() - 800 * 45.3
+    logs = {"reward": -0.512, "loss": -0.0012, "completions/mean_length": 812.3, "aqn/sigma": 0.012345}
+    logs |= {"perf/throughput": 1234.5, "perf/max_memory_allocated_gb": 61.23}
+    line.on_log(None, state, None, logs)
+    shown = capsys.readouterr().out
+    assert "1234 tok/s  61.2 GB" in shown
+    assert shown.count("\n") == 1
+    assert len(shown.removeprefix("progress: ").rstrip()) <= 120
