@@ -84,7 +84,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model.model_name_or_path": "./nowhere"}, "no folder ./nowhere"),
+        ({"model.model_name_or_path": "./nowhere"}, "./nowhere: no such folder"),
         ({"dataset.dataset_name_or_path": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"training.num_generations": 3}, "does not divide the 16 completions"),
         ({"peft.type": "lorra"}, "did you mean 'lora'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import device
+from perl.adapters.checkpoint import resolve_model
 from perl.config.load import Config
 from perl.errors import UserError
 from perl.prompts import build_messages, encode, require_chat_template
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+MODEL_FLAG = "--config.model.model_name_or_path"
+
+
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model`, padding on the left; a missing model or chat template is a UserError."""
-    flag = "--config.model.model_name_or_path"
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-        raise UserError(f"{flag}: no folder {model}; give a folder with config.json and the weights, or a hub name")
+    """The tokenizer of `model` (a folder or hub name), padding and cutting on the left; a missing model or chat
+    template is a UserError."""
+    folder = resolve_model(model, MODEL_FLAG)
     try:
-        AutoConfig.from_pretrained(model)
-        tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", truncation_side="left")
+        AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", truncation_side="left")
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"{flag}: cannot load {model}: {reason}; give a folder with config.json, the tokenizer and the weights"
+            f"{MODEL_FLAG}: cannot load {model}: {str(error).splitlines()[0]};"
+            " give a folder with config.json, the tokenizer and the weights"
         ) from error
     require_chat_template(tokenizer, model)
     return tokenizer
@@ -54,10 +56,13 @@ def load_model(config: Config) -> PreTrainedModel:
         raise UserError("--config.training.model_init_kwargs gives another dtype than --config.model.dtype; give one")
     if config.model.attn_implementation is not None:
         extra["attn_implementation"] = config.model.attn_implementation
+    name = config.model.model_name_or_path
     try:
-        return AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path, dtype=dtype, **extra)
+        model = AutoModelForCausalLM.from_pretrained(resolve_model(name, MODEL_FLAG), dtype=dtype, **extra)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"--config.model: {str(error).splitlines()[0]}") from error
+    model.name_or_path = name  # PEFT writes it into adapter_config.json: the hub's name, not a cache's folder
+    return model
 
 
 def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:

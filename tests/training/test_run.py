@@ -203,7 +203,7 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, flags, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("perl.training.run.load_model", lambda config: pytest.fail("a model was loaded"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "no folder ./nowhere" in message(flags(model__model_name_or_path="./nowhere"))
+    assert "./nowhere: no such folder" in message(flags(model__model_name_or_path="./nowhere"))
     assert "did you mean 'lora'" in message(flags(peft__type="lorra"))
     assert "rslora" in message(flags(peft__type="full"))
     assert "did you mean 'accuracy'" in message(flags(reward__functions='["acuracy"]'))
