@@ -61,16 +61,15 @@ def generate(setup: Setup, owed: Sequence[Row], stores: dict[str, Store], progre
     began = time.monotonic()
     with Recorder(stores, engine, progress.add) as recorder:
         skip_overlong(setup, owed, recorder)
-        tokens = 0
+        tokens, ended = 0, began
         if not fitting:
             return None
         with Workers(worker_specs(setup, engine, fitting)) as workers:
             for row, completion, seconds in workers.complete(fitting, progress.refresh):
                 recorder.add(Finished(row, completion, seconds))
                 tokens += len(completion.token_ids)
-            ended = time.monotonic()
+                ended = time.monotonic()
             ready = workers.generation_began or ended
-            restarts = workers.restarts
     return {
         "engine": engine,
         "dp_size": setup.config.dp_size,
@@ -81,7 +80,7 @@ def generate(setup: Setup, owed: Sequence[Row], stores: dict[str, Store], progre
         "start_s": round(ready - began, 2),
         "wall_s": round(ended - ready, 2),
         "tokens_per_s": round(tokens / max(ended - ready, 1e-9), 1),
-        "worker_restarts": restarts,
+        "worker_restarts": workers.restarts,
     }
 
 

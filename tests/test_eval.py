@@ -1,0 +1,118 @@
+"""python perl/eval.py as a user meets it: help, one-line errors before any model is loaded, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perl.config.evaluation import parse
+from perl.errors import UserError
+from perl.eval import main
+from tests.tiny import save_tiny, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    file.write_text(json.dumps({"question": "What is 1 + 2 ?", "answer": "#### 3"}) + "\n")
+    return file
+
+
+def test_runs_from_any_folder_as_file_and_as_module(model, sums, tmp_path):
+    flags = ["--model", str(model), "--dataset", str(sums), "--max_new_tokens", "4"]
+    for how, place in (([str(ROOT / "perl" / "eval.py")], tmp_path), (["-m", "perl.eval"], ROOT)):
+        words = [sys.executable, *how, *flags, "--result_dir", str(tmp_path / how[-1].strip("-/").replace("/", "_"))]
+        run = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False, timeout=200)
+        assert run.returncode == 0, run.stderr
+        assert "avg@1" in run.stdout
+        assert "1 problems × 1" in run.stdout
+
+
+def test_help_explains_every_flag(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for flag in ("--model MODEL folder or hub name", "--adapter_mode {merge,lora} merge writes", "--use_vllm"):
+        assert flag in text
+
+
+def test_use_vllm_is_a_switch():
+    common = ["--model", "m", "--dataset", "gsm8k"]
+    assert parse(common).use_vllm is False
+    assert parse([*common, "--use_vllm"]).use_vllm is True
+    assert parse([*common, "--use_vllm", "--dp_size", "4"]).dp_size == 4
+    assert parse([*common, "--use_vllm=false"]).use_vllm is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dpsize", "2"], "unknown flag --dpsize; did you mean --dp_size"),
+        (["--max_new", "2"], "unknown flag --max_new"),
+        (["--dp_size", "0"], "--dp_size"),
+        (["--top_p", "1.5"], "--top_p"),
+        (["--tp_size", "2"], "add --use_vllm"),
+        (["--use_vllm", "--max_batch_tokens", "9"], "vLLM sizes its own cache"),
+        (["--adapter_mode", "lora"], "no --adapter to serve"),
+        (["--adapter_mode", "lora", "--adapter", "a"], "needs --use_vllm"),
+        (["--dataset", " , "], "--dataset is empty"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, message):
+    with pytest.raises(UserError) as error:
+        parse(["--model", "m", "--dataset", "gsm8k", *flags])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def without_template(folder: Path) -> Path:
+    save_tiny(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tiny_tokenizer(chat_template=None).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--model": "no/such/folder"}, "no such folder"),
+        ({"--dataset": "gsm9k"}, "did you mean 'gsm8k'"),
+        ({"--dataset": "missing.jsonl"}, "missing.jsonl"),
+        ({"--task": "gsm9k"}, "gsm9k"),
+        ({"--adapter": "nowhere"}, "no such folder"),
+        ({"--dp_size": "4096"}, "there are"),
+        ({"--max_model_len": "100000"}, "the model takes 512 tokens"),
+        ({"--n": "4"}, "greedy completions"),
+        ({"--few_shot": "shots.jsonl"}, "no such file"),
+        ({"template": "without"}, "no chat template"),
+    ],
+)
+def test_mistakes_are_found_before_a_model_is_loaded(model, sums, tmp_path, monkeypatch, change, message):
+    if change.pop("template", None):
+        model = without_template(tmp_path / "bare")
+    flags = {"--model": str(model), "--dataset": str(sums), "--result_dir": str(tmp_path / "out"), **change}
+    monkeypatch.setattr("perl.evaluation.run.Workers", None)
+    monkeypatch.setattr("perl.evaluation.setup.merge_adapter", None)
+    with pytest.raises(UserError) as error:
+        main([word for pair in flags.items() for word in pair])
+    assert message in str(error.value)
+
+
+def test_a_users_mistake_ends_with_code_2_and_one_line():
+    words = [sys.executable, str(ROOT / "perl" / "eval.py"), "--model", "m", "--datasets", "gsm8k"]
+    run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr == "error: unknown flag --datasets; did you mean --dataset?\n"
