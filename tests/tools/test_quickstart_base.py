@@ -79,6 +79,7 @@ def test_recorded_accuracy_leaves_room_to_learn(record):
     assert record["greedy_accuracy"] <= 0.70
 
 
+@pytest.mark.slow
 def test_it_is_as_accurate_as_recorded(record):
     """64 problems of 256: the standard error of the mean over problems is about 0.035 sampled, 0.06 greedy."""
     sampled = Sampling(n=8, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, seed=7)

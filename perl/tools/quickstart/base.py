@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import tempfile
 import time
 from itertools import islice
 from pathlib import Path
@@ -20,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
 from perl.errors import report_errors
-from perl.grading import Grader
-from perl.prompts import PromptStyle, build_messages, encode, row_seed
-from perl.records import Problem, Prompt, Sampling
-from perl.tasks import TASKS, load_problems
+from perl.prompts import PromptStyle, build_messages, encode
+from perl.records import Problem, Sampling
+from perl.tasks import TASKS
 from perl.tools.quickstart.problems import DATA_FOLDER, NAMES, TEST_SIZE, WordProblem, derivation, endless, problem_set
 
 if TYPE_CHECKING:
@@ -192,26 +192,22 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def measure(folder: Path, sampling: Sampling, limit: int | None = None) -> float:
-    """Share of right completions of the model in `folder` on the first `limit` held-out problems, n for each."""
-    from transformers import AutoTokenizer
+    """Accuracy of the model in `folder` on the first `limit` held-out problems, by the evaluator of perl/eval.py."""
+    from perl.config.evaluation import EvalConfig
+    from perl.evaluation.run import evaluate
 
-    from perl.engines.hf import HFEngine
-
-    problems = load_problems(str(DATA_FOLDER / "test.jsonl"), limit=limit)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts, golds = [], []
-    for problem in problems:
-        token_ids = tuple(encode(tokenizer, build_messages(problem, TASKS[TASK].style)))
-        for index in range(sampling.n):
-            prompts.append(Prompt(token_ids=token_ids, seed=row_seed(sampling.seed, problem.source, index)))
-            golds.append(problem.gold)
-    engine = HFEngine(str(folder))
-    texts = [""] * len(prompts)
-    for index, completion in engine.generate(prompts, sampling):
-        texts[index] = completion.text
-    with Grader() as grader:
-        grades = grader.grade(TASKS[TASK].rubric, texts, golds)
-    return sum(grade.score for grade in grades) / len(grades)
+    with tempfile.TemporaryDirectory() as results:
+        config = EvalConfig(
+            model=str(folder),
+            dataset=str(DATA_FOLDER / "test.jsonl"),
+            result_dir=results,
+            max_samples=limit,
+            n=sampling.n,
+            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=sampling.seed,
+        )
+        return evaluate(config)["test"]["metrics"]["accuracy"]["value"]
 
 
 def build(folder: Path, steps: int, seed: int) -> dict[str, float | int | str]:
