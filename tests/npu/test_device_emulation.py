@@ -244,7 +244,7 @@ def test_unsupported_operator_falls_back_with_a_warning(run_npu, tmp_path):
     )
     assert done.stderr.count("CAUTION") == done.stderr.count(warning) == 1
     rows = [line.split("\t") for line in log.read_text().splitlines()]
-    calls = {(place, name): int(number) for _, place, number, name in rows}
+    calls = {(place, name): int(number) for _, place, _, number, name in rows}
     assert calls["npu:1", "aten::isin.Tensor_Tensor_out"] == 3
     assert {place for place, _ in calls} == {"npu:1"}
 

@@ -70,7 +70,7 @@ screen() {
                 else
                     printf '%s\n' "${line#progress: }"
                 fi ;;
-            "error: "* | *" WARNING "* | *"Error: "*) printf '%s\n' "$line" ;;
+            "error: "* | *" WARNING "* | *"Error: "* | *"fall back to run on the CPU"*) printf '%s\n' "$line" ;;
         esac
     done
     [ ! -t 1 ] || echo

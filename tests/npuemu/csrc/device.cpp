@@ -136,6 +136,8 @@ void check_usable(DeviceIndex device) {
               "        Device[", loss.physical, "] lost heartbeat. (emulated)");
 }
 
+int physical_id(DeviceIndex device) { return g_visible[device]; }
+
 // ------------------------------------------------------------------------------------------------ hooks and guard
 
 struct NpuHooks final : at::PrivateUse1HooksInterface {

@@ -20,6 +20,7 @@ c10::DeviceIndex device_count();
 c10::DeviceIndex current_device();
 c10::DeviceIndex index_of(std::optional<c10::Device> device);  // the current one where none is named; checked
 void check_usable(c10::DeviceIndex device);                    // throws where the device is lost or the process forked
+int physical_id(c10::DeviceIndex device);                      // the machine's number of a visible device
 
 struct CurrentDeviceGuard {
   explicit CurrentDeviceGuard(c10::DeviceIndex device);

@@ -20,7 +20,7 @@ using c10::DeviceIndex;
 // ------------------------------------------------------------------------------------------------ the operator log
 
 // How often each operator ran on each device. With NPUEMU_OP_LOG=FILE the process appends its counts there when it
-// ends, one line each: process id, device, calls, operator.
+// ends, one line each: process id, device, the device's physical id, calls, operator.
 class OperatorLog {
  public:
   void add(const std::string& name, DeviceIndex device) {
@@ -42,7 +42,8 @@ class OperatorLog {
     std::lock_guard<std::mutex> lock(mutex_);
     std::ostringstream lines;
     for (const auto& [key, calls] : calls_)
-      lines << ::getpid() << '\t' << "npu:" << int(key.first) << '\t' << calls << '\t' << key.second << '\n';
+      lines << ::getpid() << "\tnpu:" << int(key.first) << '\t' << physical_id(key.first) << '\t' << calls << '\t'
+            << key.second << '\n';
     std::ofstream(file, std::ios::app) << lines.str() << std::flush;
   }
 
