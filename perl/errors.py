@@ -18,13 +18,22 @@ T = TypeVar("T")
 
 EXIT_USER_ERROR = 2
 RANK_0_SPEAKS_S = 30.0
+RANKS_APART_S = 1.0
 
 
 class UserError(Exception):
     """What is wrong, where, and what to write instead, in one line."""
 
+    exit_code = EXIT_USER_ERROR
+
     def __str__(self) -> str:
         return " ".join(super().__str__().split())
+
+
+class RankError(UserError):
+    """What one process meets on its own, such as a full device, and therefore has to say itself; exit code 1."""
+
+    exit_code = 1
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -52,19 +61,23 @@ def lookup(table: Mapping[str, T], name: str, kind: str, flag: str = "") -> T:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn a UserError into one line on stderr and exit code 2, and Ctrl-C into exit code 130.
+    """Turn a UserError into one line on stderr and its exit code, and Ctrl-C into exit code 130.
 
     Of several launched processes only rank 0 prints. The others wait for the launcher to end them: the first to exit
-    would have rank 0 killed before it has said what is wrong.
+    would have rank 0 killed before it has said what is wrong. A RankError is printed by the process that meets it,
+    and later by a higher rank, so that the launcher ends those that meet it at the same time.
     """
     try:
         yield
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        alone = isinstance(error, RankError)
+        if alone:
+            time.sleep(int(os.environ.get("LOCAL_RANK", "0")) * RANKS_APART_S)
+        if alone or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(RANK_0_SPEAKS_S)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

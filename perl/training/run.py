@@ -24,6 +24,7 @@ from perl.noise.callback import NoiseStageCallback
 from perl.rewards import RewardContext, build_rewards
 from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine
+from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.setup import build_dataset, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def train(argv: Sequence[str]) -> Path:
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     adapter = lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
     trainer_class = import_trainer(config)
-    with Grader(deadline_s=config.reward.deadline_s) as grader:
+    with explain_out_of_memory(config) as watch, Grader(deadline_s=config.reward.deadline_s) as grader:
         rewards = build_rewards(config.reward.functions, reward_context(config, grader))
         dataset = build_dataset(config.dataset, tokenizer)
         run_dir = open_run(config, parsed)
@@ -66,6 +67,7 @@ def train(argv: Sequence[str]) -> Path:
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine()],
             )
+        watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
         if config.noise_injection.enabled:
             trainer.add_callback(NoiseStageCallback(config.noise_injection))

@@ -1,0 +1,105 @@
+"""What an accelerator without memory left says: the settings that need less, cheapest first, with present values."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from perl import device
+from perl.config.load import parse
+from perl.training.out_of_memory import changes, message
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(**settings):
+    words = [word for name, value in settings.items() for word in (f"--config.{name.replace('__', '.')}", str(value))]
+    return parse([*words, "--config.training.output_dir", "unused"]).build()
+
+
+def flags(phase, **settings):
+    return [text.split(" (")[0] for text in changes(phase, config(**settings))]
+
+
+BATCH = {
+    "training__per_device_train_batch_size": 4,
+    "training__gradient_accumulation_steps": 8,
+    "training__num_generations": 8,
+    "training__max_completion_length": 1024,
+    "training__gradient_checkpointing": "false",
+}
+
+
+def test_the_update_first_takes_smaller_micro_batches_then_recomputes_then_cuts():
+    assert flags("update", **BATCH) == [
+        "--config.training.per_device_train_batch_size 2 --config.training.gradient_accumulation_steps 16",
+        "--config.training.gradient_checkpointing true",
+        "--config.training.max_completion_length 512",
+        "--config.dataset.max_prompt_length 256",
+        "--config.peft.r 8",
+    ]
+
+
+def test_what_is_at_its_least_already_is_not_advised():
+    settings = BATCH | {
+        "training__per_device_train_batch_size": 1,
+        "training__gradient_checkpointing": "true",
+        "dataset__max_prompt_length": "null",
+    }
+    assert flags("update", **settings) == [
+        "--config.training.max_completion_length 512",
+        "--config.dataset.max_prompt_length 512",
+        "--config.peft.r 8",
+    ]
+
+
+def test_the_rollout_first_samples_its_batch_in_parts_of_whole_groups():
+    # 4 sequences a step and device, 8 generations: parts of 2 steps or more, that divide 8
+    assert flags("rollout", **BATCH)[0] == "--config.training.steps_per_generation 4"
+    assert flags("rollout", **BATCH, training__steps_per_generation=4)[0] == "--config.training.steps_per_generation 2"
+    assert flags("rollout", **BATCH, training__steps_per_generation=2)[:3] == [  # one group already
+        "--config.training.max_completion_length 512",
+        "--config.dataset.max_prompt_length 256",
+        "--config.training.num_generations 4 --config.training.steps_per_generation 1",
+    ]
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+def test_the_advice_makes_a_configuration_that_is_accepted(phase):
+    """Each setting applied alone; the batch of an update stays 32 sequences with those that promise it."""
+    for text in changes(phase, config(**BATCH)):
+        words = text.split(" (")[0].split()
+        changed = dict(
+            zip([w.removeprefix("--config.").replace(".", "__") for w in words[::2]], words[1::2], strict=True)
+        )
+        training = config(**(BATCH | changed)).training
+        if "same batch" in text:
+            assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 32
+        assert training.generation_batch_size % training.num_generations == 0
+
+
+def test_the_line_names_the_phase_and_present_values_of_three_settings():
+    text = message("update", config(**BATCH))
+    assert text.startswith("out of memory in the update on rank 0. ")
+    assert "(now 4, 8: same batch, slower)" in text
+    assert "(now false: same result, a second forward)" in text
+    assert "(now 1024: cuts long answers)" in text
+    assert "peft.r" not in text
+    assert "ZeRO-3" not in text  # one device
+
+
+def test_errors_of_old_and_new_libraries_are_recognised():
+    assert device.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert device.is_out_of_memory(RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB"))
+    assert not device.is_out_of_memory(RuntimeError("size mismatch"))
+    assert not device.is_out_of_memory(ValueError("NPU out of memory"))
+
+
+def test_a_higher_rank_says_what_it_alone_meets():
+    program = "from perl.errors import RankError, report_errors\nwith report_errors(): raise RankError('it is full')"
+    environment = os.environ | {"RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: it is full\n")
