@@ -112,12 +112,12 @@ def parse(argv: Sequence[str]) -> Parsed:
     parser = build_parser()
     flags = parser.parse_args(list(argv), defaults=False)
     recipe = read_recipe(flags.get("recipe"), parser)
-    given = parser.parse_args(list(argv), namespace=recipe, defaults=False)
-    # A second parse, now over the defaults, types everything that neither flag nor recipe gave.
+    # A second parse, now over recipe and defaults, types everything that neither of them gave.
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
-    resolve_aliases(values, given.get("config") or Namespace())
+    given = flags.get("config") or Namespace()
+    resolve_aliases(values, given, recipe.get("config") or Namespace())
     check_values(values)
-    warnings = flags_without_effect(values, flags.get("config") or Namespace())
+    warnings = flags_without_effect(values, given)
     return Parsed(values=values, warnings=warnings, parser=parser)
 
 
@@ -144,38 +144,46 @@ def read_recipe(path: str | None, parser: Parser) -> Namespace:
         raise UserError(f"--recipe {path}: {error}") from error
 
 
-def resolve_aliases(values: Namespace, given: Namespace) -> None:
-    """Give both names of one thing the same value; two different given values are an error."""
+def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace) -> None:
+    """Give both names of one thing the same value. A flag goes before the recipe whichever name each uses; two
+    different values in one of them are an error."""
     for ours, trls in ALIASES:
-        both = [name for name in (ours, trls) if given.get(name) is not None]
-        if len(both) == 2 and given[ours] != given[trls]:
-            raise UserError(
-                f"--config.{ours} is {given[ours]} but --config.{trls} is {given[trls]}: they mean the same; give one"
-            )
-        value = values[both[0] if both else ours]
+        value = values[ours]
+        for source in (recipe, flags):
+            both = [name for name in (ours, trls) if name in source]
+            if len(both) == 2 and source[ours] != source[trls]:
+                raise UserError(
+                    f"--config.{ours} is {source[ours]} but --config.{trls} is {source[trls]}: they mean the same;"
+                    " give one"
+                )
+            value = source[both[0]] if both else value
         # jsonargparse's PositiveInt is an int that YAML cannot write under TRL's plain `int | None`.
         values[ours], values[trls] = value, int(value) if isinstance(value, int) else value
-    resolve_engine(values, given)
+    engine = engine_said_by(flags, engine_said_by(recipe, RolloutConfig.engine))
+    values.rollout.engine = engine
+    for switch, value in ENGINE_FLAGS[engine].items():
+        values.training[switch] = value
     if values.noise_injection.seed is None:
         values.noise_injection.seed = values.common.seed
 
 
-def resolve_engine(values: Namespace, given: Namespace) -> None:
-    """rollout.engine is the one switch; TRL's own flags may say it instead, but not something else."""
-    engine = given.get("rollout.engine")
+def engine_said_by(source: Namespace, before: str) -> str:
+    """The engine that `source` asks for, by rollout.engine or by TRL's own switches; `before` where it says nothing."""
+    engine = source.get("rollout.engine")
     if engine is None:
-        wanted = [name for name, flags in ENGINE_FLAGS.items() if any(given.get(f"training.{k}") for k in _on(flags))]
+        on = {name: [switch for switch, value in switches.items() if value] for name, switches in ENGINE_FLAGS.items()}
+        wanted = [name for name, switches in on.items() if any(source.get(f"training.{k}") for k in switches)]
         if len(wanted) > 1:
             raise UserError(f"--config.training asks for {' and '.join(wanted)} at once; give --config.rollout.engine")
-        engine = wanted[0] if wanted else values.rollout.engine
-    for flag, value in ENGINE_FLAGS[engine].items():
-        said = given.get(f"training.{flag}")
+        off = any(source.get(f"training.{switch}") is False for switch in on[before])
+        engine = wanted[0] if wanted else RolloutConfig.engine if off else before
+    for switch, value in ENGINE_FLAGS[engine].items():
+        said = source.get(f"training.{switch}")
         if said is not None and said != value:
             raise UserError(
-                f"--config.rollout.engine is {engine} but --config.training.{flag} is {str(said).lower()}; give one"
+                f"--config.rollout.engine is {engine} but --config.training.{switch} is {str(said).lower()}; give one"
             )
-        values.training[flag] = value
-    values.rollout.engine = engine
+    return engine
 
 
 def check_values(values: Namespace) -> None:
@@ -205,10 +213,6 @@ def check_values(values: Namespace) -> None:
         )
     if training.eval_strategy not in (None, "no"):
         raise UserError("--config.training.eval_strategy: leave it at no; perl/eval.py scores checkpoints")
-
-
-def _on(flags: dict[str, bool]) -> list[str]:
-    return [name for name, value in flags.items() if value]
 
 
 def _as_dict(group: Any) -> dict[str, Any]:

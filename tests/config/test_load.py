@@ -112,9 +112,9 @@ def test_two_names_of_one_thing_may_not_contradict(ours, trls, values):
     parse([f"--config.{ours}", values[0], f"--config.{trls}", values[0]])
 
 
-def test_a_recipe_may_not_contradict_a_flag_of_the_other_name(tmp_path):
-    recipe = write(tmp_path / "r.yaml", "common: {seed: 1}\n")
-    assert "training.seed" in message("--recipe", recipe, "--config.training.seed", "2")
+def test_a_recipe_may_not_contradict_itself(tmp_path):
+    recipe = write(tmp_path / "r.yaml", "common: {seed: 1}\ntraining: {seed: 2}\n")
+    assert "training.seed" in message("--recipe", recipe)
 
 
 def test_engine_is_the_one_switch():
@@ -169,3 +169,22 @@ def test_bf16_is_decided_by_the_device():
 def test_grpoconfigs_own_complaint_is_one_line():
     with pytest.raises(UserError, match="num_generations"):
         parse(["--config.training.num_generations", "3", "--config.training.per_device_train_batch_size", "2"]).build()
+
+
+def test_a_flag_goes_before_the_recipe_by_either_name(tmp_path):
+    written = parse(["--recipe", "recipes/dapo_lora.yaml"]).dump()  # names everything twice
+    recipe = write(tmp_path / "config.yaml", written)
+    flags = ["--config.training.max_prompt_length", "256", "--config.common.seed", "5"]
+    for file in ("recipes/dapo_lora.yaml", recipe):
+        values = parse(["--recipe", file, *flags]).values
+        assert values.dataset.max_prompt_length == values.training.max_prompt_length == 256
+        assert values.common.seed == values.training.seed == 5
+    values = parse(["--recipe", recipe, "--config.dataset.max_prompt_length", "null"]).values
+    assert values.dataset.max_prompt_length is values.training.max_prompt_length is None
+    quiet = ["--config.noise_injection.enabled", "false"]
+    for flag in (["--config.rollout.engine", "vllm"], ["--config.training.use_vllm", "true"]):
+        values = parse(["--recipe", recipe, *quiet, *flag]).values
+        assert (values.rollout.engine, values.training.use_vllm) == ("vllm", True)
+    vllm = write(tmp_path / "vllm.yaml", "rollout: {engine: vllm}\n")
+    values = parse(["--recipe", vllm, "--config.training.use_vllm", "false"]).values
+    assert (values.rollout.engine, values.training.use_vllm) == ("generate", False)
