@@ -38,7 +38,7 @@ def unsupported_reason(model: Any) -> str | None:
         return "it takes more than text"
     if getattr(inner, "_is_stateful", False):
         return "its cache is recurrent"
-    if inner.is_remote_code():
+    if inner._auto_class is not None:  # transformers 5 has is_remote_code() for this, 4.57 has not
         return "its code is not part of transformers"
     kinds = {type(layer) for layer in DynamicCache(config=text_config).layers} - {DynamicLayer}
     if kinds:
