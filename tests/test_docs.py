@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import typing
 from pathlib import Path
 
@@ -15,15 +16,15 @@ import pytest
 import torch
 import yaml
 
-from perl.__main__ import COMMANDS
+from perl.__main__ import COMMANDS, main
 from perl.adapters.merge import MergeReport
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
 from perl.config.schema import GROUPS, NoiseConfig, RolloutConfig
 from perl.grading import Grader
 from perl.noise.schedule import stage_at
-from perl.rewards import REWARDS, RewardContext, build_rewards
-from perl.tasks import TASKS
+from perl.rewards import REWARDS, RewardContext, build_rewards, grade_rows
+from perl.tasks import TASKS, load_problems
 from perl.tasks.schemas import SCHEMAS
 from tests.docs_commands import ROOT, blocks, check, commands
 
@@ -143,6 +144,34 @@ def test_the_quickstarts_numbers_have_their_place(page):
     text = page.read_text(encoding="utf-8")
     between = text.split("<!-- quickstart numbers -->")[1].split("<!-- end of quickstart numbers -->")[0]
     assert re.findall(r"^\| (\d) \|", between, re.MULTILINE) == ["1", "2", "3"]
+
+
+# What "Adding something" promises
+
+
+def test_a_task_is_one_entry(monkeypatch, tmp_path):
+    monkeypatch.setitem(TASKS, "sums", dataclasses.replace(TASKS["gsm8k"], name="sums", hub=None, data_source="sums"))
+    (tmp_path / "sums.jsonl").write_text('{"question": "1 + 2 ?", "answer": "3"}\n')
+    (problem,) = load_problems(str(tmp_path / "sums.jsonl"), task="sums")
+    with Grader() as grader:
+        (grade,) = grade_rows(grader, ["#### 3"], [problem.gold], [problem.task])
+    assert (problem.task, grade.score) == ("sums", 1.0)
+
+
+def test_a_reward_is_one_entry(monkeypatch):
+    monkeypatch.setitem(REWARDS, "half", lambda context: lambda completions, **_: [0.5] * len(completions))
+    with Grader() as grader:
+        context = RewardContext(grader=grader, max_completion_length=256, overlong_cache_length=64)
+        (reward,) = build_rewards(["half"], context)
+    assert (reward.__name__, reward(completions=["a", "b"])) == ("half", [0.5, 0.5])
+
+
+def test_a_command_is_one_entry(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ours", types.SimpleNamespace(add_arguments=lambda parser: None, run=lambda _: 7))
+    monkeypatch.setitem(COMMANDS, "ours", ("ours", "what it does"))
+    assert main(["ours"]) == 7
+    assert main([]) == 0
+    assert "what it does" in capsys.readouterr().out
 
 
 # Flags, defaults and fields
