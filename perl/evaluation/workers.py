@@ -191,7 +191,7 @@ class Workers:
         worker.kill()
         worker.held.clear()
         words = worker.last_words()
-        if never_ready and worker.failure is not None:
+        if never_ready and worker.failure is not None and not worker.restarts:  # once it ran: its device is at fault
             raise WorkerError(f"the engine of worker {worker.spec.index} did not start: {words}")
         if worker.restarts < RESTARTS_PER_WORKER:
             worker.restarts += 1
