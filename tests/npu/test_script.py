@@ -72,7 +72,9 @@ def train(run_npu, given, tmp_path):
     def run(name: str, strategy: str | None = None, devices: int = 2, variables=None, **more):
         extra = {"training.output_dir": tmp_path / name} | {key.replace("__", "."): v for key, v in more.items()}
         words = [word for key, value in extra.items() for word in (f"--config.{key}", str(value))]
-        env = {"PYTHON": sys.executable, "NPUEMU_OP_LOG": tmp_path / f"{name}.operators"} | (variables or {})
+        operators = tmp_path / f"{name}.operators"
+        operators.unlink(missing_ok=True)  # processes append
+        env = {"PYTHON": sys.executable, "NPUEMU_OP_LOG": operators} | (variables or {})
         if strategy:
             env["ACCELERATE_CONFIG"] = CONFIGS / f"{strategy}.yaml"
         return run_npu(["bash", str(SCRIPT), *given, *words], devices=devices, check=False, cwd=tmp_path, **env)
