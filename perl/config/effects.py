@@ -34,6 +34,7 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.training.use_transformers_continuous_batching,
         "rollout.engine is not continuous_batching",
     ),
+    Rule("rollout.max_batch_tokens", lambda v: v.rollout.engine == "fast", "rollout.engine is not fast"),
     Rule(
         "reward.overlong_cache_length",
         lambda v: "overlong" in v.reward.functions,

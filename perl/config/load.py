@@ -39,6 +39,7 @@ ALIASES = (
 )
 ENGINE_FLAGS = {
     "generate": {"use_vllm": False, "use_transformers_continuous_batching": False},
+    "fast": {"use_vllm": False, "use_transformers_continuous_batching": False},
     "continuous_batching": {"use_vllm": False, "use_transformers_continuous_batching": True},
     "vllm": {"use_vllm": True, "use_transformers_continuous_batching": False},
 }
@@ -206,7 +207,7 @@ def check_values(values: Namespace) -> None:
             f"--config.noise_injection.schedule {noise.schedule} never reaches sigma_end 0;"
             " give a positive sigma_end or schedule linear"
         )
-    if noise.enabled and values.rollout.engine != "generate":
+    if noise.enabled and values.rollout.engine not in ("generate", "fast"):
         raise UserError(
             f"--config.noise_injection.enabled: rollout.engine {values.rollout.engine} does not sample from the"
             " trainer's weights; use --config.rollout.engine generate"

@@ -90,10 +90,14 @@ class RolloutConfig:
     """How completions are drawn during training.
 
     Args:
-        engine: generate is `model.generate`; continuous_batching and vllm set TRL's own flags of these names.
+        engine: generate is the model's own `generate` as TRL calls it; fast is perl's decode loop inside it (one
+            prefill a prompt, rows leave as they end, a seed for each row); continuous_batching and vllm set TRL's own
+            flags of these names.
+        max_batch_tokens: most tokens of key-value cache at once (fast only).
     """
 
-    engine: Literal["generate", "continuous_batching", "vllm"] = "generate"
+    engine: Literal["generate", "fast", "continuous_batching", "vllm"] = "generate"
+    max_batch_tokens: PositiveInt = 65536
 
 
 @dataclass

@@ -51,6 +51,7 @@ def train(argv: Sequence[str]) -> Path:
     with explain_out_of_memory(config) as watch, Grader(deadline_s=config.reward.deadline_s) as grader:
         rewards = build_rewards(config.reward.functions, reward_context(config, grader))
         dataset = build_dataset(config.dataset, tokenizer)
+        require_full_batch(config, len(dataset))
         run_dir = open_run(config, parsed)
         checkpoint = find_checkpoint(config, run_dir)
 
@@ -64,6 +65,7 @@ def train(argv: Sequence[str]) -> Path:
                 adapter=adapter,
                 adapter_config=config.peft,
                 noise=config.noise_injection,
+                rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine()],
             )
@@ -129,6 +131,19 @@ def reward_context(config: Config, grader: Grader) -> RewardContext:
         max_completion_length=config.training.max_completion_length or 0,
         overlong_cache_length=int(config.reward.overlong_cache_length),
     )
+
+
+def require_full_batch(config: Config, prompts: int) -> None:
+    """A generation batch takes so many different prompts; with fewer, transformers would train no step at all."""
+    assert config.training.generation_batch_size
+    assert config.training.num_generations
+    needed = config.training.generation_batch_size // config.training.num_generations
+    if prompts < needed:
+        raise UserError(
+            f"--config.dataset: {prompts} prompts, but a generation batch takes {needed} (generation_batch_size"
+            f" {config.training.generation_batch_size} / num_generations {config.training.num_generations}); give more"
+            " rows, or lower per_device_train_batch_size or gradient_accumulation_steps"
+        )
 
 
 def open_run(config: Config, parsed: Parsed) -> Path:

@@ -23,10 +23,11 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
-from perl.config.schema import NoiseConfig, PeftConfig
+from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import stage_at
 from perl.training.metrics import StepClock, model_size
+from perl.training.rollout import generate_fast, rollout_seeds
 
 
 class PerlGRPOTrainer(GRPOTrainer):
@@ -36,6 +37,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         adapter: the PEFT method; its optimizer replaces the default one when it has its own.
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
+        rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
     """
 
@@ -48,12 +50,14 @@ class PerlGRPOTrainer(GRPOTrainer):
         adapter: Adapter,
         adapter_config: PeftConfig,
         noise: NoiseConfig,
+        rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, peft_config=adapter.build(adapter_config), **kwargs)
         self.adapter, self.adapter_config = adapter, adapter_config
         self.truncate_prompts_to = truncate_prompts_to
+        self.rollout_config = rollout or RolloutConfig()
         self.noise_config = noise
         self.noise: NoiseInjector | None = None
         if noise.enabled:
@@ -79,34 +83,53 @@ class PerlGRPOTrainer(GRPOTrainer):
             self.clock.count_update(tokens.tolist())
         return inputs
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
+    def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
         step, count = self._draw
         self._draw = (step, count + 1) if step == self.state.global_step else (self.state.global_step, 0)
-        with self.clock("rollout"), self._generate_as_behaviour_policy():
-            completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        with self.clock("rollout"), self._generate_as_behaviour_policy(num_generations):
+            completion_ids, logps = super()._generate_single_turn(
+                prompt_ids, images, fields, num_generations, *args, **kwargs
+            )
         if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
             self.clock.count_forward([len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)])
         return completion_ids, logps
 
     @contextlib.contextmanager
-    def _generate_as_behaviour_policy(self) -> Iterator[None]:
+    def _generate_as_behaviour_policy(self, group_size: int) -> Iterator[None]:
         """`generate` runs as the behaviour policy. It is wrapped, rather than its caller, because TRL gathers the
         weights of ZeRO-3 right around it: what is added to a weight outside that context is not seen inside."""
         policy = self._policy()
         own = vars(policy).get("generate")  # FSDP2 registers one on the instance, which must come back
-        stock = policy.generate
 
-        def generate(*args: Any, **kwargs: Any):
+        def restore() -> None:
+            vars(policy).pop("generate", None)
+            if own is not None:
+                policy.generate = own
+
+        def generate(**kwargs: Any):
+            restore()
             with self._behaviour_policy():
-                return stock(*args, **kwargs)
+                return self._complete(policy, group_size, **kwargs)
 
         policy.generate = generate
         try:
             yield
         finally:
-            del policy.generate
-            if own is not None:
-                policy.generate = own
+            restore()
+
+    def _complete(self, policy: Any, group_size: int, **inputs: Any) -> torch.Tensor:
+        """Prompts and completions, by the engine that `rollout.engine` names."""
+        if self.rollout_config.engine != "fast":
+            return policy.generate(**inputs)
+        rows, rank = len(inputs["input_ids"]), self.accelerator.process_index
+        return generate_fast(
+            policy,
+            inputs["input_ids"],
+            inputs["attention_mask"],
+            inputs["generation_config"],
+            rollout_seeds(self.args.seed, self._draw, rows, rank, group_size),
+            int(self.rollout_config.max_batch_tokens),
+        )
 
     @contextlib.contextmanager
     def _behaviour_policy(self) -> Iterator[None]:

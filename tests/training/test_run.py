@@ -208,7 +208,8 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, flags, monkeyp
     assert "rslora" in message(flags(peft__type="full"))
     assert "did you mean 'accuracy'" in message(flags(reward__functions='["acuracy"]'))
     assert "nowhere.jsonl" in message(flags(dataset__dataset_name_or_path="nowhere.jsonl"))
-    assert "does not divide" in message(flags(training__num_generations=3)) or True
+    assert "num_generations" in message(flags(training__num_generations=3))
+    assert "8 prompts, but a generation batch takes 16" in message(flags(training__gradient_accumulation_steps=16))
     assert "no checkpoint" in message(
         flags(training__resume_from_checkpoint="true", training__output_dir=tmp_path / "new")
     )

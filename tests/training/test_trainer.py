@@ -9,7 +9,7 @@ from peft.tuners.lora import LoraLayer
 from trl import GRPOTrainer
 
 from perl.adapters import ADAPTERS
-from perl.config.schema import NoiseConfig, PeftConfig
+from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.errors import UserError
 from perl.training.callbacks import MetricsWriter
@@ -23,7 +23,7 @@ def reward_digits(completions, **kwargs):
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
 
 
-def make_trainer(folder, *, noise=None, adapter="lora", peft=None, callbacks=(), trainer_class=PerlGRPOTrainer, **args):
+def make_trainer(folder, *, noise=None, adapter="lora", peft=None, callbacks=(), engine="generate", **args):
     settings = {
         "max_steps": 2,
         "per_device_train_batch_size": 4,
@@ -41,7 +41,7 @@ def make_trainer(folder, *, noise=None, adapter="lora", peft=None, callbacks=(),
     }
     config = TrainingConfig(output_dir=str(folder), **(settings | args))
     prompts = [{"prompt": [{"role": "user", "content": f"What is {i} + {j} ?"}]} for i in range(4) for j in range(4)]
-    return trainer_class(
+    return PerlGRPOTrainer(
         model=tiny_model(scale=4.0),
         args=config,
         train_dataset=Dataset.from_list(prompts),
@@ -50,6 +50,7 @@ def make_trainer(folder, *, noise=None, adapter="lora", peft=None, callbacks=(),
         adapter=ADAPTERS[adapter],
         adapter_config=peft or PeftConfig(type=adapter, r=4, lora_alpha=8),
         noise=noise or NoiseConfig(enabled=False, seed=0),
+        rollout=RolloutConfig(engine=engine),
         callbacks=list(callbacks),
     )
 
@@ -211,6 +212,58 @@ def test_clean_old_logps_are_left_to_trl(tmp_path):
     trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
     trainer.train()
     assert "old_per_token_logps" not in kept[0]
+
+
+def first_rollout(folder, **settings):
+    """ids and mask of the first rollout, and its loss's log-probabilities."""
+    trainer = make_trainer(folder, max_steps=1, **settings)
+    kept = []
+    score = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
+    trainer.train()
+    return kept[0]["prompt_ids"], kept[0]["completion_ids"], kept[0]["completion_mask"].bool()
+
+
+def test_the_fast_engine_samples_whole_completions_of_the_same_prompts(tmp_path):
+    prompts, _, _ = first_rollout(tmp_path / "generate")
+    fast_prompts, completions, mask = first_rollout(tmp_path / "fast", engine="fast")
+    assert torch.equal(fast_prompts, prompts)
+    eos = tiny_tokenizer().eos_token_id
+    for ids, kept in zip(completions, mask, strict=True):
+        row = ids[kept].tolist()
+        assert eos not in row[:-1]
+        assert row[-1] == eos or len(row) == 8
+    assert len({tuple(ids[kept].tolist()) for ids, kept in zip(completions, mask, strict=True)}) > 4
+
+
+def test_the_fast_engines_rows_do_not_depend_on_how_many_are_decoded_at_once(tmp_path):
+    _, whole, _ = first_rollout(tmp_path / "whole", engine="fast")
+    trainer = make_trainer(tmp_path / "few", engine="fast", max_steps=1)
+    trainer.rollout_config.max_batch_tokens = 40  # room for two rows at a time
+    kept = []
+    score = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
+    trainer.train()
+    assert torch.equal(kept[0]["completion_ids"], whole)
+
+
+def test_a_resumed_run_with_the_fast_engine_is_the_same_run(tmp_path):
+    whole = make_trainer(tmp_path / "whole", noise=guide_noise(), engine="fast", max_steps=3)
+    whole.train()
+    save = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path / "cut", noise=guide_noise(), engine="fast", max_steps=3, **save).train()
+    resumed = make_trainer(tmp_path / "again", noise=guide_noise(), engine="fast", max_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-1"))
+    expected = adapter_state(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter_state(resumed).items())
+
+
+def test_noise_reaches_the_fast_engine_too(tmp_path):
+    _, clean, _ = first_rollout(tmp_path / "clean", engine="fast")
+    noise = NoiseConfig(enabled=True, seed=3, sigma_start=1.0, sigma_end=0.0)
+    _, noisy, _ = first_rollout(tmp_path / "noisy", engine="fast", noise=noise)
+    width = min(clean.size(1), noisy.size(1))
+    assert not torch.equal(clean[:, :width], noisy[:, :width])
 
 
 def test_no_checkpoint_holds_noise(tmp_path):
