@@ -1,6 +1,6 @@
 """The records that the stages exchange.
 
-    Task --Problem--> prompts --Prompt--> Engine --Completion--> grading --Grade--> rewards | evaluation
+Task --Problem--> prompts --Prompt--> Engine --Completion--> grading --Grade--> rewards | evaluation
 """
 
 from __future__ import annotations
