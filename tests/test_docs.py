@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import types
-import typing
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from perl.__main__ import COMMANDS, main
 from perl.adapters.merge import MergeReport
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
-from perl.config.schema import GROUPS, NoiseConfig, RolloutConfig
+from perl.config.schema import GROUPS, NoiseConfig
 from perl.grading import Grader
 from perl.noise.schedule import stage_at
 from perl.rewards import REWARDS, RewardContext, build_rewards, grade_rows
@@ -130,13 +129,7 @@ def test_what_is_not_there_yet_is_not_there(page):
     for command in ("compare", "report", "from-verl"):
         assert f"`{command}`" in text
         assert command not in COMMANDS
-    assert typing.get_args(typing.get_type_hints(RolloutConfig)["engine"]) == (
-        "generate",
-        "continuous_batching",
-        "vllm",
-    )
-    assert "ray" not in {field.name for field in dataclasses.fields(EvalConfig)}
-    assert "executor" not in {field.name for field in dataclasses.fields(EvalConfig)}
+    assert not any(re.search("ray|executor", field.name) for field in dataclasses.fields(EvalConfig))
 
 
 @pytest.mark.parametrize("page", BOTH["README"], ids=name)
