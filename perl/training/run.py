@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl import device
 from perl.adapters import ADAPTERS
@@ -173,16 +173,27 @@ def find_checkpoint(config: Config, run_dir: Path) -> str | None:
         return None
     flag = "--config.training.resume_from_checkpoint"
     if str(wanted).lower() == "true":
-        last = get_last_checkpoint(str(run_dir)) if run_dir.is_dir() else None
+        last = last_whole_checkpoint(run_dir)
         if last is None:
             raise UserError(
                 f"{flag} true: no checkpoint in {run_dir}; name the run's folder with --config.training.output_dir,"
                 " or a checkpoint's path"
             )
-        return last
+        return str(last)
     if not (Path(wanted) / "trainer_state.json").is_file():
         raise UserError(f"{flag}: {wanted} is no checkpoint (it has no trainer_state.json)")
     return str(wanted)
+
+
+def last_whole_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of the highest step that was written to its end; one that a crash left half-written is passed
+    over with a line. The rollout state is what the trainer writes last."""
+    folders = [f for f in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if f.name.rpartition("-")[2].isdigit()]
+    for folder in sorted(folders, key=lambda f: int(f.name.rpartition("-")[2]), reverse=True):
+        if (folder / "trainer_state.json").is_file() and (folder / "rollout_state_0.pt").is_file():
+            return folder
+        log.warning("%s is incomplete: not resumed from", folder)
+    return None
 
 
 @contextlib.contextmanager

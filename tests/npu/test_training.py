@@ -5,6 +5,8 @@ nothing of CANN's numerics.
 """
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,10 +45,16 @@ def launch(run_npu, folder, config, settings=None, processes=2, **variables):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
-@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2"])
-def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "engine"),
+    [
+        *(("npu_ddp", "generate"), ("npu_4", "generate"), ("zero3", "generate"), ("npu_fsdp2", "generate")),
+        *(("zero3", "fast"), ("npu_fsdp2", "fast")),
+    ],
+)
+def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path, strategy, engine):
     config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
-    ranks = launch(run_npu, tmp_path, config)
+    ranks = launch(run_npu, tmp_path, config, {"engine": engine})
     assert [rank["world_size"] for rank in ranks] == [2, 2]
     assert [rank["device"] for rank in ranks] == ["npu:0", "npu:1"]
     for rank in ranks:
@@ -65,23 +73,26 @@ def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path,
     assert all(value > 0 for value in moved)
 
 
-def test_the_same_seeds_give_the_same_losses_as_a_cpu(run_npu, tmp_path):
+def cpu(folder, settings):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "cpu.yaml")]
+    command = [*launcher, "--num_processes", "2", "-m", "tests.npu.train_worker", str(folder)]
+    settings = {"bf16": False, "per_device_train_batch_size": 2} | settings
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, json.dumps(settings)], check=True, env=env, cwd=ROOT, timeout=400)
+    return json.loads((folder / "rank0.json").read_text())
+
+
+@pytest.mark.parametrize(("engine", "variables"), [("generate", {"NPUEMU_CPU_GENERATOR": 1}), ("fast", {})])
+def test_the_same_seeds_give_the_same_losses_as_a_cpu(run_npu, tmp_path, engine, variables):
     """Two emulated NPUs against two CPU processes, float32, same code but for the device.
 
-    An NPU samples with a generator of its own; here it is given the CPU's, so that both sample the same tokens.
+    With `generate` an NPU samples from a generator of its own, and is given the CPU's here so that both sample the same
+    tokens. The fast engine's random numbers do not come from the device.
     """
     (tmp_path / "npu").mkdir()
     (tmp_path / "cpu").mkdir()
-    on_npu = launch(run_npu, tmp_path / "npu", CONFIGS / "npu_ddp.yaml", NPUEMU_CPU_GENERATOR=1)
-    import os
-    import subprocess
-
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "cpu.yaml")]
-    command = [*launcher, "--num_processes", "2", "-m", "tests.npu.train_worker", str(tmp_path / "cpu")]
-    settings = json.dumps({"bf16": False, "per_device_train_batch_size": 2})
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, settings], check=True, env=env, cwd=ROOT, timeout=400)
-    on_cpu = json.loads((tmp_path / "cpu" / "rank0.json").read_text())
+    on_npu = launch(run_npu, tmp_path / "npu", CONFIGS / "npu_ddp.yaml", {"engine": engine}, **variables)
+    on_cpu = cpu(tmp_path / "cpu", {"engine": engine})
     assert on_npu[0]["generate"][0] == on_cpu["generate"][0]  # the noise is drawn on the CPU
     assert on_npu[0]["losses"] == pytest.approx(on_cpu["losses"], abs=1e-5)
     assert on_npu[0]["rewards"] == pytest.approx(on_cpu["rewards"], abs=1e-6)

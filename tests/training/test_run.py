@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from perl.errors import UserError
-from perl.training.run import train
+from perl.training.run import last_whole_checkpoint, train
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -164,6 +164,16 @@ def test_resume_through_the_command_line_is_exact(tmp_path, flags):
     expected = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
     got = load_file(tmp_path / "part" / "adapter" / "adapter_model.safetensors")
     assert all((got[name] == expected[name]).all() for name in expected)
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path, caplog):
+    for step, files in ((2, ["trainer_state.json", "rollout_state_0.pt"]), (10, ["trainer_state.json"])):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in files:
+            (tmp_path / f"checkpoint-{step}" / name).touch()
+    assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert "checkpoint-10 is incomplete" in caplog.text
+    assert last_whole_checkpoint(tmp_path / "no_run") is None
 
 
 def test_save_total_limit_keeps_the_last(tmp_path, flags):
