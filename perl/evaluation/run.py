@@ -18,12 +18,12 @@ from rich.console import Console
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.plan import Plan, Row, make_plans
 from perl.evaluation.progress import Progress
-from perl.evaluation.provenance import provenance
 from perl.evaluation.record import Finished, Recorder
 from perl.evaluation.setup import MERGED, Setup, worker_specs
 from perl.evaluation.store import Store, locked, write_json
 from perl.evaluation.summary import print_table, summarize
 from perl.evaluation.workers import Workers
+from perl.provenance import provenance
 from perl.records import Completion
 
 logger = logging.getLogger(__name__)

