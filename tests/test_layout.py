@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -120,3 +121,12 @@ def test_nothing_in_perl_hides_another_module():
 def test_only_the_trainer_uses_trls_internals():
     users = [str(p.relative_to(ROOT)) for p in FILES if re.search(r"\btrl\.(models|trainer)\b", p.read_text())]
     assert users == ["perl/training/trainer.py"]
+
+
+def test_no_file_that_belongs_here_is_ignored_by_git():
+    """A pattern such as `outputs/` without a leading slash once kept test data out of every clone."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--others", "--ignored", "--exclude-standard", "perl", "tests"]
+    found = subprocess.run([*command, "scripts", "docs", "assets", "recipes"], capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"not a git checkout: {found.stderr.strip()}")
+    assert [name for name in found.stdout.splitlines() if "__pycache__" not in name] == []
