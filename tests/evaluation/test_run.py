@@ -178,7 +178,13 @@ def test_a_killed_parent_leaves_no_orphans_and_its_command_finishes_the_job(conf
 @pytest.mark.slow
 def test_ctrl_c_ends_workers_and_keeps_what_is_done(config, undisturbed, tmp_path):
     words = command(replace(config, result_dir=str(tmp_path)))
-    run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    # A suite that a script started in the background ignores SIGINT, and so would its children.
+    run = subprocess.Popen(
+        words,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     wait_for(lambda: lines(tmp_path) > 50)
     workers = workers_of(run.pid)
     run.send_signal(signal.SIGINT)
