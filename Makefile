@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help quickstart test test-fast lint bench clean
 help:
-	@echo "make quickstart   train and evaluate a tiny model on this machine, about five minutes after installation"
+	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
 	@echo "make test         linters and the whole test suite, real vLLM included"
 	@echo "make test-fast    the tests that take less than about 20 seconds each"
 	@echo "make lint         ruff and pyright"
