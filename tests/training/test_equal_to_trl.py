@@ -1,0 +1,108 @@
+"""On the same completions PerlGRPOTrainer learns what TRL's GRPOTrainer learns: losses, gradient norms, adapter."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl import GRPOTrainer
+
+from perl.training.trainer import PerlGRPOTrainer
+from tests.training.injected import LONGEST, completion, learn, reward
+
+ROOT = Path(__file__).parents[2]
+LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+VARIANTS = {
+    "one micro-batch a step": {"gradient_accumulation_steps": 1},
+    "groups cut by micro-batches": {"num_generations": 8, "gradient_accumulation_steps": 4},
+    "a rollout for two updates": {"steps_per_generation": 4},
+    "a rollout used twice": {"num_iterations": 2, "beta": 0.1},
+    "sequence-level ratios": {"importance_sampling_level": "sequence", "num_iterations": 2},
+    "truncated completions masked": {"mask_truncated_completions": True},
+    "scaled over the batch": {"scale_rewards": "batch"},
+    "unscaled": {"scale_rewards": "none"},
+    "two-sided clipping": {"delta": 1.5, "num_iterations": 2, "epsilon": 1e-4},
+    "off-policy mask": {"off_policy_mask_threshold": 1e-6, "num_iterations": 2},
+    "top entropies": {"top_entropy_quantile": 0.4},
+    "entropy bonus": {"entropy_coef": 0.1},
+    "bias-corrected KL": {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections():
+    """Each training collects garbage once; to walk over all modules imported so far takes longer than to train."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def assert_equal(**settings):
+    theirs, mine = learn(GRPOTrainer, **settings), learn(PerlGRPOTrainer, **settings)
+    assert len(theirs.losses) == len(mine.losses) > 0
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-6, abs=1e-6)
+    assert mine.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-4)
+    assert min(theirs.grad_norms) > 0
+    assert mine.adapter.keys() == theirs.adapter.keys()
+    for name, tensor in theirs.adapter.items():
+        assert (mine.adapter[name] - tensor).abs().max() <= 1e-6, name
+        if "lora_B" in name:
+            assert tensor.abs().max() > 1e-6, name  # has moved
+
+
+def test_thirty_steps():
+    assert_equal(max_steps=30, gradient_accumulation_steps=4)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_with_and_without_a_reference(loss_type, beta):
+    assert_equal(loss_type=loss_type, beta=beta)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_setting_that_shapes_an_update(variant):
+    assert_equal(**VARIANTS[variant])
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    settings = [
+        {"loss_type": "dapo", "gradient_accumulation_steps": 4},
+        {"loss_type": "grpo", "beta": 0.1},
+        {"loss_type": "dr_grpo", "num_generations": 8},  # each rank holds half of a group
+    ]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]
+    program = [str(ROOT / "scripts/accelerate/cpu.yaml"), "-m", "tests.training.injected"]
+    done = subprocess.run(
+        [*launcher, *program, str(tmp_path / "results.json"), json.dumps(settings)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        cwd=ROOT,
+        timeout=300,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results) == len(settings)
+    for result in results:
+        theirs, mine = result["losses"]
+        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+        assert result["grad_norms"][1] == pytest.approx(result["grad_norms"][0], rel=1e-4)
+        assert result["adapter"] <= 1e-6 < result["moved"]
+
+
+def test_the_injected_groups_differ_in_reward_and_length():
+    """Else the comparisons above would show less than they say."""
+    rows = [completion(1, place) for place in range(32)]
+    assert any(len(row) == LONGEST for row in rows)
+    assert min(map(len, rows)) < 4
+    for rollout in range(1, 31):
+        for group in range(8):
+            rewards = reward([completion(rollout, 4 * group + i) for i in range(4)])
+            assert max(rewards) - min(rewards) > 0.01
