@@ -58,22 +58,35 @@ def model_size(model: torch.nn.Module) -> ModelSize | None:
     return ModelSize(base, adapter, config.num_hidden_layers * heads * head_dim)
 
 
-def forward_flops(size: ModelSize, lengths: Sequence[int]) -> float:
-    """FLOPs of one forward pass over sequences of these lengths in tokens; decoding with a cache takes as many.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a pass through the model computes."""
+
+    tokens: int
+    """Tokens that go through the linear layers."""
+    pairs: int
+    """Query-key pairs: a token meets itself and what stands before it, n (n + 1) / 2 in a sequence of n."""
+
+
+def sequences(lengths: Sequence[int]) -> Work:
+    """A pass over sequences of these lengths in tokens, each by itself; decoding with a cache takes as much."""
+    return Work(sum(lengths), sum(n * (n + 1) // 2 for n in lengths))
+
+
+def forward_flops(size: ModelSize, work: Work) -> float:
+    """FLOPs of one forward pass.
 
     2 for each weight and token, and 4 for each query-key pair of a head's dimension (PaLM, arXiv 2204.02311,
-    appendix B), where a token meets itself and what stands before it: n (n + 1) / 2 pairs, not PaLM's n^2.
+    appendix B, with the pairs that there are instead of n^2).
     """
-    tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
-    return 2.0 * (size.base + size.adapter) * tokens + 4.0 * size.attention * pairs
+    return 2.0 * (size.base + size.adapter) * work.tokens + 4.0 * size.attention * work.pairs
 
 
-def update_flops(size: ModelSize, lengths: Sequence[int]) -> float:
+def update_flops(size: ModelSize, work: Work) -> float:
     """FLOPs of forward and backward with a frozen base: 4 for a base weight (output, gradient of the input), 6 for an
     adapter's (gradient of the weight too), 12 for a query-key pair. A forward that gradient checkpointing repeats is
     not counted: these are the model's FLOPs, not the hardware's."""
-    tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
-    return (4.0 * size.base + 6.0 * size.adapter) * tokens + 12.0 * size.attention * pairs
+    return (4.0 * size.base + 6.0 * size.adapter) * work.tokens + 12.0 * size.attention * work.pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +181,19 @@ class StepClock(TrainerCallback):
         finally:
             self._phases.pop()
 
-    def count_forward(self, lengths: Sequence[int]) -> None:
-        """Sequences, in tokens, that went forward once: a rollout, or log-probabilities."""
+    def count_forward(self, work: Work) -> None:
+        """A rollout, or log-probabilities, are computed."""
         if self.size:
-            self._flops += forward_flops(self.size, lengths)
+            self._flops += forward_flops(self.size, work)
 
-    def count_update(self, lengths: Sequence[int]) -> None:
-        """Sequences, in tokens, that the loss is computed on."""
-        self._tokens += sum(lengths)
+    def count_update(self, work: Work) -> None:
+        """The loss and its gradient are computed."""
         if self.size:
-            self._flops += update_flops(self.size, lengths)
+            self._flops += update_flops(self.size, work)
+
+    def count_trained(self, tokens: int) -> None:
+        """The step trains on samples of so many tokens, prompts included."""
+        self._tokens += tokens
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and not (self.size and self.peak_flops):

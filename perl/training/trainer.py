@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with AQN around its rollouts. The only file that knows TRL's internals.
+"""TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. Only this file knows TRL's internals.
 
 One update of GRPO (arXiv 2402.03300), and where this class adds to it:
 
@@ -14,6 +14,7 @@ One update of GRPO (arXiv 2402.03300), and where this class adds to it:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,12 @@ from perl.adapters import Adapter
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import stage_at
-from perl.training.metrics import StepClock, model_size
+from perl.training.metrics import StepClock, model_size, sequences
+from perl.training.microbatches import MEAN_OVER_ROWS, SCALE, SUM_OVER_TOKENS, TOKENS, Dealer, equal_rewards
+from perl.training.packing import enable_packing, log_probs, packing_unsupported
 from perl.training.rollout import generate_fast, rollout_seeds
+
+log = logging.getLogger(__name__)
 
 
 class PerlGRPOTrainer(GRPOTrainer):
@@ -65,6 +70,8 @@ class PerlGRPOTrainer(GRPOTrainer):
             self.noise = NoiseInjector(self._policy(), noise.target_modules, noise.exclude_patterns, noise.seed)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
+        self.packs, self.dealer = self._plan_update()
+        self._no_advantage: torch.Tensor | None = None
         self._draw = (-1, 0)  # (global step, how many rollouts it has had): names the noise of a rollout
 
     # Rollout
@@ -76,11 +83,14 @@ class PerlGRPOTrainer(GRPOTrainer):
         return prompt_ids, images, multimodal_fields
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
+        buffered = self._buffered_inputs
         with self.clock("prepare"):
             inputs = super()._prepare_inputs(generation_batch)
+            if self._buffered_inputs is not buffered:  # a new generation batch
+                self._buffered_inputs = self.dealer.arrange(self._buffered_inputs)
+                inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.model.training:
-            tokens = inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)
-            self.clock.count_update(tokens.tolist())
+            self.clock.count_trained(inputs[TOKENS])
         return inputs
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
@@ -91,7 +101,8 @@ class PerlGRPOTrainer(GRPOTrainer):
                 prompt_ids, images, fields, num_generations, *args, **kwargs
             )
         if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
-            self.clock.count_forward([len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)])
+            lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+            self.clock.count_forward(sequences(lengths))
         return completion_ids, logps
 
     @contextlib.contextmanager
@@ -146,17 +157,18 @@ class PerlGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any):
         with self.clock("reward"):
-            return super()._calculate_rewards(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, attention_mask: Any, *args, **kwargs):
-        if torch.is_grad_enabled():  # the loss's own pass
-            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
-        with self.clock("old_logps"):
-            self.clock.count_forward(attention_mask.sum(1).tolist())
-            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+            rewards = super()._calculate_rewards(*args, **kwargs)
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            group_size = self.num_generations if self.model.training else self.num_generations_eval or 1
+            rows = len(rewards) // self.accelerator.num_processes
+            mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
+            self._no_advantage = equal_rewards(rewards, self.reward_weights.to(rewards.device), group_size)[mine]
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
+        if self._no_advantage is not None:
+            output["advantages"] = output["advantages"].masked_fill(self._no_advantage, 0.0)
         if self.noise and self.model.training:
             self._metrics["train"]["aqn/sigma_realized"].append(self.noise.realized_sigma)
             if self.noise_config.old_logps == "noisy":
@@ -192,6 +204,74 @@ class PerlGRPOTrainer(GRPOTrainer):
         return stage_at(self.state.global_step, self.state.max_steps, self.noise_config).sigma
 
     # Update
+
+    def _plan_update(self) -> tuple[bool, Dealer]:
+        """Whether micro-batches are packed, and how their rows are dealt; a line says why where they are not."""
+        policy = self._policy()
+        padded = "the router's auxiliary loss" if self.aux_loss_enabled else packing_unsupported(policy)
+        if padded is None:
+            enable_packing(policy)
+        fixed = None
+        if self.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
+            fixed = f"loss_type {self.loss_type}"
+        elif self.top_entropy_quantile < 1.0:
+            fixed = "top_entropy_quantile below 1"
+        elif self._entropy_bonus_enabled or self.aux_loss_enabled:
+            fixed = "the entropy bonus" if self._entropy_bonus_enabled else "the router's auxiliary loss"
+        if padded and self.accelerator.is_main_process:
+            log.info("micro-batches are padded, not packed: %s", padded)
+        if fixed and self.accelerator.is_main_process:
+            log.info("micro-batches have the rows that TRL gives them: %s depends on their make-up", fixed)
+        dealer = Dealer(
+            loss_type=self.loss_type,
+            accumulation=self.args.gradient_accumulation_steps,
+            leave_out_zero=self.beta == 0.0,
+            group=padded is None,
+            fixed=fixed,
+        )
+        return padded is None, dealer
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **inputs: Any,
+    ):
+        theirs = super()._get_per_token_logps_and_entropies
+
+        def padded(ids: torch.Tensor, mask: torch.Tensor, width: int):
+            return theirs(model, ids, mask, width, compute_entropy=compute_entropy, **inputs)
+
+        training = torch.is_grad_enabled()  # the loss's own pass
+        parts = []
+        with contextlib.nullcontext() if training else self.clock("old_logps"), self.accelerator.autocast():
+            size = batch_size or len(input_ids)
+            for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+                part, work = log_probs(
+                    model, ids, mask, logits_to_keep, padded, pack_rows=self.packs, compute_entropy=compute_entropy
+                )
+                parts.append(part)
+                (self.clock.count_update if training else self.clock.count_forward)(work)
+        logps, entropies, aux_losses = zip(*parts, strict=True)
+        return (
+            torch.cat(logps),
+            torch.cat(entropies) if compute_entropy else None,
+            torch.stack(aux_losses).mean() if inputs.get("compute_aux_loss") else None,
+        )
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        logged = {name: len(values) for name, values in self._metrics["train"].items()}
+        loss = super()._compute_loss(model, inputs) * inputs[SCALE]
+        if inputs[SCALE] == 0:  # no row of this process: its zeros say nothing
+            for name, values in self._metrics["train"].items():
+                del values[logged.get(name, 0) :]
+        return loss
 
     def create_optimizer(self, *args: Any, **kwargs: Any):
         if self.optimizer is None and self.adapter.optimizer is not None:

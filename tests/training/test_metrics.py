@@ -16,6 +16,7 @@ from perl.training.metrics import (
     StepClock,
     forward_flops,
     model_size,
+    sequences,
     step_metrics,
     update_flops,
 )
@@ -44,8 +45,8 @@ def test_a_mixture_of_experts_is_not_counted():
 def test_flops_by_hand():
     size = ModelSize(base=1000, adapter=10, attention=6)
     # lengths 3 and 2: 5 tokens; pairs 1+2+3 and 1+2 = 9
-    assert forward_flops(size, [3, 2]) == 2 * 1010 * 5 + 4 * 6 * 9
-    assert update_flops(size, [3, 2]) == (4 * 1000 + 6 * 10) * 5 + 12 * 6 * 9
+    assert forward_flops(size, sequences([3, 2])) == 2 * 1010 * 5 + 4 * 6 * 9
+    assert update_flops(size, sequences([3, 2])) == (4 * 1000 + 6 * 10) * 5 + 12 * 6 * 9
 
 
 def test_flops_are_those_that_torch_counts():
@@ -59,12 +60,12 @@ def test_flops_are_those_that_torch_counts():
     masked = 4 * TINY.attention * (n * n - n * (n + 1) // 2)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids)
-    assert counter.get_total_flops() == forward_flops(TINY, [n]) + masked + 512
+    assert counter.get_total_flops() == forward_flops(TINY, sequences([n])) + masked + 512
 
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids).logits.sum().backward()
     first_inputs = 3 * 2 * n * (64 * 64 + 64 * 4)
-    assert counter.get_total_flops() == update_flops(TINY, [n]) + 3 * masked + 512 - first_inputs
+    assert counter.get_total_flops() == update_flops(TINY, sequences([n])) + 3 * masked + 512 - first_inputs
 
 
 def one_rank(**changes):
@@ -144,11 +145,11 @@ def test_seconds_go_to_the_innermost_phase_and_are_summed_over_micro_batches():
 
 def test_tokens_are_those_that_are_trained_on():
     clock, hands, found = make_clock(TINY)
-    clock.count_update([50])  # of no step
+    clock.count_trained(50)  # of no step
     args = TrainingArguments(output_dir="unused", use_cpu=True, report_to="none")
     clock.on_step_begin(args, TrainerState(), None)
-    clock.count_forward([10, 20])
-    clock.count_update([10, 20])
+    clock.count_forward(sequences([10, 20]))
+    clock.count_trained(30)
     hands.time += 2.0
     clock.on_step_end(args, TrainerState(), None)
     assert found[0]["perf/throughput"] == 15.0
@@ -172,11 +173,13 @@ def test_a_run_has_the_metrics_in_its_file_and_on_its_line(tmp_path, capsys):
         beta=0.1,
         callbacks=[MetricsWriter(tmp_path / "metrics.jsonl"), ProgressLine()],
     )
-    steps, counted = [], []
-    report, forward, update = trainer.clock.report, trainer.clock.count_forward, trainer.clock.count_update
-    trainer.clock.report = lambda metrics: steps.append(metrics) or report(metrics)
-    trainer.clock.count_forward = lambda lengths: counted.append(("forward", list(lengths))) or forward(lengths)
-    trainer.clock.count_update = lambda lengths: counted.append(("update", list(lengths))) or update(lengths)
+    steps = []
+    clock, counted = trainer.clock, []
+    report, forward, update, trained = clock.report, clock.count_forward, clock.count_update, clock.count_trained
+    clock.report = lambda metrics: steps.append(metrics) or report(metrics)
+    clock.count_forward = lambda work: counted.append(("forward", work)) or forward(work)
+    clock.count_update = lambda work: counted.append(("update", work)) or update(work)
+    clock.count_trained = lambda tokens: counted.append(("trained", tokens)) or trained(tokens)
     begun = time.perf_counter()
     trainer.train()
     wall = time.perf_counter() - begun
@@ -201,11 +204,15 @@ def test_a_run_has_the_metrics_in_its_file_and_on_its_line(tmp_path, capsys):
     assert sum(step["timing/step"] for step in steps) < wall
     assert not {"perf/mfu", "perf/hbm_utilization"} & logged[0].keys()
 
-    # Per step: 8 sequences are sampled, go through the reference policy, and are trained on in two micro-batches.
-    kinds = [(kind, len(lengths)) for kind, lengths in counted[:4]]
-    assert kinds == [("forward", 8), ("forward", 8), ("update", 4), ("update", 4)]
-    assert sorted(counted[0][1]) == sorted(counted[2][1] + counted[3][1])
-    assert steps[0]["perf/throughput"] * steps[0]["timing/step"] == pytest.approx(sum(counted[0][1]), rel=1e-5)
+    # Per step: 8 sequences are sampled, go through the reference policy in two parts, and are trained on in two
+    # micro-batches; what goes through the model packed is less than what is trained on.
+    kinds = [kind for kind, _ in counted[:7]]
+    assert kinds == ["forward", "forward", "forward", "trained", "update", "trained", "update"]
+    sampled, first, second = (counted[i][1] for i in range(3))
+    trained_on = counted[3][1] + counted[5][1]
+    assert sampled.tokens == trained_on
+    assert first.tokens + second.tokens == counted[4][1].tokens + counted[6][1].tokens < trained_on
+    assert steps[0]["perf/throughput"] * steps[0]["timing/step"] == pytest.approx(trained_on, rel=1e-5)
 
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("progress: step 2/4"))
     assert " tok/s" in line

@@ -1,0 +1,290 @@
+"""Log-probabilities of completions without padding, and with each prompt computed once for all of its completions.
+
+A padded micro-batch of B rows is B x (longest prompt + longest completion) tokens. Packed, it is one sequence
+
+    prompt 1 without its last token | last token, completion 1 | last token, completion 2 | prompt 2 … | …
+
+in which linear layers meet every token once and no padding. The last prompt token is repeated, so that the hidden
+state before each completion token is the one that predicts it. Attention alone needs to know which tokens belong
+together: a prompt attends to itself, a row to its prompt and itself. It is an attention function registered with
+transformers, so the model's code stays as it is, gradient checkpointing included.
+
+The numbers are those of the padded forward up to floating-point order: each token sees the same keys at the same
+positions. Sharing prefixes in training: arXiv 2506.05433 (Prefix Grouper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from perl.engines.fast import unsupported_reason
+from perl.training.metrics import Work, sequences
+
+ATTENTION = "sdpa_packed"
+"""Name of the attention function: transformers' sdpa, unless the forward is given a Layout."""
+
+ATTENTION_EXTRAS = ("softcap", "s_aux", "position_bias", "sliding_window")
+"""What some models add to softmax(q k) v, and the packed attention does not."""
+
+
+@dataclass
+class Layout:
+    """Which tokens of a packed sequence of L tokens attend to which: all int64 on the model's device."""
+
+    prefixes: torch.Tensor
+    """[prompts, longest prefix]: place in the sequence of each prompt's tokens but the last, padded with 0."""
+    rows: torch.Tensor
+    """[rows, 1 + longest completion]: place of the last prompt token and the completion, padded with 0."""
+    prompt_of: torch.Tensor
+    """[rows]: index into `prefixes`."""
+    visible: torch.Tensor
+    """bool [rows, 1, 1 + longest completion, longest prefix + 1 + longest completion]: keys that a token sees."""
+    back: torch.Tensor
+    """[L]: for each token, its place among all results: those of `prefixes` first, then those of `rows`."""
+    calls: int = 0
+    """Attention layers that have used it. A model that drops the argument on its way would compute nonsense."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A micro-batch as one sequence of L tokens."""
+
+    input_ids: torch.Tensor
+    """int64 [1, L]."""
+    position_ids: torch.Tensor
+    """int64 [1, L]: each token's position in its own row."""
+    labels: torch.Tensor
+    """int64 [1, L]: the token where it is one of a completion, else -100."""
+    layout: Layout
+    completions: torch.Tensor
+    """int64 [rows, completion width]: place of each completion token in the sequence, 0 where there is none."""
+    pairs: int
+    """Query-key pairs that attention computes."""
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """From [1, L - 1], what was computed for each token but the first, to [rows, completion width], 0 where
+        there is no token."""
+        there = self.completions > 0
+        return values[0][(self.completions - 1).clamp(min=0)].where(there, values.new_zeros(()))
+
+
+@dataclass
+class _Builder:
+    """Tokens, positions and labels of the sequence as it grows."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[int], start: int, scored: bool) -> list[int]:
+        """Append tokens whose positions begin at `start`; return their places."""
+        places = range(len(self.ids), len(self.ids) + len(tokens))
+        self.ids += tokens
+        self.positions += range(start, start + len(tokens))
+        self.labels += tokens if scored else [-100] * len(tokens)
+        return list(places)
+
+
+class Row(NamedTuple):
+    """Token ids of one row, without padding."""
+
+    prompt: tuple[int, ...]
+    completion: list[int]
+
+
+def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> list[Row]:
+    """The rows of a padded batch; its last `completion_width` columns hold the completions."""
+    ids, mask = input_ids.tolist(), attention_mask.tolist()
+    width = input_ids.shape[1] - completion_width
+    rows = []
+    for row, seen in zip(ids, mask, strict=True):
+        real = [token if there else None for token, there in zip(row, seen, strict=True)]
+        prompt = tuple(token for token in real[:width] if token is not None)
+        rows.append(Row(prompt, [token for token in real[width:] if token is not None]))
+    return rows
+
+
+def packed_length(rows: Sequence[Row]) -> int:
+    """Tokens of the packed sequence."""
+    prompts = {row.prompt for row in rows}
+    return sum(len(prompt) - 1 for prompt in prompts) + sum(1 + len(row.completion) for row in rows)
+
+
+def pack(rows: Sequence[Row], completion_width: int, device: torch.device | str) -> Packed:
+    """Lay `rows`, each with a prompt of at least one token, out as one sequence."""
+    builder = _Builder()
+    prompts = list(dict.fromkeys(prompt for prompt, _ in rows))
+    number = {prompt: index for index, prompt in enumerate(prompts)}
+    prefixes: list[list[int]] = [[] for _ in prompts]
+    own: list[list[int]] = [[] for _ in rows]
+    for index, prompt in enumerate(prompts):
+        prefixes[index] = builder.add(prompt[:-1], 0, scored=False)
+        for row, (other, completion) in enumerate(rows):
+            if other == prompt:
+                last = builder.add(prompt[-1:], len(prompt) - 1, scored=False)
+                own[row] = last + builder.add(completion, len(prompt), scored=True)
+
+    prefix_width, row_width = max(map(len, prefixes)), max(map(len, own))
+    back = [0] * len(builder.ids)
+    for index, places in enumerate([*prefixes, *own]):
+        first = index < len(prefixes)
+        start = index * prefix_width if first else len(prefixes) * prefix_width + (index - len(prefixes)) * row_width
+        for offset, place in enumerate(places):
+            back[place] = start + offset
+
+    def tensor(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    def padded(lists: list[list[int]], width: int) -> torch.Tensor:
+        return tensor([places + [0] * (width - len(places)) for places in lists]).view(len(lists), width)
+
+    prompt_of = tensor([number[prompt] for prompt, _ in rows])
+    lengths = tensor([len(places) for places in prefixes])[prompt_of]
+    in_prefix = torch.arange(prefix_width, device=device) < lengths[:, None]
+    causal = torch.ones(row_width, row_width, dtype=torch.bool, device=device).tril()
+    visible = torch.cat([in_prefix[:, None].expand(-1, row_width, -1), causal.expand(len(rows), -1, -1)], dim=2)
+    layout = Layout(
+        prefixes=padded(prefixes, prefix_width),
+        rows=padded(own, row_width),
+        prompt_of=prompt_of,
+        visible=visible[:, None],
+        back=tensor(back),
+    )
+    return Packed(
+        input_ids=tensor([builder.ids]),
+        position_ids=tensor([builder.positions]),
+        labels=tensor([builder.labels]),
+        layout=layout,
+        completions=padded([places[1:] for places in own], completion_width),
+        pairs=sum(_pairs(0, len(places)) for places in prefixes)
+        + sum(_pairs(len(prompt) - 1, len(places)) for (prompt, _), places in zip(rows, own, strict=True)),
+    )
+
+
+def _pairs(before: int, length: int) -> int:
+    """Query-key pairs of `length` tokens after `before` others."""
+    return length * before + length * (length + 1) // 2
+
+
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packing: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, heads, L, head_dim], key and value [1, key heads, L, head_dim] to
+    [1, L, heads, head_dim]. Without `packing`, transformers' own sdpa."""
+    if packing is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    extras = sorted(name for name in ATTENTION_EXTRAS if kwargs.get(name) is not None)
+    if extras:
+        raise RuntimeError(f"packed micro-batches can't serve attention with {', '.join(extras)}")
+    packing.calls += 1
+    repeats = query.shape[1] // key.shape[1]
+
+    def attend(queries: torch.Tensor, keys: torch.Tensor, **mask: Any) -> torch.Tensor:
+        """Results [batch * tokens, heads, head_dim] of the tokens at `queries` looking at those at `keys`, both
+        [batch, tokens]."""
+        q, k, v = (_take(states[0], places) for states, places in ((query, queries), (key, keys), (value, keys)))
+        k, v = (states.repeat_interleave(repeats, dim=1) if repeats > 1 else states for states in (k, v))
+        found = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, **mask)
+        return found.transpose(1, 2).flatten(0, 1)
+
+    # A prefix is padded on the right, where causality hides the padding from every real token.
+    parts = []
+    if packing.prefixes.shape[1]:
+        parts.append(attend(packing.prefixes, packing.prefixes, is_causal=True))
+    seen = torch.cat([packing.prefixes[packing.prompt_of], packing.rows], dim=1)
+    parts.append(attend(packing.rows, seen, attn_mask=packing.visible))
+    return torch.cat(parts)[packing.back][None], None
+
+
+def _take(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[heads, L, head_dim] at places [batch, tokens]: [batch, heads, tokens, head_dim]."""
+    taken = states.index_select(1, places.flatten())
+    return taken.unflatten(1, tuple(places.shape)).transpose(0, 1)
+
+
+def packing_unsupported(model: Any) -> str | None:
+    """Why micro-batches of `model` (a transformers model or a PeftModel) can't be packed, or None."""
+    if reason := unsupported_reason(model):
+        return reason
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not base._supports_attention_backend:
+        return "its attention function can't be chosen"
+    attention = base.config._attn_implementation
+    return None if attention in ("sdpa", ATTENTION) else f"attention is {attention}, not sdpa"
+
+
+def enable_packing(model: Any) -> None:
+    """Let forwards of `model` take `packing=Layout`; those without it stay as they were."""
+    AttentionInterface.register(ATTENTION, packed_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.set_attn_implementation(ATTENTION)
+
+
+LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""What TRL's `_get_per_token_logps_and_entropies` returns: log-probabilities and entropies [rows, completion width],
+and the auxiliary loss of a mixture of experts."""
+
+
+def log_probs(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    width: int,
+    padded: Callable[[torch.Tensor, torch.Tensor, int], LogProbs],
+    *,
+    pack_rows: bool,
+    compute_entropy: bool,
+) -> tuple[LogProbs, Work]:
+    """Log-probabilities of the completions, 0 where there is no token, by as few tokens as it takes.
+
+    Args:
+        model: has TRL's fused head and, with `pack_rows`, `enable_packing`.
+        input_ids, attention_mask: int64 [rows, prompt width + `width`], prompts on the left.
+        padded: the forward as TRL does it, of (input_ids, attention_mask, completion width); it gets only those
+            columns that are not padding in every row.
+        pack_rows: pack the rows where that saves tokens.
+    """
+    rows = split_rows(input_ids, attention_mask, width)
+    prompt = max(len(row.prompt) for row in rows)
+    completion = max(1, *(len(row.completion) for row in rows))
+    if pack_rows and packed_length(rows) < len(rows) * (prompt + completion):
+        packed = pack(rows, width, input_ids.device)
+        output = model(**forward_arguments(packed), labels=packed.labels, fused_lm_head=True)
+        if not packed.layout.calls:
+            raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
+        entropies = packed.unpack(output.entropy) if compute_entropy else None
+        return (packed.unpack(output.log_probs), entropies, None), Work(packed.input_ids.shape[1], packed.pairs)
+    columns = slice(input_ids.shape[1] - width - prompt, input_ids.shape[1] - width + completion)
+    found = padded(input_ids[:, columns], attention_mask[:, columns], completion)
+    logps, entropies, aux_loss = found
+    missing = (0, width - completion)
+    work = sequences([len(row.prompt) + len(row.completion) for row in rows])
+    return (F.pad(logps, missing), None if entropies is None else F.pad(entropies, missing), aux_loss), work
+
+
+def forward_arguments(packed: Packed) -> dict[str, Any]:
+    """Arguments of the model's forward. A mask of four dimensions is what transformers hands on as it is."""
+    nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=packed.input_ids.device)
+    return {
+        "input_ids": packed.input_ids,
+        "position_ids": packed.position_ids,
+        "attention_mask": nothing,
+        "packing": packed.layout,
+    }

@@ -1,0 +1,144 @@
+"""How the rows of a generation batch are dealt out, by hand; and that the update stays TRL's."""
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from perl.training.microbatches import SCALE, TOKENS, Dealer, equal_rewards
+from tests.training.test_trainer import make_trainer
+
+
+def batch(prompts, lengths, advantages):
+    """A micro-batch as TRL makes it: prompts of two tokens, completions of up to four."""
+    return {
+        "prompt_ids": torch.tensor([[prompt, 7] for prompt in prompts]),
+        "prompt_mask": torch.ones(len(prompts), 2, dtype=torch.long),
+        "completion_ids": torch.tensor([[length * 10] * length + [0] * (4 - length) for length in lengths]),
+        "completion_mask": torch.tensor([[1] * length + [0] * (4 - length) for length in lengths]),
+        "advantages": torch.tensor(advantages),
+        "num_items_in_batch": torch.tensor(sum(lengths)),
+    }
+
+
+def first_ids(batches):
+    return [b["completion_ids"][:, 0].tolist() for b in batches]
+
+
+WINDOW = [batch([1, 2], [1, 4], [0.5, -1.0]), batch([1, 2], [3, 2], [0.0, 1.0])]
+
+
+def dealer(**changes):
+    settings = {"loss_type": "grpo", "accumulation": 2, "leave_out_zero": False, "group": False}
+    return Dealer(**(settings | changes))
+
+
+def test_rows_are_ordered_by_length_or_prompt_by_prompt():
+    assert first_ids(dealer().arrange(WINDOW)) == [[40, 30], [20, 10]]
+    grouped = dealer(group=True).arrange(WINDOW)
+    assert first_ids(grouped) == [[40, 20], [30, 10]]  # prompt 2, which has the longest, then prompt 1
+    assert grouped[0]["advantages"].tolist() == [-1.0, 1.0]
+    assert [b[SCALE] for b in grouped] == [1.0, 1.0]
+    assert [b[TOKENS] for b in grouped] == [8 + 10, 0]
+    assert grouped[1]["num_items_in_batch"] == 5  # TRL's own
+
+
+def test_rows_without_gradient_are_left_out_and_the_loss_scaled():
+    left = dealer(leave_out_zero=True, group=True).arrange(WINDOW)
+    assert first_ids(left) == [[40, 20], [10]]
+    assert [b[SCALE] for b in left] == [1.0, 0.5]  # a mean over 1 row stands for a mean over 2
+    assert [b[SCALE] for b in dealer(leave_out_zero=True, loss_type="dapo").arrange(WINDOW)] == [1.0, 1.0]
+    assert left[0][TOKENS] == 18
+
+
+def test_a_window_without_any_gradient_keeps_its_micro_batches():
+    zeros = [b | {"advantages": b["advantages"] * 0} for b in WINDOW]
+    left = dealer(leave_out_zero=True).arrange(zeros)
+    assert [b[SCALE] for b in left] == [0.0, 0.0]
+    assert [len(b["completion_ids"]) for b in left] == [1, 1]
+    assert left[0]["completion_mask"].sum() == 0
+
+
+def test_rows_stay_within_their_update():
+    four = [*WINDOW, batch([1, 2], [4, 4], [1.0, 1.0]), batch([1, 2], [1, 1], [1.0, 1.0])]
+    assert first_ids(dealer().arrange(four)) == [[40, 30], [20, 10], [40, 40], [10, 10]]
+    # 3 accumulated, 4 a generation batch: no two micro-batches surely belong together.
+    assert first_ids(dealer(accumulation=3).arrange(four))[0] == [40, 10]
+    # Two generation batches an update: each one is within it whole.
+    assert first_ids(dealer(accumulation=8).arrange(four))[0] == [40, 40]
+
+
+def test_fixed_micro_batches_stay():
+    same = dealer(fixed="loss_type bnpo", leave_out_zero=True).arrange(WINDOW)
+    assert first_ids(same) == first_ids(WINDOW)
+    assert [b[TOKENS] for b in same] == [4 + 5, 4 + 5]
+
+
+def test_equal_rewards_are_found_exactly():
+    nan = float("nan")
+    rewards = torch.tensor([[1.0, 1.0]] * 8 + [[1.0, 1.0]] * 7 + [[1.0, 0.0]] + [[nan, nan]] * 8)
+    weights = torch.tensor([1.0, 0.2])
+    assert equal_rewards(rewards, weights, 8).tolist() == [True] * 8 + [False] * 8 + [True] * 8
+    # What it is for: in floating point the mean of eight 1.2 is not 1.2.
+    total = (rewards[:8] * weights).sum(dim=1)
+    assert ((total - total.mean()) / (total.std() + 1e-4)).abs().max() > 1e-3
+
+
+def gradients(trainer, batches, loss):
+    """Gradient of one optimizer update over `batches`, and the sum of the losses."""
+    trainer.current_gradient_accumulation_steps = len(batches)
+    trainer.model.train()
+    trainer.model.zero_grad()
+    total = 0.0
+    for inputs in batches:
+        value = loss(trainer, trainer.model, inputs)
+        value.backward()
+        total += value.item()
+    return total, {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "beta"),
+    [("grpo", 0.0), ("grpo", 0.1), ("dr_grpo", 0.0), ("dapo", 0.0), ("dapo", 0.1), ("bnpo", 0.0), ("cispo", 0.0),
+     ("sapo", 0.0), ("luspo", 0.0), ("vespo", 0.0)],
+)  # fmt: skip
+def test_the_update_is_that_of_trl_for_every_loss(tmp_path, loss_type, beta):
+    """The same samples, a zero-advantage group among them, through TRL's loss on its own micro-batches and through
+    ours: same sum of losses, same gradient of every weight."""
+    level = "sequence" if loss_type == "luspo" else "token"
+    args = {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta, "seed": 3}
+    args |= {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "max_completion_length": 12}
+    trainer = make_trainer(tmp_path, **args)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=0.05)
+    trainer.state.max_steps = 1
+    trainer.model.train()
+    rows = next(iter(trainer.get_train_dataloader()))
+    theirs = trainer_batches(trainer, rows)
+    ours = trainer.dealer.arrange(theirs)
+    assert (trainer.dealer.fixed is None) == (loss_type != "bnpo")
+    computed = sum(len(b["advantages"]) for b in ours if b[SCALE])
+    assert computed == (12 if beta == 0.0 and loss_type != "bnpo" else 16)
+
+    plain = GRPOTrainer._get_per_token_logps_and_entropies
+    hook = type(trainer)._get_per_token_logps_and_entropies
+    try:
+        type(trainer)._get_per_token_logps_and_entropies = plain
+        expected_loss, expected = gradients(trainer, theirs, GRPOTrainer._compute_loss)
+    finally:
+        type(trainer)._get_per_token_logps_and_entropies = hook
+    loss, found = gradients(trainer, ours, type(trainer)._compute_loss)
+    assert loss == pytest.approx(expected_loss, abs=1e-6)
+    assert max(g.abs().max() for g in expected.values()) > 1e-4
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def trainer_batches(trainer, rows):
+    """TRL's micro-batches of a generation batch whose first group has the same reward throughout."""
+    from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+
+    made = trainer._generate_and_score_completions(rows)
+    made["advantages"][:4] = 0.0
+    return split_tensor_dict(shuffle_sequence_dict(made), trainer.args.steps_per_generation)
