@@ -145,6 +145,15 @@ def peak_memory() -> Memory | None:
     return Memory(module.max_memory_allocated(), module.max_memory_reserved(), module.mem_get_info()[1])
 
 
+def free_memory() -> int | None:
+    """Bytes that this process can still put into tensors on its accelerator, what torch holds unused included; None
+    on a CPU."""
+    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    if module is None:
+        return None
+    return module.mem_get_info()[0] + module.memory_reserved() - module.memory_allocated()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an accelerator ran out of memory; older torch_npu raises a plain RuntimeError."""
     import torch
