@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Feed = Iterable[tuple[Prompt, Sampling] | None]
+"""What `Engine.stream` reads: prompts as they come; None for "nothing at the moment"."""
 
 
 class Engine(Protocol):
     """A loaded model that completes prompts. What a prompt gets depends on its tokens, its seed and `sampling`
     alone: not on its neighbours, their order, or the number of devices (up to floating-point ties)."""
+
+    slots: int
+    """Rows worked on at once, as far as is known now; a caller keeps the engine full by having more under way."""
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        """Complete prompts as `feed` brings them: (position in the feed, completion) as each finishes.
+
+        More are taken while others are under way, so that a short row never waits for a long one. The feed gives None
+        when it has nothing now though rows are under way; when all that it has given is finished it waits itself, and
+        its end is the end. A position counts the Nones out.
+        """
+        ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Yield (index into `prompts`, completion) as each finishes, in any order.
@@ -37,3 +56,18 @@ def require_room(prompts: Sequence[Prompt], max_model_len: int) -> None:
                 f"prompt {index} has {len(prompt.token_ids)} tokens, and the context holds {max_model_len} with the"
                 " completion; shorten the prompt, leave it out, or raise --max_model_len if the model allows more"
             )
+
+
+def eos_token_ids(model_path: str, config: PreTrainedConfig, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a completion: those of generation_config.json, or of the configuration where there is no
+    such file, and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    if (Path(model_path) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(model_path)
+    else:
+        generation = GenerationConfig.from_model_config(config)
+    ids: set[int] = set()
+    for named in (generation.eos_token_id, tokenizer.eos_token_id):
+        ids.update([named] if isinstance(named, int) else named or [])
+    return frozenset(ids)

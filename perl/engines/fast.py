@@ -63,19 +63,16 @@ def decode_fast(
         stream: compute while the iterator is consumed, after `model.generate` has returned; False: all within it.
     """
     lockstep = is_sharded(model)
-    if not job.rows and not lockstep:
-        return iter(())
 
     def custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         rows = Decoder(model, job, logits_processor, model_kwargs.get("logits_to_keep"), lockstep).run()
         return rows if stream else iter(list(rows))
 
-    longest = max((row.prompt_ids for row in job.rows), key=len, default=(job.pad_token_id,))
-    prompt, mask = left_pad([longest], job.pad_token_id, model.device)
-    return model.generate(  # `prompt` only shows generate the length that it has to allow for
+    prompt, mask = left_pad([(job.pad_token_id,)], job.pad_token_id, model.device)
+    return model.generate(  # `prompt` is only there because generate wants one
         input_ids=prompt,
         attention_mask=mask,
-        generation_config=generation_config(job, job.rows),
+        generation_config=generation_config(job, ()),
         logits_processor=LogitsProcessorList(processors),
         custom_generate=custom_generate,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from perl import device
-from perl.engines.base import require_room
+from perl.engines.base import Feed, eos_token_ids, require_room
 from perl.engines.decode import decode
 from perl.engines.rows import DEFAULT_BATCH_TOKENS, Finished, Job, Row
 from perl.engines.sampling import validate
@@ -54,27 +55,45 @@ class HFEngine:
         self.tokenizer: Any = _load(AutoTokenizer, model_path)
         self.model: Any = _load(AutoModelForCausalLM, model_path, dtype=_dtype(dtype, config))
         self.model.eval().to(device.torch_device())
-        self.eos_token_ids = eos_token_ids(self.model, self.tokenizer)
+        self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
+        self.slots = max(1, self.max_batch_tokens // self.max_model_len)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         validate(sampling)
         require_room(prompts, self.max_model_len)
-        rows = [
-            Row(
-                prompt_ids=prompt.token_ids,
-                seed=prompt.seed,
-                max_new_tokens=min(sampling.max_new_tokens, self.max_model_len - len(prompt.token_ids)),
+        return self.stream((prompt, sampling) for prompt in prompts)
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        """Rows drawn from one distribution are decoded together; where another one comes, those under way end first.
+        See `Engine.stream`."""
+        stretches = Stretches(feed)
+        while (sampling := stretches.begin()) is not None:
+            validate(sampling)
+            first = stretches.taken
+            job = Job(
+                rows=self._rows(stretches),
+                sampling=sampling,
+                eos_token_ids=self.eos_token_ids,
+                pad_token_id=pad_token_id(self.tokenizer, self.eos_token_ids),
+                max_batch_tokens=self.max_batch_tokens,
             )
-            for prompt in prompts
-        ]
-        job = Job(
-            rows=rows,
-            sampling=sampling,
-            eos_token_ids=self.eos_token_ids,
-            pad_token_id=pad_token_id(self.tokenizer, self.eos_token_ids),
-            max_batch_tokens=self.max_batch_tokens,
-        )
-        return ((finished.index, self._completion(finished)) for finished in decode(self.model, job))
+            for finished in decode(self.model, job):
+                yield first + finished.index, self._completion(finished)
+
+    def _rows(self, stretch: Stretches) -> Iterator[Row | None]:
+        """Rows of one stretch. `slots` follows the longest of them, as the decode loop does."""
+        longest = 1
+        for item in stretch:
+            if item is None:
+                yield None
+                continue
+            prompt, sampling = item
+            require_room([prompt], self.max_model_len)
+            room = self.max_model_len - len(prompt.token_ids)
+            row = Row(prompt_ids=prompt.token_ids, seed=prompt.seed, max_new_tokens=min(sampling.max_new_tokens, room))
+            longest = max(longest, row.reach)
+            self.slots = max(1, self.max_batch_tokens // longest)
+            yield row
 
     def close(self) -> None:
         self.model = None
@@ -90,13 +109,47 @@ class HFEngine:
         )
 
 
-def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a completion: those of generation_config.json, or of the configuration where it names
-    none, and the tokenizer's."""
-    ids: set[int] = set()
-    for named in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        ids.update([named] if isinstance(named, int) else named or [])
-    return frozenset(ids)
+class Stretches:
+    """A feed cut where the distribution that is sampled from changes. `begin` a stretch, then iterate over it."""
+
+    def __init__(self, feed: Feed):
+        self._source = iter(feed)
+        self._next: tuple[Prompt, Sampling] | None = None
+        """Read, and not given yet."""
+        self._current: Sampling | None = None
+        self.taken = 0
+        """Prompts given so far."""
+
+    def begin(self) -> Sampling | None:
+        """Sampling of the next stretch, waiting for it; None at the end of the feed."""
+        while self._next is None:
+            try:
+                self._next = next(self._source)
+            except StopIteration:
+                return None
+        self._current = self._next[1]
+        return self._current
+
+    def __iter__(self) -> Stretches:
+        return self
+
+    def __next__(self) -> tuple[Prompt, Sampling] | None:
+        """A prompt of this stretch, or None when there is nothing at the moment."""
+        if self._next is None:
+            self._next = next(self._source)
+        if self._next is None:
+            return None
+        assert self._current is not None
+        if _distribution(self._next[1]) != _distribution(self._current):
+            raise StopIteration
+        item, self._next = self._next, None
+        self.taken += 1
+        return item
+
+
+def _distribution(sampling: Sampling) -> Sampling:
+    """Without what each row has for itself."""
+    return replace(sampling, n=1, seed=0, max_new_tokens=1)
 
 
 def pad_token_id(tokenizer: Any, eos: frozenset[int]) -> int:

@@ -1,9 +1,9 @@
-"""The fast decode loop: admit rows into free slots, take one step with all rows, let those go that have ended."""
+"""The fast decode loop: read what has come, admit rows into free slots, take one step with all, let go of the ended."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicCache
 
-from perl.engines.rows import Finished, Job, Row, left_pad, mark_seen
+from perl.engines.rows import Finished, Job, Row, arrived, left_pad, mark_seen
 from perl.engines.sampling import choose, uniforms
 from perl.engines.slots import SlotCache
 
@@ -36,11 +36,6 @@ class Live:
     def length(self) -> int:
         return len(self.row.prompt_ids) + len(self.token_ids)
 
-    @property
-    def reach(self) -> int:
-        """Tokens that it may come to."""
-        return len(self.row.prompt_ids) + self.row.max_new_tokens
-
 
 @dataclass(slots=True)
 class Group:
@@ -61,13 +56,14 @@ class Group:
         self.states = [(keys.clone(), values.clone()) for keys, values in self.states]
 
 
-def group_rows(rows: Sequence[Row]) -> deque[Group]:
-    """Rows by prompt, those that may become longest first."""
-    by_prompt: dict[tuple[int, ...], list[Live]] = {}
-    for index, row in enumerate(rows):
-        by_prompt.setdefault(row.prompt_ids, []).append(Live(index, row))
-    groups = [Group(ids, deque(lives), max(live.reach for live in lives)) for ids, lives in by_prompt.items()]
-    return deque(sorted(groups, key=lambda group: -group.reach))
+def group_rows(rows: Iterable[Live], groups: Iterable[Group] = ()) -> deque[Group]:
+    """`rows` by prompt, beside or in the `groups` that wait already; those that may become longest first."""
+    by_prompt = {group.prompt_ids: group for group in groups}
+    for live in rows:
+        group = by_prompt.setdefault(live.row.prompt_ids, Group(live.row.prompt_ids, deque(), 0))
+        group.waiting.append(live)
+        group.reach = max(group.reach, live.row.reach)
+    return deque(sorted(by_prompt.values(), key=lambda group: -group.reach))
 
 
 def _prefilled(group: Group) -> torch.Tensor:
@@ -87,8 +83,11 @@ class Decoder:
         self.options = {} if logits_to_keep is None else {"logits_to_keep": logits_to_keep}
         self.lockstep = lockstep
         """All ranks run the same number of forwards; those that are through idle until the last one is."""
-        self.groups = group_rows(job.rows)
-        self.waiting = len(job.rows)
+        self.source = iter(job.rows)
+        self.read = 0
+        """Rows that came from `source`."""
+        self.groups: deque[Group] = deque()
+        self.waiting = 0
         self.live: list[Live] = []
         """Row i is in slot i of the cache."""
         self.cache: SlotCache | None = None
@@ -97,13 +96,22 @@ class Decoder:
 
     @torch.no_grad()
     def run(self) -> Iterator[Finished]:
-        while self.waiting or self.live:
+        while self._listen() or self.live:
             while (free := self._free_slots()) > 0:
                 yield from self._admit(free)
             if self.live:
                 yield from self._step()
         while self.lockstep and self._any_rank_decodes(False):
             self._idle()
+
+    def _listen(self) -> bool:
+        """Read the rows that there are; whether any wait."""
+        fresh = [Live(index, row) for index, row in arrived(self.source, self.read)]
+        if fresh:
+            self.groups = group_rows(fresh, self.groups)
+            self.read += len(fresh)
+            self.waiting += len(fresh)
+        return self.waiting > 0
 
     def _free_slots(self) -> int:
         """How many waiting rows may join now."""
@@ -120,7 +128,7 @@ class Decoder:
     def _widest(self) -> int:
         """Columns that rows in flight and the next group may come to."""
         waiting = self.groups[0].reach if self.groups else 0
-        return max([waiting, *(live.reach for live in self.live)])
+        return max([waiting, *(live.row.reach for live in self.live)])
 
     def _admit(self, free: int) -> Iterator[Finished]:
         """Take up to `free` waiting rows, prefill the prompts that are new, draw first tokens, fill slots."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,18 @@ class Row:
     seed: int
     max_new_tokens: int
 
+    @property
+    def reach(self) -> int:
+        """Tokens that it may come to."""
+        return len(self.prompt_ids) + self.max_new_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """One completion made."""
 
     index: int
-    """Index of its Row."""
+    """Index of its Row, Nones not counted."""
     token_ids: list[int]
     """Drawn tokens; the last one is the end-of-sequence token when `stopped`."""
     logprobs: list[float]
@@ -40,7 +45,8 @@ class Finished:
 class Job:
     """Rows, and all that a decode loop must know to complete them."""
 
-    rows: Sequence[Row]
+    rows: Iterable[Row | None]
+    """Read while others are decoded: None when there is nothing at the moment (perl.engines.base.Feed)."""
     sampling: Sampling
     """Its n, seed and max_new_tokens are not read here: each Row has its own."""
     eos_token_ids: frozenset[int]
@@ -48,6 +54,11 @@ class Job:
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     """Bound on rows in flight times the longest (prompt + max_new_tokens) among them. A row that is longer than this
     alone is decoded alone."""
+
+
+def arrived(source: Iterator[Row | None], first: int) -> list[tuple[int, Row]]:
+    """The rows that there are now, up to the next None or the end, numbered from `first` on."""
+    return list(enumerate(iter(lambda: next(source, None), None), first))
 
 
 def left_pad(

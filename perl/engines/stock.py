@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from perl.engines.rows import Finished, Job, Row, left_pad, mark_seen
+from perl.engines.rows import Finished, Job, Row, arrived, left_pad, mark_seen
 from perl.engines.sampling import choose, uniforms
 from perl.records import Sampling
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def decode_stock(model: Any, job: Job, processors: Sequence[Processor] = ()) -> Iterator[Finished]:
-    """Complete `job.rows` with `model.generate`, longest first, yielding each batch's rows when it is through.
+    """Complete `job.rows` with `model.generate`, longest first of those that have come, yielding each batch's rows when
+    it is through.
 
     A sharded model gets all rows as one batch, whatever `job.max_batch_tokens`: every rank must call `generate` the
     same number of times.
@@ -34,7 +35,17 @@ def decode_stock(model: Any, job: Job, processors: Sequence[Processor] = ()) -> 
         job: rows and sampling.
         processors: further logits processors, called with left-padded ids before sampling.
     """
-    for batch in [range(len(job.rows))] if is_sharded(model) else _batches(job):
+    source = iter(job.rows)
+    waiting: list[tuple[int, Row]] = []
+    read = 0
+    while True:
+        fresh = arrived(source, read)
+        read += len(fresh)
+        waiting = sorted(waiting + fresh, key=lambda item: -item[1].reach)
+        if not waiting:
+            return
+        size = len(waiting) if is_sharded(model) else max(1, job.max_batch_tokens // waiting[0][1].reach)
+        batch, waiting = waiting[:size], waiting[size:]
         yield from _decode_batch(model, job, batch, processors)
 
 
@@ -91,18 +102,10 @@ class RowSeededChoice(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter(1, tokens[:, None], 0.0)  # type: ignore[return-value]
 
 
-def _batches(job: Job) -> Iterator[list[int]]:
-    """Indices of rows, longest first, as many at a time as `job.max_batch_tokens` allows, at least one."""
-    lengths = [len(row.prompt_ids) + row.max_new_tokens for row in job.rows]
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    while order:
-        size = max(1, job.max_batch_tokens // lengths[order[0]])
-        yield order[:size]
-        order = order[size:]
-
-
-def _decode_batch(model: Any, job: Job, indices: Sequence[int], processors: Sequence[Processor]) -> Iterator[Finished]:
-    rows = [job.rows[index] for index in indices]
+def _decode_batch(
+    model: Any, job: Job, batch: Sequence[tuple[int, Row]], processors: Sequence[Processor]
+) -> Iterator[Finished]:
+    rows = [row for _, row in batch]
     ids, mask = left_pad([row.prompt_ids for row in rows], job.pad_token_id, model.device)
     choice = RowSeededChoice(rows, job.sampling, processors)
     output = model.generate(
@@ -113,7 +116,7 @@ def _decode_batch(model: Any, job: Job, indices: Sequence[int], processors: Sequ
     )
     drawn = output[:, ids.shape[1] :].tolist()
     logprobs = torch.stack(choice.logprobs, dim=1).tolist()
-    for index, row, tokens, row_logprobs in zip(indices, rows, drawn, logprobs, strict=True):
+    for (index, row), tokens, row_logprobs in zip(batch, drawn, logprobs, strict=True):
         tokens = tokens[: row.max_new_tokens]
         end = next((i for i, token in enumerate(tokens) if token in job.eos_token_ids), None)
         length = len(tokens) if end is None else end + 1

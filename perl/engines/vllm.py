@@ -10,12 +10,12 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl import device
-from perl.engines.base import require_room
+from perl.engines.base import Feed, eos_token_ids, require_room
 from perl.engines.sampling import validate
 from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
@@ -97,19 +97,14 @@ class VLLMEngine:
         self.engine: Any = LLM(**options).llm_engine
         self.max_model_len: int = self.engine.vllm_config.model_config.max_model_len
         self.slots: int = self.engine.vllm_config.scheduler_config.max_num_seqs
-        """Rows worked on at once; a caller keeps the engine full by having more than these under way."""
         self._requests = 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         require_room(prompts, self.max_model_len)
         return self.stream((prompt, sampling) for prompt in prompts)
 
-    def stream(self, feed: Iterable[tuple[Prompt, Sampling] | None]) -> Iterator[tuple[int, Completion]]:
-        """Complete prompts as `feed` brings them: (position in the feed, completion) as each finishes.
-
-        The feed is read until twice `slots` requests are under way. It gives None for "nothing at the moment", and
-        waits itself when all it has given is finished; its end is the end. A position counts the Nones out.
-        """
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        """The feed is read until twice `slots` requests are under way. See `Engine.stream`."""
         source = iter(feed)
         indices: dict[str, int] = {}
         taken = 0
@@ -183,20 +178,6 @@ def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
     best = str(device.default_dtype()).removeprefix("torch.")
     stored = str(getattr(config, "dtype", None) or best).removeprefix("torch.")
     return best if best == "float32" else stored
-
-
-def eos_token_ids(model_path: str, config: PreTrainedConfig, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a completion, the same ones as in `perl.engines.hf.eos_token_ids`."""
-    from transformers import GenerationConfig
-
-    if (Path(model_path) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(model_path)
-    else:
-        generation = GenerationConfig.from_model_config(config)
-    ids: set[int] = set()
-    for named in (generation.eos_token_id, tokenizer.eos_token_id):
-        ids.update([named] if isinstance(named, int) else named or [])
-    return frozenset(ids)
 
 
 def _lora_rank(adapter: str) -> int:

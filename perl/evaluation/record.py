@@ -25,6 +25,11 @@ class Finished:
     error: str | None = None
     """Why the row was never generated."""
 
+    @classmethod
+    def without_completion(cls, row: Row, error: str) -> Finished:
+        """A row that gets an empty, truncated completion."""
+        return cls(row, Completion(token_ids=(), text="", finish_reason="length"), 0.0, error)
+
 
 class Recorder:
     """Grade rows and write them to their dataset's store, in the order in which they finish.

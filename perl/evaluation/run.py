@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from perl.config.evaluation import EvalConfig
+from perl.evaluation.executors import LocalExecutor
 from perl.evaluation.plan import Plan, Row, make_plans
 from perl.evaluation.progress import Progress
 from perl.evaluation.record import Finished, Recorder
@@ -24,7 +25,6 @@ from perl.evaluation.store import Store, locked, write_json
 from perl.evaluation.summary import print_table, summarize
 from perl.evaluation.workers import Workers
 from perl.provenance import provenance
-from perl.records import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ def generate(setup: Setup, owed: Sequence[Row], stores: dict[str, Store], progre
         tokens, ended = 0, began
         if not fitting:
             return None
-        with Workers(worker_specs(setup, engine, fitting)) as workers:
-            for row, completion, seconds in workers.complete(fitting, progress.refresh):
-                recorder.add(Finished(row, completion, seconds))
-                tokens += len(completion.token_ids)
+        with Workers(worker_specs(setup, engine, fitting), LocalExecutor()) as workers:
+            for finished in workers.complete(fitting, progress.refresh):
+                recorder.add(finished)
+                tokens += len(finished.completion.token_ids)
                 ended = time.monotonic()
             ready = workers.generation_began or ended
     return {
@@ -88,11 +88,10 @@ def skip_overlong(setup: Setup, owed: Sequence[Row], recorder: Recorder) -> None
     """Record a prompt that leaves no room for a completion as an empty, truncated one, saying so."""
     if setup.context is None:
         return
-    nothing = Completion(token_ids=(), text="", finish_reason="length")
     overlong = [row for row in owed if len(row.prompt.token_ids) >= setup.context]
     for row in overlong:
         error = f"the prompt has {len(row.prompt.token_ids)} tokens, the context {setup.context}"
-        recorder.add(Finished(row, nothing, 0.0, error))
+        recorder.add(Finished.without_completion(row, error))
     if overlong:
         logger.warning(
             "%d prompts fill the context of %d tokens and get no completion (the first: %s); they count as wrong",

@@ -1,14 +1,10 @@
-"""A worker: one process with its own devices and its own engine, fed through a pipe.
-
-    parent -> worker   list[Job], as often as there is work; None: no more will come
-    worker -> parent   Ready, Done for each job, Failed
+"""A worker: one process with its own devices and its own engine, fed through a pipe (perl.evaluation.executors).
 
 torch and vLLM are imported after the worker's environment is set, so that they see its devices only.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
@@ -21,9 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perl.records import Completion, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from perl.engines import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +53,8 @@ class Job:
 class Ready:
     """The engine is loaded."""
 
-    slots: int | None
-    """Rows that the engine works on at once, when it takes more while it works; None: it works chunk by chunk."""
+    slots: int
+    """Rows that the engine works on at once."""
     seconds: float
 
 
@@ -65,12 +64,18 @@ class Done:
     completion: Completion
     seconds: float
     """From the engine's taking the row to its end."""
+    slots: int
+    """As in Ready, now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     message: str
     traceback: str
+
+
+Message = Ready | Done | Failed
+"""What a worker says."""
 
 
 def run_worker(spec: WorkerSpec, connection: Connection) -> None:
@@ -87,7 +92,7 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
 
         device.pin_cpu(spec.index, spec.workers)
         engine = ENGINES[spec.engine](spec.model, **spec.options)
-        connection.send(Ready(getattr(engine, "slots", None), time.monotonic() - started))
+        connection.send(Ready(engine.slots, time.monotonic() - started))
         for done in completed(engine, inbox):
             connection.send(done)
         engine.close()
@@ -98,20 +103,11 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         sys.exit(1)
 
 
-def completed(engine: Any, inbox: Inbox) -> Iterator[Done]:
-    """Put jobs through the engine as they come: one by one into an engine that streams, else in the chunks that the
-    parent sends."""
-    if hasattr(engine, "stream"):
-        feed = Feed(inbox)
-        for position, completion in engine.stream(feed):
-            yield feed.finish(position, completion)
-        return
-    while jobs := inbox.take():
-        for sampling, group in itertools.groupby(jobs, key=lambda job: job.sampling):
-            chunk = list(group)
-            started = time.monotonic()
-            for position, completion in engine.generate([job.prompt for job in chunk], sampling):
-                yield Done(chunk[position].tag, completion, time.monotonic() - started)
+def completed(engine: Engine, inbox: Inbox) -> Iterator[Done]:
+    """Put jobs through the engine as they come."""
+    feed = Feed(inbox)
+    for position, completion in engine.stream(feed):
+        yield feed.finish(position, completion, engine.slots)
 
 
 @dataclass
@@ -152,7 +148,7 @@ class Inbox:
 
 
 class Feed:
-    """The inbox as an engine's feed (see VLLMEngine.stream): None when there is nothing now, but rows under way."""
+    """The inbox as an engine's feed (see Engine.stream): None when there is nothing now, but rows under way."""
 
     def __init__(self, inbox: Inbox):
         self.inbox = inbox
@@ -175,9 +171,9 @@ class Feed:
         self.given += 1
         return job.prompt, job.sampling
 
-    def finish(self, position: int, completion: Completion) -> Done:
+    def finish(self, position: int, completion: Completion, slots: int) -> Done:
         job, started = self.under_way.pop(position)
-        return Done(job.tag, completion, time.monotonic() - started)
+        return Done(job.tag, completion, time.monotonic() - started, slots)
 
 
 def _log_to(path: Path) -> None:

@@ -1,119 +1,101 @@
 """Work flows: one queue of rows, as many workers as there are devices, each topped up as its rows finish.
 
-A worker that dies gives its rows back to the queue and is started again, a bounded number of times.
+A worker that dies gives its rows back and is started again, a bounded number of times; a row that kills its worker
+whenever it is tried is found (perl.evaluation.suspects) and recorded, and costs the others nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-import multiprocessing
-import os
-import signal
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from functools import partial
 
+from perl.evaluation.executors import Executor, Link
 from perl.evaluation.plan import Row
-from perl.evaluation.worker import Done, Failed, Job, Ready, WorkerSpec, run_worker
-from perl.records import Completion
+from perl.evaluation.record import Finished
+from perl.evaluation.suspects import Suspects, Trial
+from perl.evaluation.worker import Done, Failed, Job, Message, Ready, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
 RESTARTS_PER_WORKER = 3
+BARREN_DEATHS = 16
+"""A worker that dies so often without finishing one row is given up, even while a guilty row is looked for."""
 FAREWELL_S = 10.0
 """How long workers get to end by themselves once the work is done."""
 AHEAD = 1.25
-"""A streaming worker holds this many times its engine's slots, so that a freed slot never waits for the parent."""
+"""A worker holds this many times its engine's slots, so that a freed slot never waits for the parent."""
 
 
 class WorkerError(RuntimeError):
     """No worker is left that could do the rest, or an engine did not start. One line; nothing that was done is lost."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
-    """The parent's side of one worker process."""
+    """The parent's side of one worker."""
 
     spec: WorkerSpec
-    process: Any = None
-    connection: Connection | None = None
-    ready: Ready | None = None
+    link: Link | None = None
+    """None: it was given up, or not started yet."""
+    slots: int | None = None
+    """Rows that its engine works on at once; None until the engine is loaded."""
     held: set[int] = field(default_factory=set)
     """Tags of the rows that it has and has not finished."""
-    restarts: int = 0
+    trial: Trial | None = None
+    """What it holds is this trial."""
+    life: int = 0
+    """How often it was started."""
+    deaths: int = 0
+    """For which no row was found guilty."""
+    barren: int = 0
+    """Deaths since it last finished a row."""
     failure: Failed | None = None
 
     @property
     def alive(self) -> bool:
-        return self.connection is not None
+        return self.link is not None
 
-    def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.ready, self.failure = None, None
-        self.process = context.Process(target=run_worker, args=(self.spec, theirs), name=f"worker-{self.spec.index}")
-        self.process.start()
-        theirs.close()
-
-    def send(self, jobs: list[Job] | None) -> None:
-        """Send; a worker that is gone is noticed when its pipe is read."""
-        assert self.connection is not None
-        self.held.update(job.tag for job in jobs or ())
-        try:
-            self.connection.send(jobs)
-        except OSError:
-            logger.debug("worker %d is gone", self.spec.index)
-
-    def kill(self) -> None:
-        """End the worker's whole process group: the engine may have processes of its own."""
-        if self.process is None or self.process.pid is None:
-            return
-        for end in (os.killpg, os.kill):
-            try:
-                end(self.process.pid, signal.SIGKILL)
-                break
-            except ProcessLookupError:  # no group of its own yet, or gone already
-                continue
-        self.process.join()
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
-
-    def last_words(self) -> str:
-        """Why it ended, as far as is known, and where to read more."""
-        if self.failure is not None:
-            return f"{self.failure.message} (log: {self.spec.log})"
-        code = self.process.exitcode if self.process is not None else None
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return f"{how} (log: {self.spec.log})"
+    def kill(self) -> str:
+        """End it. Returns why it ended, as far as is known, and where to read more."""
+        assert self.link is not None
+        self.link.kill()
+        words = self.failure.message if self.failure is not None else self.link.last_words()
+        self.link, self.slots, self.trial, self.failure = None, None, None, None
+        self.held.clear()
+        return f"{words} (log: {self.spec.log})"
 
 
 class Workers:
     """The workers of one evaluation. Use as a context manager: on exit no process of theirs is left."""
 
-    def __init__(self, specs: Sequence[WorkerSpec]):
+    def __init__(self, specs: Sequence[WorkerSpec], executor: Executor):
         self.workers = [Worker(spec) for spec in specs]
         self.generation_began: float | None = None
         """time.monotonic() when the first engine was ready."""
         self.restarts = 0
+        self._executor = executor
+        self._inbox: queue.SimpleQueue[tuple[Worker, object, Message | None]] = queue.SimpleQueue()
 
     def __enter__(self) -> Workers:
         for worker in self.workers:
-            worker.start()
+            self._start(worker)
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
-            worker.kill()
+            if worker.link is not None:
+                worker.link.kill()
+        self._executor.close()
 
-    def complete(
-        self, rows: Sequence[Row], on_wait: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[Row, Completion, float]]:
-        """Yield (row, completion, seconds) as rows finish, each exactly once.
+    def complete(self, rows: Sequence[Row], on_wait: Callable[[], None] = lambda: None) -> Iterator[Finished]:
+        """Yield rows as they finish, each exactly once; one that kills its workers comes with an error.
 
         Args:
             on_wait: called at least every half second, to look after the screen.
@@ -123,84 +105,114 @@ class Workers:
         """
         waiting = deque(range(len(rows)))
         unfinished = set(waiting)
+        suspects = Suspects([row.prompt.token_ids for row in rows])
         while unfinished:
-            self._top_up(rows, waiting, len(unfinished))
+            self._top_up(rows, waiting, suspects, len(unfinished))
             for worker, message in self._messages(timeout=0.5):
                 if isinstance(message, Done):
                     worker.held.discard(message.tag)
+                    worker.slots, worker.barren = message.slots, 0
+                    suspects.guilty.pop(message.tag, None)
                     if message.tag in unfinished:
                         unfinished.remove(message.tag)
-                        yield rows[message.tag], message.completion, message.seconds
+                        yield Finished(rows[message.tag], message.completion, message.seconds)
+                        yield from self._condemned(rows, suspects, unfinished)
                 elif isinstance(message, Ready):
-                    worker.ready = message
+                    worker.slots = message.slots
                     self.generation_began = self.generation_began or time.monotonic()
                 elif isinstance(message, Failed):
                     worker.failure = message
                 else:
-                    waiting.extendleft(sorted(worker.held, reverse=True))
-                    self._bury(worker, len(unfinished))
+                    self._bury(worker, suspects, len(unfinished))
+            if unfinished <= suspects.guilty.keys():
+                yield from self._condemned(rows, suspects, unfinished)
             on_wait()
         self._dismiss()
 
-    def _dismiss(self) -> None:
-        """Let the workers end by themselves, so that what their libraries hold is given back in order."""
-        living = [worker for worker in self.workers if worker.alive]
-        for worker in living:
-            worker.send(None)
-        deadline = time.monotonic() + FAREWELL_S
-        for worker in living:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+    def _start(self, worker: Worker) -> None:
+        worker.life += 1
+        worker.link = self._executor.start(worker.spec, partial(self._hear, worker, worker.life))
 
-    def _top_up(self, rows: Sequence[Row], waiting: deque[int], unfinished: int) -> None:
-        able = [worker for worker in self.workers if worker.alive and worker.ready]
-        for worker in able:
-            wanted = self._share(worker, len(waiting), unfinished)
-            tags = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
-            if tags:
-                worker.send([Job(tag, rows[tag].prompt, rows[tag].sampling) for tag in tags])
+    def _hear(self, worker: Worker, life: int, message: Message | None) -> None:
+        self._inbox.put((worker, life, message))
 
-    def _share(self, worker: Worker, waiting: int, unfinished: int) -> int:
-        """How many more rows `worker` gets now. Never more than an even share of what is left, so that nobody hoards
-        rows that another could begin."""
-        assert worker.ready is not None
-        living = sum(other.alive for other in self.workers)
-        if worker.ready.slots is not None:
-            goal = min(math.ceil(worker.ready.slots * AHEAD), math.ceil(unfinished / living))
-            return max(0, goal - len(worker.held))
-        if worker.held:
-            return 0
-        # An engine that takes chunks: half an even share at a time, until shares are too small to fill a batch.
-        share = waiting / living
-        return math.ceil(share if living == 1 or share < 64 else share / 2)
+    def _messages(self, timeout: float) -> Iterator[tuple[Worker, Message | None]]:
+        """(worker, message) of each message there is, waiting for one; None for a worker that is gone."""
+        items = []
+        with contextlib.suppress(queue.Empty):
+            items.append(self._inbox.get(timeout=timeout))
+            for _ in range(self._inbox.qsize()):
+                items.append(self._inbox.get_nowait())
+        for worker, life, message in items:
+            if worker.alive and life == worker.life:
+                yield worker, message
 
-    def _messages(self, timeout: float) -> Iterator[tuple[Worker, Done | Ready | Failed | None]]:
-        """(worker, message) of each message there is; None for a worker that is gone."""
-        by_connection = {worker.connection: worker for worker in self.workers if worker.connection is not None}
-        for connection in wait(list(by_connection), timeout):
-            worker = by_connection[connection]  # pyright: ignore[reportArgumentType]
-            assert worker.connection is not None
-            try:
-                while worker.connection.poll():
-                    yield worker, worker.connection.recv()
-            except (EOFError, OSError):
-                yield worker, None
+    def _top_up(self, rows: Sequence[Row], waiting: deque[int], suspects: Suspects, unfinished: int) -> None:
+        """Give each worker whose engine is loaded as much as it can use: a trial when it has nothing else."""
+        living = sum(worker.alive for worker in self.workers)
+        for worker in self.workers:
+            if worker.slots is None:
+                continue
+            if not worker.held:
+                worker.trial = suspects.next_trial(worker.spec.index, alone=living == 1)
+            if worker.trial is not None:
+                tags = [] if worker.held else worker.trial.tags
+            else:
+                # Never more than an even share of what is left, so that nobody hoards rows that another could begin.
+                goal = min(math.ceil(worker.slots * AHEAD), math.ceil(unfinished / living))
+                tags = list(_take(waiting, goal - len(worker.held), suspects))
+            if tags and worker.link is not None:
+                worker.held.update(tags)
+                worker.link.send([Job(tag, rows[tag].prompt, rows[tag].sampling) for tag in tags])
 
-    def _bury(self, worker: Worker, unfinished: int) -> None:
-        """Clear up after a dead worker and start it again, if that makes sense."""
-        never_ready, lost = worker.ready is None, len(worker.held)
-        worker.kill()
-        worker.held.clear()
-        words = worker.last_words()
-        if never_ready and worker.failure is not None and not worker.restarts:  # once it ran: its device is at fault
-            raise WorkerError(f"the engine of worker {worker.spec.index} did not start: {words}")
-        if worker.restarts < RESTARTS_PER_WORKER:
-            worker.restarts += 1
+    def _bury(self, worker: Worker, suspects: Suspects, unfinished: int) -> None:
+        """Clear up after a dead worker, accuse what it held, and start it again, if that makes sense."""
+        index, trial, held = worker.spec.index, worker.trial, sorted(worker.held)
+        never_ready = worker.life == 1 and worker.slots is None and worker.failure is not None
+        words = worker.kill()
+        if never_ready:  # once it ran, its device is at fault
+            raise WorkerError(f"the engine of worker {index} did not start: {words}")
+        worker.barren += 1
+        if trial is None:
+            worker.deaths += 1
+            suspects.accuse(index, held)
+        elif (case := suspects.convict(trial, index, held)) is not None:
+            self.workers[case.worker].deaths -= 1  # it was the row's fault
+        if worker.deaths <= RESTARTS_PER_WORKER and worker.barren <= BARREN_DEATHS:
             self.restarts += 1
-            logger.warning("worker %d died: %s; its %d rows go back, it starts again", worker.spec.index, words, lost)
-            worker.start()
+            logger.warning("worker %d died: %s; its %d rows go back, it starts again", index, words, len(held))
+            self._start(worker)
         elif any(other.alive for other in self.workers):
-            logger.warning("worker %d died again: %s; the others go on without it", worker.spec.index, words)
+            logger.warning("worker %d died again: %s; the others go on without it", index, words)
         else:
             raise WorkerError(
                 f"all workers died, the last one: {words}; {unfinished} rows are left, the same command does them"
             )
+
+    def _condemned(self, rows: Sequence[Row], suspects: Suspects, unfinished: set[int]) -> Iterator[Finished]:
+        """The rows found guilty, but for those that a worker is at after all. Called once another row has finished,
+        or none is left: before that the engine itself may be at fault."""
+        busy = set().union(*(worker.held for worker in self.workers))
+        for tag in sorted(suspects.guilty.keys() & unfinished - busy):
+            unfinished.remove(tag)
+            row, why = rows[tag], suspects.guilty.pop(tag)
+            logger.warning("%s, sample %d: %s; it counts as wrong", row.problem.source or row.key, row.sample, why)
+            yield Finished.without_completion(row, why)
+
+    def _dismiss(self) -> None:
+        """Let the workers end by themselves, so that what their libraries hold is given back in order."""
+        living = [worker.link for worker in self.workers if worker.link is not None]
+        for link in living:
+            link.send(None)
+        deadline = time.monotonic() + FAREWELL_S
+        for link in living:
+            link.join(max(0.0, deadline - time.monotonic()))
+
+
+def _take(waiting: deque[int], count: int, suspects: Suspects) -> Iterator[int]:
+    """Up to `count` waiting rows, without those found guilty meanwhile."""
+    while count > 0 and waiting:
+        tag = waiting.popleft()
+        if tag not in suspects.guilty:
+            count -= 1
+            yield tag

@@ -148,3 +148,47 @@ def test_wrong_model_folders_are_user_errors(folder, tmp_path):
         HFEngine(str(tmp_path))
     with pytest.raises(UserError, match="top_p: 2 is not possible"):
         HFEngine(str(folder)).generate([], Sampling(top_p=2))
+
+
+def test_a_stream_takes_rows_while_others_are_under_way(folder):
+    """Row 0 is long; each further row comes only when the one before has ended, and all end before row 0 does."""
+    engine = HFEngine(str(folder), max_batch_tokens=200)
+    engine.eos_token_ids = frozenset()
+    asked = ask(6)
+    lengths = [60, 4, 4, 4, 4, 4]
+    samplings = [Sampling(max_new_tokens=length) for length in lengths]
+    order = []
+
+    def feed():
+        yield asked[0], samplings[0]
+        for index in range(1, 6):
+            yield asked[index], samplings[index]
+            while index not in order:
+                yield None
+        while 0 not in order:
+            yield None
+
+    got = {}
+    for position, completion in engine.stream(feed()):
+        order.append(position)
+        got[position] = completion
+    assert order == [1, 2, 3, 4, 5, 0]
+    for index, sampling in enumerate(samplings):
+        assert [got[index]] == complete(engine, asked[index : index + 1], sampling)
+
+
+def test_a_stream_of_several_distributions_gives_each_row_its_own(folder):
+    engine, asked = HFEngine(str(folder), max_batch_tokens=300), ask(9)
+    kinds = [Sampling(temperature=0, max_new_tokens=8), Sampling(temperature=0.7, max_new_tokens=12)]
+    mixed = [(prompt, kinds[index // 3 % 2]) for index, prompt in enumerate(asked)]
+    got = dict(engine.stream(iter(mixed)))
+    assert sorted(got) == list(range(9))
+    for index, (prompt, sampling) in enumerate(mixed):
+        assert [got[index]] == complete(engine, [prompt], sampling)
+
+
+def test_slots_follow_the_rows_that_come(folder):
+    engine = HFEngine(str(folder), max_batch_tokens=1024)
+    assert engine.slots == 2  # the context is 512
+    list(engine.generate([Prompt(token_ids=(7,) * 10, seed=0)], Sampling(max_new_tokens=22)))
+    assert engine.slots == 1024 // 32
