@@ -1,0 +1,140 @@
+"""How the time of a rollout grows with the group and with the completions, and how near it comes to the machine.
+
+    python -m benchmarks.scaling [--groups 1 2 4 8 16] [--lengths 64 128 256 512 1024] [--threads 1]
+
+Rollouts by TRL's GRPOTrainer and by PerlGRPOTrainer, all completions of one length: first 4 prompts with each group
+size at the first length, then one prompt in a group of 8 with each length. Two limits are measured in the same run.
+Memory: a decode step reads all weights and the rows' keys and values once, at the bandwidth of a sum over 512 MB.
+Arithmetic: 2 operations a weight and token, at the rate of a product of as many rows with weights of the model's
+size. The shares are the measured tokens/s, prefill included, over what each limit allows.
+Ends in a Markdown table and a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from benchmarks._workload import (
+    ForcedLengths,
+    Workload,
+    draw_workload,
+    force_lengths,
+    make_trainer,
+    measure_bandwidth,
+    measure_flops,
+)
+
+SIDES = ("trl", "ours")
+COLUMNS = (
+    "rows",
+    "length",
+    "trl_s",
+    "ours_s",
+    "ratio",
+    "trl_tokens_s",
+    "ours_tokens_s",
+    "bandwidth_share",
+    "flops_share",
+)
+
+
+class Sides:
+    """The trainer of each side, ready for any workload."""
+
+    def __init__(self, longest: int, prompt_length: int):
+        work = draw_workload(4, 16, prompt_length, "equal", longest, longest)
+        self.processor = ForcedLengths(work)
+        self.trainers: dict[str, Any] = {}
+        for side in SIDES:
+            folder = tempfile.mkdtemp()
+            trainer = make_trainer(side, work, folder, lambda **_: None, per_device_train_batch_size=64)
+            force_lengths(trainer, self)  # type: ignore[arg-type]
+            trainer.model.train()
+            self.trainers[side] = trainer
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return self.processor(input_ids, scores)
+
+    def seconds(self, side: str, work: Workload) -> float:
+        """Of one rollout."""
+        trainer, self.processor = self.trainers[side], ForcedLengths(work)
+        trainer.generation_config.max_new_tokens = work.longest
+        started = time.perf_counter()
+        completions = trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
+        seconds = time.perf_counter() - started
+        trainer.state.global_step += 1
+        assert [len(completion) for completion in completions] == work.lengths
+        return seconds
+
+
+def limits(work: Workload, config: Any, bandwidth: float, flops: float) -> tuple[float, float]:
+    """Tokens a second that memory and that arithmetic allow while `work` is decoded."""
+    kept = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+    linear = 2 * config.hidden_size * (config.hidden_size + kept) + 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_hidden_layers * linear + config.vocab_size * config.hidden_size
+    context = len(work.prompts[0]) + work.longest / 2
+    rows = len(work.lengths)
+    cache = rows * context * 2 * kept * config.num_hidden_layers
+    return rows * bandwidth / (4 * (weights + cache)), flops / (2 * weights)
+
+
+def measure(sides: Sides, work: Workload, bandwidth: float, repeats: int) -> dict[str, Any]:
+    """One row of the table: the best of `repeats` rollouts of each side."""
+    best = {side: min(sides.seconds(side, work) for _ in range(repeats)) for side in SIDES}
+    tokens = sum(work.lengths)
+    config = sides.trainers["ours"].model.get_base_model().config
+    by_memory, by_arithmetic = limits(work, config, bandwidth, measure_flops(len(work.lengths)))
+    reached = tokens / best["ours"]
+    return {
+        "prompts": len(work.prompts),
+        "group_size": work.group_size,
+        "rows": len(work.lengths),
+        "length": work.longest,
+        "trl_s": round(best["trl"], 2),
+        "ours_s": round(best["ours"], 2),
+        "ratio": round(best["trl"] / best["ours"], 2),
+        "trl_tokens_s": round(tokens / best["trl"]),
+        "ours_tokens_s": round(reached),
+        "bandwidth_share": round(reached / by_memory, 2),
+        "flops_share": round(reached / by_arithmetic, 2),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    parser.add_argument("--prompt_length", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    sides = Sides(max(options.lengths), options.prompt_length)
+    bandwidth = measure_bandwidth()
+    shapes = [(4, group, options.lengths[0]) for group in options.groups]
+    shapes += [(1, 8, length) for length in options.lengths]
+    warm_up = draw_workload(1, 2, options.prompt_length, "equal", 4, 4)
+    measure(sides, warm_up, bandwidth, 1)
+    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
+    table = []
+    for prompts, group, length in shapes:
+        work = draw_workload(prompts, group, options.prompt_length, "equal", length, length)
+        table.append(measure(sides, work, bandwidth, options.repeats))
+        print("| " + " | ".join(str(table[-1][name]) for name in COLUMNS) + " |", flush=True)
+    arguments = {name: value for name, value in vars(options).items() if name not in ("groups", "lengths")}
+    machine = {"bandwidth_gb_s": round(bandwidth / 1e9, 1), "gflops": round(measure_flops() / 1e9, 1)}
+    print(json.dumps({"benchmark": "scaling", **arguments, **machine, "table": table}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The benchmarks of training at tiny shapes: they force the same lengths on every side and end in their JSON line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import reward_curves, scaling
+from benchmarks._workload import EOS, FIRST_MARKER, FIRST_WORD, VOCABULARY, ForcedLengths, Workload, draw_lengths
+from benchmarks.train_step import flat_groups
+
+ROOT = Path(__file__).parents[2]
+SHAPE = ["--prompts", "2", "--group_size", "4", "--prompt_length", "9", "--mean", "6", "--longest", "12"]
+
+
+def run_module(name, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        cwd=ROOT,
+        timeout=300,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_here(module, monkeypatch, capfd, *arguments):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    module.main()
+    return json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_rollout():
+    result = run_module("rollout", "--pairs", "1", "--no-peers", *SHAPE)
+    assert result["benchmark"] == "rollout"
+    assert result["ratio"] == pytest.approx(result["trl_s"] / result["ours_s"], rel=0.01)
+    assert 2 * 8 <= result["tokens"] <= 12 * 8
+    assert result["ours_peak_mb"] > result["ours_added_mb"] >= 0
+
+
+@pytest.mark.slow
+def test_train_step():
+    result = run_module("train_step", "--pairs", "2", "--micro_batch", "4", "--zero_shares", "0", "0.5", *SHAPE)
+    first, second = result["by_zero_share"]
+    assert result["ratio"] == first["ratio"] > 0
+    assert second["zero_share"] == 0.5
+    for side in ("trl", "ours"):
+        assert first[f"{side}_rollout_s"] + first[f"{side}_update_s"] == pytest.approx(first[f"{side}_wall_s"], rel=0.2)
+
+
+@pytest.mark.slow
+def test_scaling(monkeypatch, capfd):
+    result = run_here(
+        scaling, monkeypatch, capfd, *["--groups", "1", "2", "--lengths", "4", "8", "--prompt_length", "9"]
+    )
+    shapes = [(row["prompts"], row["group_size"], row["length"]) for row in result["table"]]
+    assert shapes == [(4, 1, 4), (4, 2, 4), (1, 8, 4), (1, 8, 8)]
+    assert all(0 < row["bandwidth_share"] < 1 for row in result["table"])
+
+
+@pytest.mark.slow
+def test_reward_curves(monkeypatch, capfd):
+    result = run_here(reward_curves, monkeypatch, capfd, "--seeds", "2", "--steps", "2")
+    assert result["equal"] == (result["between_samplers"] <= result["between_trl_seeds"])
+    assert result["between_trl_seeds"] > 0  # the sampling seed reaches TRL's sampler
+    assert 0.2 < result["trl_mean"] < 0.8
+
+
+def test_forced_lengths_follow_rows_that_move():
+    work = Workload(prompts=[[2000, 2001], [3000, 3001]], group_size=2, lengths=[2, 4, 3, 5], longest=5)
+    force = ForcedLengths(work)
+
+    def allowed(rows):
+        scores = force(torch.tensor(rows), torch.zeros(len(rows), VOCABULARY))
+        return [row.isfinite().nonzero()[:, 0].tolist() for row in scores]
+
+    first = allowed([[2000, 2001], [2000, 2001], [3000, 3001], [3000, 3001]])
+    assert first == [[FIRST_MARKER + i] for i in range(4)]
+    moved = allowed([[3000, 3001, FIRST_MARKER + 2], [2000, 2001, FIRST_MARKER]])
+    assert moved[0][0] == FIRST_WORD
+    assert len(moved[0]) == VOCABULARY - FIRST_WORD
+    assert moved[1] == [EOS]  # two tokens long
+    assert allowed([[3000, 3001, FIRST_MARKER + 2, 5000]]) == [[EOS]]  # three
+
+
+def test_lengths_are_drawn_with_their_mean():
+    assert draw_lengths("equal", 3, 65, 192) == [65, 65, 65]
+    drawn = draw_lengths("lognormal", 4000, 65, 10_000)
+    assert sum(drawn) / len(drawn) == pytest.approx(65, rel=0.03)
+    assert max(draw_lengths("lognormal", 4000, 65, 192)) == 192
+
+
+def test_groups_with_zero_advantage_come_to_their_share():
+    assert flat_groups(0.4, 5, 4) == [1, 2, 1, 2, 2]
+    assert flat_groups(0.0, 3, 4) == [0, 0, 0]
+    assert flat_groups(1.0, 2, 4) == [4, 4]
+
+
+def test_p_value_counts_all_divisions():
+    # 20 ways to choose 3 of 6; only the sides themselves and their mirror image are as far apart
+    assert reward_curves.p_value([0.1, 0.2, 0.3], [0.7, 0.8, 0.9]) == pytest.approx(2 / 20)
+    assert reward_curves.p_value([0.5, 0.5], [0.5, 0.5]) == 1.0
+
+
+def test_verdict_compares_the_samplers_with_trls_own_seeds():
+    near = reward_curves.judge([[0.1, 0.3], [0.3, 0.5]], [[0.2, 0.4], [0.2, 0.5]])
+    assert near["between_trl_seeds"] == 0.2
+    assert near["between_samplers"] == 0.025
+    assert near["equal"]
+    assert not reward_curves.judge([[0.1], [0.2]], [[0.5], [0.6]])["equal"]
