@@ -41,6 +41,15 @@ class Engine(Protocol):
         """
         ...
 
+    def replace_weights(self, model_path: str) -> str | None:
+        """Put the weights of another model of the same shape, stored in `model_path`, in the place of those held: bit
+        for bit what an engine holds that is built on that folder. Called while nothing is being generated.
+
+        Returns:
+            None when it is done, else why it can't be (the engine is then of no further use).
+        """
+        ...
+
     def close(self) -> None:
         """Free the model and its memory. The engine can't be used afterwards; a second call does nothing."""
         ...

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from perl import device
+from perl.adapters.checkpoint import Checkpoint
 from perl.engines.base import Feed, eos_token_ids, require_room
 from perl.engines.decode import decode
 from perl.engines.rows import DEFAULT_BATCH_TOKENS, Finished, Job, Row
@@ -94,6 +95,20 @@ class HFEngine:
             longest = max(longest, row.reach)
             self.slots = max(1, self.max_batch_tokens // longest)
             yield row
+
+    def replace_weights(self, model_path: str) -> str | None:
+        """Copy tensor by tensor, in place. See `perl.engines.Engine`."""
+        checkpoint = Checkpoint(Path(model_path))
+        state = self.model.state_dict()
+        strange = next((name for name in checkpoint.location if name not in state), None)
+        stored = {state[name].data_ptr() for name in checkpoint.location if name in state}
+        missing = next((name for name, tensor in state.items() if tensor.data_ptr() not in stored), None)
+        if strange or missing:  # transformers renames or fuses on loading
+            return f"{model_path} does not store its weights under the names that the model has ({strange or missing})"
+        with torch.no_grad():
+            for name in checkpoint.location:
+                state[name].copy_(checkpoint.read(name))
+        return None
 
     def close(self) -> None:
         self.model = None

@@ -126,10 +126,45 @@ class VLLMEngine:
             elif exhausted:
                 return
 
+    def replace_weights(self, model_path: str) -> str | None:
+        """Have vLLM load the folder into the running engine. See `perl.engines.Engine`.
+
+        vLLM 0.18 on Ascend has no reload_weights. Where there is one, the log-probabilities of a prompt have to move:
+        a graph that was captured with the old weights would go on with them and say nothing.
+        """
+        before = self._probe()
+        try:
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_path": model_path})
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return f"this vLLM can't replace the weights of a running engine ({why})"
+        if self.engine.reset_prefix_cache() is False:
+            return "vLLM's prefix cache could not be emptied after the weights were replaced"
+        if self._probe() == before:
+            return f"vLLM computes the same with {model_path} as before: the new weights did not arrive"
+        return None
+
     def close(self) -> None:
         if self.engine is not None:
             self.engine.engine_core.shutdown()
         self.engine = None
+
+    def _probe(self) -> list[float]:
+        """Log-probabilities of a fixed prompt's own tokens."""
+        from vllm import SamplingParams
+
+        from perl.adapters.probe import probe_tokens
+
+        vocabulary = self.engine.vllm_config.model_config.get_vocab_size()
+        ids = probe_tokens(vocabulary)[0, : self.max_model_len - 1].tolist()
+        self._requests += 1
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        self.engine.add_request(str(self._requests), {"prompt_token_ids": ids}, parameters)
+        while True:
+            for output in self.engine.step():
+                if output.finished:
+                    rows = output.prompt_logprobs[1:]  # the first token has none
+                    return [row[token].logprob for row, token in zip(rows, ids[1:], strict=True)]
 
     def _add(self, prompt: Prompt, sampling: Sampling) -> str:
         self._requests += 1

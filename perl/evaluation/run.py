@@ -23,7 +23,7 @@ from perl.evaluation.record import Finished, Recorder
 from perl.evaluation.setup import MERGED, Setup, worker_specs
 from perl.evaluation.store import Store, locked, write_json
 from perl.evaluation.summary import print_table, summarize
-from perl.evaluation.workers import Workers
+from perl.evaluation.workers import Batch, Workers
 from perl.provenance import provenance
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,9 @@ def generate(setup: Setup, owed: Sequence[Row], stores: dict[str, Store], progre
         tokens, ended = 0, began
         if not fitting:
             return None
-        with Workers(worker_specs(setup, engine, fitting), LocalExecutor()) as workers:
-            for finished in workers.complete(fitting, progress.refresh):
+        specs = worker_specs(setup, engine, fitting)
+        with Workers(specs, LocalExecutor()) as workers:
+            for finished in workers.complete(iter([Batch(specs[0].load, fitting)]), progress.refresh):
                 recorder.add(finished)
                 tokens += len(finished.completion.token_ids)
                 ended = time.monotonic()

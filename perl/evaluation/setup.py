@@ -16,7 +16,7 @@ from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.evaluation.plan import Plan, Row, described
 from perl.evaluation.store import write_json
-from perl.evaluation.worker import WorkerSpec
+from perl.evaluation.worker import Load, WorkerSpec
 from perl.prompts import require_chat_template
 from perl.provenance import text_hash
 
@@ -118,7 +118,7 @@ def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerS
         report = merged_model(setup, setup.adapter)
         model = Path(config.result_dir) / MERGED
         dtype = report.dtype if dtype == "auto" and report.note else dtype
-    options["dtype"] = dtype
+    load = Load(str(model.resolve()), dtype)
     specs = []
     for index in range(config.dp_size):
         environment = device.worker_environment(index, config.tp_size)
@@ -129,7 +129,7 @@ def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerS
                 index=index,
                 workers=config.dp_size,
                 engine=engine,
-                model=str(model.resolve()),
+                load=load,
                 options=options,
                 environment=environment | {"TOKENIZERS_PARALLELISM": "false"},
                 log=(Path(config.result_dir) / "logs" / f"worker-{index}.log").resolve(),

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from perl.engines import Engine
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The weights that an engine holds."""
+
+    model: str
+    """Folder of a whole model."""
+    dtype: str
+    """As --dtype."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """All that a worker is started with."""
@@ -33,9 +43,10 @@ class WorkerSpec:
     workers: int
     engine: str
     """Key of ENGINES."""
-    model: str
+    load: Load
+    """What the engine starts with."""
     options: dict[str, Any]
-    """Keyword arguments of the engine's builder."""
+    """Keyword arguments of the engine's builder, but for the dtype."""
     environment: dict[str, str]
     """Set before anything heavy is imported."""
     log: Path
@@ -47,6 +58,8 @@ class Job:
     tag: int
     prompt: Prompt
     sampling: Sampling
+    load: Load
+    """What is in the engine while it completes this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +82,20 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Renew:
+    """The next job needs another engine than this worker has: it is to be started anew with `load`."""
+
+    load: Load
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     message: str
     traceback: str
 
 
-Message = Ready | Done | Failed
+Message = Ready | Done | Renew | Failed
 """What a worker says."""
 
 
@@ -91,10 +112,10 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         from perl.engines import ENGINES
 
         device.pin_cpu(spec.index, spec.workers)
-        engine = ENGINES[spec.engine](spec.model, **spec.options)
+        engine = ENGINES[spec.engine](spec.load.model, dtype=spec.load.dtype, **spec.options)
         connection.send(Ready(engine.slots, time.monotonic() - started))
-        for done in completed(engine, inbox):
-            connection.send(done)
+        for message in completed(engine, spec.load, inbox):
+            connection.send(message)
         engine.close()
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
         traceback.print_exc()
@@ -103,11 +124,24 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         sys.exit(1)
 
 
-def completed(engine: Engine, inbox: Inbox) -> Iterator[Done]:
-    """Put jobs through the engine as they come."""
+def completed(engine: Engine, held: Load, inbox: Inbox) -> Iterator[Done | Renew]:
+    """Put jobs through the engine as they come. Between jobs of different loads the engine runs empty and gets the
+    other weights; where it can't take them, a Renew is the last thing that comes."""
     feed = Feed(inbox)
-    for position, completion in engine.stream(feed):
-        yield feed.finish(position, completion, engine.slots)
+    while (load := feed.next_load()) is not None:
+        if load != held and (reason := replace_weights(engine, held, load)):
+            yield Renew(load, reason)
+            return
+        held = load
+        for position, completion in engine.stream(feed):
+            yield feed.finish(position, completion, engine.slots)
+
+
+def replace_weights(engine: Engine, held: Load, load: Load) -> str | None:
+    """Put the weights of `load` into the engine. Returns why that can't be, or None when it is done."""
+    if load.dtype != held.dtype:
+        return f"{load.model} is computed in another dtype ({load.dtype}) than {held.model} ({held.dtype})"
+    return engine.replace_weights(load.model)
 
 
 @dataclass
@@ -148,13 +182,22 @@ class Inbox:
 
 
 class Feed:
-    """The inbox as an engine's feed (see Engine.stream): None when there is nothing now, but rows under way."""
+    """The inbox as an engine's feed (see Engine.stream): None when there is nothing now, but rows under way. It ends
+    before the first job that needs other weights; `next_load` begins it anew."""
 
     def __init__(self, inbox: Inbox):
         self.inbox = inbox
         self.fresh: deque[Job] = deque()
         self.under_way: dict[int, tuple[Job, float]] = {}
         self.given = 0
+        self.load: Load | None = None
+
+    def next_load(self) -> Load | None:
+        """What the next job needs, waiting for one; None when no more will come."""
+        if not self.fresh:
+            self.fresh.extend(self.inbox.take())
+        self.load, self.given = (self.fresh[0].load if self.fresh else None), 0
+        return self.load
 
     def __iter__(self) -> Feed:
         return self
@@ -162,9 +205,9 @@ class Feed:
     def __next__(self) -> tuple[Prompt, Sampling] | None:
         if not self.fresh:
             self.fresh.extend(self.inbox.take(wait=not self.under_way))
-        if not self.fresh:
-            if self.under_way:
-                return None
+        if not self.fresh and self.under_way:
+            return None
+        if not self.fresh or self.fresh[0].load != self.load:
             raise StopIteration
         job = self.fresh.popleft()
         self.under_way[self.given] = (job, time.monotonic())

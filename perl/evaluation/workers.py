@@ -1,5 +1,8 @@
 """Work flows: one queue of rows, as many workers as there are devices, each topped up as its rows finish.
 
+The queue grows batch by batch, each with the weights that complete it; a worker replaces those in its engine when it
+comes to the first row that needs others.
+
 A worker that dies gives its rows back and is started again, a bounded number of times; a row that kills its worker
 whenever it is tried is found (perl.evaluation.suspects) and recorded, and costs the others nothing.
 """
@@ -13,14 +16,14 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from perl.evaluation.executors import Executor, Link
 from perl.evaluation.plan import Row
 from perl.evaluation.record import Finished
 from perl.evaluation.suspects import Suspects, Trial
-from perl.evaluation.worker import Done, Failed, Job, Message, Ready, WorkerSpec
+from perl.evaluation.worker import Done, Failed, Job, Load, Message, Ready, Renew, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,49 @@ AHEAD = 1.25
 
 class WorkerError(RuntimeError):
     """No worker is left that could do the rest, or an engine did not start. One line; nothing that was done is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows that the same weights complete."""
+
+    load: Load
+    rows: Sequence[Row]
+
+
+@dataclass
+class Queue:
+    """The rows of all batches so far. A row's tag is its place in the order in which they came."""
+
+    batches: Iterator[Batch | None]
+    rows: list[Row] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    waiting: deque[int] = field(default_factory=deque)
+    """Tags that no worker has had."""
+    unfinished: set[int] = field(default_factory=set)
+    ended: bool = False
+
+    def refill(self) -> bool:
+        """Take the next batch if nothing waits. Returns whether there is, or may come, anything to do."""
+        while not self.waiting and not self.ended:
+            try:
+                batch = next(self.batches)
+            except StopIteration:
+                self.ended = True
+                break
+            if batch is None:
+                break
+            tags = range(len(self.rows), len(self.rows) + len(batch.rows))
+            self.rows += batch.rows
+            self.loads += [batch.load] * len(tags)
+            self.prompts += [row.prompt.token_ids for row in batch.rows]
+            self.waiting += tags
+            self.unfinished.update(tags)
+        return bool(self.unfinished) or not self.ended
+
+    def job(self, tag: int) -> Job:
+        return Job(tag, self.rows[tag].prompt, self.rows[tag].sampling, self.loads[tag])
 
 
 @dataclass(eq=False)
@@ -84,8 +130,6 @@ class Workers:
         self._inbox: queue.SimpleQueue[tuple[Worker, object, Message | None]] = queue.SimpleQueue()
 
     def __enter__(self) -> Workers:
-        for worker in self.workers:
-            self._start(worker)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,20 +138,23 @@ class Workers:
                 worker.link.kill()
         self._executor.close()
 
-    def complete(self, rows: Sequence[Row], on_wait: Callable[[], None] = lambda: None) -> Iterator[Finished]:
+    def complete(
+        self, batches: Iterator[Batch | None], on_wait: Callable[[], None] = lambda: None
+    ) -> Iterator[Finished]:
         """Yield rows as they finish, each exactly once; one that kills its workers comes with an error.
 
         Args:
+            batches: the work, asked for when all rows so far are handed out; None: nothing at the moment. The workers
+                start with what the first batch needs.
             on_wait: called at least every half second, to look after the screen.
 
         Raises:
             WorkerError: an engine failed to start, or workers died more often than they are restarted.
         """
-        waiting = deque(range(len(rows)))
-        unfinished = set(waiting)
-        suspects = Suspects([row.prompt.token_ids for row in rows])
-        while unfinished:
-            self._top_up(rows, waiting, suspects, len(unfinished))
+        work = Queue(batches)
+        rows, unfinished, suspects = work.rows, work.unfinished, Suspects(work.prompts)
+        while work.refill():
+            self._top_up(work, suspects)
             for worker, message in self._messages(timeout=0.5):
                 if isinstance(message, Done):
                     worker.held.discard(message.tag)
@@ -122,14 +169,17 @@ class Workers:
                     self.generation_began = self.generation_began or time.monotonic()
                 elif isinstance(message, Failed):
                     worker.failure = message
+                elif isinstance(message, Renew):
+                    self._renew(worker, message, work)
                 else:
-                    self._bury(worker, suspects, len(unfinished))
+                    self._bury(worker, suspects, work)
             if unfinished <= suspects.guilty.keys():
                 yield from self._condemned(rows, suspects, unfinished)
             on_wait()
         self._dismiss()
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: Worker, load: Load) -> None:
+        worker.spec = replace(worker.spec, load=load)
         worker.life += 1
         worker.link = self._executor.start(worker.spec, partial(self._hear, worker, worker.life))
 
@@ -147,8 +197,11 @@ class Workers:
             if worker.alive and life == worker.life:
                 yield worker, message
 
-    def _top_up(self, rows: Sequence[Row], waiting: deque[int], suspects: Suspects, unfinished: int) -> None:
+    def _top_up(self, work: Queue, suspects: Suspects) -> None:
         """Give each worker whose engine is loaded as much as it can use: a trial when it has nothing else."""
+        for worker in self.workers:
+            if worker.life == 0 and work.waiting:
+                self._start(worker, work.loads[work.waiting[0]])
         living = sum(worker.alive for worker in self.workers)
         for worker in self.workers:
             if worker.slots is None:
@@ -159,13 +212,20 @@ class Workers:
                 tags = [] if worker.held else worker.trial.tags
             else:
                 # Never more than an even share of what is left, so that nobody hoards rows that another could begin.
-                goal = min(math.ceil(worker.slots * AHEAD), math.ceil(unfinished / living))
-                tags = list(_take(waiting, goal - len(worker.held), suspects))
+                goal = min(math.ceil(worker.slots * AHEAD), math.ceil(len(work.unfinished) / living))
+                tags = list(_take(work.waiting, goal - len(worker.held), suspects))
             if tags and worker.link is not None:
                 worker.held.update(tags)
-                worker.link.send([Job(tag, rows[tag].prompt, rows[tag].sampling) for tag in tags])
+                worker.link.send([work.job(tag) for tag in tags])
 
-    def _bury(self, worker: Worker, suspects: Suspects, unfinished: int) -> None:
+    def _renew(self, worker: Worker, message: Renew, work: Queue) -> None:
+        """Start a worker anew, because its engine can't take the weights that come next."""
+        logger.warning("worker %d starts a new engine: %s", worker.spec.index, message.reason)
+        work.waiting.extendleft(sorted(worker.held, reverse=True))
+        worker.kill()
+        self._start(worker, message.load)
+
+    def _bury(self, worker: Worker, suspects: Suspects, work: Queue) -> None:
         """Clear up after a dead worker, accuse what it held, and start it again, if that makes sense."""
         index, trial, held = worker.spec.index, worker.trial, sorted(worker.held)
         never_ready = worker.life == 1 and worker.slots is None and worker.failure is not None
@@ -181,12 +241,14 @@ class Workers:
         if worker.deaths <= RESTARTS_PER_WORKER and worker.barren <= BARREN_DEATHS:
             self.restarts += 1
             logger.warning("worker %d died: %s; its %d rows go back, it starts again", index, words, len(held))
-            self._start(worker)
+            needed = min(held, default=work.waiting[0] if work.waiting else None)
+            self._start(worker, worker.spec.load if needed is None else work.loads[needed])
         elif any(other.alive for other in self.workers):
             logger.warning("worker %d died again: %s; the others go on without it", index, words)
         else:
             raise WorkerError(
-                f"all workers died, the last one: {words}; {unfinished} rows are left, the same command does them"
+                f"all workers died, the last one: {words}; {len(work.unfinished)} rows are left, the same command does"
+                " them"
             )
 
     def _condemned(self, rows: Sequence[Row], suspects: Suspects, unfinished: set[int]) -> Iterator[Finished]:

@@ -12,8 +12,8 @@ from perl.evaluation import workers as module
 from perl.evaluation.executors import LocalExecutor
 from perl.evaluation.plan import Row
 from perl.evaluation.suspects import ALONE
-from perl.evaluation.worker import WorkerSpec
-from perl.evaluation.workers import WorkerError, Workers
+from perl.evaluation.worker import Load, WorkerSpec
+from perl.evaluation.workers import Batch, WorkerError, Workers
 from perl.records import Problem, Prompt, Sampling
 from tests.evaluation.poison import POISON, Hook
 
@@ -46,7 +46,7 @@ def spec(model: Path, folder: Path, index: int = 0, token: int = POISON) -> Work
         index=index,
         workers=1,
         engine="poison",
-        model=str(model),
+        load=Load(str(model), "auto"),
         options={**OPTIONS, "hook": Hook(token)},
         environment={},
         log=folder / f"{index}.log",
@@ -58,7 +58,7 @@ def test_rows_that_kill_their_worker_are_recorded_and_all_others_complete(tiny, 
     monkeypatch.setattr(module, "RESTARTS_PER_WORKER", 1)  # fewer than the rows kill it
     rows = make_rows(14, poisonous={2, 9})
     with Workers([spec(tiny, tmp_path)], LocalExecutor()) as workers:
-        finished = {item.row.key: item for item in workers.complete(rows)}
+        finished = {item.row.key: item for item in workers.complete(iter([Batch(Load(str(tiny), "auto"), rows)]))}
     assert len(finished) == 14
     assert {key: item.error for key, item in finished.items() if item.error} == {"2": ALONE, "9": ALONE}
     expected = HFEngine(str(tiny), **OPTIONS).generate([row.prompt for row in rows], rows[0].sampling)
@@ -78,5 +78,5 @@ def test_an_engine_that_dies_of_every_row_ends_the_run_and_records_nothing(tiny,
         pytest.raises(WorkerError, match="all workers died, the last one: killed by SIGKILL"),
         Workers([spec(tiny, tmp_path)], LocalExecutor()) as workers,
     ):
-        finished.extend(workers.complete(rows))
+        finished.extend(workers.complete(iter([Batch(Load(str(tiny), "auto"), rows)])))
     assert finished == []

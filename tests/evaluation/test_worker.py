@@ -1,0 +1,102 @@
+"""A worker's side of the protocol, with an engine in this process: weights change between jobs, and nowhere else."""
+
+from __future__ import annotations
+
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from perl.adapters.merge import merge_adapter
+from perl.engines import ENGINES
+from perl.engines.hf import HFEngine
+from perl.evaluation.worker import Done, Inbox, Job, Load, Renew, completed
+from perl.records import Prompt, Sampling
+from tests.tiny import save_tiny
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=12)
+KEPT = []
+"""Ends of pipes: a worker whose parent's end closes kills its process group."""
+PROMPTS = [Prompt(token_ids=(4, 8 + i, 9), seed=i) for i in range(12)]
+
+
+def make_adapter(
+    base: Path, folder: Path, seed: int = 1, std: float = 0.5, modules: str | list[str] = "all-linear"
+) -> Path:
+    """An adapter that changes what the model says."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=modules)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, std)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    """A base, and it with two adapters, of which the second changes fewer weights."""
+    folder = tmp_path_factory.mktemp("models")
+    base = save_tiny(folder / "base", scale=8.0)
+    merge_adapter(base, make_adapter(base, folder / "a"), folder / "merged_a")
+    merge_adapter(base, make_adapter(base, folder / "b", 2, modules=["q_proj"]), folder / "merged_b")
+    return [base, folder / "merged_a", folder / "merged_b"]
+
+
+def through_worker(loads: list[Load]) -> list[Done | Renew]:
+    """All prompts for each load in turn, all jobs there from the beginning."""
+    ours, theirs = Pipe()
+    inbox = Inbox(theirs)
+    for place, load in enumerate(loads):
+        ours.send([Job(100 * place + i, prompt, SAMPLING, load) for i, prompt in enumerate(PROMPTS)])
+    ours.send(None)
+    engine = ENGINES["hf"](loads[0].model, dtype=loads[0].dtype)
+    messages = list(completed(engine, loads[0], inbox))
+    engine.close()
+    KEPT.append(ours)
+    return messages
+
+
+def fresh(model: Path) -> list[tuple[int, ...]]:
+    engine = ENGINES["hf"](str(model), dtype="float32")
+    found = dict(engine.generate(PROMPTS, SAMPLING))
+    engine.close()
+    return [found[i].token_ids for i in range(len(PROMPTS))]
+
+
+def test_each_job_is_completed_with_its_own_weights(models):
+    """Equal to a fresh engine on each folder, the base after the adapters too: nothing of them stays."""
+    loads = [Load(str(model), "float32") for model in (models[0], models[1], models[2], models[0])]
+    messages = [message for message in through_worker(loads) if isinstance(message, Done)]
+    assert len(messages) == 48
+    got = {message.tag: message.completion.token_ids for message in messages}
+    for place, model in enumerate((models[0], models[1], models[2], models[0])):
+        assert [got[100 * place + i] for i in range(12)] == fresh(model)
+    assert len({tuple(fresh(model)) for model in models}) == 3
+
+
+def test_replaced_weights_are_a_fresh_engines_bit_for_bit(models):
+    engine = HFEngine(str(models[1]), dtype="bfloat16")
+    for model in (models[2], models[0]):
+        assert engine.replace_weights(str(model)) is None
+        other = HFEngine(str(model), dtype="bfloat16").model.state_dict()
+        assert engine.model.state_dict().keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in engine.model.state_dict().items())
+
+
+def test_another_dtype_and_another_shape_need_a_new_engine(models, tmp_path):
+    first, second = Load(str(models[0]), "float32"), Load(str(models[1]), "bfloat16")
+    *done, last = through_worker([first, second])
+    assert len(done) == 12
+    assert isinstance(last, Renew)
+    assert last.load == second
+    assert "another dtype" in last.reason
+    deeper = save_tiny(tmp_path / "deeper", layers=3)
+    *_, last = through_worker([first, Load(str(deeper), "float32")])
+    assert isinstance(last, Renew)
+    assert "does not store its weights under the names" in last.reason
+    assert "layers.2" in last.reason
