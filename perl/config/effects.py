@@ -59,11 +59,9 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.training.beta != 0.0,
         "beta is 0, so there is no reference model",
     ),
-    Rule(
-        "training.eval_", lambda v: False, "training does not evaluate; perl/eval.py does", ("training.eval_strategy",)
-    ),
-    Rule("training.per_device_eval_batch_size", lambda v: False, "training does not evaluate; perl/eval.py does"),
-    Rule("training.num_generations_eval", lambda v: False, "training does not evaluate; perl/eval.py does"),
+    Rule("training.eval_", lambda v: False, NO_EVALUATION, keep=("training.eval_strategy",)),
+    Rule("training.per_device_eval_batch_size", lambda v: False, NO_EVALUATION),
+    Rule("training.num_generations_eval", lambda v: False, NO_EVALUATION),
 )
 
 
