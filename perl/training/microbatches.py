@@ -8,7 +8,7 @@ once for them, longest first, so that neighbours are alike; and rows that carry 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ MicroBatch = dict[str, Any]
 
 SCALE = "loss_scale"
 """Factor on the micro-batch's loss: where the loss is a mean over the rows of a micro-batch, the share of
-per_device_train_batch_size that its rows are. 0.0: it has no row of its own, and only takes part."""
+per_device_train_batch_size that its rows are. 0.0: no process has a row to compute in it, it only takes part."""
 TOKENS = "trained_tokens"
 """Tokens of all rows of the window, prompts too and rows left out too, in its first micro-batch; 0 in the others."""
 
@@ -43,36 +43,55 @@ class Dealer:
     fixed: str | None = None
     """Why every micro-batch must have the rows that TRL gave it, or None."""
 
-    def arrange(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def arrange(self, micro_batches: Sequence[MicroBatch], most: Callable[[list[int]], list[int]]) -> list[MicroBatch]:
         """As many micro-batches as before, the rows dealt out anew among those that surely belong to one update: TRL
-        samples every len(micro_batches) micro-batches and updates after every `accumulation`."""
-        window = math.gcd(len(micro_batches), self.accumulation)
-        starts = range(0, len(micro_batches), window)
-        return [batch for start in starts for batch in self._window(micro_batches[start : start + window])]
+        samples every len(micro_batches) micro-batches and updates after every `accumulation`.
 
-    def _window(self, window: Sequence[MicroBatch]) -> list[MicroBatch]:
-        tokens = [int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in window]
+        Args:
+            most: from one number per window of this process to the largest among all processes. TRL gathers metrics
+                by row, so the i-th micro-batch has as many rows on every process.
+        """
+        size = math.gcd(len(micro_batches), self.accumulation)
+        windows = [micro_batches[start : start + size] for start in range(0, len(micro_batches), size)]
         if self.fixed:
-            return [batch | {SCALE: 1.0, TOKENS: count} for batch, count in zip(window, tokens, strict=True)]
-        dealt = self._deal(window)
-        return [batch | {TOKENS: 0 if index else sum(tokens)} for index, batch in enumerate(dealt)]
+            return [batch | {SCALE: 1.0, TOKENS: _tokens([batch])} for batch in micro_batches]
+        stacked = [_stack(window) for window in windows]
+        kept = [self._kept(rows) for rows in stacked]
+        arranged = []
+        for window, rows, mine, count in zip(windows, stacked, kept, most([len(k) for k in kept]), strict=True):
+            dealt = self._deal(rows, mine, count, len(window))
+            arranged += [batch | {TOKENS: 0 if i else _tokens(window)} for i, batch in enumerate(dealt)]
+        return arranged
 
-    def _deal(self, window: Sequence[MicroBatch]) -> list[MicroBatch]:
-        size = len(window[0]["completion_ids"])
-        rows = {
-            name: torch.cat([batch[name] for batch in window]) if _by_row(value) else value
-            for name, value in window[0].items()
-        }
+    def _kept(self, rows: MicroBatch) -> list[int]:
+        """The rows to compute, in the order in which they are dealt."""
         order = _order(rows, self.group)
-        kept = [row for row in order if not self.leave_out_zero or rows["advantages"][row] != 0]
+        return [row for row in order if not self.leave_out_zero or rows["advantages"][row] != 0]
+
+    def _deal(self, rows: MicroBatch, kept: list[int], count: int, micro_batches: int) -> list[MicroBatch]:
+        """`kept`, filled up to `count` rows with some that contribute nothing, in so many micro-batches."""
+        size = len(rows["advantages"]) // micro_batches
+        places = [*kept, *[kept[-1] if kept else 0] * (count - len(kept))]
         dealt = []
-        for start in range(0, len(kept), size):
-            chunk = kept[start : start + size]
-            scale = len(chunk) / size if self.loss_type in MEAN_OVER_ROWS else 1.0
-            dealt.append(_select(rows, chunk) | {SCALE: scale})
-        while len(dealt) < len(window):
-            dealt.append(_nothing(rows, order[-1]) | {SCALE: 0.0})
+        for start in range(0, count, size):
+            chunk = _select(rows, places[start : start + size])
+            fillers = max(0, min(start + size, count) - max(start, len(kept)))
+            scale = len(chunk["advantages"]) / size if self.loss_type in MEAN_OVER_ROWS else 1.0
+            dealt.append(_silence(chunk, fillers) | {SCALE: scale})
+        while len(dealt) < micro_batches:
+            dealt.append(_silence(_select(rows, [0]), 1) | {SCALE: 0.0})
         return dealt
+
+
+def _tokens(batches: Sequence[MicroBatch]) -> int:
+    return sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in batches)
+
+
+def _stack(window: Sequence[MicroBatch]) -> MicroBatch:
+    return {
+        name: torch.cat([batch[name] for batch in window]) if _by_row(value) else value
+        for name, value in window[0].items()
+    }
 
 
 def _by_row(value: Any) -> bool:
@@ -97,10 +116,14 @@ def _select(rows: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
     return {name: value[index] if _by_row(value) else value for name, value in rows.items()}
 
 
-def _nothing(rows: MicroBatch, row: int) -> MicroBatch:
-    """One row that takes part in the forward, as every rank must, and contributes an exact zero."""
-    batch = _select(rows, [row])
-    return batch | {name: batch[name] * 0 for name in ("advantages", "completion_mask")}
+def _silence(batch: MicroBatch, count: int) -> MicroBatch:
+    """`batch` with its last `count` rows taking part in the forward, as every rank must, and contributing an exact 0:
+    no advantage, no token of the completion."""
+    first = len(batch["advantages"]) - count
+    quiet = {name: batch[name].clone() for name in ("advantages", "completion_mask")}
+    for value in quiet.values():
+        value[first:] = 0
+    return batch | quiet
 
 
 def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:

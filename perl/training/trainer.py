@@ -87,7 +87,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         with self.clock("prepare"):
             inputs = super()._prepare_inputs(generation_batch)
             if self._buffered_inputs is not buffered:  # a new generation batch
-                self._buffered_inputs = self.dealer.arrange(self._buffered_inputs)
+                self._buffered_inputs = self.dealer.arrange(self._buffered_inputs, self._most)
                 inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.model.training:
             self.clock.count_trained(inputs[TOKENS])
@@ -159,7 +159,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         with self.clock("reward"):
             rewards = super()._calculate_rewards(*args, **kwargs)
         if self.multi_objective_aggregation == "sum_then_normalize":
-            group_size = self.num_generations if self.model.training else self.num_generations_eval or 1
+            group_size = (self.num_generations if self.model.training else self.num_generations_eval) or 1
             rows = len(rewards) // self.accelerator.num_processes
             mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
             self._no_advantage = equal_rewards(rewards, self.reward_weights.to(rewards.device), group_size)[mine]
@@ -231,6 +231,11 @@ class PerlGRPOTrainer(GRPOTrainer):
         )
         return padded is None, dealer
 
+    def _most(self, counts: list[int]) -> list[int]:
+        """The largest of each count among all processes."""
+        gathered: Any = self.accelerator.gather(torch.tensor([counts], device=self.accelerator.device))
+        return gathered.amax(dim=0).tolist()
+
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -268,7 +273,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
         logged = {name: len(values) for name, values in self._metrics["train"].items()}
         loss = super()._compute_loss(model, inputs) * inputs[SCALE]
-        if inputs[SCALE] == 0:  # no row of this process: its zeros say nothing
+        if inputs[SCALE] == 0:  # no row of any process: these zeros say nothing
             for name, values in self._metrics["train"].items():
                 del values[logged.get(name, 0) :]
         return loss

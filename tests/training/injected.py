@@ -49,6 +49,15 @@ def reward(completion_ids, **kwargs):
     return [sum((7 * i + 3) * token for i, token in enumerate(ids)) % 101 / 101 for ids in completion_ids]
 
 
+def reward_with_ties(completion_ids, prompts, **kwargs):
+    """`reward`, but 1 for every completion of a prompt with two or more +: such groups have no gradient."""
+    tied = [prompt[-1]["content"].count("+") >= 2 for prompt in prompts]
+    return [1.0 if same else number for same, number in zip(tied, reward(completion_ids), strict=True)]
+
+
+REWARDS = {"no ties": reward, "ties": reward_with_ties}
+
+
 def inject(trainer: GRPOTrainer) -> None:
     """Completions of a rollout depend on its number and on the row's place among the rows of all ranks."""
     drawn = 0
@@ -62,10 +71,11 @@ def inject(trainer: GRPOTrainer) -> None:
     trainer._generate_single_turn = generate  # type: ignore[method-assign]
 
 
-def learn(trainer_class: type[GRPOTrainer], **settings) -> Learned:
+def learn(trainer_class: type[GRPOTrainer], rewards: str = "no ties", **settings) -> Learned:
     """Train a tiny model with LoRA, float32, without dropout, on injected completions.
 
     Args:
+        rewards: key of REWARDS.
         settings: fields of GRPOConfig.
     """
     defaults = {
@@ -97,7 +107,7 @@ def learn(trainer_class: type[GRPOTrainer], **settings) -> Learned:
             args=TrainingConfig(output_dir=folder, **(defaults | settings)),
             train_dataset=Dataset.from_list(prompts),
             processing_class=tiny_tokenizer(),
-            reward_funcs=[reward],
+            reward_funcs=[REWARDS[rewards]],
             **extra,
         )
         inject(trainer)

@@ -30,6 +30,8 @@ VARIANTS = {
     "entropy bonus": {"entropy_coef": 0.1},
     "bias-corrected KL": {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2},
     "gradient checkpointing": {"gradient_checkpointing": True},
+    "groups without gradient": {"rewards": "ties", "loss_type": "grpo", "max_steps": 4},
+    "groups without gradient, by tokens": {"rewards": "ties", "loss_type": "dapo", "max_steps": 4},
 }
 
 
@@ -46,7 +48,7 @@ def assert_equal(**settings):
     assert len(theirs.losses) == len(mine.losses) > 0
     assert mine.losses == pytest.approx(theirs.losses, rel=1e-6, abs=1e-6)
     assert mine.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-4)
-    assert min(theirs.grad_norms) > 0
+    assert max(theirs.grad_norms) > 0
     assert mine.adapter.keys() == theirs.adapter.keys()
     for name, tensor in theirs.adapter.items():
         assert (mine.adapter[name] - tensor).abs().max() <= 1e-6, name
@@ -75,6 +77,7 @@ def test_two_ranks(tmp_path):
         {"loss_type": "dapo", "gradient_accumulation_steps": 4},
         {"loss_type": "grpo", "beta": 0.1},
         {"loss_type": "dr_grpo", "num_generations": 8},  # each rank holds half of a group
+        {"loss_type": "grpo", "rewards": "ties", "max_steps": 6},  # at times one rank alone has rows to compute
     ]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]
     program = [str(ROOT / "scripts/accelerate/cpu.yaml"), "-m", "tests.training.injected"]
