@@ -36,6 +36,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("rollout.max_batch_tokens", lambda v: v.rollout.engine == "fast", "rollout.engine is not fast"),
     Rule(
+        "rollout.merge_adapter",
+        lambda v: v.rollout.engine in ("fast", "generate"),
+        "rollout.engine is neither fast nor generate",
+    ),
+    Rule(
         "reward.overlong_cache_length",
         lambda v: "overlong" in v.reward.functions,
         "reward.functions does not hold overlong",

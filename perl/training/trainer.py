@@ -2,7 +2,7 @@
 
 One update of GRPO (arXiv 2402.03300), and where this class adds to it:
 
-    prompts -> _generate_single_turn      completions   + noise while `generate` runs, dropout off
+    prompts -> _generate_single_turn      completions   + noise while `generate` runs, adapter folded in, dropout off
             -> _calculate_rewards         rewards
             -> _generate_and_score_…      advantages    + old log-probabilities of the noisy policy, on request
             -> compute_loss, optimizer    adapter       + the adapter method's own optimizer
@@ -24,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
+from perl.adapters.fold import AdapterFold
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import stage_at
@@ -63,6 +64,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.adapter, self.adapter_config = adapter, adapter_config
         self.truncate_prompts_to = truncate_prompts_to
         self.rollout_config = rollout or RolloutConfig()
+        self.fold = AdapterFold(self._policy(), self.rollout_config.merge_adapter)
         self.noise_config = noise
         self.noise: NoiseInjector | None = None
         if noise.enabled:
@@ -100,6 +102,9 @@ class PerlGRPOTrainer(GRPOTrainer):
             completion_ids, logps = super()._generate_single_turn(
                 prompt_ids, images, fields, num_generations, *args, **kwargs
             )
+        if self.fold.share_lost is not None:
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode]["rollout/merge_share_lost"].append(self.fold.share_lost)
         if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
             lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
             self.clock.count_forward(sequences(lengths))
@@ -119,7 +124,7 @@ class PerlGRPOTrainer(GRPOTrainer):
 
         def generate(**kwargs: Any):
             restore()
-            with self._behaviour_policy():
+            with self._behaviour_policy(), self.fold.applied():
                 return self._complete(policy, group_size, **kwargs)
 
         policy.generate = generate

@@ -23,7 +23,9 @@ def reward_digits(completions, **kwargs):
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
 
 
-def make_trainer(folder, *, noise=None, adapter="lora", peft=None, callbacks=(), engine="generate", **args):
+def make_trainer(
+    folder, *, noise=None, adapter="lora", peft=None, callbacks=(), engine="generate", rollout=None, **args
+):
     settings = {
         "max_steps": 2,
         "per_device_train_batch_size": 4,
@@ -50,7 +52,7 @@ def make_trainer(folder, *, noise=None, adapter="lora", peft=None, callbacks=(),
         adapter=ADAPTERS[adapter],
         adapter_config=peft or PeftConfig(type=adapter, r=4, lora_alpha=8),
         noise=noise or NoiseConfig(enabled=False, seed=0),
-        rollout=RolloutConfig(engine=engine),
+        rollout=RolloutConfig(engine=engine, **(rollout or {})),
         callbacks=list(callbacks),
     )
 
