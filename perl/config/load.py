@@ -210,7 +210,7 @@ def check_values(values: Namespace) -> None:
     if noise.enabled and values.rollout.engine not in ("generate", "fast"):
         raise UserError(
             f"--config.noise_injection.enabled: rollout.engine {values.rollout.engine} does not sample from the"
-            " trainer's weights; use --config.rollout.engine generate"
+            " trainer's weights; use --config.rollout.engine fast"
         )
     if training.eval_strategy not in (None, "no"):
         raise UserError("--config.training.eval_strategy: leave it at no; perl/eval.py scores checkpoints")

@@ -90,15 +90,15 @@ class RolloutConfig:
     """How completions are drawn during training.
 
     Args:
-        engine: generate is the model's own `generate` as TRL calls it; fast is perl's decode loop inside it (one
-            prefill a prompt, rows leave as they end, a seed for each row); continuous_batching and vllm set TRL's own
-            flags of these names.
+        engine: fast is perl's decode loop inside the model's `generate` (one prefill a prompt, rows leave as they end,
+            a seed for each row); generate is the model's own, as TRL calls it; continuous_batching and vllm set TRL's
+            own flags of these names.
         max_batch_tokens: most tokens of key-value cache at once (fast only).
         merge_adapter: fold the adapter into the base's weights while completions are sampled; auto does so unless
             rounding to the weights' dtype would lose more than a tenth of the update (fast and generate).
     """
 
-    engine: Literal["generate", "fast", "continuous_batching", "vllm"] = "generate"
+    engine: Literal["fast", "generate", "continuous_batching", "vllm"] = "fast"
     max_batch_tokens: PositiveInt = 65536
     merge_adapter: bool | Literal["auto"] = "auto"
 

@@ -73,6 +73,8 @@ def changes(phase: str, config: Config) -> Iterator[str]:
         if config.model.dtype == "float32":
             yield change({"model.dtype": ("bfloat16", "float32")}, "half the weights' memory, rounded")
     elif phase in ("rollout", "prepare", "reward"):
+        if phase == "rollout" and config.rollout.engine == "fast":
+            yield smaller_cache(config)
         if parts := smaller_rollouts(training, group):
             yield change({"training.steps_per_generation": parts}, "same batch, sampled in parts")
     else:
@@ -88,6 +90,15 @@ def changes(phase: str, config: Config) -> Iterator[str]:
         fewer = {"training.num_generations": (group // 2, group), "training.steps_per_generation": parts}
         yield change(fewer, "fewer answers a prompt")
     yield halved("peft.r", int(config.peft.r), "a smaller adapter")
+
+
+def smaller_cache(config: Config) -> str:
+    """Half of what the key-value cache holds at most; rows wait for a place, and each still draws the same tokens."""
+    training = config.training
+    rows = training.per_device_train_batch_size * (training.steps_per_generation or 1)
+    length = int(config.dataset.max_prompt_length or 512) + (training.max_completion_length or 512)
+    now = int(config.rollout.max_batch_tokens)
+    return change({"rollout.max_batch_tokens": (max(1, min(now, rows * length) // 2), now)}, "same batch, slower")
 
 
 def smaller_rollouts(training: TrainingConfig, group: int) -> tuple[int, int] | None:

@@ -126,7 +126,7 @@ def test_engine_is_the_one_switch():
 
 def test_noise_needs_the_trainers_own_weights():
     said = message("--config.noise_injection.enabled", "true", "--config.rollout.engine", "vllm")
-    assert "generate" in said
+    assert "--config.rollout.engine fast" in said
 
 
 def test_rising_noise_is_refused():
@@ -187,4 +187,4 @@ def test_a_flag_goes_before_the_recipe_by_either_name(tmp_path):
         assert (values.rollout.engine, values.training.use_vllm) == ("vllm", True)
     vllm = write(tmp_path / "vllm.yaml", "rollout: {engine: vllm}\n")
     values = parse(["--recipe", vllm, "--config.training.use_vllm", "false"]).values
-    assert (values.rollout.engine, values.training.use_vllm) == ("generate", False)
+    assert (values.rollout.engine, values.training.use_vllm) == ("fast", False)

@@ -56,11 +56,19 @@ def test_what_is_at_its_least_already_is_not_advised():
     ]
 
 
-def test_the_rollout_first_samples_its_batch_in_parts_of_whole_groups():
+def test_the_rollout_first_decodes_fewer_rows_at_once():
+    # 4 x 8 sequences of 512 + 1024 tokens are 49152; half of what they come to, or of the present bound below that
+    assert flags("rollout", **BATCH)[0] == "--config.rollout.max_batch_tokens 24576"
+    assert flags("rollout", **BATCH, rollout__max_batch_tokens=8192)[0] == "--config.rollout.max_batch_tokens 4096"
+
+
+def test_the_rollout_samples_its_batch_in_parts_of_whole_groups():
     # 4 sequences a step and device, 8 generations: parts of 2 steps or more, that divide 8
-    assert flags("rollout", **BATCH)[0] == "--config.training.steps_per_generation 4"
-    assert flags("rollout", **BATCH, training__steps_per_generation=4)[0] == "--config.training.steps_per_generation 2"
-    assert flags("rollout", **BATCH, training__steps_per_generation=2)[:3] == [  # one group already
+    stock = BATCH | {"rollout__engine": "generate"}
+    assert flags("rollout", **BATCH)[1] == "--config.training.steps_per_generation 4"
+    assert flags("rollout", **stock)[0] == "--config.training.steps_per_generation 4"
+    assert flags("rollout", **stock, training__steps_per_generation=4)[0] == "--config.training.steps_per_generation 2"
+    assert flags("rollout", **stock, training__steps_per_generation=2)[:3] == [  # one group already
         "--config.training.max_completion_length 512",
         "--config.dataset.max_prompt_length 256",
         "--config.training.num_generations 4 --config.training.steps_per_generation 1",
