@@ -63,6 +63,13 @@ class Dealer:
             arranged += [batch | {TOKENS: 0 if i else _tokens(window)} for i, batch in enumerate(dealt)]
         return arranged
 
+    def share_left_out(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Of the rows that `arrange` is given, how many it leaves out."""
+        if self.fixed or not self.leave_out_zero:
+            return 0.0
+        zero = [float((batch["advantages"] == 0).float().mean()) for batch in micro_batches]
+        return sum(zero) / len(zero)
+
     def _kept(self, rows: MicroBatch) -> list[int]:
         """The rows to compute, in the order in which they are dealt."""
         order = _order(rows, self.group)

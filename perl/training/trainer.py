@@ -89,7 +89,11 @@ class PerlGRPOTrainer(GRPOTrainer):
         with self.clock("prepare"):
             inputs = super()._prepare_inputs(generation_batch)
             if self._buffered_inputs is not buffered:  # a new generation batch
-                self._buffered_inputs = self.dealer.arrange(self._buffered_inputs, self._most)
+                left_out = self._of_all_processes([self.dealer.share_left_out(self._buffered_inputs)])
+                self._metrics["train"]["update/rows_left_out"].append(left_out.mean().item())
+                self._buffered_inputs = self.dealer.arrange(
+                    self._buffered_inputs, lambda counts: self._of_all_processes(counts).amax(dim=0).tolist()
+                )
                 inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.model.training:
             self.clock.count_trained(inputs[TOKENS])
@@ -236,10 +240,9 @@ class PerlGRPOTrainer(GRPOTrainer):
         )
         return padded is None, dealer
 
-    def _most(self, counts: list[int]) -> list[int]:
-        """The largest of each count among all processes."""
-        gathered: Any = self.accelerator.gather(torch.tensor([counts], device=self.accelerator.device))
-        return gathered.amax(dim=0).tolist()
+    def _of_all_processes(self, numbers: list) -> torch.Tensor:
+        """[processes, numbers]: the same numbers of every process."""
+        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))  # type: ignore[return-value]
 
     def _get_per_token_logps_and_entropies(
         self,

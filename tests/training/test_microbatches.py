@@ -53,6 +53,8 @@ def test_rows_without_gradient_are_left_out_and_the_loss_scaled():
     assert [b[SCALE] for b in left] == [1.0, 0.5]  # a mean over 1 row stands for a mean over 2
     assert [b[SCALE] for b in dealer(leave_out_zero=True, loss_type="dapo").arrange(WINDOW, alone)] == [1.0, 1.0]
     assert left[0][TOKENS] == 18
+    assert dealer(leave_out_zero=True).share_left_out(WINDOW) == 0.25
+    assert dealer().share_left_out(WINDOW) == 0.0
 
 
 def test_micro_batches_have_as_many_rows_on_every_process():
