@@ -217,7 +217,9 @@ class PerlGRPOTrainer(GRPOTrainer):
     def _plan_update(self) -> tuple[bool, Dealer]:
         """Whether micro-batches are packed, and how their rows are dealt; a line says why where they are not."""
         policy = self._policy()
-        padded = "the router's auxiliary loss" if self.aux_loss_enabled else packing_unsupported(policy)
+        padded = packing_unsupported(policy)
+        if self.aux_loss_enabled or self.args.torch_compile:
+            padded = "the router's auxiliary loss" if self.aux_loss_enabled else "torch_compile wants one shape"
         if padded is None:
             enable_packing(policy)
         fixed = None
