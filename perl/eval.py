@@ -19,12 +19,14 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     from perl.evaluation.run import evaluate
     from perl.evaluation.workers import WorkerError
+    from perl.reports.page import write_report
 
     try:
         evaluate(config)
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(f"report: {write_report(Path(config.result_dir))}")
     return 0
 
 

@@ -37,6 +37,7 @@ def test_runs_from_any_folder_as_file_and_as_module(model, sums, tmp_path):
         assert run.returncode == 0, run.stderr
         assert "avg@1" in run.stdout
         assert "1 problems × 1" in run.stdout
+        assert (Path(words[-1]) / "report.html").is_file()
 
 
 def test_help_explains_every_flag(capsys):

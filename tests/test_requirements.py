@@ -40,7 +40,7 @@ def test_training_pins_lie_within_the_bounds_of_pyproject():
     pinned = pins(TRAINING)
     for requirement in dependencies():
         name = canonicalize_name(requirement.name)
-        if name in ("jinja2", "pyarrow"):  # come with transformers and datasets
+        if name == "pyarrow":  # comes with datasets
             continue
         assert requirement.specifier.contains(pinned[name]), f"{requirement} does not admit {pinned[name]}"
 

@@ -1,0 +1,128 @@
+"""Samples as they stand in the page: columns, deflated, in base64, in pieces that a browser reads one after another.
+
+A piece is data, never markup: base64 has no character that HTML could take for a tag. What stands in the page as plain
+JSON has its `<`, `>`, `&` and line separators escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from perl.reports.results import Record, Run, Scored
+
+logger = logging.getLogger(__name__)
+
+PIECE_CHARACTERS = 2_000_000
+"""Text in one piece, about: a browser reads it within a frame or two."""
+MOST_CHARACTERS = 256_000_000
+"""Completions in one page; beyond it a browser's memory ends before the reader's patience."""
+ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+def json_for_html(value: Any) -> Markup:
+    """JSON that can stand inside <script type="application/json">."""
+    return Markup(json.dumps(value, ensure_ascii=False).translate(ESCAPES))
+
+
+def deflated(value: Any) -> str:
+    """JSON, zlib, base64. A lone surrogate, which JSON may hold, reaches the browser as U+FFFD."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogatepass"), 6)).decode("ascii")
+
+
+def pieces(runs: Sequence[Run]) -> Iterator[str]:
+    """Every run's problems and samples as deflated pieces: `problems` before the `samples` that refer to them.
+
+    {"problems": {"dataset": name, "first": index of the first, "key": […], "prompt": […], "gold": […], …}}
+    {"samples": {"dataset": name, "run": index, "problem": [index among the dataset's problems], "completion": […], …}}
+    """
+    limit = longest_that_fits([len(r["completion"]) for run in runs for s in run.scored for r in s.records])
+    known: dict[str, dict[str, int]] = {}
+    for number, run in enumerate(runs):
+        for scored in run.scored:
+            index = known.setdefault(scored.dataset, {})
+            fresh: dict[str, Record] = {}
+            for record in scored.records:
+                if record["key"] not in index:
+                    fresh.setdefault(record["key"], record)
+            for batch in batches(list(fresh.values()), "prompt"):
+                yield deflated({"problems": problem_columns(scored.dataset, len(index), batch)})
+                index |= {record["key"]: len(index) + i for i, record in enumerate(batch)}
+            for batch in batches(scored.records, "completion"):
+                yield deflated({"samples": sample_columns(scored.dataset, number, index, batch, limit)})
+
+
+def problem_columns(dataset: str, first: int, records: Sequence[Record]) -> dict[str, Any]:
+    names = ("key", "prompt", "gold", "source", "task", "prompt_tokens")
+    return {"dataset": dataset, "first": first} | {name: [r[name] for r in records] for name in names}
+
+
+def sample_columns(
+    dataset: str, run: int, index: dict[str, int], records: Sequence[Record], limit: int
+) -> dict[str, Any]:
+    names = ("sample", "score", "scores", "extracted", "reason", "tokens", "finish_reason", "error", "time", "seed")
+    return {
+        "dataset": dataset,
+        "run": run,
+        "problem": [index[r["key"]] for r in records],
+        "completion": [shortened(r["completion"], limit) for r in records],
+    } | {name: [r[name] for r in records] for name in names}
+
+
+def batches(records: Sequence[Record], text: str) -> Iterator[Sequence[Record]]:
+    """Runs of records whose `text`s come to about PIECE_CHARACTERS."""
+    start = size = 0
+    for end, record in enumerate(records, start=1):
+        size += len(record[text]) + 200
+        if size >= PIECE_CHARACTERS or end == len(records):
+            yield records[start:end]
+            start, size = end, 0
+
+
+def longest_that_fits(lengths: Sequence[int], total: int = MOST_CHARACTERS) -> int:
+    """The largest number of characters that completions may keep for all of them to come to at most `total`."""
+    left = total
+    for place, length in enumerate(sorted(lengths)):
+        share = left // (len(lengths) - place)
+        if length > share:
+            logger.warning(
+                "report: completions longer than %d characters are shortened in the middle, %d of %d;"
+                " samples.jsonl has them whole", share, len(lengths) - place, len(lengths),
+            )  # fmt: skip
+            return share
+        left -= length
+    return max(lengths, default=0)
+
+
+def shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    head, tail = text[: limit // 2], text[len(text) - limit // 2 :]
+    return f"{head}\n\n[… {len(text) - limit} characters are left out here; samples.jsonl has them …]\n\n{tail}"
+
+
+def shared_ends(scored: Scored) -> tuple[int, int]:
+    """How many characters at the beginning and at the end are the same in all prompts: template and examples, with
+    the question between them. Cut at the end of a line or of a special token, so that no word is torn."""
+    prompts = list(dict.fromkeys(record["prompt"] for record in scored.records))
+    if len(prompts) < 2:
+        return 0, 0
+    head = common_start(prompts)
+    head = head[: max(head.rfind("\n"), head.rfind(">")) + 1]
+    tail = common_start([prompt[len(head) :][::-1] for prompt in prompts])[::-1]
+    starts = [place for mark in ("\n", "<") if (place := tail.find(mark)) >= 0]
+    return len(head), len(tail) - min(starts) if starts else 0
+
+
+def common_start(texts: Sequence[str]) -> str:
+    """The longest text that all of `texts` begin with."""
+    first, last = min(texts), max(texts)
+    differ = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(differ, min(len(first), len(last)))]

@@ -1,0 +1,127 @@
+"""From summaries and records to the charts of the page."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from perl.reports import charts
+from perl.reports.charts import Curve, Point
+from perl.reports.results import Record, Run, Scored
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    title: str
+    note: str
+    chart: Markup
+    legend: Sequence[tuple[str, str]] = ()
+    """(class of the swatch, name)."""
+
+
+OUTCOMES = {
+    "correct": "correct",
+    "wrong": "wrong answer",
+    "unextracted": "no answer found",
+    "truncated": "truncated",
+    "failed": "timeout or error",
+}
+
+
+def overview(runs: Sequence[Run]) -> list[Figure]:
+    """What runs and datasets are compared by: accuracy, in a sweep over its steps, and what became of the samples."""
+    rows = [(label(run, scored), scored) for run in runs for scored in run.scored]
+    made = []
+    if len({run.step for run in runs} - {None}) > 1:
+        made += [over_steps(runs, name) for name in dataset_names(runs)]
+    if not made or any(run.step is None for run in runs):
+        chart = charts.accuracies([(name, accuracy(scored)) for name, scored in rows])
+        made.append(Figure("Accuracy", "With its 95 % interval (bootstrap over problems).", chart))
+    legend = [(f"o-{kind}", name) for kind, name in OUTCOMES.items()]
+    chart = charts.shares([(name, outcomes(scored)) for name, scored in rows])
+    return [
+        *made,
+        Figure(
+            "What became of the samples", "Each counted once; a truncated one may also lack an answer.", chart, legend
+        ),
+    ]
+
+
+def label(run: Run, scored: Scored) -> str:
+    return " · ".join(filter(None, (scored.dataset, run.label)))
+
+
+def outcomes(scored: Scored) -> list[tuple[str, str, int]]:
+    counts = Counter(outcome(record) for record in scored.records)
+    return [(f"o-{kind}", name, counts[kind]) for kind, name in OUTCOMES.items()]
+
+
+def outcome(record: Record) -> str:
+    """The first of these that holds: correct, failed, truncated, unextracted, wrong."""
+    if record["score"] == 1.0:
+        return "correct"
+    if record["error"] is not None or record["reason"] in ("timeout", "error"):
+        return "failed"
+    if record["finish_reason"] == "length":
+        return "truncated"
+    return "unextracted" if record["extracted"] is None else "wrong"
+
+
+def over_steps(runs: Sequence[Run], dataset: str) -> Figure:
+    """Accuracy over training steps; the base, which stands at step 0, is drawn across too."""
+    found = [(run, scored) for run in runs for scored in run.scored if scored.dataset == dataset]
+    points = [accuracy(scored, run.step) for run, scored in found if run.step is not None]
+    level = next((accuracy(scored) for _, scored in found if scored.summary["adapter"] is None), None)
+    chart = charts.curves([Curve(dataset, points)], f"Accuracy on {dataset} by step", x_name="step", level=level)
+    note = "Accuracy by training step; the band is the 95 % interval"
+    return Figure(dataset, f"{note}, the dashed line the base." if level else f"{note}.", chart)
+
+
+def of_dataset(scored: Scored) -> list[Figure]:
+    """Lengths, rules, and what more samples would give."""
+    made = [of_lengths(scored), of_rules(scored)]
+    return [*made, of_samples(scored)] if scored.summary["n"] > 1 else made
+
+
+def of_lengths(scored: Scored) -> Figure:
+    truncated = [r["tokens"] for r in scored.records if r["finish_reason"] == "length"]
+    finished = [r["tokens"] for r in scored.records if r["finish_reason"] != "length"]
+    summary = scored.summary
+    note = f"Mean {summary['mean_tokens']:,.0f}, longest {summary['max_tokens']:,}; {len(truncated):,} truncated."
+    legend = [("bar", "finished"), ("cut", "truncated")]
+    return Figure("Completion lengths", note, charts.lengths(finished, truncated), legend)
+
+
+def of_rules(scored: Scored) -> Figure:
+    summary = scored.summary
+    rows = [("score", summary["metrics"]["accuracy"]["value"], "")]
+    for rule, found in summary["rules"].items():
+        note = "" if found["scored"] == summary["samples"] else f" of {found['scored']:,}"
+        rows.append((rule, found["mean"], note))
+    return Figure("Rules side by side", "The score that counts, and each rule's own verdict.", charts.bars(rows))
+
+
+def of_samples(scored: Scored) -> Figure:
+    metrics = scored.summary["metrics"]
+
+    def curve(kind: str) -> Curve:
+        found = {int(m[1]): e for name, e in metrics.items() if (m := re.fullmatch(rf"{kind}@(\d+)", name))}
+        return Curve(f"{kind}@k", [Point(k, e["value"], e["low"], e["high"]) for k, e in sorted(found.items())])
+
+    lines = [curve("pass"), curve("maj")]
+    chart = charts.curves(lines, f"pass@k and maj@k on {scored.dataset}", x_name="k", logarithmic=True)
+    note = "Probability that k samples hold a correct answer, and score of their majority; bands are 95 % intervals."
+    return Figure("More samples", note, chart, [("s0", "pass@k"), ("s1", "maj@k")])
+
+
+def accuracy(scored: Scored, x: float = 0.0) -> Point:
+    found = scored.summary["metrics"]["accuracy"]
+    return Point(x, found["value"], found["low"], found["high"])
+
+
+def dataset_names(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(scored.dataset for run in runs for scored in run.scored))

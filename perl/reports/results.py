@@ -1,0 +1,107 @@
+"""What a report is made of, read from a result folder: each dataset's summary.json and samples.jsonl."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One dataset, scored by one model."""
+
+    dataset: str
+    summary: dict[str, Any]
+    records: list[Record]
+    """Rows of samples.jsonl, each problem's samples side by side in the order of their numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One model: the only one of an evaluation, or one checkpoint of a sweep."""
+
+    label: str
+    """The checkpoint's name in a sweep, else empty."""
+    step: int | None
+    """Optimizer steps of a sweep's checkpoint, 0 for the base; None where that is not known."""
+    scored: list[Scored]
+
+
+def read_runs(result_dir: Path) -> list[Run]:
+    """Everything that `result_dir` holds: one run, or those of a sweep (sweep.json is there) in the order of their
+    steps. A dataset's own folder is taken too.
+
+    Raises:
+        UserError: there are no results.
+    """
+    if not result_dir.is_dir():
+        raise UserError(f"RESULT_DIR: no such folder {result_dir}; write what --result_dir of perl/eval.py was")
+    if (result_dir / "sweep.json").is_file():
+        candidates = [(folder.name, scored_in(folder)) for folder in sorted(result_dir.iterdir()) if folder.is_dir()]
+        runs = [Run(label=name, step=scored[0].summary["step"], scored=scored) for name, scored in candidates if scored]
+        runs.sort(key=lambda run: (run.step is None, run.step or 0, run.label))
+    else:
+        scored = [read_scored(result_dir)] if is_dataset(result_dir) else scored_in(result_dir)
+        runs = [Run(label="", step=None, scored=scored)] if scored else []
+    if runs:
+        return runs
+    if any(result_dir.glob("**/samples.jsonl")):
+        raise UserError(
+            f"RESULT_DIR: no dataset in {result_dir} has a summary.json, so its evaluation has not ended; the same"
+            " command of perl/eval.py finishes it"
+        )
+    raise UserError(f"RESULT_DIR: no results in {result_dir}; write what --result_dir of perl/eval.py was")
+
+
+def is_dataset(folder: Path) -> bool:
+    return (folder / "samples.jsonl").is_file() and (folder / "summary.json").is_file()
+
+
+def scored_in(folder: Path) -> list[Scored]:
+    return [read_scored(inner) for inner in sorted(folder.iterdir()) if inner.is_dir() and is_dataset(inner)]
+
+
+def read_scored(folder: Path) -> Scored:
+    summary = _read_json(folder / "summary.json")
+    records = list(_read_lines(folder / "samples.jsonl"))
+    place = {key: i for i, key in enumerate(dict.fromkeys(record["key"] for record in records))}
+    records.sort(key=lambda record: (place[record["key"]], record["sample"]))
+    if len(records) != summary["samples"]:
+        logger.warning(
+            "%s: samples.jsonl has %d rows, the summary was made from %d (another --n or --max_samples)",
+            folder, len(records), summary["samples"],
+        )  # fmt: skip
+    return Scored(dataset=folder.name, summary=summary, records=records)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not readable ({error}); the same command of perl/eval.py writes it again") from error
+
+
+def _read_lines(file: Path) -> list[Record]:
+    """The rows; those that are no JSON (a line torn by a killed process) are left out, with a warning."""
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from error
+    records, torn = [], 0
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            torn += 1
+    if torn:
+        logger.warning("%s: %d broken lines left out", file, torn)
+    return records

@@ -1,0 +1,89 @@
+"""The few pieces of SVG that the charts are made of. Colours and fonts come from report.css, by class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+WIDTH = 420
+"""Of every chart, in units that are about a pixel: a phone shows it whole and readable."""
+
+
+def element(tag: str, *children: str, **attributes: object) -> Markup:
+    """An element; text and values are escaped, `class_` is class, `text_anchor` is text-anchor."""
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(_number(value))}"' for name, value in attributes.items()
+    )
+    return Markup("<{tag}{given}>{inner}</{tag}>").format(
+        tag=Markup(tag), given=Markup(given), inner=Markup("").join(children)
+    )
+
+
+def _number(value: object) -> object:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
+
+
+def text(content: str, x: float, y: float, **attributes: object) -> Markup:
+    return element("text", content, x=float(x), y=float(y), **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> Markup:
+    return element("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), **attributes)
+
+
+def rect(x: float, y: float, width: float, height: float, *children: str, **attributes: object) -> Markup:
+    return element(
+        "rect",
+        *children,
+        x=float(x),
+        y=float(y),
+        width=float(max(width, 0)),
+        height=float(max(height, 0)),
+        **attributes,
+    )
+
+
+def title(content: str) -> Markup:
+    """Shown while the pointer rests on the parent."""
+    return element("title", content)
+
+
+def drawing(height: float, label: str, *children: str) -> Markup:
+    """A chart. `label` is what a screen reader says in its place."""
+    return element("svg", *children, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=label, class_="chart")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to units; `logarithmic` to base 2."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = math.log2(low), math.log2(high), math.log2(value)
+        share = 0.5 if high == low else (value - low) / (high - low)
+        return self.start + share * (self.end - self.start)
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) from at most `low` to at least `high`."""
+    if high <= low:
+        high = low + 1
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 10) for i in range(first, last + 1)]
+
+
+def path(points: Sequence[tuple[float, float]], **attributes: object) -> Markup:
+    return element("path", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), **attributes)

@@ -1,0 +1,140 @@
+"""Result folders made by hand, and a headless Chromium that notes every request and every line on its console."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perl.provenance import provenance
+from perl.tasks import TASKS
+
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--window-size=1300,900",
+)  # fmt: skip
+
+
+def record(key: str, sample: int = 0, **changes: Any) -> dict[str, Any]:
+    """A row of samples.jsonl: a correct answer to GSM8K unless `changes` say otherwise."""
+    made = {
+        "key": key, "sample": sample, "seed": 7, "task": "gsm8k", "source": f"test.jsonl:{key}",
+        "prompt": f"<|user|>\nQuestion {key}?\nAnswer with ####.<|end|>\n<|model|>\n", "gold": "18",
+        "completion": "so it is\n#### 18", "score": 1.0, "scores": {"flexible": 1.0, "strict": 1.0},
+        "extracted": "18", "reason": "correct", "prompt_tokens": 20, "tokens": 10, "finish_reason": "stop",
+        "time": 0.5, "engine": "hf", "error": None,
+    }  # fmt: skip
+    assert changes.keys() <= made.keys()
+    return made | changes
+
+
+def write_results(folder: Path, records: Sequence[dict[str, Any]], n: int = 1, **changes: Any) -> None:
+    """samples.jsonl and summary.json of a dataset; the metrics are as wide as they may be, not the evaluator's."""
+    folder.mkdir(parents=True)
+    (folder / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    sampling = asdict(TASKS["gsm8k"].sampling)
+    sampling.pop("n")
+    count, accuracy = len(records), sum(r["score"] for r in records) / len(records)
+    names = ["accuracy", f"avg@{n}", *(f"{kind}@{k}" for kind in ("pass", "maj") for k in dict.fromkeys((1, n)))]
+    rules = dict.fromkeys(rule for r in records for rule in r["scores"])
+    asked = {rule: [r["scores"][rule] for r in records if rule in r["scores"]] for rule in rules}
+    summary = {
+        "problems": count // n, "samples": count, "n": n,
+        "metrics": {name: {"value": accuracy, "low": 0.0, "high": 1.0} for name in names},
+        "rules": {rule: {"mean": sum(scores) / len(scores), "scored": len(scores)} for rule, scores in asked.items()},
+        "truncated": sum(r["finish_reason"] == "length" for r in records) / count,
+        "unextracted": sum(r["extracted"] is None for r in records) / count,
+        "timeouts": 0, "grading_errors": 0, "not_generated": 0, "engines": ["hf"],
+        "mean_tokens": sum(r["tokens"] for r in records) / count, "max_tokens": max(r["tokens"] for r in records),
+        "generation": None, "tasks": ["gsm8k"], "model": "models/tiny", "adapter": None, "adapter_mode": "merge",
+        "base_hash": "0123", "adapter_hash": None, "dtype": "float32", "max_model_len": None, "dataset": "gsm8k",
+        "styles": {"gsm8k": asdict(TASKS["gsm8k"].style)}, "sampling": sampling, "merge": None,
+        "chat_template": "{{ messages }}", "chat_template_hash": "4567", "provenance": provenance(),
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary | changes), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def chrome(tmp_path_factory) -> Iterator[Any]:
+    """A selenium driver; its log "performance" holds the requests, "browser" the console."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    binary = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not binary or not driver:
+        pytest.skip("no chromium with its chromedriver here; on Debian: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture
+def visit(chrome) -> Callable[[Path], Page]:
+    return lambda file: Page(chrome, file)
+
+
+class Page:
+    """An open report."""
+
+    def __init__(self, chrome: Any, file: Path):
+        self.chrome = chrome
+        chrome.get("about:blank")
+        chrome.get_log("performance"), chrome.get_log("browser")
+        chrome.get(file.as_uri())
+        self.until("!/oading/.test(document.getElementById('count').textContent)")
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.chrome.execute_script(script, *arguments)
+
+    def until(self, condition: str, seconds: float = 10) -> None:
+        """Wait in the page until the JavaScript `condition` holds."""
+        script = f"""const done = arguments[1], end = performance.now() + 1000 * arguments[0];
+            const look = () => {condition} ? done(true) : performance.now() > end ? done(false) : setTimeout(look, 5);
+            look();"""
+        assert self.chrome.execute_async_script(script, seconds), condition
+
+    def requests(self) -> dict[str, str]:
+        """Address of everything that was asked for since the page was opened, the page itself among them -> why it was
+        refused, empty for what was let out."""
+        events = [json.loads(entry["message"])["message"] for entry in self.chrome.get_log("performance")]
+        asked = {e["params"]["requestId"]: e["params"] for e in events if e["method"] == "Network.requestWillBeSent"}
+        failed = {e["params"]["requestId"]: e["params"] for e in events if e["method"] == "Network.loadingFailed"}
+        return {p["request"]["url"]: failed.get(i, {}).get("blockedReason", "") for i, p in asked.items()}
+
+    def console(self) -> list[str]:
+        return [entry["message"] for entry in self.chrome.get_log("browser")]
+
+    def text(self, selector: str) -> str:
+        return self.run("return document.querySelector(arguments[0]).innerText", selector)
+
+    def shown(self) -> int:
+        """How many samples the page says that it shows."""
+        return int(self.text("#count").split(" of ")[0].replace(",", ""))
+
+    def click(self, selector: str) -> None:
+        """Click, and wait until the list follows."""
+        self.run("document.querySelector(arguments[0]).click()", selector)
+        self.settle()
+
+    def enter(self, selector: str, value: str) -> None:
+        element = self.chrome.find_element("css selector", selector)
+        if element.tag_name == "input":
+            element.clear()
+            element.send_keys(value or " \ue003")  # emptying alone is no input event
+        else:
+            self.run("arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input',"
+                     "{bubbles: true}))", element, value)  # fmt: skip
+        self.settle()
+
+    def settle(self) -> None:
+        """Filters wait 120 ms for more typing, formulas a frame."""
+        self.chrome.execute_async_script("setTimeout(arguments[0], 180)")

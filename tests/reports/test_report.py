@@ -1,0 +1,188 @@
+"""The report apart from the browser: what is embedded, what is drawn, what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import tomllib
+import xml.etree.ElementTree as ET
+import zlib
+from pathlib import Path
+
+import pytest
+
+from perl.__main__ import main
+from perl.errors import UserError
+from perl.reports import charts, embed, figures
+from perl.reports.charts import Curve, Point
+from perl.reports.page import SCRIPTS, adapter_name, asset, write_report
+from perl.reports.results import Run, read_runs
+from perl.reports.svg import Scale, ticks
+from tests.reports.conftest import record, write_results
+
+ROOT = Path(__file__).parents[2]
+STATIC = ROOT / "perl" / "reports" / "static"
+
+
+def unpacked(piece: str) -> dict:
+    return json.loads(zlib.decompress(base64.b64decode(piece)).decode("utf-8", "replace"))  # as a browser decodes
+
+
+def test_pieces_hold_every_row_and_each_prompt_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(embed, "PIECE_CHARACTERS", 700)
+    rows = [record(f"{i}-0", sample, completion=f"{i} {sample} \ud800") for i in range(5) for sample in range(2)]
+    write_results(tmp_path / "gsm8k", rows[::-1], 2)
+    (run,) = read_runs(tmp_path)
+    found = [unpacked(piece) for piece in embed.pieces([run, Run(label="again", step=1, scored=run.scored)])]
+    problems = [piece["problems"] for piece in found if "problems" in piece]
+    samples = [piece["samples"] for piece in found if "samples" in piece]
+    assert len(samples) > 4
+    assert [key for piece in problems for key in piece["key"]] == [f"{i}-0" for i in (4, 3, 2, 1, 0)]
+    assert [piece["first"] for piece in problems] == [
+        sum(len(p["key"]) for p in problems[:i]) for i in range(len(problems))
+    ]
+    again = [
+        (piece["run"], piece["problem"][i], piece["sample"][i], piece["completion"][i])
+        for piece in samples
+        for i in range(len(piece["problem"]))
+    ]
+    assert again == [(r, p, s, f"{4 - p} {s} \ufffd\ufffd\ufffd") for r in (0, 1) for p in range(5) for s in (0, 1)]
+
+
+def test_what_is_the_same_in_all_prompts(tmp_path):
+    prompts = ["<|user|>\nIs 1 + 2 even?\nSay so.<|end|>", "<|user|>\nIs 1 + 3 even?\nSay so.<|end|>"]
+    write_results(tmp_path / "d", [record(f"{i}-0", prompt=prompt) for i, prompt in enumerate(prompts)])
+    (scored,) = read_runs(tmp_path)[0].scored
+    head, tail = embed.shared_ends(scored)
+    assert prompts[0][head : len(prompts[0]) - tail] == "Is 1 + 2 even?"
+    write_results(tmp_path / "e" / "one", [record("0-0")])
+    assert embed.shared_ends(read_runs(tmp_path / "e")[0].scored[0]) == (0, 0)
+
+
+def test_what_is_too_much_is_shortened_evenly(caplog):
+    assert embed.longest_that_fits([10, 100, 20], total=60) == 30
+    assert "longer than 30 characters" in caplog.text
+    assert embed.longest_that_fits([10, 100, 20], total=130) == 100
+    assert embed.shortened("abcdefgh", 4) == (
+        "ab\n\n[… 4 characters are left out here; samples.jsonl has them …]\n\ngh"
+    )
+    assert embed.shortened("abcd", 4) == "abcd"
+
+
+def test_nothing_closes_a_script():
+    hostile = "</script><!-- & \u2028\u2029"
+    escaped = embed.json_for_html([hostile])
+    assert not re.search("[<>&\u2028\u2029]", escaped)
+    assert json.loads(escaped) == [hostile]
+    assert [name for name in SCRIPTS if re.search("</script|<!--", asset(name), re.IGNORECASE)] == []
+
+
+def test_marks_are_round_numbers_around_the_values():
+    assert ticks(0, 97, 5) == [0, 20, 40, 60, 80, 100]
+    assert ticks(43.5, 61, 5) == [40, 45, 50, 55, 60, 65]
+    assert ticks(3, 3, 5) == [3, 3.2, 3.4, 3.6, 3.8, 4]
+    assert Scale(1, 16, 0, 100, logarithmic=True)(4) == 50
+
+
+def drawn(chart: str, kind: str, name: str) -> list[ET.Element]:
+    return [e for e in ET.fromstring(chart).iter(kind) if name in e.get("class", "").split()]
+
+
+def test_accuracy_and_its_interval_stand_where_they_should():
+    chart = charts.accuracies([("a <b>", Point(0, 0.5, 0.25, 1.0))])
+    (dot,), lines = drawn(chart, "circle", "dot"), drawn(chart, "line", "interval")
+    assert float(dot.get("cx", 0)) == 8 + 404 / 2
+    assert (float(lines[0].get("x1", 0)), float(lines[0].get("x2", 0))) == (8 + 404 / 4, 412)
+    assert dot[0].text == "a <b>: 50.0 % (25.0 to 100.0)"
+
+
+def test_lengths_are_counted_by_bin_and_the_truncated_stand_on_top():
+    chart = charts.lengths([0, 1, 1, 2], [2, 56])
+    bars, cut = drawn(chart, "rect", "bar"), drawn(chart, "rect", "cut")
+    assert [bar[0].text for bar in bars] == [
+        "0 to 2 tokens: 4 finished, 1 truncated",
+        "0 to 2 tokens: 4 finished, 1 truncated",
+        "54 to 56 tokens: 0 finished, 1 truncated",
+    ]
+    assert float(cut[0].get("y", 0)) + float(cut[0].get("height", 0)) == pytest.approx(
+        float(bars[0].get("y", 0)), abs=0.02
+    )
+    assert "median 2, longest 56 tokens, 2 truncated" in chart
+    assert "longest 0 tokens" in charts.lengths([0, 0], [])
+
+
+def test_curves_cross_the_points_and_span_the_intervals():
+    points = [Point(1, 0.4, 0.3, 0.5), Point(2, 0.5, 0.4, 0.6), Point(4, 0.6, 0.5, 0.7)]
+    chart = charts.curves(
+        [Curve("pass@k", points)], "pass@k", x_name="k", logarithmic=True, level=Point(0, 0.3, 0.2, 0.4)
+    )
+    x = [float(dot.get("cx", 0)) for dot in drawn(chart, "circle", "dot")]
+    assert x[1] - x[0] == pytest.approx(x[2] - x[1])
+    labels = [e.text for e in ET.fromstring(chart).iter("text")]
+    assert [label for label in labels if label and label.endswith("%")] == [
+        "20 %",
+        "30 %",
+        "40 %",
+        "50 %",
+        "60 %",
+        "70 %",
+    ]
+    assert "base" in labels
+    assert drawn(charts.curves([Curve("one", points[:1])], "one", x_name="k"), "line", "interval")
+
+
+def test_what_became_of_a_sample():
+    wrong = {"score": 0.0, "reason": "wrong"}
+    assert figures.outcome(record("a", finish_reason="length")) == "correct"
+    assert figures.outcome(record("a", **wrong)) == "wrong"
+    assert figures.outcome(record("a", **wrong | {"extracted": None})) == "unextracted"
+    assert figures.outcome(record("a", **wrong | {"extracted": None, "finish_reason": "length"})) == "truncated"
+    assert figures.outcome(record("a", **wrong | {"reason": "timeout"})) == "failed"
+    assert figures.outcome(record("a", **wrong | {"error": "too long", "finish_reason": "length"})) == "failed"
+
+
+def test_adapters_by_the_name_that_tells_them_apart():
+    names = {"outputs/run/adapter": "run", "outputs/run/checkpoint-10": "run/checkpoint-10", "a/mine": "mine",
+             "adapter": "adapter", "mine": "mine"}  # fmt: skip
+    assert {path: adapter_name(path) for path in names} == names
+
+
+def test_a_torn_line_and_rows_of_another_n_are_told(tmp_path, caplog):
+    write_results(tmp_path / "gsm8k", [record("a-0"), record("b-0")])
+    with (tmp_path / "gsm8k" / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(record("c-0")) + "\n" + '{"key": "d-0", "sam')
+    (scored,) = read_runs(tmp_path)[0].scored
+    assert [r["key"] for r in scored.records] == ["a-0", "b-0", "c-0"]
+    assert "1 broken lines left out" in caplog.text
+    assert "samples.jsonl has 3 rows, the summary was made from 2" in caplog.text
+
+
+def test_the_command_writes_where_it_is_told(tmp_path, capsys):
+    write_results(tmp_path / "results" / "gsm8k", [record("a-0")], model="models/<b>tiny")
+    assert main(["report", str(tmp_path / "results")]) == 0
+    assert main(["report", str(tmp_path / "results" / "gsm8k"), "--output", str(tmp_path / "own.html")]) == 0
+    assert f"{tmp_path / 'results' / 'report.html'}: 0.2 MB, needs no network" in capsys.readouterr().out
+    text = (tmp_path / "own.html").read_text()
+    assert "<title>&lt;b&gt;tiny · evaluation</title>" in text
+    assert not re.search(r"(?:src|href)=", re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL))
+    assert list(tmp_path.glob("**/.*.partial")) == []
+
+
+def test_mistakes_are_one_line(tmp_path):
+    for folder, message in (("none", "no such folder"), (".", "no results in")):
+        with pytest.raises(UserError, match=message):
+            main(["report", str(tmp_path / folder)])
+    write_results(tmp_path / "gsm8k", [record("a-0")])
+    with pytest.raises(UserError, match="--output"):
+        write_report(tmp_path, tmp_path / "no" / "such" / "folder.html")
+    (tmp_path / "gsm8k" / "summary.json").unlink()
+    with pytest.raises(UserError, match="its evaluation has not ended"):
+        main(["report", str(tmp_path)])
+
+
+def test_an_installed_package_carries_the_pages_files():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["perl"]
+    carried = {file for pattern in patterns for file in (ROOT / "perl").glob(pattern)}
+    assert set(STATIC.iterdir()) <= carried
+    assert "MIT License" in (STATIC / "temml.LICENSE.txt").read_text()
