@@ -123,11 +123,15 @@ def judge(theirs: list[list[float]], mine: list[list[float]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
     curves: dict[str, list[list[float]]] = {"trl": [], "ours": []}
     with Grader(deadline_s=5.0) as grader:
         for seed in range(1, options.seeds + 1):

@@ -130,7 +130,7 @@ def measure_peer(name: str, threads: int) -> dict[str, float]:
     return {f"{name}_s": round(answer["wall_s"], 3), f"{name}_peak_mb": answer["peak_mb"]}
 
 
-def parse() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=4)
@@ -142,11 +142,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--side", choices=["trl", "ours", *PEERS], help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    options = parse()
+    options = make_parser().parse_args()
     work = draw_workload(
         options.prompts, options.group_size, options.prompt_length, options.lengths, options.mean, options.longest
     )

@@ -106,18 +106,18 @@ def measure(sides: Sides, work: Workload, bandwidth: float, repeats: int) -> dic
     }
 
 
-def parse() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, nargs="*", default=[1, 2, 4, 8, 16])
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--prompt_length", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    options = parse()
+    options = make_parser().parse_args()
     torch.set_num_threads(options.threads)
     sides = Sides(max(options.lengths), options.prompt_length)
     bandwidth = measure_bandwidth()

@@ -118,7 +118,7 @@ def compare(sides: list[Side], share: float, pairs: int) -> dict[str, Any]:
     return figures | {f"{side.name}_{field}": side.most(field) for side in sides for field in ("peak_mb", "added_mb")}
 
 
-def parse() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=4)
@@ -130,11 +130,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--zero_shares", type=float, nargs="+", default=[0.0, 0.4])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    options = parse()
+    options = make_parser().parse_args()
     if options.side:
         torch.set_num_threads(options.threads)
         train(options.side, options)

@@ -98,6 +98,10 @@ def tool(words: Sequence[str]) -> None:
     parser.parse_args(list(words[1:]))
 
 
+def benchmark(words: Sequence[str]) -> None:
+    importlib.import_module(words[0]).make_parser().parse_args(list(words[1:]))
+
+
 def installer(words: Sequence[str]) -> None:
     arguments = ["bash", str(ROOT / "scripts" / "install_npu.sh"), *words, "--dry-run"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
@@ -150,6 +154,10 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
     ("accelerate", "launch"): launcher,
     ("python", "perl/eval.py"): lambda words: parse_evaluation(list(words)),
     ("python", "-m", "perl"): tool,
+    **{
+        ("python", "-m", name): lambda words, name=name: benchmark([name, *words])
+        for name in ("benchmarks.rollout", "benchmarks.train_step", "benchmarks.scaling", "benchmarks.reward_curves")
+    },
     ("bash", "scripts/check_npu_env.sh"): lambda words: tool(["doctor", *words]),
     ("bash", "scripts/install_npu.sh"): installer,
     ("make",): make,

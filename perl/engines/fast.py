@@ -4,6 +4,7 @@ Handed to `generate` as `custom_generate`; the loop itself is perl.engines.loop.
 - a prompt is prefilled once, however many completions it gets; its keys and values are copied to each row's slot;
 - a row that ends leaves the batch at once, and a waiting row takes its place, so the batch stays full;
 - prompts are taken longest first, so that neighbours need little padding and the widest batch comes first;
+- no key or value is copied for the attention of a new token (perl.engines.attention);
 - each row draws from its own random stream (perl.engines.sampling), so none of this changes what a row gets.
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from perl.engines.attention import without_copies
 from perl.engines.loop import Decoder
 from perl.engines.rows import Finished, Job, left_pad
 from perl.engines.stock import generation_config, is_sharded
@@ -65,8 +67,11 @@ def decode_fast(
     lockstep = is_sharded(model)
 
     def custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        rows = Decoder(model, job, logits_processor, model_kwargs.get("logits_to_keep"), lockstep).run()
-        return rows if stream else iter(list(rows))
+        def rows() -> Iterator[Finished]:
+            with without_copies(model):
+                yield from Decoder(model, job, logits_processor, model_kwargs.get("logits_to_keep"), lockstep).run()
+
+        return rows() if stream else iter(list(rows()))
 
     prompt, mask = left_pad([(job.pad_token_id,)], job.pad_token_id, model.device)
     return model.generate(  # `prompt` is only there because generate wants one

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from perl.engines.attention import grouped_attention
 from perl.engines.fast import unsupported_reason
 from perl.training.metrics import Work, sequences
 
 ATTENTION = "sdpa_packed"
-"""Name of the attention function: transformers' sdpa, unless the forward is given a Layout."""
+"""Name of the attention function: the engines' (perl.engines.attention), unless the forward is given a Layout."""
 
 ATTENTION_EXTRAS = ("softcap", "s_aux", "position_bias", "sliding_window")
 """What some models add to softmax(q k) v, and the packed attention does not."""
@@ -186,9 +186,9 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, heads, L, head_dim], key and value [1, key heads, L, head_dim] to
-    [1, L, heads, head_dim]. Without `packing`, transformers' own sdpa."""
+    [1, L, heads, head_dim]. Without `packing`, the engines' attention."""
     if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return grouped_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     extras = sorted(name for name in ATTENTION_EXTRAS if kwargs.get(name) is not None)
     if extras:
         raise RuntimeError(f"packed micro-batches can't serve attention with {', '.join(extras)}")
