@@ -58,7 +58,7 @@ lint: $(FULL)
 	$(VENV)/bin/pyright
 
 bench: $(FULL)
-	@for file in benchmarks/[a-z]*.py; do \
+	@for file in benchmarks/[a-z]*; do \
 		$(VENV)/bin/python -m benchmarks.$$(basename $$file .py) || exit $$?; done
 
 clean:

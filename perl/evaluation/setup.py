@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from perl.provenance import text_hash
 
 MERGED = "merged"
 MERGE_REPORT = "merge.json"
+CONTEXT_STEP = 1024
+"""vLLM compiles a model anew for each length of context, and keeps what it has compiled: few lengths, few times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +143,10 @@ def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerS
 
 def needed_context(setup: Setup, rows: Sequence[Row]) -> int:
     """Tokens of the longest prompt and completion among `rows`, within what is allowed: a cache for a context of 128k
-    that nobody uses would not fit."""
+    that nobody uses would not fit. Rounded up for vLLM, to CONTEXT_STEP."""
     needed = max(len(row.prompt.token_ids) + row.sampling.max_new_tokens for row in rows)
+    if setup.config.use_vllm:
+        needed = math.ceil(needed / CONTEXT_STEP) * CONTEXT_STEP
     return min(needed, setup.context) if setup.context else needed
 
 

@@ -1,0 +1,74 @@
+"""The evaluator side by side with raw vLLM, lm-evaluation-harness and math-verify.
+
+    python -m benchmarks.evaluator [--only raw|dp2|lm_eval|grading] [--rows N] [--pairs 3]
+
+raw: tokens/s after start-up of perl/eval.py --use_vllm over those of `LLM.generate` with the same prompts and
+SamplingParams, each row's seed included. dp2: the same of --dp_size 2 over two raw engines, each pinned to one core.
+lm_eval: wall time of lm-evaluation-harness with its vLLM backend over ours, both from the command to its end, on the
+same problems and model; completions and verdicts compared. grading: completions a second on one core.
+
+The last line is JSON: every ratio is the other's cost over ours, or our rate over the other's, by median over pairs.
+GSM8K and MATH-500 are read from --data (gsm8k/test.jsonl, bench/math500.jsonl); what is not there is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evaluator import generation, grading, lm_eval
+from benchmarks.evaluator.ours import ROOT
+
+PARTS = ("raw", "dp2", "lm_eval", "grading")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--rows", type=int, help="only the first so many problems of each set")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--n", type=int, default=2, help="completions of each problem in raw and dp2")
+    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--model", type=Path, default=ROOT / "assets" / "quickstart-base", help="of raw and dp2")
+    parser.add_argument("--trained", type=Path, help="of lm_eval; default: --model, trained as in make quickstart")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    return parser
+
+
+def generation_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """Flags of perl/eval.py for raw and dp2: drawn at temperature 1, so that every row needs its seed."""
+    gsm8k = options.data / "gsm8k" / "test.jsonl"
+    if not gsm8k.is_file():
+        print(f"{gsm8k} is not there; the quickstart's training problems are used in its place", flush=True)
+        gsm8k = ROOT / "assets" / "quickstart-data" / "train.jsonl"
+    flags = {"model": options.model, "dataset": gsm8k, "task": "gsm8k", "max_new_tokens": options.max_new_tokens}
+    flags |= {"temperature": 1.0, "n": options.n}
+    return flags | ({"max_samples": options.rows} if options.rows else {})
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    parts = [options.only] if options.only else PARTS
+    result: dict[str, Any] = {}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if "raw" in parts:
+            result |= generation.measure_one(generation_flags(options), folder, options.pairs)
+        if "dp2" in parts:
+            result |= generation.measure_two(generation_flags(options), folder, options.pairs)
+        if "lm_eval" in parts:
+            result |= lm_eval.measure(options, folder)
+        if "grading" in parts:
+            result |= grading.measure(options.data, options.rows, options.pairs)
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    seconds = round(time.monotonic() - began)
+    print(json.dumps({"benchmark": "evaluator", **arguments, "benchmark_s": seconds, **result}))
+
+
+if __name__ == "__main__":
+    main()

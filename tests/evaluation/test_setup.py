@@ -1,0 +1,24 @@
+from types import SimpleNamespace
+
+import pytest
+
+from perl.config.evaluation import EvalConfig
+from perl.evaluation.setup import needed_context
+from perl.records import Sampling
+
+
+@pytest.mark.parametrize(
+    ("use_vllm", "allowed", "context"),
+    [
+        (False, None, 712),
+        (True, None, 1024),  # another longest prompt, the same length: vLLM finds what it compiled the last time
+        (True, 4096, 1024),
+        (True, 800, 800),
+        (False, 700, 700),
+    ],
+)
+def test_context_is_what_the_rows_need(use_vllm, allowed, context):
+    setup = SimpleNamespace(config=EvalConfig(model="m", dataset="d", use_vllm=use_vllm), context=allowed)
+    prompts = [SimpleNamespace(token_ids=[0] * length) for length in (150, 200, 3)]
+    rows = [SimpleNamespace(prompt=prompt, sampling=Sampling(max_new_tokens=512)) for prompt in prompts]
+    assert needed_context(setup, rows) == context
