@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from perl import device
-from perl.adapters.layers import adapted_layers
+from perl.adapters.layers import adapted_layers, expected
 from perl.adapters.merge import ACCEPTED_LOSS
+from perl.errors import RankError
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,33 @@ class AdapterFold:
             yield
         finally:
             self._restore()
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Every adapted layer either applies its adapter or holds base + scale * BA, computed anew in float32, within
+        rounding to its dtype. Raises a RankError that names the first that does neither. Inside `applied`.
+
+        A method without a formula here (see layers.expected) is not looked at.
+        """
+        for adapted in adapted_layers(self.model):
+            layer = adapted.layer
+            if layer.disable_adapters or not layer.active_adapters:
+                raise RankError(f"rollout: the sampler missed the adapter of {adapted.name}: it is switched off")
+            if not layer.merged:
+                continue
+            for name, weight in adapted.weights().items():
+                _, clean = self._clean.get(name, (weight, weight))
+                want = expected(adapted, name, clean.to(weight.device))
+                if want is None:
+                    continue
+                numbers = torch.finfo(weight.dtype)
+                allowed = want.slack + want.weight.abs() * numbers.eps / 2 + numbers.tiny
+                off = (weight.float() - want.weight).abs()
+                if not bool((off <= allowed).all()):
+                    raise RankError(
+                        f"rollout: the sampler missed the adapter in {name}: the weight is {float(off.max()):.2g} from"
+                        f" base + update, where the update is {float((want.weight - clean.to(off)).abs().max()):.2g}"
+                    )
 
     def _wanted(self) -> bool:
         """Decide for this rollout; the log says so where it was decided otherwise before."""

@@ -28,7 +28,22 @@ RULES: tuple[Rule, ...] = (
         "noise_injection.enabled is false",
         keep=("noise_injection.enabled",),
     ),
-    Rule("training.vllm_", lambda v: v.training.use_vllm, "rollout.engine is not vllm"),
+    Rule(
+        "training.vllm_importance_sampling_clip_",
+        lambda v: v.training.use_vllm or v.rollout.importance_correction != "none",
+        "rollout.importance_correction is none and rollout.engine is not vllm",
+    ),
+    Rule(
+        "training.vllm_",
+        lambda v: v.training.use_vllm,
+        "rollout.engine is not vllm",
+        keep=("training.vllm_importance_sampling_clip_min", "training.vllm_importance_sampling_clip_max"),
+    ),
+    Rule(
+        "rollout.importance_correction",
+        lambda v: v.rollout.engine == "fast",
+        "rollout.engine is not fast; with vllm it is training.vllm_importance_sampling_correction",
+    ),
     Rule(
         "training.continuous_batching_config",
         lambda v: v.training.use_transformers_continuous_batching,

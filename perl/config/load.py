@@ -212,6 +212,10 @@ def check_values(values: Namespace) -> None:
             f"--config.noise_injection.enabled: rollout.engine {values.rollout.engine} does not sample from the"
             " trainer's weights; use --config.rollout.engine fast"
         )
+    if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
+        raise UserError(
+            "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"
+        )
     if training.eval_strategy not in (None, "no"):
         raise UserError("--config.training.eval_strategy: leave it at no; perl/eval.py scores checkpoints")
 

@@ -96,11 +96,17 @@ class RolloutConfig:
         max_batch_tokens: most tokens of key-value cache at once (fast only).
         merge_adapter: fold the adapter into the base's weights while completions are sampled; auto does so unless
             rounding to the weights' dtype would lose more than a tenth of the update (fast and generate).
+        verify_steps: the first rollout of a run is proved to come from the policy that is trained, and then one every
+            so many steps; 0 is the first alone.
+        importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole
+            completion, cut at training.vllm_importance_sampling_clip_max (fast only; vllm has TRL's own fields).
     """
 
     engine: Literal["fast", "generate", "continuous_batching", "vllm"] = "fast"
     max_batch_tokens: PositiveInt = 65536
     merge_adapter: bool | Literal["auto"] = "auto"
+    verify_steps: NonNegativeInt = 50
+    importance_correction: Literal["none", "token", "sequence"] = "none"
 
 
 @dataclass

@@ -34,9 +34,9 @@ def generate_fast(
     config: GenerationConfig,
     seeds: Sequence[int],
     max_batch_tokens: int,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, list[list[float]]]:
     """What `policy.generate` would return for left-padded prompts: int64 [rows, prompt width + longest completion],
-    padded on the right.
+    padded on the right; and the log-probability of each drawn token (perl.engines.sampling.choose).
 
     Args:
         input_ids, attention_mask: int64 [rows, prompt width].
@@ -61,7 +61,7 @@ def generate_fast(
     completions = input_ids.new_full((len(finished), width), int(pad))
     for index, row in enumerate(finished):
         completions[index, : len(row.token_ids)] = torch.tensor(row.token_ids)
-    return torch.cat([input_ids, completions], dim=1)
+    return torch.cat([input_ids, completions], dim=1), [row.logprobs for row in finished]
 
 
 def sampling_of(config: GenerationConfig) -> Sampling:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,16 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
-from perl.adapters.fold import AdapterFold
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.engines.rows import left_pad
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import stage_at
+from perl.training.behaviour import BehaviourPolicy, Rollout
 from perl.training.metrics import StepClock, model_size, sequences
 from perl.training.microbatches import MEAN_OVER_ROWS, SCALE, SUM_OVER_TOKENS, TOKENS, Dealer, equal_rewards
+from perl.training.mismatch import Mismatch, importance_ratio
 from perl.training.packing import enable_packing, log_probs, packing_unsupported
-from perl.training.rollout import generate_fast, rollout_seeds
+from perl.training.proof import DrawnRows, drawn_rows
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,6 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.adapter, self.adapter_config = adapter, adapter_config
         self.truncate_prompts_to = truncate_prompts_to
         self.rollout_config = rollout or RolloutConfig()
-        self.fold = AdapterFold(self._policy(), self.rollout_config.merge_adapter)
         self.noise_config = noise
         self.noise: NoiseInjector | None = None
         if noise.enabled:
@@ -74,7 +74,17 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.add_callback(self.clock)
         self.packs, self.dealer = self._plan_update()
         self._no_advantage: torch.Tensor | None = None
-        self._draw = (-1, 0)  # (global step, how many rollouts it has had): names the noise of a rollout
+        self.mismatch = Mismatch()
+        self._loss_inputs: dict[str, Any] = {}
+        self._rollout: Rollout | None = None
+        self.behaviour = BehaviourPolicy(
+            self._policy(),
+            self.rollout_config,
+            self.noise,
+            self._logps_of_drawn,
+            seed=self.args.seed,
+            rank=self.args.process_index,
+        )
 
     # Rollout
 
@@ -100,69 +110,41 @@ class PerlGRPOTrainer(GRPOTrainer):
         return inputs
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
-        step, count = self._draw
-        self._draw = (step, count + 1) if step == self.state.global_step else (self.state.global_step, 0)
-        with self.clock("rollout"), self._generate_as_behaviour_policy(num_generations):
+        rollout = self._begin_rollout(num_generations)
+        with self.clock("rollout"), self.behaviour.in_generate(rollout):
             completion_ids, logps = super()._generate_single_turn(
                 prompt_ids, images, fields, num_generations, *args, **kwargs
             )
-        if self.fold.share_lost is not None:
-            mode = "train" if self.model.training else "eval"
-            self._metrics[mode]["rollout/merge_share_lost"].append(self.fold.share_lost)
+            if self.behaviour.proof_is_due(rollout):  # not `generate`, which proves itself
+                self._prove_other_engine(rollout, prompt_ids, completion_ids, logps)
+        if (lost := self.behaviour.fold.share_lost) is not None:
+            self._metrics["train" if self.model.training else "eval"]["rollout/merge_share_lost"].append(lost)
         if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
             lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
             self.clock.count_forward(sequences(lengths))
-        return completion_ids, logps
+        return completion_ids, self.behaviour.logps if logps is None else logps
 
-    @contextlib.contextmanager
-    def _generate_as_behaviour_policy(self, group_size: int) -> Iterator[None]:
-        """`generate` runs as the behaviour policy. It is wrapped, rather than its caller, because TRL gathers the
-        weights of ZeRO-3 right around it: what is added to a weight outside that context is not seen inside."""
-        policy = self._policy()
-        own = vars(policy).get("generate")  # FSDP2 registers one on the instance, which must come back
+    def _begin_rollout(self, group_size: int) -> Rollout:
+        training, step = self.model.training, self.state.global_step
+        sigma = stage_at(step, self.state.max_steps, self.noise_config).sigma if training else 0.0
+        count = self._rollout.count + 1 if self._rollout and self._rollout.step == step else 0
+        self._rollout = Rollout(step, count, group_size, sigma, prove=training)
+        return self._rollout
 
-        def restore() -> None:
-            vars(policy).pop("generate", None)
-            if own is not None:
-                policy.generate = own
-
-        def generate(**kwargs: Any):
-            restore()
-            with self._behaviour_policy(), self.fold.applied():
-                return self._complete(policy, group_size, **kwargs)
-
-        policy.generate = generate
-        try:
-            yield
-        finally:
-            restore()
-
-    def _complete(self, policy: Any, group_size: int, **inputs: Any) -> torch.Tensor:
-        """Prompts and completions, by the engine that `rollout.engine` names."""
-        if self.rollout_config.engine != "fast":
-            return policy.generate(**inputs)
-        rows, rank = len(inputs["input_ids"]), self.accelerator.process_index
-        return generate_fast(
-            policy,
-            inputs["input_ids"],
-            inputs["attention_mask"],
-            inputs["generation_config"],
-            rollout_seeds(self.args.seed, self._draw, rows, rank, group_size),
-            int(self.rollout_config.max_batch_tokens),
-        )
-
-    @contextlib.contextmanager
-    def _behaviour_policy(self) -> Iterator[None]:
-        """The policy that samples: this rollout's noise on the norm weights, and no dropout (TRL samples in training
-        mode, with lora_dropout at work, while the loss's ratio takes sampler and learner for the same policy)."""
-        policy, training = self._policy(), self.model.training
-        sigma = self._sigma() if training else 0.0
-        policy.eval()
-        try:
-            with self.noise.applied(sigma, self._draw) if self.noise else contextlib.nullcontext():
-                yield
-        finally:
-            policy.train(training)
+    @torch.no_grad()
+    def _prove_other_engine(self, rollout: Rollout, prompts: list, completions: list, logps: list | None) -> None:
+        """vLLM has weights of its own; what it drew is held against the trainer's."""
+        if logps is None:
+            log.info("rollouts: %s gives no log-probabilities to prove", self.rollout_config.engine)
+            self.behaviour.skip_proof(rollout)
+            return
+        ids, mask = left_pad(prompts, 0, self.accelerator.device)  # 0: any token, it is masked
+        width = max(map(len, completions))
+        ended = [[*row, *[self.eos_token_ids[0]] * (width - len(row))] for row in completions]
+        rows = drawn_rows(ids, mask, torch.tensor(ended, device=ids.device), self.eos_token_ids)
+        with self._unwrapped() as policy, self.behaviour.sampling(rollout):
+            whole = self.top_p == 1.0 and not self.top_k and not self.min_p and self.repetition_penalty == 1.0
+            self.behaviour.prove(rollout, policy, rows, rows.of_lists(logps), comparable=whole)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any):
         with self.clock("reward"):
@@ -187,16 +169,8 @@ class PerlGRPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def _behaviour_logps(self, rollout: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the sampled tokens under the noisy policy, (batch, completion length), float32."""
-        with (
-            self.clock("old_logps"),
-            unwrap_model_for_generation(
-                self.model_wrapped,  # type: ignore[arg-type]
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
-            ) as policy,
-            self._behaviour_policy(),
-        ):
+        assert self._rollout is not None
+        with self.clock("old_logps"), self._unwrapped() as policy, self.behaviour.sampling(self._rollout):
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 policy,
                 torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1),
@@ -206,11 +180,25 @@ class PerlGRPOTrainer(GRPOTrainer):
             )
         return logps
 
+    def _logps_of_drawn(self, policy: Any, rows: DrawnRows) -> torch.Tensor:
+        """Log-probabilities of the drawn tokens by a forward pass of `policy` as it is, float32 [tokens]."""
+        size = self.args.per_device_train_batch_size
+        logps, _, _ = self._get_per_token_logps_and_entropies(
+            policy, rows.input_ids, rows.attention_mask, rows.width, batch_size=size
+        )
+        return logps[rows.drawn].float()
+
+    def _unwrapped(self) -> contextlib.AbstractContextManager[Any]:
+        """The policy without its wrappers, ZeRO-3's weights gathered."""
+        return unwrap_model_for_generation(
+            self.model_wrapped,  # type: ignore[arg-type]
+            self.accelerator,
+            gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
+        )
+
     def _policy(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
-
-    def _sigma(self) -> float:
-        return stage_at(self.state.global_step, self.state.max_steps, self.noise_config).sigma
 
     # Update
 
@@ -272,15 +260,42 @@ class PerlGRPOTrainer(GRPOTrainer):
                 parts.append(part)
                 (self.clock.count_update if training else self.clock.count_forward)(work)
         logps, entropies, aux_losses = zip(*parts, strict=True)
+        if training:
+            self._meet_sampler(torch.cat(logps))
         return (
             torch.cat(logps),
             torch.cat(entropies) if compute_entropy else None,
             torch.stack(aux_losses).mean() if inputs.get("compute_aux_loss") else None,
         )
 
+    def _meet_sampler(self, logps: torch.Tensor) -> None:
+        """Hold the loss's log-probabilities (or the old ones, where the policy has changed since) against the sampler's
+        own, and weight the loss by their ratio, on request: both for no further pass."""
+        inputs = self._loss_inputs
+        if (sampler := inputs.get("sampling_per_token_logps")) is None:
+            return
+        old = inputs.get("old_per_token_logps", logps).detach()
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        self.mismatch.add(old, sampler, mask)
+        level = self.rollout_config.importance_correction
+        if level != "none" and self.rollout_config.engine == "fast":
+            bounds = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
+            inputs["importance_sampling_ratio"] = importance_ratio(old, sampler, mask, level, *bounds)
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
+        self._loss_inputs = inputs
+        theirs = self.use_vllm, self.vllm_importance_sampling_correction
+        if self.rollout_config.engine == "fast" and self.rollout_config.importance_correction != "none":
+            self.use_vllm = self.vllm_importance_sampling_correction = True  # TRL weights the loss for vLLM alone
+        try:
+            return self._scaled_loss(model, inputs)
+        finally:
+            self.use_vllm, self.vllm_importance_sampling_correction = theirs
+            self._loss_inputs = {}
+
+    def _scaled_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         logged = {name: len(values) for name, values in self._metrics["train"].items()}
         loss = super()._compute_loss(model, inputs) * inputs[SCALE]
         if inputs[SCALE] == 0:  # no row of any process: these zeros say nothing
@@ -308,6 +323,8 @@ class PerlGRPOTrainer(GRPOTrainer):
             # Logged after the step counter moved on: the stage is that of the step that was just taken.
             stage = stage_at(max(self.state.global_step - 1, 0), self.state.max_steps, self.noise_config)
             logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
+        if self.model.training and self.rollout_config.engine in ("fast", "vllm"):
+            logs |= self.mismatch.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
         super().log(logs, start_time)
 
     def _rollout_state_file(self, checkpoint: str | Path) -> Path:

@@ -48,6 +48,14 @@ def main() -> None:
             generating = False
 
     trainer._generate_single_turn = generate
+    folded: list[bool] = []
+    complete = trainer.behaviour._complete
+
+    def record(*args, **kwargs):
+        folded.append(trainer.behaviour.fold.folded)
+        return complete(*args, **kwargs)
+
+    trainer.behaviour._complete = record
     for name, module in trainer.accelerator.unwrap_model(trainer.model).named_modules():
         if name.endswith("0.post_attention_layernorm"):
             module.register_forward_pre_hook(
@@ -66,6 +74,8 @@ def main() -> None:
         "losses": [row["loss"] for row in logs],
         "rewards": [row["reward"] for row in logs],
         "sigma": [row["aqn/sigma"] for row in logs],
+        "folded": folded,
+        "proved": trainer.behaviour._proved,
     }
     (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
     if dist.is_initialized():
