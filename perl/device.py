@@ -29,6 +29,9 @@ VISIBILITY_VARIABLE: dict[Kind, str | None] = {
     "cpu": None,
 }
 
+RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
+"""What Ray calls them, best first. It finds them itself, unless it is started with --num-gpus or --resources."""
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:

@@ -13,21 +13,25 @@ sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolv
 from perl.config.evaluation import parse  # noqa: E402
 from perl.errors import report_errors  # noqa: E402
 
+EXIT_NOT_ALL_GENERATED = 3
+"""Scored, but some rows have an error in the place of a completion and count as wrong."""
+
 
 def main(argv: list[str]) -> int:
     config = parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    logging.getLogger("perl").setLevel(logging.INFO)
     from perl.evaluation.run import evaluate
     from perl.evaluation.workers import WorkerError
     from perl.reports.page import write_report
 
     try:
-        evaluate(config)
+        summaries = evaluate(config)
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"report: {write_report(Path(config.result_dir))}")
-    return 0
+    return 0 if all(summary["not_generated"] == 0 for summary in summaries.values()) else EXIT_NOT_ALL_GENERATED
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ class EvalConfig:
         use_vllm: generate with vLLM; without it with transformers.
         dp_size: how many copies of the model, each in its own process on its own device (on a CPU: its own cores).
         tp_size: devices that one copy is spread over (--use_vllm only).
+        executor: local starts the workers on this machine, ray in a Ray cluster, one a NPU, GPU or CPU slot.
+        ray_address: address of the cluster (--executor ray only); auto: RAY_ADDRESS, else the cluster that runs on this
+            machine, else one that is started for this run.
         dtype: dtype to compute in; auto is the checkpoint's own, float32 on a CPU.
         max_model_len: most tokens of prompt and completion together; default: what the model allows.
         max_batch_tokens: most tokens of key-value cache at once (transformers only).
@@ -51,6 +54,8 @@ class EvalConfig:
     use_vllm: bool = False
     dp_size: PositiveInt = 1
     tp_size: PositiveInt = 1
+    executor: Literal["local", "ray"] = "local"
+    ray_address: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: PositiveInt | None = None
     max_batch_tokens: PositiveInt | None = None
@@ -102,6 +107,8 @@ def check(config: EvalConfig) -> None:
         raise UserError("--dataset is empty; write a task such as gsm8k, or a file")
     if config.tp_size > 1 and not config.use_vllm:
         raise UserError(f"--tp_size {config.tp_size}: transformers keeps a model on one device; add --use_vllm")
+    if config.ray_address != "auto" and config.executor != "ray":
+        raise UserError(f"--ray_address {config.ray_address}: has no effect without --executor ray; add it")
     if config.max_batch_tokens and config.use_vllm:
         raise UserError("--max_batch_tokens: vLLM sizes its own cache; leave it out, or leave --use_vllm out")
     if config.adapter_mode == "lora":

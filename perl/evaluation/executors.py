@@ -8,22 +8,15 @@ An Executor starts workers; the Link that it returns is the parent's way to one 
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
-import signal
-import threading
+import importlib.util
 from collections.abc import Callable
 from typing import Protocol
 
-from perl.evaluation.worker import Job, Message, WorkerSpec, run_worker
-
-logger = logging.getLogger(__name__)
-
-EXIT_S = 1.0
-
-Deliver = Callable[[Message | None], None]
-"""Takes what a worker says, in its order, from any thread."""
+from perl.config.evaluation import EvalConfig
+from perl.device import Devices
+from perl.errors import UserError
+from perl.evaluation.local import LocalExecutor
+from perl.evaluation.worker import Deliver, Job, WorkerSpec
 
 
 class Link(Protocol):
@@ -49,6 +42,13 @@ class Link(Protocol):
 class Executor(Protocol):
     """A way to start workers."""
 
+    devices: Devices
+    """What there is for all workers together."""
+
+    def environment(self, index: int) -> dict[str, str]:
+        """Variables that worker `index` gets so that it sees its own devices only."""
+        ...
+
     def start(self, spec: WorkerSpec, deliver: Deliver) -> Link: ...
 
     def close(self) -> None:
@@ -56,61 +56,20 @@ class Executor(Protocol):
         ...
 
 
-class ProcessLink:
-    """A worker that is a process of this machine, at the other end of a pipe."""
-
-    def __init__(self, spec: WorkerSpec, deliver: Deliver):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=run_worker, args=(spec, theirs), name=f"worker-{spec.index}")
-        self._process.start()
-        theirs.close()
-        self._deliver = deliver
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def send(self, jobs: list[Job] | None) -> None:
-        try:
-            self._connection.send(jobs)
-        except OSError:
-            logger.debug("%s is gone", self._process.name)
-
-    def join(self, timeout: float) -> None:
-        self._process.join(timeout)
-
-    def kill(self) -> None:
-        """End the worker's whole process group: the engine may have processes of its own."""
-        if self._connection.closed:
-            return
-        assert self._process.pid is not None
-        for end in (os.killpg, os.kill):
-            try:
-                end(self._process.pid, signal.SIGKILL)
-                break
-            except ProcessLookupError:  # no group of its own yet, or gone already
-                continue
-        self._listener.join(2 * EXIT_S)
-        self._process.join()
-        self._connection.close()
-
-    def last_words(self) -> str:
-        code = self._process.exitcode
-        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                self._deliver(self._connection.recv())
-        except (EOFError, OSError):
-            self._process.join(EXIT_S)  # a process closes its pipes before it has an exit code
-            self._deliver(None)
+def _local(config: EvalConfig) -> Executor:
+    return LocalExecutor(config.dp_size, config.tp_size)
 
 
-class LocalExecutor:
-    """Workers are processes of this machine."""
+def _ray(config: EvalConfig) -> Executor:
+    if importlib.util.find_spec("ray") is None:
+        raise UserError('--executor ray: ray is not installed; pip install "ray>=2.50", or leave --executor out')
+    from perl.evaluation.cluster import RayExecutor
 
-    def start(self, spec: WorkerSpec, deliver: Deliver) -> Link:
-        return ProcessLink(spec, deliver)
+    return RayExecutor(config.dp_size, config.tp_size, config.ray_address)
 
-    def close(self) -> None:
-        pass
+
+EXECUTORS: dict[str, Callable[[EvalConfig], Executor]] = {
+    "local": _local,
+    "ray": _ray,
+}
+"""Builders by name. Each raises a UserError where there are fewer devices than --dp_size × --tp_size."""

@@ -16,7 +16,6 @@ from typing import Any
 from rich.console import Console
 
 from perl.config.evaluation import EvalConfig
-from perl.evaluation.executors import LocalExecutor
 from perl.evaluation.plan import Plan, Row, make_plans
 from perl.evaluation.progress import Progress
 from perl.evaluation.record import Finished, Recorder
@@ -65,7 +64,7 @@ def generate(setup: Setup, owed: Sequence[Row], stores: dict[str, Store], progre
         if not fitting:
             return None
         specs = worker_specs(setup, engine, fitting)
-        with Workers(specs, LocalExecutor()) as workers:
+        with Workers(specs, setup.executor) as workers:
             for finished in workers.complete(iter([Batch(specs[0].load, fitting)]), progress.refresh):
                 recorder.add(finished)
                 tokens += len(finished.completion.token_ids)
@@ -73,9 +72,10 @@ def generate(setup: Setup, owed: Sequence[Row], stores: dict[str, Store], progre
             ready = workers.generation_began or ended
     return {
         "engine": engine,
+        "executor": setup.config.executor,
         "dp_size": setup.config.dp_size,
         "tp_size": setup.config.tp_size,
-        "device": setup.devices.kind,
+        "device": setup.executor.devices.kind,
         "rows": len(fitting),
         "tokens": tokens,
         "start_s": round(ready - began, 2),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perl import device
 from perl.adapters.checkpoint import content_hash, require_adapter, resolve_model
 from perl.adapters.merge import MergeReport, merge_adapter, read_report
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
+from perl.evaluation.executors import EXECUTORS, Executor
 from perl.evaluation.plan import Plan, Row, described
 from perl.evaluation.store import write_json
 from perl.evaluation.worker import Load, WorkerSpec
@@ -35,7 +34,7 @@ class Setup:
     model: Path
     adapter: Path | None
     tokenizer: Any
-    devices: device.Devices
+    executor: Executor
     context: int | None
     """Most tokens of prompt and completion together that flags and model allow; None: the model names no limit."""
     base_hash: str
@@ -53,7 +52,7 @@ class Setup:
             from perl.engines.vllm import require_vllm
 
             require_vllm()
-        devices = require_devices(config)
+        executor = EXECUTORS[config.executor](config)
         try:
             tokenizer = AutoTokenizer.from_pretrained(model)
             text_config = AutoConfig.from_pretrained(model).get_text_config()
@@ -68,7 +67,7 @@ class Setup:
             model=model,
             adapter=adapter,
             tokenizer=tokenizer,
-            devices=devices,
+            executor=executor,
             context=config.max_model_len or allowed,
             base_hash=content_hash(model),
             adapter_hash=content_hash(adapter) if adapter is not None else None,
@@ -96,18 +95,6 @@ class Setup:
         return report if (report["base_hash"], report["adapter_hash"]) == (self.base_hash, self.adapter_hash) else None
 
 
-def require_devices(config: EvalConfig) -> device.Devices:
-    devices = device.detect()
-    wanted = config.dp_size * config.tp_size
-    if wanted > devices.count:
-        what = "cores" if devices.kind == "cpu" else f"{devices.kind} devices"
-        product = f"--dp_size {config.dp_size}" + (f" × --tp_size {config.tp_size}" if config.tp_size > 1 else "")
-        raise UserError(
-            f"{product}: there are {devices.count} {what}; write --dp_size {devices.count // config.tp_size or 1}"
-        )
-    return devices
-
-
 def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerSpec]:
     """One worker a device, with its own visibility, thread count and log; merges the adapter if need be."""
     config = setup.config
@@ -124,17 +111,14 @@ def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerS
     load = Load(str(model.resolve()), dtype)
     specs = []
     for index in range(config.dp_size):
-        environment = device.worker_environment(index, config.tp_size)
-        if setup.devices.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(setup.devices.count // config.dp_size)
         specs.append(
             WorkerSpec(
                 index=index,
-                workers=config.dp_size,
+                device=setup.executor.devices.kind,
                 engine=engine,
                 load=load,
                 options=options,
-                environment=environment | {"TOKENIZERS_PARALLELISM": "false"},
+                environment=setup.executor.environment(index) | {"TOKENIZERS_PARALLELISM": "false"},
                 log=(Path(config.result_dir) / "logs" / f"worker-{index}.log").resolve(),
             )
         )

@@ -8,17 +8,21 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl import device
+from perl.device import Kind
+from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -40,7 +44,8 @@ class WorkerSpec:
     """All that a worker is started with."""
 
     index: int
-    workers: int
+    device: Kind
+    """What it is to compute on."""
     engine: str
     """Key of ENGINES."""
     load: Load
@@ -49,8 +54,15 @@ class WorkerSpec:
     """Keyword arguments of the engine's builder, but for the dtype."""
     environment: dict[str, str]
     """Set before anything heavy is imported."""
+    cores: tuple[int, int] | None = None
+    """(which share of this machine's cores it keeps to on a CPU, of how many); None: all that it may use."""
     log: Path
     """Gets what the worker and the libraries in it print."""
+
+    @property
+    def paths(self) -> list[str]:
+        """What has to be there where the worker runs."""
+        return [path for path in (self.load.model, self.options.get("adapter")) if path is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,8 @@ class Failed:
 
 Message = Ready | Done | Renew | Failed
 """What a worker says."""
+Deliver = Callable[[Message | None], None]
+"""Takes what a worker says, in its order, from any thread; None when it is gone."""
 
 
 def run_worker(spec: WorkerSpec, connection: Connection) -> None:
@@ -108,10 +122,11 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
     inbox = Inbox(connection)
     started = time.monotonic()
     try:
-        from perl import device
         from perl.engines import ENGINES
 
-        device.pin_cpu(spec.index, spec.workers)
+        require_device(spec.device, device.detect().kind)
+        if spec.cores is not None:
+            device.pin_cpu(*spec.cores)
         engine = ENGINES[spec.engine](spec.load.model, dtype=spec.load.dtype, **spec.options)
         connection.send(Ready(engine.slots, time.monotonic() - started))
         for message in completed(engine, spec.load, inbox):
@@ -122,6 +137,16 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         text = str(error).strip() or type(error).__name__
         connection.send(Failed(text.splitlines()[0], traceback.format_exc()))
         sys.exit(1)
+
+
+def require_device(wanted: Kind, found: Kind) -> None:
+    """Raise a UserError when a scheduler counts another kind of device than there is."""
+    if found != wanted:
+        raise UserError(
+            f"node {socket.gethostname()} was to give this worker a device of kind {wanted}, but has kind {found}: what"
+            f" was registered there is wrong; ray stop --force, then ray start with {device.RAY_RESOURCE[found]} in"
+            " --resources"
+        )
 
 
 def completed(engine: Engine, held: Load, inbox: Inbox) -> Iterator[Done | Renew]:

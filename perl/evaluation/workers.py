@@ -246,9 +246,9 @@ class Workers:
         elif any(other.alive for other in self.workers):
             logger.warning("worker %d died again: %s; the others go on without it", index, words)
         else:
+            left = len(work.unfinished)
             raise WorkerError(
-                f"all workers died, the last one: {words}; {len(work.unfinished)} rows are left, the same command does"
-                " them"
+                f"all workers died, the last one: {words}; {left} rows are left, the same command does them"
             )
 
     def _condemned(self, rows: Sequence[Row], suspects: Suspects, unfinished: set[int]) -> Iterator[Finished]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
+from perl.eval import main
 from perl.evaluation.run import evaluate
 from tests.evaluation.conftest import read
 
@@ -140,6 +142,8 @@ def test_prompts_without_room_are_recorded_as_such(config, tmp_path, caplog):
     assert {(r["tokens"], r["score"], r["finish_reason"]) for r in overlong} == {(0, 0.0, "length")}
     assert summary["not_generated"] == len(overlong)
     assert "get no completion" in caplog.text
+    again = replace(config, result_dir=str(folder), n=1, max_samples=20, max_model_len=length + 1)
+    assert main(command(again)[2:]) == 3  # the exit code tells, also when nothing is left to generate
 
 
 @pytest.mark.slow
@@ -208,3 +212,28 @@ def test_an_engine_that_does_not_start_is_one_line(config, tiny, tmp_path):
     assert len(run.stderr.strip().splitlines()) <= 2
     assert "error: the engine of worker 0 did not start" in run.stderr
     assert "worker-0.log" in run.stderr
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, undisturbed, tmp_path):
+    """A limit on the size of files stands in for the disk: the kernel writes a part and then refuses."""
+    words = command(replace(config, result_dir=str(tmp_path), n=4))
+    limit = 40_000
+    full = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert full.returncode == 2
+    assert full.stderr.splitlines()[-1] == (
+        f"error: {tmp_path / 'sums' / 'samples.jsonl'}: File too large; what was written stays: make room, and the same"
+        " command goes on"
+    )
+    kept = lines(tmp_path)
+    assert 20 < kept < 160
+    assert subprocess.run(words, capture_output=True, check=False, timeout=120).returncode == 0
+    done = read(tmp_path)
+    assert len(done) == 160
+    assert done.items() <= undisturbed.items()

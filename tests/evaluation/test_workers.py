@@ -9,7 +9,7 @@ import pytest
 
 from perl.engines.hf import HFEngine
 from perl.evaluation import workers as module
-from perl.evaluation.executors import LocalExecutor
+from perl.evaluation.local import LocalExecutor
 from perl.evaluation.plan import Row
 from perl.evaluation.suspects import ALONE
 from perl.evaluation.worker import Load, WorkerSpec
@@ -44,7 +44,7 @@ def make_rows(count: int, poisonous: set[int]) -> list[Row]:
 def spec(model: Path, folder: Path, index: int = 0, token: int = POISON) -> WorkerSpec:
     return WorkerSpec(
         index=index,
-        workers=1,
+        device="cpu",
         engine="poison",
         load=Load(str(model), "auto"),
         options={**OPTIONS, "hook": Hook(token)},
@@ -57,7 +57,7 @@ def spec(model: Path, folder: Path, index: int = 0, token: int = POISON) -> Work
 def test_rows_that_kill_their_worker_are_recorded_and_all_others_complete(tiny, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(module, "RESTARTS_PER_WORKER", 1)  # fewer than the rows kill it
     rows = make_rows(14, poisonous={2, 9})
-    with Workers([spec(tiny, tmp_path)], LocalExecutor()) as workers:
+    with Workers([spec(tiny, tmp_path)], LocalExecutor(1, 1)) as workers:
         finished = {item.row.key: item for item in workers.complete(iter([Batch(Load(str(tiny), "auto"), rows)]))}
     assert len(finished) == 14
     assert {key: item.error for key, item in finished.items() if item.error} == {"2": ALONE, "9": ALONE}
@@ -76,7 +76,7 @@ def test_an_engine_that_dies_of_every_row_ends_the_run_and_records_nothing(tiny,
     finished = []
     with (
         pytest.raises(WorkerError, match="all workers died, the last one: killed by SIGKILL"),
-        Workers([spec(tiny, tmp_path)], LocalExecutor()) as workers,
+        Workers([spec(tiny, tmp_path)], LocalExecutor(1, 1)) as workers,
     ):
         finished.extend(workers.complete(iter([Batch(Load(str(tiny), "auto"), rows)])))
     assert finished == []

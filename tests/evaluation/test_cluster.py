@@ -1,0 +1,142 @@
+"""--executor ray on real clusters of nodes on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from benchmarks._nodes import add_node, kill_node, ray_cluster, raylet, workers_below
+from perl.config.evaluation import EvalConfig, parse
+from perl.errors import UserError
+from perl.evaluation.cluster import Host, slots_of
+from perl.evaluation.executors import EXECUTORS
+from perl.evaluation.worker import Failed, Load, WorkerSpec, require_device
+from tests.evaluation.conftest import read
+from tests.evaluation.test_run import lines, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(config: EvalConfig, **variables: str) -> subprocess.Popen[str]:
+    flags = [f"--{name}={value}" for name, value in asdict(config).items() if value is not None]
+    command = [sys.executable, str(ROOT / "perl" / "eval.py"), *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **variables}, **pipes)
+
+
+def outcome(run: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str]:
+    """Exit code and standard error."""
+    try:
+        _, errors = run.communicate(timeout=timeout)
+    finally:
+        run.kill()
+    return run.returncode, errors
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_over_two_nodes_of_which_one_is_killed_is_that_of_one_machine(config, undisturbed, tmp_path):
+    settings = replace(config, result_dir=str(tmp_path), dp_size=2, executor="ray", max_batch_tokens=130)
+    with ray_cluster({"num_cpus": 1}, {"num_cpus": 1}) as cluster:
+        process = run(settings, RAY_ADDRESS=cluster.address)
+        wait_for(lambda: lines(tmp_path) > 20 or process.poll() is not None)
+        kill_node(next(iter(cluster.worker_nodes)))
+        add_node(cluster, num_cpus=1)
+        code, errors = outcome(process)
+        wait_for(lambda: not workers_below(map(raylet, cluster.list_all_nodes())), seconds=20)
+        assert f"joined the cluster at {cluster.address}" in errors
+    assert code == 0, errors
+    assert re.search(r"worker \d died: .*; its [1-9]\d* rows go back, it starts again", errors), errors
+    assert read(tmp_path) == undisturbed
+    generation = json.loads((tmp_path / "sums" / "summary.json").read_text())["generation"]
+    assert (generation["executor"], generation["dp_size"], generation["device"]) == ("ray", 2, "cpu")
+    assert generation["worker_restarts"] >= 1
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.npu
+def test_emulated_npus_are_slots_and_npus_registered_as_gpus_are_refused(config, npu_env, tmp_path, monkeypatch):
+    for name, value in npu_env(2).items():
+        monkeypatch.setenv(name, value)
+    settings = replace(config, n=1, max_samples=12, executor="ray", dp_size=2, max_batch_tokens=500)
+    with ray_cluster({"num_cpus": 1, "num_gpus": 2}) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        code, errors = outcome(run(replace(settings, result_dir=str(tmp_path / "gpus"))))
+        assert code == 2
+        assert errors == (
+            f"INFO Ray: joined the cluster at {cluster.address}\n"
+            f"error: --executor ray: this machine has 2 npu devices, but the Ray cluster at {cluster.address}"
+            " registered GPU 2, CPU 1; on each node: ray stop --force; ray start --head --resources='{\"NPU\": 2}' (on"
+            " all but the first --address=HEAD:6379 in the place of --head)\n"
+        )
+        add_node(cluster, num_cpus=0, resources={"NPU": 2})
+        code, errors = outcome(run(replace(settings, result_dir=str(tmp_path / "three"), dp_size=3)))
+        assert code == 2
+        assert errors.splitlines()[-1] == (
+            f"error: --dp_size 3: the cluster at {cluster.address} has NPU 2, GPU 2, CPU 1 on 2 node(s), room for 2"
+            " workers; write --dp_size 2, or add nodes with ray start --address=HEAD:6379"
+        )
+        code, errors = outcome(run(replace(settings, result_dir=str(tmp_path / "npus"))))
+        assert code == 0, errors
+    generation = json.loads((tmp_path / "npus" / "sums" / "summary.json").read_text())["generation"]
+    assert (generation["device"], generation["dp_size"]) == ("npu", 2)
+    assert len(read(tmp_path / "npus")) == 12
+
+
+def test_a_worker_of_several_devices_has_them_on_one_node():
+    nodes = [{"NPU": 8.0, "CPU": 64.0}, {"NPU": 3.0}, {"CPU": 4.0}]
+    assert slots_of(nodes, "NPU", 1) == 11
+    assert slots_of(nodes, "NPU", 2) == 5
+    assert slots_of(nodes, "NPU", 4) == 2
+    assert slots_of(nodes, "GPU", 1) == 0
+
+
+def test_a_node_without_the_model_says_so(tmp_path):
+    spec = WorkerSpec(
+        index=0,
+        device="cpu",
+        engine="hf",
+        load=Load(str(tmp_path / "nowhere"), "auto"),
+        options={},
+        environment={},
+        log=tmp_path / "log",
+    )
+    failed, end = Host(spec).receive()
+    assert isinstance(failed, Failed)
+    assert end is None
+    assert failed.message.startswith(f"node {socket.gethostname()} has no {tmp_path}/nowhere; models and adapters have")
+
+
+def test_a_slot_of_another_kind_of_device_is_an_error():
+    require_device("npu", "npu")
+    with pytest.raises(UserError, match=r"a device of kind cuda, but has kind npu: .* with NPU in --resources"):
+        require_device("cuda", "npu")
+
+
+def test_an_address_where_nobody_listens_is_an_error_at_once():
+    config = parse(["--model", "m", "--dataset", "gsm8k", "--executor", "ray", "--ray_address", "127.0.0.1:1"])
+    with pytest.raises(UserError, match=r"--ray_address 127\.0\.0\.1:1: no Ray cluster answers"):
+        EXECUTORS["ray"](config)
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--executor ray: ray is not installed; pip install \"ray"):
+        EXECUTORS["ray"](EvalConfig(model="m", dataset="gsm8k", executor="ray"))
+
+
+def test_an_address_without_ray_has_no_effect():
+    with pytest.raises(UserError, match=r"--ray_address 10\.0\.0\.1:6379: has no effect without --executor ray"):
+        parse(["--model", "m", "--dataset", "gsm8k", "--ray_address", "10.0.0.1:6379"])
