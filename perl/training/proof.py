@@ -17,9 +17,11 @@ from perl.errors import RankError
 PROVED_ROWS = 4
 """Rows of each process that a proof looks at."""
 TOLERANCE = {4: 1e-3, 2: 0.1}
-"""Largest mean difference between the sampler's and the trainer's log-probabilities, by bytes of a weight. Float32
-differs in the order of sums: 1e-6 to 1e-5 in nats. In bfloat16, of 8 bits, sampler and trainer round each layer's
-output elsewhere (the trainer's autocast does, and packing): 0.01 to 0.04 in nats; wrong weights give tenths to ones."""
+"""Largest mean difference between the sampler's and the trainer's log-probabilities, in nats, by bytes of a weight.
+Float32 differs in the order of sums alone: 24 bits leave a logit of 20 about 1e-6, and some hundred sums in a row less
+than a hundred times that. In bfloat16, of 8 bits, sampler and trainer round the same outputs at different places
+(autocast, packing, the cache), and a logit of 20 lies on a grid of 1/8. What is nearer to the base than to the adapted
+model is found below without these numbers."""
 VISIBLE = {4: 1e-5, 2: 1e-2}
 """From this size on of the largest weight in B, an adapter changes some token's log-probability in that dtype."""
 
@@ -85,8 +87,8 @@ def require_same_policy(evidence: Evidence) -> None:
     from_adapted = float((evidence.sampler - evidence.adapted).abs().mean())
     from_base = float((evidence.sampler - evidence.base).abs().mean())
     effect = float((evidence.adapted - evidence.base).abs().mean())
-    remedy = "; stop here, as it would learn from another model's samples. --config.rollout.engine generate samples"
-    remedy += " with the trainer's own model, --config.rollout.merge_adapter false with the adapter apart"
+    remedy = "; --config.rollout.merge_adapter false samples with the adapter apart, --config.rollout.engine generate"
+    remedy += " with the trainer's own model"
     if effect == 0 and evidence.largest_b > VISIBLE[evidence.itemsize]:
         raise RankError(
             f"rollout: the adapter is trained (B reaches {evidence.largest_b:.2g}) but changes no log-probability of"
