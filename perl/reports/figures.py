@@ -74,7 +74,8 @@ def outcome(record: Record) -> str:
 def over_steps(runs: Sequence[Run], dataset: str) -> Figure:
     """Accuracy over training steps; the base, which stands at step 0, is drawn across too."""
     found = [(run, scored) for run in runs for scored in run.scored if scored.dataset == dataset]
-    points = [accuracy(scored, run.step) for run, scored in found if run.step is not None]
+    known = [(run.step, scored) for run, scored in found if run.step is not None]
+    points = [accuracy(scored, step) for step, scored in sorted(known, key=lambda pair: pair[0])]
     level = next((accuracy(scored) for _, scored in found if scored.summary["adapter"] is None), None)
     chart = charts.curves([Curve(dataset, points)], f"Accuracy on {dataset} by step", x_name="step", level=level)
     note = "Accuracy by training step; the band is the 95 % interval"

@@ -37,8 +37,8 @@ class Run:
 
 
 def read_runs(result_dir: Path) -> list[Run]:
-    """Everything that `result_dir` holds: one run, or those of a sweep (sweep.json is there) in the order of their
-    steps. A dataset's own folder is taken too.
+    """Everything that `result_dir` holds: one run, or those of a sweep in the order of sweep.json. A dataset's own
+    folder is taken too.
 
     Raises:
         UserError: there are no results.
@@ -46,9 +46,7 @@ def read_runs(result_dir: Path) -> list[Run]:
     if not result_dir.is_dir():
         raise UserError(f"RESULT_DIR: no such folder {result_dir}; write what --result_dir of perl/eval.py was")
     if (result_dir / "sweep.json").is_file():
-        candidates = [(folder.name, scored_in(folder)) for folder in sorted(result_dir.iterdir()) if folder.is_dir()]
-        runs = [Run(label=name, step=scored[0].summary["step"], scored=scored) for name, scored in candidates if scored]
-        runs.sort(key=lambda run: (run.step is None, run.step or 0, run.label))
+        runs = read_sweep(result_dir)
     else:
         scored = [read_scored(result_dir)] if is_dataset(result_dir) else scored_in(result_dir)
         runs = [Run(label="", step=None, scored=scored)] if scored else []
@@ -60,6 +58,18 @@ def read_runs(result_dir: Path) -> list[Run]:
             " command of perl/eval.py finishes it"
         )
     raise UserError(f"RESULT_DIR: no results in {result_dir}; write what --result_dir of perl/eval.py was")
+
+
+def read_sweep(result_dir: Path) -> list[Run]:
+    """The candidates of a sweep that were scored; a warning for each other one."""
+    runs = []
+    for candidate in _read_json(result_dir / "sweep.json")["candidates"]:
+        name, folder = candidate["name"], result_dir / candidate["name"]
+        if candidate["metrics"] is None or not (scored := scored_in(folder)):
+            logger.warning("report: %s is left out: %s", name, candidate["error"] or "it is not scored yet")
+            continue
+        runs.append(Run(label=name, step=candidate["step"], scored=scored))
+    return runs
 
 
 def is_dataset(folder: Path) -> bool:

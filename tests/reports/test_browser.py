@@ -171,19 +171,30 @@ def test_a_script_that_gets_in_all_the_same_does_not_run(mixed, visit, tmp_path)
     assert page.requests() == {(tmp_path / "report.html").as_uri(): "", "http://example.invalid/p.png": "csp"}
 
 
-def test_a_sweep_by_checkpoint(tmp_path, visit):
-    (tmp_path / "sweep.json").write_text("{}")
-    for name, step, right in (("base", 0, 2), ("checkpoint-5", 5, 4), ("checkpoint-10", 10, 7)):
+def test_a_sweep_by_checkpoint(tmp_path, visit, caplog):
+    candidates = []
+    for name, step, right in (
+        ("checkpoint-10", 10, 7),
+        ("base", 0, 2),
+        ("checkpoint-5", 5, 4),
+        ("checkpoint-7", 7, None),
+    ):
+        candidates.append({"name": name, "step": step, "error": None, "metrics": {}})
+        if right is None:
+            candidates[-1] |= {"error": "does not fit the base", "metrics": None}
+            continue
         wrong = {"score": 0.0, "reason": "wrong", "extracted": "1"}
         rows = [record(f"{i}-0", **({} if i < right else wrong)) for i in range(10)]
-        write_results(tmp_path / name / "gsm8k", rows, step=step, adapter=None if not step else f"runs/a/{name}")
+        write_results(tmp_path / name / "gsm8k", rows, step=step, adapter=f"runs/a/{name}" if step else None)
         (tmp_path / name / "summary.json").write_text("{}")
+    (tmp_path / "sweep.json").write_text(json.dumps({"candidates": candidates}))
     page = visit(write_report(tmp_path))
+    assert "checkpoint-7 is left out: does not fit the base" in caplog.text
     assert page.shown() == 30
     assert page.run("return [...document.querySelectorAll('#run option')].map((o) => o.text)") == [
-        "All checkpoints", "base", "checkpoint-5", "checkpoint-10",
+        "All checkpoints", "checkpoint-10", "base", "checkpoint-5",
     ]  # fmt: skip
-    page.enter("#run", "2")
+    page.enter("#run", "0")
     page.click("[value=correct]")
     assert page.shown() == 7
     assert page.text("#sample .block h4") == "Answers to this problem: 3 of 3 correct"

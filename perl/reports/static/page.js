@@ -207,16 +207,21 @@
   function siblings(sample) {
     const others = sample.problem.samples;
     if (others.length < 2) return [];
-    const links = others.map((other) => {
-      const run = Samples.meta.runs[other.run];
-      const made = button(other.correct ? "✓" : "✗", `sibling ${other.correct ? "correct" : "wrong"}`, () => jump(other));
-      made.title = `${run ? run + " " : ""}#${other.number}: ${other.extracted ?? "no answer"}, ${other.tokens} tokens`;
-      made.setAttribute("aria-label", made.title);
-      if (other === sample) made.setAttribute("aria-current", "true");
-      return made;
+    const lines = Samples.meta.runs.map((name, run) => {
+      const links = others.filter((other) => other.run === run).map((other) => sibling(other, other === sample));
+      return make("div", "siblings", ...(name ? [make("span", "run", name)] : []), ...links);
     });
     const right = others.filter((other) => other.correct).length;
-    return [block(`Answers to this problem: ${right} of ${others.length} correct`, make("div", "siblings", ...links))];
+    return [block(`Answers to this problem: ${right} of ${others.length} correct`, ...lines)];
+  }
+
+  function sibling(sample, current) {
+    const run = Samples.meta.runs[sample.run];
+    const made = button(sample.correct ? "✓" : "✗", `sibling ${sample.correct ? "correct" : "wrong"}`, () => jump(sample));
+    made.title = `${run ? run + " " : ""}#${sample.number}: ${sample.extracted ?? "no answer"}, ${sample.tokens} tokens`;
+    made.setAttribute("aria-label", made.title);
+    if (current) made.setAttribute("aria-current", "true");
+    return made;
   }
 
   function jump(sample) {
