@@ -22,6 +22,7 @@ def ray_cluster(*nodes: dict[str, Any]) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # whatever token lies in the home directory
     first, *others = nodes
     head = {"object_store_memory": STORE_BYTES, "include_dashboard": False, "_system_config": HEALTH, **first}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -171,11 +171,14 @@ def _join(address: str) -> str:
     except (OSError, ValueError) as error:  # ConnectionError among them
         if named != "auto":
             raise UserError(
-                f"{flag} {named}: no Ray cluster answers ({error}); ray start --head prints its address"
+                f"{flag} {named}: no Ray cluster answers ({error}); ray start --head prints its address,"
+                " and a cluster with a token wants the same ~/.ray/auth_token here"
             ) from error
         ray.init(address="local", include_dashboard=False, **options)
         logger.info("Ray: no cluster runs on this machine, so one was started for this run")
         return "of this machine"
+    except (RayError, RuntimeError) as error:  # a token, or another version of Ray or Python
+        raise UserError(f"{flag} {named}: Ray does not let this process join: {error}") from error
     where = f"at {ray.get_runtime_context().gcs_address}"
     logger.info("Ray: joined the cluster %s", where)
     return where

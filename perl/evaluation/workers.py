@@ -55,7 +55,7 @@ class Queue:
     batches: Iterator[Batch | None]
     rows: list[Row] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    prompts: list[tuple[Load, tuple[int, ...]]] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
     """Tags that no worker has had."""
     unfinished: set[int] = field(default_factory=set)
@@ -74,7 +74,7 @@ class Queue:
             tags = range(len(self.rows), len(self.rows) + len(batch.rows))
             self.rows += batch.rows
             self.loads += [batch.load] * len(tags)
-            self.prompts += [row.prompt.token_ids for row in batch.rows]
+            self.prompts += [(batch.load, row.prompt.token_ids) for row in batch.rows]
             self.waiting += tags
             self.unfinished.update(tags)
         return bool(self.unfinished) or not self.ended
