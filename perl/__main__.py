@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "merge": ("perl.tools.merge", "write base and adapter as one model, proven equal to what PEFT computes"),
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
     "report": ("perl.tools.report", "write report.html of a result folder: scores, charts, and the samples to look at"),
+    "compare": ("perl.tools.compare", "compare two evaluations problem by problem: what differs by more than chance"),
     "doctor": ("perl.tools.doctor", "check this machine: driver, CANN, versions, variables; also on CUDA and CPU"),
 }
 

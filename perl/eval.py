@@ -21,17 +21,29 @@ def main(argv: list[str]) -> int:
     config = parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("perl").setLevel(logging.INFO)
+    from perl.evaluation.rescore import rescore
     from perl.evaluation.run import evaluate
+    from perl.evaluation.sweep import SweepError
     from perl.evaluation.workers import WorkerError
     from perl.reports.page import write_report
 
+    code, summaries = 0, {}
     try:
-        summaries = evaluate(config)
+        if config.rescore:
+            rescore(config)
+        else:
+            summaries = evaluate(config)
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"report: {write_report(Path(config.result_dir))}")
-    return 0 if all(summary["not_generated"] == 0 for summary in summaries.values()) else EXIT_NOT_ALL_GENERATED
+    except SweepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    if any((run.parent / "summary.json").is_file() for run in Path(config.result_dir).glob("**/run.json")):
+        print(f"report: {write_report(Path(config.result_dir))}")
+    if any(summary["not_generated"] for summary in summaries.values()):
+        return EXIT_NOT_ALL_GENERATED
+    return code
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     seed: int
     """Seed of this completion alone: it does not depend on the batch, the order or the device."""
+    adapter: str | None = None
+    """Folder of the adapter that completes it, one of those that the engine serves beside its model; None: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,12 +88,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
     warn_of_other_base(config, model)
     checkpoint = Checkpoint(model)
 
-    base = load_model(model)
-    tokens = probe_tokens(base.get_input_embeddings().num_embeddings)
-    base_logits = float32_logits(base, tokens)
-    wrapped = load_adapter(base, adapter)
-    peft_logits = float32_logits(wrapped, tokens)
-    effect = require_effect(peft_logits, base_logits, adapter)
+    wrapped, tokens, peft_logits, effect = wrap(model, adapter)
     exact_error = require_equal(float32_logits(wrapped, tokens, merged=True), peft_logits, effect, "merged in float32")
 
     asked = checkpoint.dtype() if dtype == "auto" else _torch_dtype(dtype)
@@ -103,7 +98,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
     with written_whole(output) as folder:
         write_merged(wrapped, checkpoint, written, folder)
         copy_side_files(model, folder)
-        del wrapped, base
+        del wrapped
         written_logits = float32_logits(load_model(folder, written), tokens)
         written_error = require_equal(
             written_logits, peft_logits, effect, f"written in {_name(written)}", rounded=written.itemsize < 4
@@ -123,6 +118,23 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
         )
         (folder / "merge.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
     return report
+
+
+def adapter_effect(model: Path, adapter: Path) -> float:
+    """Largest difference that `adapter` makes to the logits of `model` on the probe prompt. Raises as `merge_adapter`
+    for an adapter that does not fit or changes nothing."""
+    warn_of_other_base(require_adapter(adapter), model)
+    return wrap(model, adapter)[-1]
+
+
+def wrap(model: Path, adapter: Path) -> tuple[Any, torch.Tensor, torch.Tensor, float]:
+    """The PeftModel, the probe's tokens, its logits for them in float32, and the adapter's effect on these."""
+    base = load_model(model)
+    tokens = probe_tokens(base.get_input_embeddings().num_embeddings)
+    base_logits = float32_logits(base, tokens)
+    wrapped = load_adapter(base, adapter)
+    peft_logits = float32_logits(wrapped, tokens)
+    return wrapped, tokens, peft_logits, require_effect(peft_logits, base_logits, adapter)
 
 
 def read_report(folder: Path) -> MergeReport | None:

@@ -20,7 +20,8 @@ class EvalConfig:
         dataset: what to score on, separated by commas: tasks (gsm8k, dapo-math, math500, aime24, aime25, amc23), hub
             names, files (parquet, json, jsonl, csv) or folders of them.
         result_dir: folder for the results, one folder a dataset in it; the same command again finishes what is missing.
-        adapter: folder of a PEFT adapter.
+        adapter: folder of a PEFT adapter. Several, or a training run's folder (all its checkpoints), are a sweep: each
+            is scored into its own folder below --result_dir; `base` among them is the model without an adapter.
         adapter_mode: merge writes one model, proven equal to what PEFT computes; lora serves a LoRA adapter unmerged
             (--use_vllm only; slower on Ascend).
         use_vllm: generate with vLLM; without it with transformers.
@@ -44,12 +45,15 @@ class EvalConfig:
         system_prompt: text of a system turn before each prompt; default: the task's own.
         few_shot: worked examples before each question: a number (the first ones of the dataset's train split), or a
             jsonl file of {"question", "answer"}.
+        compare: result folder to compare with, problem by problem; writes compare.json.
+        rescore: grade the completions in --result_dir again, with today's rules; nothing is generated, no other flag
+            is needed.
     """
 
     model: str
     dataset: str
     result_dir: str = "results"
-    adapter: str | None = None
+    adapter: list[str] | None = None
     adapter_mode: Literal["merge", "lora"] = "merge"
     use_vllm: bool = False
     dp_size: PositiveInt = 1
@@ -70,6 +74,8 @@ class EvalConfig:
     seed: NonNegativeInt = 0
     system_prompt: str | None = None
     few_shot: str | None = None
+    compare: str | None = None
+    rescore: bool = False
 
     @property
     def datasets(self) -> list[str]:
@@ -81,23 +87,36 @@ def build_parser() -> Parser:
         prog="python perl/eval.py",
         description="Score a model, or a base model with an adapter, on tasks. Writes samples.jsonl and summary.json.",
     )
-    parser.add_class_arguments(EvalConfig, as_group=False, skip={"use_vllm"})
+    written: set[str | int] = {"adapter", "use_vllm", "rescore"}
+    parser.add_class_arguments(EvalConfig, as_group=False, skip=written)
     parser.add_argument(
-        "--use_vllm",
-        type=bool,
-        nargs="?",
-        const=True,
-        default=False,
-        help="generate with vLLM; without it with transformers",
+        "--adapter",
+        nargs="+",
+        default=None,
+        help="folder of a PEFT adapter. Several, or a training run's folder (all its checkpoints), are a sweep: each is"
+        " scored into its own folder below --result_dir; `base` among them is the model without an adapter",
     )
+    switches = {
+        "use_vllm": "generate with vLLM; without it with transformers",
+        "rescore": "grade the completions in --result_dir again, with today's rules; nothing is generated, no other"
+        " flag is needed",
+    }
+    for name, text in switches.items():
+        parser.add_argument(f"--{name}", type=bool, nargs="?", const=True, default=False, help=text)
     return parser
 
 
 def parse(argv: Sequence[str]) -> EvalConfig:
     """Parse a command line. Raises UserError for anything that cannot be what the user meant."""
-    values = build_parser().parse_args(list(argv))
+    parser = build_parser()
+    if any(word.partition("=")[0] == "--rescore" for word in argv):
+        parser.set_defaults(model="", dataset="")
+        for action in parser._actions:
+            action.required = False
+    values = parser.parse_args(list(argv))
     config = EvalConfig(**{name: values[name] for name in EvalConfig.__dataclass_fields__})
-    check(config)
+    if not config.rescore:
+        check(config)
     return config
 
 

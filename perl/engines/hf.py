@@ -90,6 +90,8 @@ class HFEngine:
                 continue
             prompt, sampling = item
             require_room([prompt], self.max_model_len)
+            if prompt.adapter is not None:
+                raise UserError(f"{prompt.adapter}: transformers serves no adapter beside a model; merge it")
             room = self.max_model_len - len(prompt.token_ids)
             row = Row(prompt_ids=prompt.token_ids, seed=prompt.seed, max_new_tokens=min(sampling.max_new_tokens, room))
             longest = max(longest, row.reach)

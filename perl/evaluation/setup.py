@@ -1,4 +1,5 @@
-"""What is checked and looked up before any model is loaded, and what the workers are then started with."""
+"""What is checked and looked up before any model is loaded, what the workers are started with, and each candidate's
+weights."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perl.adapters.checkpoint import content_hash, require_adapter, resolve_model
-from perl.adapters.merge import MergeReport, merge_adapter, read_report
+from perl.adapters.checkpoint import content_hash, resolve_model
+from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
+from perl.evaluation.candidates import Candidate, find_candidates
 from perl.evaluation.executors import EXECUTORS, Executor
 from perl.evaluation.plan import Plan, Row, described
-from perl.evaluation.store import write_json
+from perl.evaluation.store import GRADING_HASH, write_json
 from perl.evaluation.worker import Load, WorkerSpec
+from perl.grading import rules_hash
 from perl.prompts import require_chat_template
 from perl.provenance import text_hash
 
@@ -32,22 +35,19 @@ class Setup:
 
     config: EvalConfig
     model: Path
-    adapter: Path | None
+    candidates: tuple[Candidate, ...]
     tokenizer: Any
     executor: Executor
     context: int | None
     """Most tokens of prompt and completion together that flags and model allow; None: the model names no limit."""
     base_hash: str
-    adapter_hash: str | None
 
     @classmethod
     def of(cls, config: EvalConfig) -> Setup:
         from transformers import AutoConfig, AutoTokenizer
 
         model = resolve_model(config.model)
-        adapter = Path(config.adapter).expanduser() if config.adapter else None
-        if adapter is not None:
-            require_adapter(adapter)
+        candidates = find_candidates(config.adapter)
         if config.use_vllm:
             from perl.engines.vllm import require_vllm
 
@@ -65,50 +65,52 @@ class Setup:
         return cls(
             config=config,
             model=model,
-            adapter=adapter,
+            candidates=candidates,
             tokenizer=tokenizer,
             executor=executor,
             context=config.max_model_len or allowed,
             base_hash=content_hash(model),
-            adapter_hash=content_hash(adapter) if adapter is not None else None,
         )
 
-    def identity(self, plan: Plan) -> dict[str, Any]:
+    @property
+    def is_sweep(self) -> bool:
+        return bool(self.candidates[0].name)
+
+    def folder(self, candidate: Candidate) -> Path:
+        return Path(self.config.result_dir) / candidate.name
+
+    def identity(self, candidate: Candidate, plan: Plan) -> dict[str, Any]:
         """What every row of a dataset's folder has in common. Not in it: what does not change a row, such as the
         number of devices, and how many rows there are."""
         return {
             "base_hash": self.base_hash,
-            "adapter_hash": self.adapter_hash,
-            "adapter_mode": self.config.adapter_mode if self.adapter else None,
+            "adapter_hash": candidate.adapter_hash,
+            "adapter_mode": self.config.adapter_mode if candidate.adapter else None,
             "dtype": self.config.dtype,
             "max_model_len": self.config.max_model_len,
             "chat_template_hash": text_hash(self.tokenizer.chat_template),
             **described(plan),
+            GRADING_HASH: rules_hash(),
         }
 
-    def merge_report(self) -> dict[str, Any] | None:
+    def merge_report(self, candidate: Candidate) -> dict[str, Any] | None:
         """What is known of the merge of this model and adapter."""
-        file = Path(self.config.result_dir) / MERGE_REPORT
-        if self.adapter is None or self.config.adapter_mode != "merge" or not file.is_file():
+        file = self.folder(candidate) / MERGE_REPORT
+        if candidate.adapter is None or self.config.adapter_mode != "merge" or not file.is_file():
             return None
         report = json.loads(file.read_text(encoding="utf-8"))
-        return report if (report["base_hash"], report["adapter_hash"]) == (self.base_hash, self.adapter_hash) else None
+        same = (report["base_hash"], report["adapter_hash"]) == (self.base_hash, candidate.adapter_hash)
+        return report if same else None
 
 
 def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerSpec]:
-    """One worker a device, with its own visibility, thread count and log; merges the adapter if need be."""
+    """One worker a device, with its own visibility, thread count and log."""
     config = setup.config
-    model, dtype = setup.model, config.dtype
     options: dict[str, Any] = {"tp_size": config.tp_size, "max_model_len": needed_context(setup, rows)}
     if config.max_batch_tokens:
         options["max_batch_tokens"] = config.max_batch_tokens
-    if setup.adapter is not None and config.adapter_mode == "lora":
-        options["adapter"] = str(setup.adapter)
-    elif setup.adapter is not None:
-        report = merged_model(setup, setup.adapter)
-        model = Path(config.result_dir) / MERGED
-        dtype = report.dtype if dtype == "auto" and report.note else dtype
-    load = Load(str(model.resolve()), dtype)
+    if served := sorted({row.prompt.adapter for row in rows if row.prompt.adapter is not None}):
+        options["adapters"] = served
     specs = []
     for index in range(config.dp_size):
         specs.append(
@@ -116,7 +118,7 @@ def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerS
                 index=index,
                 device=setup.executor.devices.kind,
                 engine=engine,
-                load=load,
+                load=Load(str(setup.model.resolve()), config.dtype),
                 options=options,
                 environment=setup.executor.environment(index) | {"TOKENIZERS_PARALLELISM": "false"},
                 log=(Path(config.result_dir) / "logs" / f"worker-{index}.log").resolve(),
@@ -134,16 +136,33 @@ def needed_context(setup: Setup, rows: Sequence[Row]) -> int:
     return min(needed, setup.context) if setup.context else needed
 
 
-def merged_model(setup: Setup, adapter: Path) -> MergeReport:
-    """Merge into result_dir/merged, or use what an interrupted run of the same model and adapter has left there."""
-    output = Path(setup.config.result_dir) / MERGED
+def weights_of(setup: Setup, candidate: Candidate) -> Load:
+    """What completes the rows of `candidate`: the base, or a merged model, made here. Merged or served, the adapter is
+    proven to fit and to do something.
+
+    Raises:
+        UserError: it does not fit the base, changes nothing, or cannot be merged.
+    """
+    dtype = setup.config.dtype
+    if candidate.adapter is None or setup.config.adapter_mode == "lora":
+        if candidate.adapter is not None:
+            adapter_effect(setup.model, candidate.adapter)
+        return Load(str(setup.model.resolve()), dtype, candidate.served(setup.config.adapter_mode))
+    report = merged_model(setup, candidate, candidate.adapter)
+    folder = setup.folder(candidate) / MERGED
+    return Load(str(folder.resolve()), report.dtype if dtype == "auto" and report.note else dtype)
+
+
+def merged_model(setup: Setup, candidate: Candidate, adapter: Path) -> MergeReport:
+    """Merge into the candidate's folder, or use what an interrupted run of the same model and adapter has left."""
+    output = setup.folder(candidate) / MERGED
     report = read_report(output)
     usable = (
         report is not None
-        and (report.base_hash, report.adapter_hash) == (setup.base_hash, setup.adapter_hash)
+        and (report.base_hash, report.adapter_hash) == (setup.base_hash, candidate.adapter_hash)
         and setup.config.dtype in ("auto", report.dtype)
     )
     if report is None or not usable:
         report = merge_adapter(setup.model, adapter, output, setup.config.dtype)
-    write_json(Path(setup.config.result_dir) / MERGE_REPORT, asdict(report))
+    write_json(output.parent / MERGE_REPORT, asdict(report))
     return report

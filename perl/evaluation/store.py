@@ -1,7 +1,7 @@
 """samples.jsonl: append-only, keyed by content, safe against a process that dies while it writes.
 
 A folder holds run.json (what every row in it was made with) and samples.jsonl (one line a row). A last line that was
-torn is cut off and owed again. Nothing else is ever rewritten.
+torn is cut off and owed again. Nothing else is ever rewritten, but for verdicts by --rescore.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from perl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+GRADING_HASH = "grading_hash"
+"""In run.json: hash of the code that graded (perl.grading.rules_hash)."""
 Record = dict[str, Any]
 RowId = tuple[str, int]
 """(key, sample)."""
@@ -56,7 +58,8 @@ class Store:
         self.path = folder / "samples.jsonl"
         self.records: dict[RowId, Record] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        _require_same(folder / "run.json", json.loads(json.dumps(identity)))
+        self.grading_hash: str | None = _require_same(folder / "run.json", json.loads(json.dumps(identity)))
+        """Of the rules that graded the first rows; None: of a version that did not note it."""
         if self.path.exists():
             self._load()
 
@@ -76,6 +79,20 @@ class Store:
         for record in records:
             self.records.setdefault((record["key"], record["sample"]), record)
 
+    def replace(self, records: Sequence[Record]) -> None:
+        """Write the file anew with `records`; the old one stays until the new one is whole on disk."""
+        temporary = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"{self.path}: {error.strerror}; it stays as it was") from error
+        self.records = {(record["key"], record["sample"]): record for record in records}
+
     def _load(self) -> None:
         """Read what is there; cut a torn last line off."""
         data = self.path.read_bytes()
@@ -93,17 +110,22 @@ class Store:
             logger.warning("%s: %d broken lines, made again", self.path, broken + (len(whole) < len(data)))
 
 
-def _require_same(file: Path, identity: dict[str, Any]) -> None:
+def _require_same(file: Path, identity: dict[str, Any]) -> str | None:
+    """Refuse another identity. Other grading rules are no reason to, as --rescore can bring all rows under one."""
     if not file.exists():
         write_json(file, identity)
-        return
+        return identity.get(GRADING_HASH)
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{file}: not readable ({error}); remove the folder, or name another --result_dir") from error
+    graded = before.pop(GRADING_HASH, None)
+    if None not in (graded, grading := identity.pop(GRADING_HASH, None)) and graded != grading:
+        logger.warning("%s was graded by other rules than today's; --rescore grades all of it again", file.parent)
     changes = [f"{name} was {_short(old)}, is {_short(new)}" for name, old, new in differences(before, identity)]
     if changes:
         raise UserError(f"{file.parent} holds other results: {'; '.join(changes)}; name another --result_dir")
+    return graded
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from perl.evaluation.plan import Plan, cluster_of
+from perl.evaluation.plan import cluster_of
 from perl.evaluation.statistics import (
     Estimate,
     clustered_bootstrap,
@@ -20,11 +20,11 @@ from perl.evaluation.statistics import (
 from perl.evaluation.store import Record
 
 
-def summarize(plan: Plan, records: Sequence[Record]) -> dict[str, Any]:
+def summarize(records: Sequence[Record], n: int) -> dict[str, Any]:
     """Everything that is computed from the records: metrics with intervals, shares, lengths.
 
     Args:
-        records: one for each row of the plan.
+        records: `n` of each problem.
     """
     by_problem: dict[str, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record["sample"]):
@@ -34,7 +34,7 @@ def summarize(plan: Plan, records: Sequence[Record]) -> dict[str, Any]:
     return {
         "problems": len(by_problem),
         "samples": count,
-        "n": plan.sampling.n,
+        "n": n,
         "metrics": {name: estimate._asdict() for name, estimate in metrics(by_problem).items()},
         "rules": rule_means(records),
         "truncated": sum(record["finish_reason"] == "length" for record in records) / count,
@@ -53,8 +53,13 @@ def summarize(plan: Plan, records: Sequence[Record]) -> dict[str, Any]:
 def metrics(by_problem: Mapping[str, Sequence[Record]]) -> dict[str, Estimate]:
     """accuracy (the mean score of all samples), avg@n (the same under its usual name), pass@k and maj@k, each a mean
     over problems with a 95 % interval by bootstrap over problems (equal problems are one cluster)."""
-    groups = list(by_problem.values())
     clusters = [cluster_of(key) for key in by_problem]
+    return {name: clustered_bootstrap(values, clusters) for name, values in problem_scores(by_problem).items()}
+
+
+def problem_scores(by_problem: Mapping[str, Sequence[Record]]) -> dict[str, list[float]]:
+    """Each metric's value for each problem, in their order."""
+    groups = list(by_problem.values())
     n = min(map(len, groups))
     per_problem: dict[str, list[float]] = {"accuracy": [sum(r["score"] for r in g) / len(g) for g in groups]}
     per_problem[f"avg@{n}"] = per_problem["accuracy"]
@@ -63,7 +68,7 @@ def metrics(by_problem: Mapping[str, Sequence[Record]]) -> dict[str, Estimate]:
     for k in powers_of_two(n):
         votes = [[(r["extracted"], r["score"]) for r in g] for g in groups]
         per_problem[f"maj@{k}"] = [majority_at_k(v, k) for v in votes]
-    return {name: clustered_bootstrap(values, clusters) for name, values in per_problem.items()}
+    return per_problem
 
 
 def rule_means(records: Sequence[Record]) -> dict[str, dict[str, float]]:
@@ -75,15 +80,19 @@ def rule_means(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     return {rule: {"mean": sum(values) / len(values), "scored": len(values)} for rule, values in scores.items()}
 
 
+def shown(metrics: Mapping[str, Any]) -> list[str]:
+    """Names of metrics but for those that say the same as another (pass@1, maj@1 and maj@2 do)."""
+    return [name for name in metrics if name not in ("accuracy", "pass@1", "maj@1", "maj@2")]
+
+
 def print_table(summaries: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """The metrics of each dataset, but for those that say the same as another (pass@1, maj@1 and maj@2 do)."""
+    """The metrics of each dataset."""
     table = Table("dataset", "metric")
     for column in ("value", "95 % interval"):
         table.add_column(column, justify="right")
     for name, summary in summaries.items():
-        same = {"accuracy", "pass@1", "maj@1", "maj@2"}
-        shown = [(metric, e) for metric, e in summary["metrics"].items() if metric not in same]
-        for place, (metric, e) in enumerate(shown):
+        for place, metric in enumerate(shown(summary["metrics"])):
+            e = summary["metrics"][metric]
             interval = f"{100 * e['low']:.2f} – {100 * e['high']:.2f}"
             table.add_row("" if place else name, metric, f"{100 * e['value']:.2f}", interval)
         table.add_section()

@@ -37,6 +37,8 @@ class Load:
     """Folder of a whole model."""
     dtype: str
     """As --dtype."""
+    adapter: str | None = None
+    """What is served beside it to all rows under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class WorkerSpec:
     @property
     def paths(self) -> list[str]:
         """What has to be there where the worker runs."""
-        return [path for path in (self.load.model, self.options.get("adapter")) if path is not None]
+        return [self.load.model, *self.options.get("adapters", ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,10 @@ def completed(engine: Engine, held: Load, inbox: Inbox) -> Iterator[Done | Renew
 
 
 def replace_weights(engine: Engine, held: Load, load: Load) -> str | None:
-    """Put the weights of `load` into the engine. Returns why that can't be, or None when it is done."""
+    """Put the weights of `load` into the engine, but for adapters, which it has beside them. Returns why that can't be,
+    or None when it is done."""
+    if (load.model, load.dtype) == (held.model, held.dtype):
+        return None
     if load.dtype != held.dtype:
         return f"{load.model} is computed in another dtype ({load.dtype}) than {held.model} ({held.dtype})"
     return engine.replace_weights(load.model)

@@ -241,8 +241,10 @@ class Workers:
         if worker.deaths <= RESTARTS_PER_WORKER and worker.barren <= BARREN_DEATHS:
             self.restarts += 1
             logger.warning("worker %d died: %s; its %d rows go back, it starts again", index, words, len(held))
-            needed = min(held, default=work.waiting[0] if work.waiting else None)
-            self._start(worker, worker.spec.load if needed is None else work.loads[needed])
+            if work.unfinished:
+                self._start(worker, work.loads[min(work.unfinished)])
+            else:  # the next batch starts it, with what that needs
+                worker.life = 0
         elif any(other.alive for other in self.workers):
             logger.warning("worker %d died again: %s; the others go on without it", index, words)
         else:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from perl.errors import UserError, lookup
 from perl.grading.rules import RULES, Rule, is_number
 from perl.grading.verifier import MathVerifier, Verdict
+from perl.provenance import text_hash
 from perl.records import Grade
 
-__all__ = ["MATH_VERIFY", "RULES", "Grader", "Rubric", "Rule"]
+__all__ = ["MATH_VERIFY", "RULES", "Grader", "Rubric", "Rule", "rules_hash"]
 
 MATH_VERIFY = "math_verify"
 """Name of math-verify's score beside those of RULES."""
@@ -46,6 +48,12 @@ class Rubric:
                 f"rubric: the primary rule {self.primary!r} is not scored; name one of {', '.join(self.rules)},"
                 " or math_verify with math_verify='always'"
             )
+
+
+def rules_hash() -> str:
+    """Hash of the code that grades: two verdicts made under the same one were made by the same rules."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return text_hash("".join(file.read_text(encoding="utf-8") for file in files))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""A real vLLM engine, in a process of its own: two starts (base model, LoRA beside it) serve every test here."""
+"""A real vLLM engine, in a process of its own: three starts (base model, merged model, LoRA beside it) serve all."""
 
 from __future__ import annotations
 
 import importlib.util
 import random
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from perl.adapters.merge import merge_adapter
 from perl.engines import ENGINES
-from perl.engines.vllm import _lora_rank, require_vllm, resolve_dtype
+from perl.engines.vllm import lora_rank, require_vllm, resolve_dtype
 from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
 from tests.tiny import save_tiny
@@ -33,10 +34,10 @@ def make_prompts(count: int = 300) -> list[Prompt]:
     return [Prompt(token_ids=bodies[i % len(bodies)], seed=numbers.getrandbits(63)) for i in range(count)]
 
 
-def make_adapter(base: Path, folder: Path) -> Path:
+def make_adapter(base: Path, folder: Path, seed: int = 1) -> Path:
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.5)
@@ -44,7 +45,7 @@ def make_adapter(base: Path, folder: Path) -> Path:
     return folder
 
 
-def in_vllm(model: str, adapter: str) -> dict[str, Any]:
+def in_vllm(model: str, adapter: str, other: str, merged: list[str]) -> dict[str, Any]:
     """Everything that the tests look at (runs in the child)."""
     prompts = make_prompts()
     order = random.Random(1).sample(range(len(prompts)), len(prompts))
@@ -62,10 +63,19 @@ def in_vllm(model: str, adapter: str) -> dict[str, Any]:
         list(engine.generate([Prompt(token_ids=(7,) * CONTEXT, seed=1)], GREEDY))
     except UserError as error:
         found["overlong"] = str(error)
+    found["replaced"] = []
+    for folder in (*merged, model):
+        assert engine.replace_weights(folder) is None
+        found["replaced"].append(dict(engine.generate(prompts[:40], SAMPLED)))
+    found["in_vain"] = engine.replace_weights(model)
     engine.close()
     engine.close()
-    engine = ENGINES["vllm"](model, max_model_len=CONTEXT, adapter=adapter)
-    found["lora"] = dict(engine.generate(prompts[:40], GREEDY))
+    engine = ENGINES["vllm"](merged[0], max_model_len=CONTEXT)
+    found["fresh"] = dict(engine.generate(prompts[:40], SAMPLED))
+    engine.close()
+    engine = ENGINES["vllm"](model, max_model_len=CONTEXT, adapters=[adapter, other])
+    for name, folder in (("lora", adapter), ("other_lora", other), ("no_lora", None)):
+        found[name] = dict(engine.generate([replace(prompt, adapter=folder) for prompt in prompts[:40]], GREEDY))
     engine.close()
     return found
 
@@ -81,11 +91,24 @@ def adapter(base, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(base, adapter) -> dict[str, Any]:
+def other(base, tmp_path_factory) -> Path:
+    return make_adapter(base, tmp_path_factory.mktemp("other"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def merged(base, adapter, other, tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("merged")
+    for source in (adapter, other):
+        merge_adapter(base, source, folder / source.name)
+    return [folder / adapter.name, folder / other.name]
+
+
+@pytest.fixture(scope="module")
+def found(base, adapter, other, merged) -> dict[str, Any]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(in_vllm, str(base), str(adapter)).result(timeout=600)
+        return pool.submit(in_vllm, str(base), str(adapter), str(other), list(map(str, merged))).result(timeout=600)
 
 
 def with_transformers(model: Path) -> dict[int, Completion]:
@@ -128,11 +151,30 @@ def test_greedy_equals_transformers(found, base):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_adapter_is_not_dropped(found, base, adapter, tmp_path):
-    """LoRA served beside the base gives what the merged model gives, and not what the base gives."""
-    merge_adapter(base, adapter, tmp_path / "merged")
-    assert found["lora"] == with_transformers(tmp_path / "merged")
-    assert sum(found["lora"][i] != found["greedy"][i] for i in range(40)) > 30
+def test_no_adapter_is_dropped(found, merged):
+    """LoRA served beside the base gives what the merged model gives, and not what the base gives; one adapter after
+    another, and then none."""
+    for name, model in zip(("lora", "other_lora"), merged, strict=True):
+        assert found[name] == with_transformers(model)
+        assert sum(found[name][i] != found["greedy"][i] for i in range(40)) > 30
+    assert found["no_lora"] == found["greedy"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_replaced_weights_give_what_a_fresh_engine_gives(found):
+    """One adapter's weights after another's, and the base's after both: nothing of the earlier ones stays."""
+    first, second, base_again = found["replaced"]
+    assert first == found["fresh"]
+    assert base_again == {i: found["sampled"][i] for i in range(40)}
+    assert sum(first[i] != second[i] for i in range(40)) > 30
+    assert sum(first[i] != base_again[i] for i in range(40)) > 30
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_weights_that_change_nothing_did_not_arrive(found):
+    assert "did not arrive" in found["in_vain"]
 
 
 @pytest.mark.vllm
@@ -161,10 +203,10 @@ def test_auto_dtype_keeps_float32_on_a_cpu(base):
 
 
 def test_only_plain_lora_is_served(base, adapter, tmp_path):
-    assert _lora_rank(str(adapter)) == 8  # the smallest that vLLM knows
+    assert lora_rank(str(adapter)) == 8  # the smallest that vLLM knows
     config = (adapter / "adapter_config.json").read_text()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes((adapter / name).read_bytes())
     (tmp_path / "adapter_config.json").write_text(config.replace('"use_dora": false', '"use_dora": true'))
     with pytest.raises(UserError, match="plain LoRA only"):
-        _lora_rank(str(tmp_path))
+        lora_rank(str(tmp_path))

@@ -19,7 +19,7 @@ def settings(config, tiny, tmp_path_factory) -> EvalConfig:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     adapter = make_adapter(tiny, tmp_path_factory.mktemp("adapter"))
-    return replace(config, adapter=str(adapter), use_vllm=True)
+    return replace(config, adapter=[str(adapter)], use_vllm=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,178 @@
+"""Two evaluations side by side, problem by problem.
+
+compare.json:
+    this, other  folder, model, adapter, base_hash, adapter_hash of each
+    differs      what besides the model differs: a list of {"name", "other", "this"}
+    datasets     name -> problems, n (samples of each), left_out (problems that only one of the two has whole), and
+                 metrics: name -> other, this, value (this minus other), low, high, detectable, verdict; as fractions
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from perl.errors import UserError
+from perl.evaluation.plan import cluster_of
+from perl.evaluation.statistics import paired_difference
+from perl.evaluation.store import Record, differences
+from perl.evaluation.summary import problem_scores, shown
+
+COMPARE = "compare.json"
+MODEL = ("model", "adapter", "base_hash", "adapter_hash")
+CONDITIONS = (
+    "tasks", "styles", "chat_template_hash", "sampling", "dtype", "max_model_len", "adapter_mode", "engines",
+    "grading", "grading_hash",
+)  # fmt: skip
+"""Fields of a summary that may move a score, the model apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What lies in one dataset's folder."""
+
+    samples: dict[str, dict[int, Record]]
+    """Record by key and sample."""
+    summary: dict[str, Any]
+    """summary.json, or run.json as long as there is none."""
+
+
+def read_results(folder: Path, flag: str) -> dict[str, Results]:
+    """Every dataset in the result folder of a single evaluation, finished or not. UserErrors name `flag`."""
+    if not folder.is_dir():
+        raise UserError(f"{flag} {folder}: no such folder; write the --result_dir of an evaluation")
+    if (folder / "sweep.json").is_file():
+        names = [entry["name"] for entry in json.loads((folder / "sweep.json").read_text())["candidates"]]
+        raise UserError(f"{flag} {folder}: holds a sweep; write the folder of one of {', '.join(names)} in it")
+    found = {path.parent.name: path for path in sorted(folder.glob("*/samples.jsonl"))}
+    if not found:
+        hint = f"; did you mean {folder.parent}?" if (folder / "samples.jsonl").is_file() else ""
+        raise UserError(f"{flag} {folder}: holds no results (no DATASET/samples.jsonl){hint}")
+    return {name: _read(path) for name, path in found.items()}
+
+
+def _read(file: Path) -> Results:
+    samples: dict[str, dict[int, Record]] = defaultdict(dict)
+    for line in file.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+            samples[record["key"]].setdefault(record["sample"], record)
+        except (ValueError, KeyError, TypeError):  # a torn line, owed again by whoever writes here
+            continue
+    for name in ("summary.json", "run.json"):
+        if (file.parent / name).is_file():
+            return Results(samples, json.loads((file.parent / name).read_text(encoding="utf-8")))
+    return Results(samples, {})
+
+
+def compare(other: Path, this: Path, flags: tuple[str, str] = ("--compare", "--result_dir")) -> dict[str, Any]:
+    """Differences of `this` from `other`, the content of compare.json. A UserError when they have nothing in common."""
+    before, now = read_results(other, flags[0]), read_results(this, flags[1])
+    datasets = {name: _compare(before[name], now[name]) for name in now if name in before}
+    compared = {name: entry for name, entry in datasets.items() if entry["problems"]}
+    if not compared:
+        has = [
+            f"{folder} has {', '.join(f'{n} ({len(r.samples)} problems)' for n, r in results.items())}"
+            for folder, results in ((other, before), (this, now))
+        ]
+        raise UserError(f"{flags[0]}: no problem is in both: {'; '.join(has)}")
+    first = next(iter(compared))
+    return {
+        "this": {"folder": str(this), **_fields(now[first], MODEL)},
+        "other": {"folder": str(other), **_fields(before[first], MODEL)},
+        "differs": [
+            {"name": name, "other": old, "this": new}
+            for name, old, new in differences(_conditions(before[first]), _conditions(now[first]))
+        ],
+        "datasets": compared,
+    }
+
+
+def _compare(other: Results, this: Results) -> dict[str, Any]:
+    n = min(max(map(len, results.samples.values()), default=0) for results in (other, this))
+    keys = [
+        key
+        for key, samples in this.samples.items()
+        if len(common := samples.keys() & other.samples.get(key, {}).keys()) >= n > 0 and set(range(n)) <= common
+    ]
+    left_out = len(other.samples.keys() | this.samples.keys()) - len(keys)
+    if not keys:
+        return {"problems": 0, "n": n, "left_out": left_out, "metrics": {}}
+    before, now = (
+        problem_scores({key: [results.samples[key][sample] for sample in range(n)] for key in keys})
+        for results in (other, this)
+    )
+    clusters = [cluster_of(key) for key in keys]
+    metrics = {}
+    for name, values in now.items():
+        difference = paired_difference([b - a for a, b in zip(before[name], values, strict=True)], clusters)
+        means = {"other": sum(before[name]) / len(keys), "this": sum(values) / len(keys)}
+        metrics[name] = means | difference._asdict()
+    return {"problems": len(keys), "n": n, "left_out": left_out, "metrics": metrics}
+
+
+def _conditions(results: Results) -> dict[str, Any]:
+    made = results.summary.get("provenance", {})
+    return _fields(results, CONDITIONS) | {"versions": made.get("versions"), "git_commit": made.get("git_commit")}
+
+
+def _fields(results: Results, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: results.summary.get(name) for name in names}
+
+
+def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
+    """A line a metric, in percent, a verdict a dataset, and what besides the model differs."""
+    other, this = comparison["other"], comparison["this"]
+    console.print(f"{this['folder']} against {other['folder']}", highlight=False, soft_wrap=True, markup=False)
+    table = Table("dataset", "metric")
+    for column in ("other", "this", "difference", "95 % interval", "detectable"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for name, entry in comparison["datasets"].items():
+        for place, metric in enumerate(shown(entry["metrics"])):
+            m = entry["metrics"][metric]
+            points = [f"{100 * m[part]:.2f}" for part in ("other", "this")]
+            detectable = f"{100 * m['detectable']:.2f}" if m["detectable"] < 1 else "–"
+            interval = f"{100 * m['low']:+.2f} – {100 * m['high']:+.2f}"
+            short = "no difference" if m["verdict"] == "none" else m["verdict"]
+            first = "" if place else name
+            table.add_row(first, metric, *points, f"{100 * m['value']:+.2f}", interval, detectable, short)
+        table.add_section()
+    console.print(table)
+    for name, entry in comparison["datasets"].items():
+        left_out = f"; {entry['left_out']} left out, which only one of the two has whole" if entry["left_out"] else ""
+        metric = shown(entry["metrics"])[0]
+        console.print(
+            f"{name}: {verdict(entry['metrics'][metric], entry['problems'])} ({metric}; {entry['problems']} problems ×"
+            f" {entry['n']} in both{left_out})",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    if comparison["differs"]:
+        named = "; ".join(f"{d['name']} {_short(d['other'])} | {_short(d['this'])}" for d in comparison["differs"])
+        console.print(
+            f"warning: besides the model these differ (other | this): {named}",
+            highlight=False, soft_wrap=True, markup=False,
+        )  # fmt: skip
+    if all(other[name] == this[name] for name in ("base_hash", "adapter_hash")):
+        console.print("both are the same model", highlight=False)
+
+
+def verdict(metric: Mapping[str, Any], problems: int) -> str:
+    """In words: better, worse, or what could have been seen."""
+    if metric["verdict"] != "none":
+        return metric["verdict"]
+    if metric["detectable"] >= 1:
+        return f"no difference that {problems} problems could show"
+    return f"no difference that {problems} problems could show: they would show {100 * metric['detectable']:.1f} points"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,127 @@
+"""--rescore: grade the completions of a result folder again, with today's rules. It needs no model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter, defaultdict
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from perl.config.evaluation import EvalConfig
+from perl.errors import UserError, lookup
+from perl.evaluation.store import GRADING_HASH, Record, Store, locked, write_json
+from perl.evaluation.summary import print_table, summarize
+from perl.evaluation.sweep import SWEEP, print_sweep
+from perl.grading import Grader, rules_hash
+from perl.provenance import provenance
+from perl.tasks import TASKS
+
+logger = logging.getLogger(__name__)
+
+BATCH = 1024
+LISTED = 5
+"""Changed verdicts that are shown."""
+
+
+def rescore(config: EvalConfig) -> None:
+    """Grade every stored completion below `config.result_dir` again; write samples.jsonl and the summaries anew."""
+    result_dir, console = Path(config.result_dir), Console()
+    given = [f"--{f.name}" for f in fields(config) if getattr(config, f.name) not in (f.default, "", None)]
+    if unused := [flag for flag in given if flag not in ("--rescore", "--result_dir")]:
+        logger.warning("--rescore grades all that lies in --result_dir; not read: %s", " ".join(unused))
+    files = sorted([*result_dir.glob("*/samples.jsonl"), *result_dir.glob("*/*/samples.jsonl")])
+    if not files:
+        raise UserError(f"--result_dir {result_dir}: holds no results to grade (no DATASET/samples.jsonl)")
+    with locked(result_dir), Grader() as grader:
+        for file in files:
+            identity = _load(file.parent / "run.json") | {GRADING_HASH: rules_hash()}
+            store = Store(file.parent, {name: value for name, value in identity.items() if name != GRADING_HASH})
+            before = list(store.records.values())
+            after = regrade(before, grader)
+            store.replace(after)
+            write_json(file.parent / "run.json", identity)
+            changed = [(a, b) for a, b in zip(before, after, strict=True) if a["score"] != b["score"]]
+            _tell(str(file.parent.relative_to(result_dir)), len(after), changed, console)
+            refresh(file.parent, after, len(changed), console)
+        _refresh_tables(result_dir, console)
+
+
+def regrade(records: list[Record], grader: Grader) -> list[Record]:
+    """The same records in the same order with today's verdicts."""
+    regraded: list[Record] = list(records)
+    by_task: dict[str, list[int]] = defaultdict(list)
+    for place, record in enumerate(records):
+        by_task[record["task"]].append(place)
+    for task, places in by_task.items():
+        rubric = lookup(TASKS, task, "task", "samples.jsonl").rubric
+        for start in range(0, len(places), BATCH):
+            batch = places[start : start + BATCH]
+            texts, golds = ([records[place][name] for place in batch] for name in ("completion", "gold"))
+            for place, grade in zip(batch, grader.grade(rubric, texts, golds), strict=True):
+                regraded[place] = records[place] | grade.as_dict()
+    return regraded
+
+
+def refresh(folder: Path, records: list[Record], changed: int, console: Console) -> None:
+    """Compute summary.json anew over the problems that are complete, if there is one; what tells how the rows were made
+    stays."""
+    file = folder / "summary.json"
+    if not file.is_file():
+        console.print("  not finished, so without a summary; the command that began it goes on", highlight=False)
+        return
+    before = _load(file)
+    n = before["n"]
+    by_key: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record["sample"] < n:
+            by_key[record["key"]].append(record)
+    whole = [record for group in by_key.values() if len(group) == n for record in group]
+    if len(whole) != before["samples"]:
+        problems = len(whole) // n
+        console.print(f"  the summary now covers {problems} problems, before {before['problems']}", highlight=False)
+    grading = {task: asdict(TASKS[task].rubric) for task in before["tasks"]}
+    rescored = {"changed": changed, "provenance": provenance()}
+    summary = before | summarize(whole, n) | {"grading": grading, GRADING_HASH: rules_hash(), "rescored": rescored}
+    write_json(file, summary)
+
+
+def _tell(name: str, count: int, changed: list[tuple[Record, Record]], console: Console) -> None:
+    kinds = Counter((a["reason"], b["reason"]) for a, b in changed)
+    how = ": " + ", ".join(f"{n} from {a} to {b}" for (a, b), n in kinds.most_common()) if kinds else ""
+    console.print(f"{name}: {count} completions graded again, {len(changed)} verdicts changed{how}", highlight=False)
+    for a, b in changed[:LISTED]:
+        console.print(
+            f"  {b['source'] or b['key']}, sample {b['sample']}: gold {b['gold']!r}, read {a['extracted']!r} before,"
+            f" {b['extracted']!r} now: {a['reason']} -> {b['reason']}",
+            highlight=False, soft_wrap=True, markup=False,
+        )  # fmt: skip
+
+
+def _refresh_tables(result_dir: Path, console: Console) -> None:
+    """Write the tables above the datasets anew: each candidate's summary.json, and sweep.json."""
+    for file in sorted([*result_dir.glob("summary.json"), *result_dir.glob("*/summary.json")]):
+        if not (file.parent / "run.json").is_file():  # a dataset's own is done
+            own = [(name, file.parent / name / "summary.json") for name in _load(file)]
+            summaries = {name: _load(of_dataset) for name, of_dataset in own if of_dataset.is_file()}
+            write_json(file, summaries)
+            if file.parent == result_dir and summaries:
+                print_table(summaries, console)
+    if (result_dir / SWEEP).is_file():
+        sweep = _load(result_dir / SWEEP)
+        for entry in sweep["candidates"]:
+            if entry["metrics"] is not None:
+                summaries = _load(result_dir / entry["name"] / "summary.json")
+                entry["metrics"] = {name: summary["metrics"] for name, summary in summaries.items()}
+        write_json(result_dir / SWEEP, sweep)
+        print_sweep(sweep["candidates"], console)
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not readable ({error})") from error

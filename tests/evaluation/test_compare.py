@@ -1,0 +1,124 @@
+"""Comparisons whose outcome is known by hand, from folders as the evaluator leaves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perl.__main__ import main
+from perl.errors import UserError
+from perl.evaluation.compare import compare, verdict
+from perl.evaluation.statistics import paired_difference
+
+
+def write_results(folder: Path, scores: dict[str, list[float]], dataset: str = "gsm8k", **summary) -> Path:
+    """A dataset's folder with these scores by key."""
+    target = folder / dataset
+    target.mkdir(parents=True)
+    lines = [
+        {"key": key, "sample": i, "score": score, "extracted": str(score)}
+        for key, own in scores.items()
+        for i, score in enumerate(own)
+    ]
+    (target / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = {"model": folder.name, "base_hash": folder.name, "sampling": {"temperature": 1.0}, **summary}
+    (target / "summary.json").write_text(json.dumps(made))
+    return folder
+
+
+def test_the_standard_error_is_that_of_clusters():
+    """Differences 1, 1, 0, -1 in clusters a, a, b, c: mean 1/4, sums of deviations 3/2, -1/4, -5/4, so the standard
+    error is sqrt(3/2 (9/4 + 1/16 + 25/16)) / 4 = 0.6027."""
+    found = paired_difference([1.0, 1.0, 0.0, -1.0], ["a", "a", "b", "c"])
+    assert found.value == 0.25
+    assert found.detectable == 1.0  # 2.8 standard errors are more than there is
+    wide = paired_difference([1.0, 1.0, 0.0, -1.0] * 400, [f"{i}{c}" for i in range(400) for c in "aabc"])
+    deviations = 400 * (1.5**2 + 0.25**2 + 1.25**2)
+    assert wide.detectable == pytest.approx(2.801585 * (1200 / 1199 * deviations) ** 0.5 / 1600, rel=1e-6)
+    assert wide.verdict == "better"
+    assert wide.low < 0.25 < wide.high
+
+
+def test_six_problems_have_to_differ():
+    keys = [f"k{i}" for i in range(20)]
+    for turned, verdict_ in ((5, "none"), (6, "worse")):
+        found = paired_difference([-1.0] * turned + [0.0] * (20 - turned), keys)
+        assert found.value == pytest.approx(-turned / 20)
+        assert found.high < 0
+        assert found.verdict == verdict_
+    assert paired_difference([-1.0] * 20, keys)[:3] == pytest.approx((-1.0, -1.0, -(0.025 ** (1 / 20))))
+
+
+def test_equal_answers_still_leave_room_for_a_difference():
+    found = paired_difference([0.0] * 100, range(100))
+    assert found.value == 0
+    assert -found.low == found.high == pytest.approx(1 - 0.025**0.01)
+    assert (found.detectable, found.verdict) == (0.06, "none")
+    words = verdict(found._asdict(), 100)
+    assert words == "no difference that 100 problems could show: they would show 6.0 points"
+
+
+def test_only_what_both_have_is_compared(tmp_path):
+    """Eight common problems, of which the second run solves all at its first two samples; a ninth only the first has,
+    a tenth lacks a sample in the second."""
+    keys = [f"{i:016x}-0" for i in range(10)]
+    before = write_results(tmp_path / "a", {key: [0.0, 1.0, 1.0, 1.0] for key in keys})
+    after = write_results(tmp_path / "b", {**{key: [1.0, 1.0] for key in keys[:8]}, keys[9]: [1.0]})
+    found = compare(before, after)
+    entry = found["datasets"]["gsm8k"]
+    assert (entry["problems"], entry["n"], entry["left_out"]) == (8, 2, 2)
+    accuracy = entry["metrics"]["avg@2"]
+    assert (accuracy["other"], accuracy["this"], accuracy["value"]) == (0.5, 1.0, 0.5)
+    assert accuracy["verdict"] == "better"
+    assert entry["metrics"]["pass@2"]["value"] == 0
+    assert entry["metrics"]["pass@2"]["verdict"] == "none"
+    assert "avg@4" not in entry["metrics"]
+    reverse = compare(after, before)["datasets"]["gsm8k"]["metrics"]["avg@2"]
+    assert (reverse["value"], reverse["verdict"]) == (-0.5, "worse")
+
+
+def test_what_differs_besides_the_model_is_named(tmp_path, capsys):
+    scores = {f"{i:016x}-0": [1.0] for i in range(3)}
+    style = {"gsm8k": {"template": "{question}"}}
+    before = write_results(
+        tmp_path / "a", scores, styles=style, grading_hash="1", provenance={"versions": {"vllm": "1"}}
+    )
+    after = write_results(
+        tmp_path / "b",
+        scores,
+        styles={"gsm8k": {"template": "{question} Think."}},
+        sampling={"temperature": 0.6},
+        grading_hash="2",
+        provenance={"versions": {"vllm": "2"}},
+    )
+    assert main(["compare", str(before), str(after)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "besides the model these differ" in shown
+    written = json.loads((after / "compare.json").read_text())
+    assert written["other"]["folder"] == str(before)
+    assert {d["name"]: (d["other"], d["this"]) for d in written["differs"]} == {
+        "styles.gsm8k.template": ("{question}", "{question} Think."),
+        "sampling.temperature": (1.0, 0.6),
+        "grading_hash": ("1", "2"),
+        "versions.vllm": ("1", "2"),
+    }
+    assert "no difference that 3 problems could show" in shown
+
+
+def test_nothing_in_common_is_refused(tmp_path):
+    a = write_results(tmp_path / "a", {"0-0": [1.0]})
+    b = write_results(tmp_path / "b", {"0-0": [1.0]}, dataset="math500")
+    c = write_results(tmp_path / "c", {"1-0": [1.0]})
+    with pytest.raises(UserError, match=r"no problem is in both: .*a has gsm8k \(1 problems\); .*b has math500"):
+        compare(a, b)
+    with pytest.raises(UserError, match="no problem is in both"):
+        compare(a, c)
+    with pytest.raises(UserError, match=r"holds no results .*did you mean .*/a\?"):
+        compare(a / "gsm8k", a)
+    with pytest.raises(UserError, match="no such folder"):
+        main(["compare", str(a), str(tmp_path / "nowhere")])
+    (b / "sweep.json").write_text(json.dumps({"candidates": [{"name": "checkpoint-4"}]}))
+    with pytest.raises(UserError, match="holds a sweep; write the folder of one of checkpoint-4"):
+        compare(a, b)

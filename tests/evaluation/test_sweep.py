@@ -1,0 +1,140 @@
+"""A sweep over real adapters: each scored as alone, the base loaded once, what fails fails alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perl.config.evaluation import EvalConfig
+from perl.errors import UserError
+from perl.eval import main
+from perl.evaluation.candidates import find_candidates
+from perl.evaluation.run import evaluate
+from perl.evaluation.sweep import SweepError
+from tests.evaluation.conftest import read
+from tests.evaluation.test_worker import make_adapter
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory) -> Path:
+    """A training run's folder: checkpoints 4 and 12, a half-written one, and the final adapter, which is the last."""
+    folder = tmp_path_factory.mktemp("run")
+    for step in (12, 4):
+        make_adapter(tiny, folder / f"checkpoint-{step}", seed=step)
+    (folder / "checkpoint-20").mkdir()
+    shutil.copy(folder / "checkpoint-4" / "adapter_config.json", folder / "checkpoint-20")
+    shutil.copytree(folder / "checkpoint-12", folder / "adapter")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(config) -> EvalConfig:
+    return replace(config, n=2, max_samples=12)
+
+
+@pytest.fixture(scope="module")
+def swept(settings, run, tmp_path_factory) -> Path:
+    """Base and both checkpoints, two workers, the second checkpoint's results interrupted and gone on with."""
+    folder = tmp_path_factory.mktemp("swept")
+    sweep = replace(settings, adapter=["base", str(run)], result_dir=str(folder), dp_size=2)
+    evaluate(sweep)
+    samples = folder / "checkpoint-12" / "sums" / "samples.jsonl"
+    samples.write_bytes(samples.read_bytes()[:-900])
+    evaluate(sweep)
+    return folder
+
+
+def test_a_run_folder_is_its_checkpoints_in_order(run, caplog):
+    found = find_candidates(["base", str(run)])
+    assert [(c.name, c.step) for c in found] == [("base", 0), ("checkpoint-4", 4), ("checkpoint-12", 12)]
+    assert "checkpoint-20 holds no whole adapter" in caplog.text
+    assert "adapter is the same adapter as" in caplog.text
+    (one,) = find_candidates([str(run / "adapter")])
+    assert (one.name, one.adapter) == ("", run / "adapter")
+    assert [c.name for c in find_candidates(None)] == [""]
+
+
+def test_names_that_clash_get_their_parents(run, tiny, tmp_path):
+    make_adapter(tiny, tmp_path / "other" / "checkpoint-4", seed=9)
+    names = [c.name for c in find_candidates([str(run / "checkpoint-4"), str(tmp_path / "other" / "checkpoint-4")])]
+    assert names == [f"{run.name}-checkpoint-4", "other-checkpoint-4"]
+    with pytest.raises(UserError, match="named twice"):
+        find_candidates([str(run / "checkpoint-4"), str(run)])
+    with pytest.raises(UserError, match="needs no --adapter"):
+        find_candidates(["base"])
+    with pytest.raises(UserError, match="no such folder"):
+        find_candidates(["base", str(tmp_path / "nowhere")])
+
+
+def test_each_candidate_gets_the_rows_of_an_evaluation_of_its_own(swept, settings, run, undisturbed, tmp_path):
+    for name in ("checkpoint-4", "checkpoint-12"):
+        alone = tmp_path / name
+        summary = evaluate(replace(settings, adapter=[str(run / name)], result_dir=str(alone)))["sums"]
+        assert read(alone) == read(swept / name)
+        of_sweep = json.loads((swept / name / "sums" / "summary.json").read_text())
+        assert of_sweep["metrics"] == summary["metrics"]
+        assert of_sweep["adapter_hash"] == summary["adapter_hash"] == summary["merge"]["adapter_hash"]
+        assert not (swept / name / "merged").exists()
+    assert read(swept / "base").items() <= undisturbed.items()
+    rows = [tuple(r["completion"] for r in read(swept / name).values()) for name in ("base", "checkpoint-4")]
+    assert rows[0] != rows[1]
+
+
+def test_sweep_json_holds_the_curve(swept, run):
+    sweep = json.loads((swept / "sweep.json").read_text())
+    assert [(e["name"], e["step"], e["error"]) for e in sweep["candidates"]] == [
+        ("base", 0, None), ("checkpoint-4", 4, None), ("checkpoint-12", 12, None),
+    ]  # fmt: skip
+    for entry in sweep["candidates"]:
+        summary = json.loads((swept / entry["name"] / "summary.json").read_text())
+        assert entry["metrics"] == {"sums": summary["sums"]["metrics"]}
+    logs = [file.read_text() for file in (swept / "logs").iterdir()]
+    assert len(logs) == 2
+    assert not (swept / "summary.json").exists()
+
+
+def test_a_candidates_folder_is_a_result_folder_of_its_own(swept, settings, run, monkeypatch):
+    """A single evaluation finds the sweep's rows there, and refuses another adapter."""
+    monkeypatch.setattr("perl.evaluation.run.Workers", None)
+    here = replace(settings, result_dir=str(swept / "checkpoint-4"))
+    evaluate(replace(here, adapter=[str(run / "checkpoint-4")]))
+    with pytest.raises(UserError, match="adapter_hash was"):
+        evaluate(replace(here, adapter=[str(run / "checkpoint-12")]))
+
+
+def test_what_cannot_be_scored_fails_alone(settings, run, tiny, tmp_path, capsys):
+    untrained = make_adapter(tiny, tmp_path / "untrained", std=0.0)
+    stranger = make_adapter(save_tiny(tmp_path / "deeper", layers=3), tmp_path / "stranger")
+    adapters = [str(untrained), str(run / "checkpoint-4"), str(stranger), "base"]
+    sweep = replace(settings, adapter=adapters, result_dir=str(tmp_path / "out"))
+    with pytest.raises(
+        SweepError, match=r"2 of 4 not scored: untrained: .*untrained or empty.*; stranger: .*other base"
+    ):
+        evaluate(sweep)
+    entries = json.loads((tmp_path / "out" / "sweep.json").read_text())["candidates"]
+    assert [entry["metrics"] is None for entry in entries] == [True, False, True, False]
+    assert "untrained or empty" in entries[0]["error"]
+    assert len(read(tmp_path / "out" / "checkpoint-4")) == len(read(tmp_path / "out" / "base")) == 24
+    words = [
+        "--model",
+        str(tiny),
+        "--dataset",
+        settings.dataset,
+        "--n",
+        "2",
+        "--temperature",
+        "1",
+        "--max_samples",
+        "12",
+    ]
+    words += ["--max_new_tokens", "40", "--result_dir", str(tmp_path / "out"), "--adapter", *adapters]
+    capsys.readouterr()
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    assert shown.err.strip().splitlines()[-1].startswith("error: 2 of 4 not scored: untrained")
+    assert "untrained: not scored" in shown.out
