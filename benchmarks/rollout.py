@@ -6,7 +6,8 @@
 that a rollout costs in training. A logits processor forces each completion's length on both ("forced_share" is its
 share of the time). With --peers one round each of TRL with continuous batching and of vLLM on the merged model, where
 the lengths are bounds on each request. Every side is a process of its own, and its first round is not counted.
-The last line is JSON: "ratio" is the median over pairs of TRL's seconds over ours, "…_peak_mb" the most memory that
+The last line is JSON: "ratio" is the median over pairs of TRL's seconds over ours, "cpu_ratio" that of processor time,
+which other programs on the machine disturb less, "…_peak_mb" the most memory that
 a side's process held in a rollout, "…_added_mb" how much of that the rollout added.
 """
 
@@ -60,12 +61,17 @@ def trainer_round(side: str, work: Workload, folder: str) -> Callable[[], dict[s
         force_lengths(trainer, processor)
 
     def play() -> dict[str, Any]:
-        memory, forced, started = Memory(), processor.seconds, time.perf_counter()
+        memory, forced, started, cpu = Memory(), processor.seconds, time.perf_counter(), time.process_time()
         completions = trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
-        seconds = time.perf_counter() - started
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         check(work, completions)
         trainer.state.global_step += 1
-        return {"wall_s": seconds, "forced_share": (processor.seconds - forced) / seconds, **memory.peak()}
+        return {
+            "wall_s": seconds,
+            "cpu_s": cpu,
+            "forced_share": (processor.seconds - forced) / seconds,
+            **memory.peak(),
+        }
 
     return play
 
@@ -178,7 +184,7 @@ def main() -> None:
     for name in PEERS if options.peers else ():
         peer = measure_peer(name, options.threads)
         result |= peer | {f"{name}_ratio": round(peer[f"{name}_s"] / ours.median("wall_s"), 3)}
-    print(json.dumps(result | {"ratio": ratio(trl, ours)}))
+    print(json.dumps(result | {"cpu_ratio": ratio(trl, ours, "cpu_s"), "ratio": ratio(trl, ours)}))
 
 
 if __name__ == "__main__":

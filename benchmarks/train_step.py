@@ -5,7 +5,8 @@
 "trl" is GRPOTrainer, "ours" PerlGRPOTrainer (engine fast), each in a process of its own, with the same model,
 prompts, rewards and forced lengths; the first step of each is not counted. A zero share is the share of groups whose
 rewards are all equal, so that their advantages are zero; "ratio" is that of the first one.
-The last line is JSON: "ratio" is the median over pairs of TRL's seconds over ours, "…_peak_mb" the most memory that
+The last line is JSON: "ratio" is the median over pairs of TRL's seconds over ours, "cpu_ratio" that of processor time,
+which other programs on the machine disturb less, "…_peak_mb" the most memory that
 a side's process held in a step, "…_added_mb" how much of that the step added.
 """
 
@@ -54,11 +55,12 @@ class StepTurns(TrainerCallback):
         if not wait_for_turn():
             sys.exit()
         self.memory, self.rollout_s, self.started = Memory(), 0.0, time.perf_counter()
+        self.cpu = time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs):
         wall = time.perf_counter() - self.started
         seconds = {"wall_s": wall, "rollout_s": self.rollout_s, "update_s": wall - self.rollout_s}
-        answer(seconds | self.memory.peak())
+        answer(seconds | {"cpu_s": time.process_time() - self.cpu} | self.memory.peak())
 
 
 def train(side: str, options: argparse.Namespace) -> None:
@@ -115,6 +117,7 @@ def compare(sides: list[Side], share: float, pairs: int) -> dict[str, Any]:
     for field in SECONDS:
         figures |= {f"{side.name}_{field}": side.median(field) for side in sides}
         figures["ratio" if field == "wall_s" else field.replace("_s", "_ratio")] = ratio(sides[0], sides[1], field)
+    figures["cpu_ratio"] = ratio(sides[0], sides[1], "cpu_s")
     return figures | {f"{side.name}_{field}": side.most(field) for side in sides for field in ("peak_mb", "added_mb")}
 
 
