@@ -4,7 +4,8 @@ Handed to `generate` as `custom_generate`; the loop itself is perl.engines.loop.
 - a prompt is prefilled once, however many completions it gets; its keys and values are copied to each row's slot;
 - a row that ends leaves the batch at once, and a waiting row takes its place, so the batch stays full;
 - prompts are taken longest first, so that neighbours need little padding and the widest batch comes first;
-- no key or value is copied for the attention of a new token (perl.engines.attention);
+- no key or value is copied for the attention of a new token (perl.engines.attention), and on a CPU weights are laid
+  out once for the products with few rows (perl.engines.linear);
 - each row draws from its own random stream (perl.engines.sampling), so none of this changes what a row gets.
 """
 
@@ -18,6 +19,7 @@ from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from perl.engines.attention import without_copies
+from perl.engines.linear import laid_out
 from perl.engines.loop import Decoder
 from perl.engines.rows import Finished, Job, left_pad
 from perl.engines.stock import generation_config, is_sharded
@@ -71,7 +73,10 @@ def decode_fast(
             with without_copies(model):
                 yield from Decoder(model, job, logits_processor, model_kwargs.get("logits_to_keep"), lockstep).run()
 
-        return rows() if stream else iter(list(rows()))
+        if stream:
+            return rows()
+        with laid_out(model):  # not while streaming: a caller may change the weights between two rows
+            return iter(list(rows()))
 
     prompt, mask = left_pad([(job.pad_token_id,)], job.pad_token_id, model.device)
     return model.generate(  # `prompt` is only there because generate wants one

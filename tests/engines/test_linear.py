@@ -1,0 +1,61 @@
+"""Weights laid out once for a rollout on a CPU: the same numbers, and nothing left behind."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from perl.engines import linear
+from perl.engines.fast import decode_fast
+from perl.engines.linear import laid_out
+from tests.engines.models import make_job, prompts, tiny
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_the_product_is_the_same(rows, bias):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(96, 160, bias=bias), torch.randn(rows, 5, 96)
+    with torch.no_grad():
+        expected = layer(x)
+        with laid_out(layer):
+            assert "forward" in vars(layer)
+            assert torch.allclose(layer(x), expected, atol=1e-5)
+    assert "forward" not in vars(layer)
+
+
+def test_weights_of_now_are_used_each_time():
+    layer, x = nn.Linear(32, 32, bias=False), torch.randn(2, 32)
+    with torch.no_grad():
+        with laid_out(layer):
+            before = layer(x)
+        layer.weight.mul_(2)
+        with laid_out(layer):
+            assert torch.allclose(layer(x), 2 * before, atol=1e-5)
+
+
+def test_other_dtypes_and_layers_stay():
+    half, embedding = nn.Linear(8, 8).bfloat16(), nn.Embedding(8, 8)
+    with laid_out(nn.ModuleList([half, embedding])):
+        assert "forward" not in vars(half)
+
+
+def test_no_copy_that_would_take_the_memory(monkeypatch):
+    monkeypatch.setattr(linear, "SHARE_OF_FREE_MEMORY", 0.0)
+    layer = nn.Linear(8, 8)
+    with laid_out(layer):
+        assert "forward" not in vars(layer)
+
+
+def test_a_rollout_uses_it_and_a_stream_does_not(monkeypatch):
+    calls = []
+    product = linear._product
+    monkeypatch.setattr(linear, "_product", lambda *args: calls.append(1) or product(*args))
+    model = get_peft_model(tiny(), LoraConfig(r=2, target_modules="all-linear")).eval()
+    job = make_job(prompts(3), max_new_tokens=4)
+    streamed = sorted(decode_fast(model, job), key=lambda row: row.index)
+    assert not calls
+    at_once = sorted(decode_fast(model, job, stream=False), key=lambda row: row.index)
+    assert calls
+    assert [row.token_ids for row in at_once] == [row.token_ids for row in streamed]
+    assert all("forward" not in vars(m) for m in model.modules() if isinstance(m, nn.Linear))
