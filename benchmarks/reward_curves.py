@@ -38,14 +38,13 @@ WINDOW = 10
 
 
 class SamplingSeed(TrainerCallback):
-    """Sets the seed of the sampling, after the run's own has decided the order of the problems and the adapter."""
+    """Sets the seed of TRL's sampling, after the run's own has decided the order of the problems and the adapter."""
 
     def __init__(self, seed: int):
         self.seed = seed
 
     def on_train_begin(self, args, state, control, **kwargs):
-        torch.manual_seed(self.seed)  # TRL's stream
-        args.seed = self.seed  # what ours makes its rows' seeds of
+        torch.manual_seed(self.seed)
 
 
 def configure(steps: int, folder: str) -> Config:
@@ -76,6 +75,8 @@ def run(side: str, sampling_seed: int, steps: int, grader: Grader) -> list[float
             callbacks=[SamplingSeed(sampling_seed)],
             **extra,
         )
+        if side == "ours":
+            trainer.behaviour.seed = sampling_seed
         trainer.train()
     return [row["reward"] for row in trainer.state.log_history if "reward" in row]
 
@@ -108,12 +109,15 @@ def judge(theirs: list[list[float]], mine: list[list[float]]) -> dict[str, Any]:
     """The figures of the JSON line, of the curves of each side's runs."""
     their_means, my_means = [statistics.fmean(c) for c in theirs], [statistics.fmean(c) for c in mine]
     between = abs(statistics.fmean(their_means) - statistics.fmean(my_means))
-    own = statistics.fmean(abs(a - b) for a, b in itertools.combinations(their_means, 2))
+    own, mine_too = (
+        statistics.fmean(abs(a - b) for a, b in itertools.combinations(means, 2)) for means in (their_means, my_means)
+    )
     return {
         "trl_mean": round(statistics.fmean(their_means), 4),
         "ours_mean": round(statistics.fmean(my_means), 4),
         "between_samplers": round(between, 4),
         "between_trl_seeds": round(own, 4),
+        "between_our_seeds": round(mine_too, 4),
         "between_samplers_smoothed": round(statistics.fmean(distance(a, b) for a in theirs for b in mine), 4),
         "between_trl_seeds_smoothed": round(
             statistics.fmean(distance(a, b) for a, b in itertools.combinations(theirs, 2)), 4

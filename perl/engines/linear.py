@@ -30,7 +30,10 @@ def laid_out(model: nn.Module) -> Iterator[None]:
     must not change meanwhile, and nothing can be differentiated. Other layers, dtypes and devices stay as they are."""
     layers = [module for module in model.modules() if type(module) is nn.Linear and _takes(module)]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    if not layers or size > SHARE_OF_FREE_MEMORY * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    room = SHARE_OF_FREE_MEMORY * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if layers and size > room:
+        logger.info("rollout: no room to lay the weights out: %.1f GB, %.1f GB allowed", size / 1e9, room / 1e9)
+    if not layers or size > room:
         yield
         return
     try:

@@ -69,7 +69,8 @@ def test_scaling(monkeypatch, capfd):
 def test_reward_curves(monkeypatch, capfd):
     result = run_here(reward_curves, monkeypatch, capfd, "--seeds", "2", "--steps", "2")
     assert result["equal"] == (result["between_samplers"] <= result["between_trl_seeds"])
-    assert result["between_trl_seeds"] > 0  # the sampling seed reaches TRL's sampler
+    assert result["between_trl_seeds"] > 0  # the sampling seed reaches each sampler
+    assert result["between_our_seeds"] > 0
     assert 0.2 < result["trl_mean"] < 0.8
 
 
