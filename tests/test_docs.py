@@ -126,7 +126,7 @@ def test_the_tree_is_the_tree(page):
 def test_what_is_not_there_yet_is_not_there(page):
     """Fails when it comes: then the page has to tell."""
     text = page.read_text(encoding="utf-8")
-    for command in ("compare", "from-verl"):
+    for command in ("from-verl",):
         assert f"`{command}`" in text
         assert command not in COMMANDS
 
