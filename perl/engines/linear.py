@@ -39,7 +39,7 @@ def laid_out(model: nn.Module) -> Iterator[None]:
     try:
         for layer in layers:
             weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
-            layer.forward = functools.partial(_product, weight, layer.bias)
+            layer.forward = functools.partial(_product, weight, layer.bias)  # pyright: ignore[reportAttributeAccessIssue]
         yield
     finally:
         for layer in layers:

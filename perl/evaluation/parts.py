@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from perl.errors import UserError
@@ -18,11 +18,10 @@ from perl.evaluation.plan import Plan, Row
 from perl.evaluation.record import Finished
 from perl.evaluation.setup import MERGED, Setup, weights_of
 from perl.evaluation.store import Store, write_json
-from perl.evaluation.summary import summarize
+from perl.evaluation.summary import grading_of, summarize
 from perl.evaluation.worker import Load
 from perl.evaluation.workers import Batch
 from perl.provenance import provenance
-from perl.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +166,7 @@ def _conclude_dataset(
         **setup.identity(candidate, plan),
         "merge": setup.merge_report(candidate),
         "chat_template": setup.tokenizer.chat_template,
-        "grading": {task: asdict(TASKS[task].rubric) for task in plan.tasks},
+        "grading": grading_of(plan.tasks),
         "grading_hash": store.grading_hash,
         "provenance": provenance(),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter, defaultdict
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError, lookup
 from perl.evaluation.store import GRADING_HASH, Record, Store, locked, write_json
-from perl.evaluation.summary import print_table, summarize
+from perl.evaluation.summary import grading_of, print_table, summarize
 from perl.evaluation.sweep import SWEEP, print_sweep
 from perl.grading import Grader, rules_hash
 from perl.provenance import provenance
@@ -83,7 +83,7 @@ def refresh(folder: Path, records: list[Record], changed: int, console: Console)
     if len(whole) != before["samples"]:
         problems = len(whole) // n
         console.print(f"  the summary now covers {problems} problems, before {before['problems']}", highlight=False)
-    grading = {task: asdict(TASKS[task].rubric) for task in before["tasks"]}
+    grading = grading_of(before["tasks"])
     rescored = {"changed": changed, "provenance": provenance()}
     summary = before | summarize(whole, n) | {"grading": grading, GRADING_HASH: rules_hash(), "rescored": rescored}
     write_json(file, summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from perl.evaluation.statistics import (
     powers_of_two,
 )
 from perl.evaluation.store import Record
+from perl.tasks import TASKS
 
 
 def summarize(records: Sequence[Record], n: int) -> dict[str, Any]:
@@ -83,6 +85,12 @@ def rule_means(records: Sequence[Record]) -> dict[str, dict[str, float]]:
 def shown(metrics: Mapping[str, Any]) -> list[str]:
     """Names of metrics but for those that say the same as another (pass@1, maj@1 and maj@2 do)."""
     return [name for name in metrics if name not in ("accuracy", "pass@1", "maj@1", "maj@2")]
+
+
+def grading_of(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The rubric of each task, as JSON reads it back."""
+    rubrics = {task: TASKS[task].rubric for task in tasks}
+    return {task: asdict(rubric) | {"rules": list(rubric.rules)} for task, rubric in rubrics.items()}
 
 
 def print_table(summaries: Mapping[str, Mapping[str, Any]], console: Console) -> None:
