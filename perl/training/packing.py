@@ -35,7 +35,14 @@ ATTENTION_EXTRAS = ("softcap", "s_aux", "position_bias", "sliding_window")
 """What some models add to softmax(q k) v, and the packed attention does not."""
 
 
-@dataclass
+class Uses:
+    """How often attention has used a Layout. An object of its own: FSDP2 hands on copies of dataclasses."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@dataclass(frozen=True)
 class Layout:
     """Which tokens of a packed sequence of L tokens attend to which: all int64 on the model's device."""
 
@@ -49,8 +56,8 @@ class Layout:
     """bool [rows, 1, 1 + longest completion, longest prefix + 1 + longest completion]: keys that a token sees."""
     back: torch.Tensor
     """[L]: for each token, its place among all results: those of `prefixes` first, then those of `rows`."""
-    calls: int = 0
-    """Attention layers that have used it. A model that drops the argument on its way would compute nonsense."""
+    uses: Uses = field(default_factory=Uses)
+    """A model that drops the argument on its way would compute nonsense."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ def packed_attention(
     extras = sorted(name for name in ATTENTION_EXTRAS if kwargs.get(name) is not None)
     if extras:
         raise RuntimeError(f"packed micro-batches can't serve attention with {', '.join(extras)}")
-    packing.calls += 1
+    packing.uses.count += 1
     repeats = query.shape[1] // key.shape[1]
 
     def attend(queries: torch.Tensor, keys: torch.Tensor, **mask: Any) -> torch.Tensor:
@@ -267,7 +274,7 @@ def log_probs(
     if pack_rows and packed_length(rows) < len(rows) * (prompt + completion):
         packed = pack(rows, width, input_ids.device)
         output = model(**forward_arguments(packed), labels=packed.labels, fused_lm_head=True)
-        if not packed.layout.calls:
+        if not packed.layout.uses.count:
             raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
         entropies = packed.unpack(output.entropy) if compute_entropy else None
         return (packed.unpack(output.log_probs), entropies, None), Work(packed.input_ids.shape[1], packed.pairs)

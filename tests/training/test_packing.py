@@ -95,7 +95,7 @@ def test_log_probabilities_and_gradients_equal_the_padded_forward(name, checkpoi
         model.train()
     packed = pack(split_rows(ids, mask, width), width, "cpu")
     output = model(**forward_arguments(packed), labels=packed.labels, fused_lm_head=True)
-    assert packed.layout.calls == SIZES["num_hidden_layers"]
+    assert packed.layout.uses.count == SIZES["num_hidden_layers"]
     torch.testing.assert_close(packed.unpack(output.log_probs), expected[0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(packed.unpack(output.entropy), expected[1], atol=1e-6, rtol=1e-6)
     (packed.unpack(output.log_probs) * weights).sum().backward()
