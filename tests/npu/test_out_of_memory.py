@@ -68,7 +68,7 @@ def errors(done):
         ),
         (
             "in the update",
-            16,
+            24,
             {"training__per_device_train_batch_size": 64, "training__max_completion_length": 16},
             "--config.training.per_device_train_batch_size 32 --config.training.gradient_accumulation_steps 4",
         ),
