@@ -57,7 +57,7 @@ def test_a_run_over_two_nodes_of_which_one_is_killed_is_that_of_one_machine(conf
         wait_for(lambda: not workers_below(map(raylet, cluster.list_all_nodes())), seconds=20)
         assert f"joined the cluster at {cluster.address}" in errors
     assert code == 0, errors
-    assert re.search(r"worker \d died: .*; its [1-9]\d* rows go back, it starts again", errors), errors
+    assert re.search(r"worker \d died: .*; its \d+ rows go back, it starts again", errors), errors
     assert read(tmp_path) == undisturbed
     generation = json.loads((tmp_path / "sums" / "summary.json").read_text())["generation"]
     assert (generation["executor"], generation["dp_size"], generation["device"]) == ("ray", 2, "cpu")
