@@ -131,7 +131,7 @@ class AdapterFold:
                 return reason
         try:
             self.layers[0].merged()
-        except (NotImplementedError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        except (NotImplementedError, RuntimeError, ValueError) as error:
             if device.is_out_of_memory(error):
                 raise
             return f"PEFT can't merge it: {' '.join(str(error).split())[:200]}"
