@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from perl.engines.attention import without_copies
+from perl.engines.attention import adopt
 from perl.engines.linear import laid_out
 from perl.engines.loop import Decoder
 from perl.engines.rows import Finished, Job, left_pad
@@ -67,16 +67,14 @@ def decode_fast(
         stream: compute while the iterator is consumed, after `model.generate` has returned; False: all within it.
     """
     lockstep = is_sharded(model)
+    adopt(model)
 
     def custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        def rows() -> Iterator[Finished]:
-            with without_copies(model):
-                yield from Decoder(model, job, logits_processor, model_kwargs.get("logits_to_keep"), lockstep).run()
-
+        rows = Decoder(model, job, logits_processor, model_kwargs.get("logits_to_keep"), lockstep).run()
         if stream:
-            return rows()
+            return rows
         with laid_out(model):  # not while streaming: a caller may change the weights between two rows
-            return iter(list(rows()))
+            return iter(list(rows))
 
     prompt, mask = left_pad([(job.pad_token_id,)], job.pad_token_id, model.device)
     return model.generate(  # `prompt` is only there because generate wants one

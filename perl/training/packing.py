@@ -7,7 +7,7 @@ A padded micro-batch of B rows is B x (longest prompt + longest completion) toke
 in which linear layers meet every token once and no padding. The last prompt token is repeated, so that the hidden
 state before each completion token is the one that predicts it. Attention alone needs to know which tokens belong
 together: a prompt attends to itself, a row to its prompt and itself. It is an attention function registered with
-transformers, so the model's code stays as it is, gradient checkpointing included.
+transformers (perl.engines.attention), so the model's code stays as it is, gradient checkpointing included.
 
 The numbers are those of the padded forward up to floating-point order: each token sees the same keys at the same
 positions. Sharing prefixes in training: arXiv 2506.05433 (Prefix Grouper).
@@ -21,43 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
-from perl.engines.attention import grouped_attention
+from perl.engines.attention import Packing, adopt
 from perl.engines.fast import unsupported_reason
 from perl.training.metrics import Work, sequences
-
-ATTENTION = "sdpa_packed"
-"""Name of the attention function: the engines' (perl.engines.attention), unless the forward is given a Layout."""
-
-ATTENTION_EXTRAS = ("softcap", "s_aux", "position_bias", "sliding_window")
-"""What some models add to softmax(q k) v, and the packed attention does not."""
-
-
-class Uses:
-    """How often attention has used a Layout. An object of its own: FSDP2 hands on copies of dataclasses."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which tokens of a packed sequence of L tokens attend to which: all int64 on the model's device."""
-
-    prefixes: torch.Tensor
-    """[prompts, longest prefix]: place in the sequence of each prompt's tokens but the last, padded with 0."""
-    rows: torch.Tensor
-    """[rows, 1 + longest completion]: place of the last prompt token and the completion, padded with 0."""
-    prompt_of: torch.Tensor
-    """[rows]: index into `prefixes`."""
-    visible: torch.Tensor
-    """bool [rows, 1, 1 + longest completion, longest prefix + 1 + longest completion]: keys that a token sees."""
-    back: torch.Tensor
-    """[L]: for each token, its place among all results: those of `prefixes` first, then those of `rows`."""
-    uses: Uses = field(default_factory=Uses)
-    """A model that drops the argument on its way would compute nonsense."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +37,7 @@ class Packed:
     """int64 [1, L]: each token's position in its own row."""
     labels: torch.Tensor
     """int64 [1, L]: the token where it is one of a completion, else -100."""
-    layout: Layout
+    packing: Packing
     completions: torch.Tensor
     """int64 [rows, completion width]: place of each completion token in the sequence, 0 where there is none."""
     pairs: int
@@ -158,7 +125,7 @@ def pack(rows: Sequence[Row], completion_width: int, device: torch.device | str)
     in_prefix = torch.arange(prefix_width, device=device) < lengths[:, None]
     causal = torch.ones(row_width, row_width, dtype=torch.bool, device=device).tril()
     visible = torch.cat([in_prefix[:, None].expand(-1, row_width, -1), causal.expand(len(rows), -1, -1)], dim=2)
-    layout = Layout(
+    packing = Packing(
         prefixes=padded(prefixes, prefix_width),
         rows=padded(own, row_width),
         prompt_of=prompt_of,
@@ -169,7 +136,7 @@ def pack(rows: Sequence[Row], completion_width: int, device: torch.device | str)
         input_ids=tensor([builder.ids]),
         position_ids=tensor([builder.positions]),
         labels=tensor([builder.labels]),
-        layout=layout,
+        packing=packing,
         completions=padded([places[1:] for places in own], completion_width),
         pairs=sum(_pairs(0, len(places)) for places in prefixes)
         + sum(_pairs(len(prompt) - 1, len(places)) for (prompt, _), places in zip(rows, own, strict=True)),
@@ -181,67 +148,13 @@ def _pairs(before: int, length: int) -> int:
     return length * before + length * (length + 1) // 2
 
 
-def packed_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    packing: Layout | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, heads, L, head_dim], key and value [1, key heads, L, head_dim] to
-    [1, L, heads, head_dim]. Without `packing`, the engines' attention."""
-    if packing is None:
-        return grouped_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    extras = sorted(name for name in ATTENTION_EXTRAS if kwargs.get(name) is not None)
-    if extras:
-        raise RuntimeError(f"packed micro-batches can't serve attention with {', '.join(extras)}")
-    packing.uses.count += 1
-    repeats = query.shape[1] // key.shape[1]
+def enable_packing(model: Any) -> str | None:
+    """Let forwards of `model` (a transformers model or a PeftModel) take `packing`; those without it stay as they were.
 
-    def attend(queries: torch.Tensor, keys: torch.Tensor, **mask: Any) -> torch.Tensor:
-        """Results [batch * tokens, heads, head_dim] of the tokens at `queries` looking at those at `keys`, both
-        [batch, tokens]."""
-        q, k, v = (_take(states[0], places) for states, places in ((query, queries), (key, keys), (value, keys)))
-        k, v = (states.repeat_interleave(repeats, dim=1) if repeats > 1 else states for states in (k, v))
-        found = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, **mask)
-        return found.transpose(1, 2).flatten(0, 1)
-
-    # A prefix is padded on the right, where causality hides the padding from every real token.
-    parts = []
-    if packing.prefixes.shape[1]:
-        parts.append(attend(packing.prefixes, packing.prefixes, is_causal=True))
-    seen = torch.cat([packing.prefixes[packing.prompt_of], packing.rows], dim=1)
-    parts.append(attend(packing.rows, seen, attn_mask=packing.visible))
-    return torch.cat(parts)[packing.back][None], None
-
-
-def _take(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[heads, L, head_dim] at places [batch, tokens]: [batch, heads, tokens, head_dim]."""
-    taken = states.index_select(1, places.flatten())
-    return taken.unflatten(1, tuple(places.shape)).transpose(0, 1)
-
-
-def packing_unsupported(model: Any) -> str | None:
-    """Why micro-batches of `model` (a transformers model or a PeftModel) can't be packed, or None."""
-    if reason := unsupported_reason(model):
-        return reason
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not base._supports_attention_backend:
-        return "its attention function can't be chosen"
-    attention = base.config._attn_implementation
-    return None if attention in ("sdpa", ATTENTION) else f"attention is {attention}, not sdpa"
-
-
-def enable_packing(model: Any) -> None:
-    """Let forwards of `model` take `packing=Layout`; those without it stay as they were."""
-    AttentionInterface.register(ATTENTION, packed_attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    base.set_attn_implementation(ATTENTION)
+    Returns:
+        None, or why its micro-batches can't be packed.
+    """
+    return unsupported_reason(model) or adopt(model)
 
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -274,7 +187,7 @@ def log_probs(
     if pack_rows and packed_length(rows) < len(rows) * (prompt + completion):
         packed = pack(rows, width, input_ids.device)
         output = model(**forward_arguments(packed), labels=packed.labels, fused_lm_head=True)
-        if not packed.layout.uses.count:
+        if not packed.packing.uses.count:
             raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
         entropies = packed.unpack(output.entropy) if compute_entropy else None
         return (packed.unpack(output.log_probs), entropies, None), Work(packed.input_ids.shape[1], packed.pairs)
@@ -293,5 +206,5 @@ def forward_arguments(packed: Packed) -> dict[str, Any]:
         "input_ids": packed.input_ids,
         "position_ids": packed.position_ids,
         "attention_mask": nothing,
-        "packing": packed.layout,
+        "packing": packed.packing,
     }

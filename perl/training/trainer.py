@@ -31,7 +31,7 @@ from perl.training.behaviour import BehaviourPolicy, Rollout
 from perl.training.metrics import StepClock, model_size, sequences
 from perl.training.microbatches import MEAN_OVER_ROWS, SCALE, SUM_OVER_TOKENS, TOKENS, Dealer, equal_rewards
 from perl.training.mismatch import Mismatch, importance_ratio
-from perl.training.packing import enable_packing, log_probs, packing_unsupported
+from perl.training.packing import enable_packing, log_probs
 from perl.training.proof import DrawnRows, drawn_rows
 
 log = logging.getLogger(__name__)
@@ -205,11 +205,10 @@ class PerlGRPOTrainer(GRPOTrainer):
     def _plan_update(self) -> tuple[bool, Dealer]:
         """Whether micro-batches are packed, and how their rows are dealt; a line says why where they are not."""
         policy = self._policy()
-        padded = packing_unsupported(policy)
         if self.aux_loss_enabled or self.args.torch_compile:
             padded = "the router's auxiliary loss" if self.aux_loss_enabled else "torch_compile wants one shape"
-        if padded is None:
-            enable_packing(policy)
+        else:
+            padded = enable_packing(policy)
         fixed = None
         if self.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
             fixed = f"loss_type {self.loss_type}"

@@ -1,4 +1,4 @@
-"""Attention of one token a row: the numbers of transformers' sdpa, without a copy for each query head."""
+"""The numbers of transformers' sdpa, without a copy for each query head. Packed sequences: training/test_packing.py."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,6 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from perl.engines import attention
-from perl.engines.attention import grouped_attention
 from perl.engines.fast import decode_fast
 from tests.engines.models import make_job, prompts, tiny
 
@@ -22,7 +21,7 @@ def test_one_token_a_row(mask, heads):
     query, key, value = torch.randn(3, heads, 1, 16), torch.randn(3, 2, 9, 16), torch.randn(3, 2, 9, 16)
     module = SimpleNamespace(num_key_value_groups=heads // 2, is_causal=True)
     expected, _ = sdpa_attention_forward(module, query, key, value, MASKS[mask], scaling=0.3)  # type: ignore[arg-type]
-    found, _ = grouped_attention(module, query, key, value, MASKS[mask], scaling=0.3)
+    found, _ = attention.attention(module, query, key, value, MASKS[mask], scaling=0.3)
     assert found.shape == expected.shape == (3, 1, heads, 16)
     assert torch.allclose(found, expected, atol=1e-6)
 
@@ -32,10 +31,10 @@ def test_several_tokens_are_left_to_transformers():
     query, key, value = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     expected, _ = sdpa_attention_forward(module, query, key, value, None)  # type: ignore[arg-type]
-    assert torch.equal(grouped_attention(module, query, key, value, None)[0], expected)
+    assert torch.equal(attention.attention(module, query, key, value, None)[0], expected)
 
 
-def test_the_fast_loop_decodes_with_it_and_leaves_the_model_as_it_was(monkeypatch):
+def test_the_fast_loop_decodes_with_it(monkeypatch):
     shapes = []
     kernel = torch.nn.functional.scaled_dot_product_attention
 
@@ -49,4 +48,17 @@ def test_the_fast_loop_decodes_with_it_and_leaves_the_model_as_it_was(monkeypatc
     decoding = [shape for shape in shapes if shape[0][1] <= 2]
     assert decoding
     assert set(decoding) == {((2, 2), 2)}
-    assert model.config._attn_implementation == "sdpa"
+
+
+def test_other_attention_stays():
+    model = tiny()
+    model.set_attn_implementation("eager")
+    assert attention.adopt(model) == "attention is eager, not sdpa"
+    assert model.config._attn_implementation == "eager"
+
+
+def test_nothing_of_it_is_saved_with_the_model(tmp_path):
+    model = tiny()
+    assert attention.adopt(model) is None
+    model.save_pretrained(tmp_path)
+    assert attention.ATTENTION not in (tmp_path / "config.json").read_text()

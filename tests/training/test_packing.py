@@ -10,7 +10,6 @@ from perl.training.packing import (
     forward_arguments,
     pack,
     packed_length,
-    packing_unsupported,
     split_rows,
 )
 
@@ -76,7 +75,6 @@ def test_layout_by_hand():
 def test_log_probabilities_and_gradients_equal_the_padded_forward(name, checkpointing):
     torch.manual_seed(0)
     model = MODELS[name]()
-    assert packing_unsupported(model) is None
     add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     ids, mask, width = micro_batch()
     labels = ids.masked_fill(mask == 0, -100)
@@ -89,13 +87,13 @@ def test_log_probabilities_and_gradients_equal_the_padded_forward(name, checkpoi
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
 
-    enable_packing(model)
+    assert enable_packing(model) is None
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     packed = pack(split_rows(ids, mask, width), width, "cpu")
     output = model(**forward_arguments(packed), labels=packed.labels, fused_lm_head=True)
-    assert packed.layout.uses.count == SIZES["num_hidden_layers"]
+    assert packed.packing.uses.count == SIZES["num_hidden_layers"]
     torch.testing.assert_close(packed.unpack(output.log_probs), expected[0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(packed.unpack(output.entropy), expected[1], atol=1e-6, rtol=1e-6)
     (packed.unpack(output.log_probs) * weights).sum().backward()
@@ -117,6 +115,6 @@ def test_forwards_without_a_layout_are_as_before():
 
 def test_what_cannot_be_packed_says_why():
     eager = MODELS["qwen2"](attn_implementation="eager")
-    assert packing_unsupported(eager) == "attention is eager, not sdpa"
+    assert enable_packing(eager) == "attention is eager, not sdpa"
     sliding = MODELS["qwen2"](use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    assert "SlidingWindow" in packing_unsupported(sliding)
+    assert "SlidingWindow" in enable_packing(sliding)
