@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from perl import device
+from perl.adapters.batched import batched
 from perl.adapters.layers import adapted_layers, expected
 from perl.adapters.merge import ACCEPTED_LOSS
 from perl.errors import RankError
@@ -57,9 +58,11 @@ class AdapterFold:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """The base's weights hold the adapter inside this context, unless something stands against it, which one line
-        in the log says; the saved bits return at its end, also on an exception."""
+        in the log says; the saved bits return at its end, also on an exception. An adapter that stays apart computes
+        its updates in fewer products (perl.adapters.batched)."""
         if not self._wanted():
-            yield
+            with batched(self.layers):
+                yield
             return
         try:
             self._fold()

@@ -1,0 +1,94 @@
+"""LoRA kept apart from the weights, with one product where PEFT makes one a layer.
+
+The layers that read one hidden state (query, key and value; gate and up) share their products: A of all of them is one
+matrix, B of all of them a block-diagonal one. A decoded token costs two small products a hidden state instead of two a
+layer, and the update stays in the adapter's own dtype, where folding it into bfloat16 weights would round it away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from perl.adapters.layers import AdaptedLayer
+
+SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that read one hidden state, in the order in which models call them."""
+
+
+@contextlib.contextmanager
+def batched(layers: Sequence[AdaptedLayer]) -> Iterator[None]:
+    """Inside, plain LoRA layers on linear ones compute their updates together: the same numbers up to the order of
+    sums. Other methods and layers stay as they are. The adapter must not change meanwhile, and nothing can be
+    differentiated."""
+    groups = [SharedUpdate(group) for group in _groups(layers)]
+    try:
+        for group in groups:
+            for index, layer in enumerate(group.layers):
+                layer.forward = functools.partial(group.forward, index)
+        yield
+    finally:
+        for group in groups:
+            for layer in group.layers:
+                vars(layer).pop("forward", None)
+
+
+class SharedUpdate:
+    """The updates of LoRA layers that read the same hidden state."""
+
+    def __init__(self, layers: Sequence[Any]):
+        self.layers = layers
+        parts = [(layer, layer.active_adapters[0]) for layer in layers]
+        b = [layer.lora_B[name].weight.detach() * layer.scaling[name] for layer, name in parts]
+        self.a = torch.cat([layer.lora_A[name].weight.detach() for layer, name in parts])
+        """[sum of ranks, in]."""
+        self.b = torch.block_diag(*b)
+        """[sum of out, sum of ranks], scaled."""
+        self.sizes = [len(part) for part in b]
+        self._read: torch.Tensor | None = None
+        self._updates: tuple[torch.Tensor, ...] = ()
+        """Of the hidden state `_read`, [..., out] for each layer, until the last one has taken its own."""
+
+    def forward(self, index: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What layer `index` makes of hidden states [..., in]."""
+        result = self.layers[index].get_base_layer()(x, *args, **kwargs)
+        if x is not self._read:
+            self._read, self._updates = x, F.linear(F.linear(x.to(self.a.dtype), self.a), self.b).split(self.sizes, -1)
+        update = self._updates[index]
+        if index == len(self.layers) - 1:
+            self._read, self._updates = None, ()
+        return (result + update).to(result.dtype)
+
+
+def _groups(layers: Sequence[AdaptedLayer]) -> list[list[Any]]:
+    """Plain LoRA layers by the hidden state that they read, as far as names tell, else alone. Where a name deceives,
+    `forward` sees another hidden state and computes anew."""
+    by_input: dict[tuple[Any, ...], list[Any]] = {}
+    for adapted in layers:
+        if not _plain(adapted.layer):
+            continue
+        parent, _, own = adapted.name.rpartition(".")
+        shared = next((names for names in SHARED_INPUT if own in names), own)
+        layer: Any = adapted.layer
+        a = layer.lora_A[layer.active_adapters[0]].weight
+        by_input.setdefault((parent, shared, a.shape[1], a.dtype, a.device), []).append(layer)
+    return list(by_input.values())
+
+
+def _plain(layer: Any) -> bool:
+    """Whether `layer` adds scale * B A x of one adapter, all of it on this device."""
+    from peft.tuners.lora import Linear
+
+    if type(layer) is not Linear or layer.merged or layer.disable_adapters or len(layer.active_adapters) != 1:
+        return False
+    (adapter,) = layer.active_adapters
+    if adapter not in layer.lora_A or adapter in layer.lora_variant or layer.lora_bias[adapter]:
+        return False
+    parts = [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
+    return all(part.numel() > 0 and not hasattr(part, "placements") for part in parts)

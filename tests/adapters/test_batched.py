@@ -1,0 +1,94 @@
+"""LoRA apart from the weights, in few products: the numbers that PEFT computes layer by layer."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from perl.adapters.batched import batched
+from perl.adapters.fold import AdapterFold
+from perl.adapters.layers import adapted_layers
+from tests.adapters.test_fold import logits, make
+
+
+class Products:
+    """The shapes of the weights that linear products are made with."""
+
+    def __init__(self, monkeypatch):
+        self.shapes = []
+        product = torch.nn.functional.linear
+
+        def count(x, weight, bias=None):
+            self.shapes.append(tuple(weight.shape))
+            return product(x, weight, bias)
+
+        monkeypatch.setattr(torch.nn.functional, "linear", count)
+
+
+@pytest.mark.parametrize(
+    "config", ["lora", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])]
+)
+def test_the_numbers_are_pefts(config):
+    model = make(config, std=0.5)
+    apart = logits(model)
+    with model.disable_adapter():
+        assert (logits(model) - apart).abs().max() > 0.1
+    with batched(adapted_layers(model)):
+        assert (logits(model) - apart).abs().max() < 1e-4
+    assert torch.equal(logits(model), apart)  # and PEFT's own again
+
+
+def test_two_small_products_a_hidden_state(monkeypatch):
+    model = make("lora")
+    products = Products(monkeypatch)
+    with batched(adapted_layers(model)):
+        logits(model)
+    config = model.config
+    heads, key_heads = (
+        n * config.hidden_size // config.num_attention_heads
+        for n in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    small = [shape for shape in products.shapes if min(shape) <= 12]
+    a_and_b = [
+        ((12, config.hidden_size), (heads + 2 * key_heads, 12)),  # q, k, v of rank 4 each
+        ((4, heads), (config.hidden_size, 4)),  # o
+        ((8, config.hidden_size), (2 * config.intermediate_size, 8)),  # gate, up
+        ((4, config.intermediate_size), (config.hidden_size, 4)),  # down
+    ]
+    assert small == [shape for pair in a_and_b for shape in pair] * config.num_hidden_layers
+
+
+def test_layers_whose_names_deceive_compute_their_own(monkeypatch):
+    model = make("lora", std=0.5)
+    attention = model.base_model.model.model.layers[0].self_attn
+    key = attention.k_proj.forward
+    x, other = torch.randn(2, 1, 5, model.config.hidden_size).unbind(0)
+    expected = attention.q_proj(x), key(other), attention.v_proj(x)
+    with batched(adapted_layers(model)):
+        found = attention.q_proj(x), attention.k_proj(other), attention.v_proj(x)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["dora", "rslora"])
+def test_other_methods_of_peft_stay_right(method):
+    model = make(method, std=0.2)
+    apart = logits(model)
+    with batched(adapted_layers(model)):
+        assert (logits(model) - apart).abs().max() < 1e-4
+
+
+def test_an_adapter_that_bfloat16_would_round_away_keeps_its_update():
+    """The update of a young adapter in bfloat16 weights: batched, it is PEFT's to float32's accuracy; folded, a
+    good part of it is gone."""
+    model = make(dtype=torch.bfloat16, std=1e-3)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    torch.manual_seed(3)
+    x = torch.randn(64, model.config.hidden_size)
+    a, b = (part["default"].weight.float() for part in (layer.lora_A, layer.lora_B))
+    update = 2.0 * x @ a.T @ b.T
+    layer.base_layer.float()  # the product with the base in float32, so that the update shows
+    with AdapterFold(model, False).applied():
+        found = layer(x) - layer.base_layer(x)
+    assert ((found - update).norm() / update.norm()) < 1e-3
+    merged = (layer.base_layer.weight + 2.0 * b @ a).bfloat16().float()
+    assert ((x @ (merged - layer.base_layer.weight).T - update).norm() / update.norm()) > 0.1
