@@ -3,15 +3,20 @@
 compare.json:
     this, other  folder, model, adapter, base_hash, adapter_hash of each
     differs      what besides the model differs: a list of {"name", "other", "this"}
-    datasets     name -> problems, n (samples of each), left_out (problems that only one of the two has whole), and
-                 metrics: name -> other, this, value (this minus other), low, high, detectable, verdict; as fractions
+    datasets     name ->
+        problems, n   problems that both have whole, and samples of each
+        left_out      problems that only one of the two has whole
+        samples_hash  of this one's samples: after a change of them the comparison is another's
+        metrics       name -> other, this, value (this minus other), low, high, detectable, verdict; as fractions. The
+                      first is the mean score; those that say the same as another are left out
+        changed       key of each problem whose mean score differs -> [other, this]
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,7 @@ from perl.evaluation.plan import cluster_of
 from perl.evaluation.statistics import paired_difference
 from perl.evaluation.store import Record, differences
 from perl.evaluation.summary import problem_scores, shown
+from perl.provenance import samples_hash
 
 COMPARE = "compare.json"
 MODEL = ("model", "adapter", "base_hash", "adapter_hash")
@@ -49,40 +55,74 @@ def read_results(folder: Path, flag: str) -> dict[str, Results]:
     if not folder.is_dir():
         raise UserError(f"{flag} {folder}: no such folder; write the --result_dir of an evaluation")
     if (folder / "sweep.json").is_file():
-        names = [entry["name"] for entry in json.loads((folder / "sweep.json").read_text())["candidates"]]
+        names = [entry["name"] for entry in _json(folder / "sweep.json", flag)["candidates"]]
         raise UserError(f"{flag} {folder}: holds a sweep; write the folder of one of {', '.join(names)} in it")
     found = {path.parent.name: path for path in sorted(folder.glob("*/samples.jsonl"))}
     if not found:
         hint = f"; did you mean {folder.parent}?" if (folder / "samples.jsonl").is_file() else ""
         raise UserError(f"{flag} {folder}: holds no results (no DATASET/samples.jsonl){hint}")
-    return {name: _read(path) for name, path in found.items()}
+    return {name: _read(path, flag) for name, path in found.items()}
 
 
-def _read(file: Path) -> Results:
+def _read(file: Path, flag: str) -> Results:
     samples: dict[str, dict[int, Record]] = defaultdict(dict)
     for line in file.read_bytes().splitlines():
         try:
             record = json.loads(line)
+            _ = record["score"], record["extracted"]  # what is compared
             samples[record["key"]].setdefault(record["sample"], record)
         except (ValueError, KeyError, TypeError):  # a torn line, owed again by whoever writes here
             continue
     for name in ("summary.json", "run.json"):
         if (file.parent / name).is_file():
-            return Results(samples, json.loads((file.parent / name).read_text(encoding="utf-8")))
+            return Results(samples, _json(file.parent / name, flag))
     return Results(samples, {})
 
 
+def _json(file: Path, flag: str) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag}: {file} is not readable ({error})") from error
+
+
+def require_common(other: Path, this: Path, keys: Mapping[str, Collection[str]], flags: tuple[str, str]) -> None:
+    """Raise a UserError unless `other` can be compared with what is to be written to `this`: it is another folder, with
+    results, and some problem is in both.
+
+    Args:
+        keys: those of the problems to be scored, by dataset.
+    """
+    _require_two(other, this, flags)
+    before = {name: results.samples.keys() for name, results in read_results(other, flags[0]).items()}
+    if not any(not before.get(name, set()).isdisjoint(own) for name, own in keys.items()):
+        raise _nothing_common(flags[0], {other: before, this: keys})
+
+
+def _require_two(other: Path, this: Path, flags: tuple[str, str]) -> None:
+    if other.resolve() == this.resolve():
+        raise UserError(f"{flags[0]} {other}: is the folder of {flags[1]} itself; write that of another evaluation")
+
+
+def _nothing_common(flag: str, keys: Mapping[Path, Mapping[str, Collection[str]]]) -> UserError:
+    has = [
+        f"{folder} has {', '.join(f'{name} ({len(own)} problems)' for name, own in of_folder.items())}"
+        for folder, of_folder in keys.items()
+    ]
+    return UserError(f"{flag}: no problem is in both: {'; '.join(has)}")
+
+
 def compare(other: Path, this: Path, flags: tuple[str, str] = ("--compare", "--result_dir")) -> dict[str, Any]:
-    """Differences of `this` from `other`, the content of compare.json. A UserError when they have nothing in common."""
+    """Differences of `this` from `other`, the content of compare.json. A UserError when they have nothing in common, or
+    are one."""
+    _require_two(other, this, flags)
     before, now = read_results(other, flags[0]), read_results(this, flags[1])
     datasets = {name: _compare(before[name], now[name]) for name in now if name in before}
     compared = {name: entry for name, entry in datasets.items() if entry["problems"]}
     if not compared:
-        has = [
-            f"{folder} has {', '.join(f'{n} ({len(r.samples)} problems)' for n, r in results.items())}"
-            for folder, results in ((other, before), (this, now))
-        ]
-        raise UserError(f"{flags[0]}: no problem is in both: {'; '.join(has)}")
+        folders = {other: before, this: now}
+        keys = {folder: {n: r.samples.keys() for n, r in found.items()} for folder, found in folders.items()}
+        raise _nothing_common(flags[0], keys)
     first = next(iter(compared))
     return {
         "this": {"folder": str(this), **_fields(now[first], MODEL)},
@@ -102,20 +142,27 @@ def _compare(other: Results, this: Results) -> dict[str, Any]:
         for key, samples in this.samples.items()
         if len(common := samples.keys() & other.samples.get(key, {}).keys()) >= n > 0 and set(range(n)) <= common
     ]
-    left_out = len(other.samples.keys() | this.samples.keys()) - len(keys)
+    entry = {
+        "problems": len(keys),
+        "n": n,
+        "left_out": len(other.samples.keys() | this.samples.keys()) - len(keys),
+        "samples_hash": samples_hash(record for samples in this.samples.values() for record in samples.values()),
+    }
     if not keys:
-        return {"problems": 0, "n": n, "left_out": left_out, "metrics": {}}
+        return entry
     before, now = (
         problem_scores({key: [results.samples[key][sample] for sample in range(n)] for key in keys})
         for results in (other, this)
     )
     clusters = [cluster_of(key) for key in keys]
     metrics = {}
-    for name, values in now.items():
-        difference = paired_difference([b - a for a, b in zip(before[name], values, strict=True)], clusters)
-        means = {"other": sum(before[name]) / len(keys), "this": sum(values) / len(keys)}
+    for name in shown(now):
+        pairs = list(zip(before[name], now[name], strict=True))
+        difference = paired_difference([b - a for a, b in pairs], clusters)
+        means = {"other": sum(before[name]) / len(keys), "this": sum(now[name]) / len(keys)}
         metrics[name] = means | difference._asdict()
-    return {"problems": len(keys), "n": n, "left_out": left_out, "metrics": metrics}
+    both = zip(keys, before["accuracy"], now["accuracy"], strict=True)
+    return entry | {"metrics": metrics, "changed": {key: [a, b] for key, a, b in both if a != b}}
 
 
 def _conditions(results: Results) -> dict[str, Any]:
@@ -128,31 +175,31 @@ def _fields(results: Results, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
-    """A line a metric, in percent, a verdict a dataset, and what besides the model differs."""
+    """A line a metric, in percent, a verdict a dataset, and what besides the model differs. 80 columns are enough."""
     other, this = comparison["other"], comparison["this"]
     console.print(f"{this['folder']} against {other['folder']}", highlight=False, soft_wrap=True, markup=False)
-    table = Table("dataset", "metric")
-    for column in ("other", "this", "difference", "95 % interval", "detectable"):
-        table.add_column(column, justify="right")
-    table.add_column("verdict")
+    table = Table()
+    table.add_column("dataset", overflow="fold")
+    table.add_column("metric", no_wrap=True)
+    for column in ("other", "this", "change", "95 % interval"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for name, entry in comparison["datasets"].items():
-        for place, metric in enumerate(shown(entry["metrics"])):
-            m = entry["metrics"][metric]
+        for place, (metric, m) in enumerate(entry["metrics"].items()):
             points = [f"{100 * m[part]:.2f}" for part in ("other", "this")]
-            detectable = f"{100 * m['detectable']:.2f}" if m["detectable"] < 1 else "–"
             interval = f"{100 * m['low']:+.2f} – {100 * m['high']:+.2f}"
-            short = "no difference" if m["verdict"] == "none" else m["verdict"]
             first = "" if place else name
-            table.add_row(first, metric, *points, f"{100 * m['value']:+.2f}", interval, detectable, short)
+            table.add_row(first, metric, *points, f"{100 * m['value']:+.2f}", interval, m["verdict"])
         table.add_section()
     console.print(table)
     for name, entry in comparison["datasets"].items():
         left_out = f"; {entry['left_out']} left out, which only one of the two has whole" if entry["left_out"] else ""
-        metric = shown(entry["metrics"])[0]
+        metric, found = next(iter(entry["metrics"].items()))
+        better = sum(now > before for before, now in entry["changed"].values())
         console.print(
-            f"{name}: {verdict(entry['metrics'][metric], entry['problems'])} ({metric}; {entry['problems']} problems ×"
-            f" {entry['n']} in both{left_out})",
-            highlight=False, soft_wrap=True,
+            f"{name}: {verdict(found, entry['problems'])} ({metric}; {entry['problems']} problems × {entry['n']} in"
+            f" both, {better} better, {len(entry['changed']) - better} worse{left_out})",
+            highlight=False, soft_wrap=True, markup=False,
         )  # fmt: skip
     if comparison["differs"]:
         named = "; ".join(f"{d['name']} {_short(d['other'])} | {_short(d['this'])}" for d in comparison["differs"])

@@ -17,7 +17,7 @@ from rich.console import Console
 from perl.config.evaluation import EvalConfig
 from perl.engines.vllm import lora_rank
 from perl.errors import UserError
-from perl.evaluation.compare import COMPARE, compare, print_comparison, read_results
+from perl.evaluation.compare import COMPARE, compare, print_comparison, require_common
 from perl.evaluation.parts import Part, batches, conclude
 from perl.evaluation.plan import make_plans
 from perl.evaluation.progress import Progress
@@ -48,9 +48,10 @@ def evaluate(config: EvalConfig) -> Summaries:
         SweepError: some adapters could not be scored; all others were.
     """
     setup = Setup.of(config)
-    if config.compare:
-        read_results(Path(config.compare), "--compare")
     plans = make_plans(config, setup.tokenizer)
+    if config.compare:
+        keys = {plan.name: {row.key for row in plan.rows} for plan in plans}
+        require_common(Path(config.compare), Path(config.result_dir), keys, ("--compare", "--result_dir"))
     with locked_folders(setup):
         parts = [Part.of(setup, candidate, plans) for candidate in setup.candidates]
         try:

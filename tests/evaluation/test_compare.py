@@ -74,7 +74,8 @@ def test_only_what_both_have_is_compared(tmp_path):
     assert accuracy["verdict"] == "better"
     assert entry["metrics"]["pass@2"]["value"] == 0
     assert entry["metrics"]["pass@2"]["verdict"] == "none"
-    assert "avg@4" not in entry["metrics"]
+    assert list(entry["metrics"]) == ["avg@2", "pass@2"]
+    assert entry["changed"] == {key: [0.5, 1.0] for key in keys[:8]}
     reverse = compare(after, before)["datasets"]["gsm8k"]["metrics"]["avg@2"]
     assert (reverse["value"], reverse["verdict"]) == (-0.5, "worse")
 
@@ -94,7 +95,9 @@ def test_what_differs_besides_the_model_is_named(tmp_path, capsys):
         provenance={"versions": {"vllm": "2"}},
     )
     assert main(["compare", str(before), str(after)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join((printed := capsys.readouterr().out).split())
+    assert "│ gsm8k   │ avg@1  │ 100.00 │ 100.00 │  +0.00 │" in printed  # whole in the 80 columns of a file
+    assert "(avg@1; 3 problems × 1 in both, 0 better, 0 worse)" in shown
     assert "besides the model these differ" in shown
     written = json.loads((after / "compare.json").read_text())
     assert written["other"]["folder"] == str(before)
@@ -119,6 +122,11 @@ def test_nothing_in_common_is_refused(tmp_path):
         compare(a / "gsm8k", a)
     with pytest.raises(UserError, match="no such folder"):
         main(["compare", str(a), str(tmp_path / "nowhere")])
+    with pytest.raises(UserError, match=r"A .*a: is the folder of B itself"):
+        main(["compare", str(a), f"{a}/../a"])
     (b / "sweep.json").write_text(json.dumps({"candidates": [{"name": "checkpoint-4"}]}))
     with pytest.raises(UserError, match="holds a sweep; write the folder of one of checkpoint-4"):
         compare(a, b)
+    (a / "gsm8k" / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"--compare: .*summary\.json is not readable"):
+        compare(a, c)
