@@ -97,18 +97,37 @@ def without_template(folder: Path) -> Path:
         ({"--max_model_len": "100000"}, "the model takes 512 tokens"),
         ({"--n": "4"}, "greedy completions"),
         ({"--few_shot": "shots.jsonl"}, "no such file"),
+        ({"--compare": "nowhere"}, "--compare nowhere: no such folder"),
+        ({"--compare": "RESULTS/out"}, "is the folder of --result_dir itself"),
+        ({"--compare": "RESULTS/differences"}, "no problem is in both"),
         ({"template": "without"}, "no chat template"),
     ],
 )
 def test_mistakes_are_found_before_a_model_is_loaded(model, sums, tmp_path, monkeypatch, change, message):
     if change.pop("template", None):
         model = without_template(tmp_path / "bare")
+    (tmp_path / "differences" / "sums").mkdir(parents=True)
+    row = {"key": "0-0", "sample": 0, "score": 1.0, "extracted": "1"}
+    (tmp_path / "differences" / "sums" / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    change = {flag: value.replace("RESULTS", str(tmp_path)) for flag, value in change.items()}
     flags = {"--model": str(model), "--dataset": str(sums), "--result_dir": str(tmp_path / "out"), **change}
     monkeypatch.setattr("perl.evaluation.run.Workers", None)
     monkeypatch.setattr("perl.evaluation.setup.merge_adapter", None)
     with pytest.raises(UserError) as error:
         main([word for pair in flags.items() for word in pair])
     assert message in str(error.value)
+
+
+def test_the_report_shows_what_the_run_was_compared_with(model, sums, tmp_path, capsys):
+    """The report is written last, after the comparison that the same command makes."""
+    flags = ["--model", str(model), "--dataset", str(sums), "--max_new_tokens", "4", "--result_dir"]
+    assert main([*flags, str(tmp_path / "a")]) == 0
+    assert main([*flags, str(tmp_path / "b"), "--compare", str(tmp_path / "a")]) == 0
+    assert "both are the same model" in capsys.readouterr().out
+    assert 'class="compared"' not in (tmp_path / "a" / "report.html").read_text()
+    text = (tmp_path / "b" / "report.html").read_text()
+    assert f"Compared with {model.name}</h2>" in text
+    assert "both: the same model." in text
 
 
 def test_a_users_mistake_ends_with_code_2_and_one_line():

@@ -26,6 +26,11 @@ class Point:
     def words(self) -> str:
         return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
 
+    @property
+    def change(self) -> str:
+        """The same of a difference."""
+        return f"{100 * self.value:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})".replace("-", "−")
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -33,21 +38,53 @@ class Curve:
     points: Sequence[Point]
 
 
+ROW, BOTTOM = 44, 24
+"""Heights of a row with an estimate, and of the labels below the last."""
+
+
 def accuracies(rows: Sequence[tuple[str, Point]]) -> Markup:
     """A dot with its interval for each row, one below the other on one axis from 0 to 100 %."""
-    row_height, bottom = 44, 24
-    height = row_height * len(rows) + bottom
     scale = Scale(0.0, 1.0, 8, WIDTH - 8)
-    parts = percent_grid(scale, height - bottom)
-    for place, (name, point) in enumerate(rows):
-        y = place * row_height
+    said = [(name, point, point.words) for name, point in rows]
+    return estimates("Accuracy with 95 % intervals", said, scale, percent_grid(scale, ROW * len(rows)))
+
+
+def differences(rows: Sequence[tuple[str, Point]]) -> Markup:
+    """A dot with its interval for each row on one axis of percentage points, zero in the middle."""
+    reach = max(max(abs(point.low), abs(point.high)) for _, point in rows)
+    marks = ticks(-100 * reach, 100 * reach, 4)
+    end = marks[-1]
+    scale = Scale(-end / 100, end / 100, 8, WIDTH - 8)
+    grid = []
+    for mark in marks:
+        x, anchor = scale(mark / 100), {-end: "start", end: "end"}.get(mark, "middle")
+        grid.append(line(x, 0, x, ROW * len(rows), class_="grid" if mark else "level"))
+        grid.append(
+            text(
+                f"{mark:+g}".replace("-", "−") if mark else "0",
+                x,
+                ROW * len(rows) + 17,
+                text_anchor=anchor,
+                class_="tick",
+            )
+        )
+    said = [(name, point, point.change) for name, point in rows]
+    return estimates("Differences in percentage points with 95 % intervals", said, scale, grid)
+
+
+def estimates(what: str, rows: Sequence[tuple[str, Point, str]], scale: Scale, grid: Sequence[Markup]) -> Markup:
+    """Rows are (name, estimate, the estimate in words); `grid` is what they stand on."""
+    parts = list(grid)
+    for place, (name, point, words) in enumerate(rows):
+        y = place * ROW
         parts.append(text(name, 8, y + 16, class_="name"))
-        parts.append(text(point.words, WIDTH - 8, y + 16, text_anchor="end", class_="value"))
+        parts.append(text(words, WIDTH - 8, y + 16, text_anchor="end", class_="value"))
         parts += interval(scale(point.low), scale(point.high), y + 29)
-        dot = element("circle", title(f"{name}: {point.words}"), cx=scale(point.value), cy=y + 29, r=5, class_="dot")
+        dot = element("circle", title(f"{name}: {words}"), cx=scale(point.value), cy=y + 29, r=5, class_="dot")
         parts.append(dot)
-    label = "; ".join(f"{name}: {point.words}" for name, point in rows)
-    return drawing(height, f"Accuracy with 95 % intervals. {label}", *parts)
+    return drawing(
+        ROW * len(rows) + BOTTOM, f"{what}. {'; '.join(f'{name}: {words}' for name, _, words in rows)}", *parts
+    )
 
 
 def percent_grid(scale: Scale, bottom: float) -> list[Markup]:

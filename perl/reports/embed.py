@@ -56,7 +56,8 @@ def pieces(runs: Sequence[Run]) -> Iterator[str]:
                 yield deflated({"problems": problem_columns(scored.dataset, len(index), batch)})
                 index |= {record["key"]: len(index) + i for i, record in enumerate(batch)}
             for batch in batches(scored.records, "completion"):
-                yield deflated({"samples": sample_columns(scored.dataset, number, index, batch, limit)})
+                columns = sample_columns(scored.dataset, number, index, batch, limit)
+                yield deflated({"samples": columns | compared_columns(run, scored.dataset, batch)})
 
 
 def problem_columns(dataset: str, first: int, records: Sequence[Record]) -> dict[str, Any]:
@@ -74,6 +75,12 @@ def sample_columns(
         "problem": [index[r["key"]] for r in records],
         "completion": [shortened(r["completion"], limit) for r in records],
     } | {name: [r[name] for r in records] for name in names}
+
+
+def compared_columns(run: Run, dataset: str, records: Sequence[Record]) -> dict[str, Any]:
+    """Each row's problem's mean score (there, here) where the run's comparison found another one, else null."""
+    paired = run.comparison.datasets.get(dataset) if run.comparison else None
+    return {"changed": [paired.changed.get(r["key"]) for r in records]} if paired else {}
 
 
 def batches(records: Sequence[Record], text: str) -> Iterator[Sequence[Record]]:

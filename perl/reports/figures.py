@@ -119,6 +119,19 @@ def of_samples(scored: Scored) -> Figure:
     return Figure("More samples", note, chart, [("s0", "pass@k"), ("s1", "maj@k")])
 
 
+def of_comparisons(runs: Sequence[Run]) -> list[Figure]:
+    """A figure a dataset: each metric's difference, in a sweep that of each checkpoint's mean score."""
+    rows: dict[str, list[tuple[str, Point]]] = {}
+    for run in runs:
+        for dataset, paired in run.comparison.datasets.items() if run.comparison else ():
+            shown = paired.differences[:1] if run.label else paired.differences
+            rows.setdefault(dataset, []).extend(
+                (run.label or found.metric, Point(0.0, found.value, found.low, found.high)) for found in shown
+            )
+    note = "Difference in percentage points, paired by problem, with its 95 % interval; to the right is better."
+    return [Figure(dataset, note, charts.differences(found)) for dataset, found in rows.items()]
+
+
 def accuracy(scored: Scored, x: float = 0.0) -> Point:
     found = scored.summary["metrics"]["accuracy"]
     return Point(x, found["value"], found["low"], found["high"])

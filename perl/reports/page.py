@@ -59,7 +59,11 @@ def render(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": lambda share: f"{100 * share:.1f} %", "count": lambda number: f"{number:,.0f}"}
+    environment.filters |= {
+        "percent": lambda share: f"{100 * share:.1f} %",
+        "points": lambda share: f"{100 * share:+.2f}".replace("-", "−"),
+        "count": lambda number: f"{number:,.0f}",
+    }
     return environment.get_template("report.html.j2").render(
         title=heading(runs),
         runs=runs,
@@ -68,6 +72,7 @@ def render(runs: Sequence[Run]) -> str:
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         figures=figures,
+        comparisons=comparisons(runs),
         settings=[settings(runs, name) for name in figures.dataset_names(runs)],
         meta=embed.json_for_html(meta(runs)),
         pieces=embed.pieces(runs),
@@ -126,7 +131,32 @@ def meta(runs: Sequence[Run]) -> dict[str, Any]:
         "datasets": datasets,
         "runs": [run.label for run in runs],
         "samples": sum(len(scored.records) for run in runs for scored in run.scored),
+        "compared": any(run.comparison for run in runs),
     }
+
+
+def comparisons(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A section for each evaluation that runs were compared with: its name and folder, those runs, the charts, and what
+    besides the model differs, by (name, there, here), where several runs were compared as each of them says."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.comparison:
+            groups.setdefault(run.comparison.folder, []).append(run)
+    made = []
+    for folder, compared in groups.items():
+        found = [run.comparison for run in compared if run.comparison]
+        names = [Path(found[0].model or folder).name, *([adapter_name(found[0].adapter)] if found[0].adapter else [])]
+        made.append(
+            {
+                "title": " with ".join(names),
+                "folder": folder,
+                "runs": compared,
+                "figures": figures.of_comparisons(compared),
+                "same": [run.label or "both" for run in compared if run.comparison and run.comparison.same_model],
+                "differs": list(dict.fromkeys(row for comparison in found for row in comparison.differs)),
+            }
+        )
+    return made
 
 
 def settings(runs: Sequence[Run], dataset: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a report is made of, read from a result folder: each dataset's summary.json and samples.jsonl."""
+"""What a report is made of, read from a result folder: each dataset's summary.json and samples.jsonl, compare.json."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from perl.errors import UserError
+from perl.reports.comparisons import Comparison, read_comparison
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,14 @@ class Run:
     step: int | None
     """Optimizer steps of a sweep's checkpoint, 0 for the base; None where that is not known."""
     scored: list[Scored]
+    comparison: Comparison | None = None
+    """With another evaluation, if one was made."""
+
+    @classmethod
+    def of(cls, folder: Path, scored: list[Scored], label: str = "", step: int | None = None) -> Run:
+        """`folder`: where compare.json lies."""
+        comparison = read_comparison(folder, {each.dataset: each.records for each in scored})
+        return cls(label=label, step=step, scored=scored, comparison=comparison)
 
 
 def read_runs(result_dir: Path) -> list[Run]:
@@ -49,7 +58,7 @@ def read_runs(result_dir: Path) -> list[Run]:
         runs = read_sweep(result_dir)
     else:
         scored = [read_scored(result_dir)] if is_dataset(result_dir) else scored_in(result_dir)
-        runs = [Run(label="", step=None, scored=scored)] if scored else []
+        runs = [Run.of(result_dir, scored)] if scored else []
     if runs:
         return runs
     if any(result_dir.glob("**/samples.jsonl")):
@@ -68,7 +77,7 @@ def read_sweep(result_dir: Path) -> list[Run]:
         if candidate["metrics"] is None or not (scored := scored_in(folder)):
             logger.warning("report: %s is left out: %s", name, candidate["error"] or "it is not scored yet")
             continue
-        runs.append(Run(label=name, step=candidate["step"], scored=scored))
+        runs.append(Run.of(folder, scored, name, candidate["step"]))
     return runs
 
 

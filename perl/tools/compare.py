@@ -10,11 +10,13 @@ from rich.console import Console
 from perl.errors import UserError
 from perl.evaluation.compare import COMPARE, compare, print_comparison
 from perl.evaluation.store import write_json
+from perl.reports.page import NAME, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("A", help="result folder of an evaluation")
-    parser.add_argument("B", help="result folder that is compared with A; compare.json is written here")
+    text = f"result folder that is compared with A; compare.json is written here, and {NAME} anew where there is one"
+    parser.add_argument("B", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,4 +27,6 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"{this / COMPARE}: {error.strerror}") from error
     print_comparison(comparison, Console())
+    if (this / NAME).is_file():
+        print(f"report: {write_report(this)}")
     return 0

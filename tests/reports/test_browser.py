@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from perl.__main__ import main
 from perl.reports.page import write_report
 from tests.reports.conftest import record, write_results
 
@@ -209,6 +210,53 @@ def test_a_sweep_by_checkpoint(tmp_path, visit, caplog):
     assert "checkpoint-5: runs/a/checkpoint-5" in page.text(".settings")
 
 
+def test_a_comparison_and_the_problems_that_changed(tmp_path, visit, chrome):
+    """Of 12 problems with 2 samples each, the first 8 turn from wrong to right, the next one from right to half right,
+    and the last three stay: 7.5 / 12 more are right. A path is a script, and a setting is one."""
+    wrong = {"score": 0.0, "scores": {}, "extracted": "17", "reason": "wrong"}
+    right = {"other": (range(8, 12), range(8, 12)), "this": (range(12), [i for i in range(12) if i != 8])}
+    for name, samples in right.items():
+        rows = [
+            record(f"{i:016x}-0", s, **({} if i in samples[s] else wrong)) for i in range(12) for s in range(2)
+        ]  # fmt: skip
+        write_results(tmp_path / name / "gsm8k", rows, 2, model=HOSTILE[0] if name == "other" else "models/tiny",
+                      dtype=HOSTILE[2] if name == "other" else "float32")  # fmt: skip
+    file = write_report(tmp_path / "this")
+    assert visit(file).run("return document.getElementById('compared').hidden")
+    assert main(["compare", str(tmp_path / "other"), str(tmp_path / "this")]) == 0  # writes the report anew
+    page = visit(file)
+    assert page.text(".compared h2") == "Compared with script>"
+    assert page.run("return [...document.querySelectorAll('.compared tbody tr')].slice(0, 2).map((row) => "
+                    "[...row.cells].map((cell) => cell.innerText).filter((_, i) => i !== 6 && i !== 7))") == [
+        ["gsm8k", "avg@2", "better", "33.33", "95.83", "+62.50", "12 × 2", "8", "1", "3"],
+        ["", "pass@2", "better", "33.33", "100.00", "+66.67", ""],
+    ]  # fmt: skip
+    assert page.run("return document.querySelectorAll('.compared .chart circle').length") == 2
+    page.click(".compared summary")
+    assert page.run("return document.querySelector('.differs tbody').rows[0].cells[1].textContent") == json.dumps(
+        HOSTILE[2]
+    )
+    counts = {"all": 24, "better": 16, "worse": 2}
+    for value, count in counts.items():
+        assert page.text(f"[name=change][value={value}] + span b") == str(count)
+        page.click(f"[name=change][value={value}]")
+        assert page.shown() == count
+    assert "worse: 100 % → 50 %" in page.text("#sample .facts")
+    page.click("[name=verdict][value=wrong]")
+    assert (page.shown(), page.text("[name=change][value=all] + span b")) == (1, "1")
+    assert page.text("[name=verdict][value=correct] + span b") == "1"
+    chrome.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    )
+    try:
+        assert page.run("return document.documentElement.scrollWidth") == 380
+    finally:
+        chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert "owned" not in page.chrome.title
+    assert page.requests() == {file.as_uri(): ""}
+    assert page.console() == []
+
+
 def test_twenty_thousand_samples_stay_usable(tmp_path, visit):
     rng = random.Random(0)
     texts = [" ".join(f"w{rng.randrange(2000)}" for _ in range(200)) for _ in range(500)]
@@ -224,7 +272,7 @@ def test_twenty_thousand_samples_stay_usable(tmp_path, visit):
     page = visit(file)
     assert time.monotonic() - began < 8
     assert page.shown() == 20_000
-    asked = "{query: 'needle', dataset: '', run: '', sort: 'long', verdict: 'wrong'}"
+    asked = "{query: 'needle', dataset: '', run: '', sort: 'long', verdict: 'wrong', change: 'all'}"
     took = page.run(f"const began = performance.now(); Samples.filter({asked}); return performance.now() - began")
     assert took < 1500
     page.enter("#query", "only needle")

@@ -9,6 +9,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from perl.__main__ import main
 from perl.errors import UserError
 from perl.reports import charts, embed, figures
 from perl.reports.charts import Curve, Point
+from perl.reports.comparisons import read_comparison
 from perl.reports.page import SCRIPTS, adapter_name, asset, write_report
 from perl.reports.results import Run, read_runs
 from perl.reports.svg import Scale, ticks
@@ -97,6 +99,20 @@ def test_accuracy_and_its_interval_stand_where_they_should():
     assert dot[0].text == "a <b>: 50.0 % (25.0 to 100.0)"
 
 
+def test_differences_stand_on_both_sides_of_zero():
+    """The farthest end, 0.2, is a mark, so the axis of 404 units spans −20 to +20 points: 10.1 units a point."""
+    chart = charts.differences([("avg@1", Point(0, 0.05, -0.1, 0.2))])
+    (dot,), lines, (zero,) = (
+        drawn(chart, "circle", "dot"),
+        drawn(chart, "line", "interval"),
+        drawn(chart, "line", "level"),
+    )
+    assert (float(dot.get("cx", 0)), float(zero.get("x1", 0))) == (210 + 50.5, 210)
+    assert (float(lines[0].get("x1", 0)), float(lines[0].get("x2", 0))) == (109, 412)
+    labels = [e.text for e in ET.fromstring(chart).iter("text")]
+    assert labels == ["−20", "−10", "0", "+10", "+20", "avg@1", "+5.0 (−10.0 to +20.0)"]
+
+
 def test_lengths_are_counted_by_bin_and_the_truncated_stand_on_top():
     chart = charts.lengths([0, 1, 1, 2], [2, 56])
     bars, cut = drawn(chart, "rect", "bar"), drawn(chart, "rect", "cut")
@@ -156,6 +172,85 @@ def test_a_torn_line_and_rows_of_another_n_are_told(tmp_path, caplog):
     assert [r["key"] for r in scored.records] == ["a-0", "b-0", "c-0"]
     assert "1 broken lines left out" in caplog.text
     assert "samples.jsonl has 3 rows, the summary was made from 2" in caplog.text
+
+
+def compared_folders(folder: Path, **changes: Any) -> Path:
+    """Ten problems, of which the other evaluation solved the first two and this one all but the first: 8 better, 1
+    worse, 1 equal. Written by the command, `changes` being the other's."""
+    wrong = {"score": 0.0, "scores": {"flexible": 0.0}, "extracted": "17", "reason": "wrong"}
+    for name, right, own in (("other", range(2), changes), ("this", range(1, 10), {"base_hash": "89ab"})):
+        rows = [record(f"{i:016x}-0", **({} if i in right else wrong)) for i in range(10)]
+        write_results(folder / name / "gsm8k", rows, **own)
+    assert main(["compare", str(folder / "other"), str(folder / "this")]) == 0
+    return folder / "this"
+
+
+def test_a_comparison_is_shown_with_what_it_counted(tmp_path):
+    """Deviations from the mean 0.7: -1.7, -0.7 and eight of 0.3, so the standard error is sqrt(10/9 · 4.1) / 10 =
+    0.2134, and 2.8016 of them are 59.80 points."""
+    hostile = {"model": "models/<script>x", "adapter": "runs/<b>/adapter", "dtype": "<i>half</i>"}
+    folder = compared_folders(tmp_path, **hostile)
+    (run,) = read_runs(folder)
+    assert run.comparison is not None
+    paired = run.comparison.datasets["gsm8k"]
+    assert (paired.problems, paired.better, paired.worse, paired.equal) == (10, 8, 1, 1)
+    (found,) = paired.differences  # n is 1: all metrics say the same
+    assert (found.metric, found.other, found.this, found.value, found.verdict) == ("avg@1", 0.2, 0.9, 0.7, "better")
+    text = write_report(folder).read_text()
+    section = text[text.index('<section class="compared"') : text.index('<section aria-labelledby="samples-title"')]
+    assert "Compared with &lt;script&gt;x with &lt;b&gt;" in section
+    assert "&lt;i&gt;half&lt;/i&gt;" in section
+    assert not re.search("<script|<b>|<i>", section)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", section)
+    assert [cell for cell in cells if re.fullmatch(r"[−+]?[\d.]+|10 × 1", cell)] == [
+        "20.00", "90.00", "+70.00", "59.80", "10 × 1", "8", "1", "1",
+    ]  # fmt: skip
+    samples = next(p["samples"] for p in map(unpacked, embed.pieces([run])) if "samples" in p)
+    assert samples["changed"] == [[1.0, 0.0], None, *[[0.0, 1.0]] * 8]
+    (scored,) = run.scored
+    assert "changed" not in next(
+        p["samples"] for p in map(unpacked, embed.pieces([Run(label="", step=None, scored=[scored])])) if "samples" in p
+    )
+
+
+def test_checkpoints_compared_with_the_same_run_share_a_section(tmp_path):
+    names, wrong = ("checkpoint-5", "checkpoint-10"), {"score": 0.0, "reason": "wrong"}
+    rows = [record(f"{i:016x}-0", **wrong) for i in range(8)]
+    write_results(tmp_path / "base" / "gsm8k", rows)
+    for name, right in zip(names, (2, 8), strict=True):
+        own = [record(row["key"]) if i < right else row for i, row in enumerate(rows)]
+        write_results(tmp_path / "sweep" / name / "gsm8k", own)
+        assert main(["compare", str(tmp_path / "base"), str(tmp_path / "sweep" / name)]) == 0
+    candidates = [{"name": name, "step": 5, "error": None, "metrics": {}} for name in names]
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"candidates": candidates}))
+    text = write_report(tmp_path / "sweep").read_text()
+    assert text.count('<section class="compared"') == 1
+    (figure,) = figures.of_comparisons(read_runs(tmp_path / "sweep"))
+    dots = [dot[0].text for dot in drawn(figure.chart, "circle", "dot")]
+    assert [dot.split(" (")[0] for dot in dots if dot] == ["checkpoint-5: +25.0", "checkpoint-10: +100.0"]
+
+
+def test_a_comparison_of_other_samples_is_left_out_with_one_line(tmp_path, caplog):
+    folder = compared_folders(tmp_path)
+    records = {"gsm8k": read_runs(folder)[0].scored[0].records}
+    assert read_comparison(folder, records) is not None
+    assert caplog.messages == []
+    rescored = [{**records["gsm8k"][0], "score": 1.0}, *records["gsm8k"][1:]]
+    more = [*records["gsm8k"], record("b-0")]
+    for rows in (rescored, more, records["gsm8k"][1:], []):
+        caplog.clear()
+        assert read_comparison(folder, {"gsm8k": rows}) is None
+        assert len(caplog.messages) == 1
+        assert "compare.json is left out for gsm8k: made from other samples" in caplog.text
+    whole = json.loads((folder / "compare.json").read_text())
+    metrics = whole["datasets"]["gsm8k"]["metrics"]["avg@1"]
+    for broken in ("{", "[]", "{}", json.dumps(whole | {"datasets": {"gsm8k": {"metrics": metrics}}}),
+                   json.dumps(whole).replace('"value": 0.7', '"value": 1e999')):  # fmt: skip
+        caplog.clear()
+        (folder / "compare.json").write_text(broken)
+        assert 'class="compared"' not in write_report(folder).read_text()
+        assert len(caplog.messages) == 1
+        assert "compare.json is left out: not readable" in caplog.text
 
 
 def test_the_command_writes_where_it_is_told(tmp_path, capsys):

@@ -25,7 +25,7 @@
   function wanted() {
     return {
       query: at("query").value, dataset: at("dataset").value, run: at("run").value, sort: at("sort").value,
-      verdict: form.elements.verdict.value, truncated: form.elements.truncated.checked,
+      verdict: form.elements.verdict.value, change: form.elements.change.value, truncated: form.elements.truncated.checked,
       unextracted: form.elements.unextracted.checked, failed: form.elements.failed.checked,
     };
   }
@@ -37,7 +37,7 @@
     shown = now;
     chosen = shown.indexOf(before);
     for (const input of form.querySelectorAll("input[type=radio], input[type=checkbox]")) {
-      const count = counts[input.type === "radio" ? input.value : input.name];
+      const count = input.type === "radio" ? counts[input.name][input.value] : counts[input.name];
       input.parentElement.querySelector("b").textContent = count.toLocaleString("en");
     }
     const loading = Samples.all.length < Samples.meta.samples ? ", loading…" : "";
@@ -194,6 +194,10 @@
       ["length", make("span", "", `${sample.tokens.toLocaleString("en")} tokens, prompt ${sample.problem.tokens.toLocaleString("en")}`)],
       ["sample", make("span", "", `#${sample.number}, seed ${sample.seed}, ${sample.seconds} s in the engine`)],
     ];
+    if (sample.changed) {
+      const [there, here] = sample.changed.map((score) => `${+(100 * score).toFixed(1)} %`);
+      rows.push(["compared", make("span", "", `${sample.change}: ${there} → ${here}`)]);
+    }
     if (sample.error !== null) rows.push(["error", make("span", "", sample.error)]);
     return make("dl", "facts", ...rows.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", value))));
   }
@@ -305,6 +309,7 @@
     for (const group of document.querySelectorAll("[data-run]")) group.hidden = group.dataset.run !== this.value;
   }
 
+  at("compared").hidden = !Samples.meta.compared;
   options(at("dataset"), Object.keys(Samples.meta.datasets).map((name) => [name, name]), "All datasets");
   options(at("run"), Samples.meta.runs.map((name, i) => [i, name]), "All checkpoints");
   form.addEventListener("submit", (event) => event.preventDefault());

@@ -49,8 +49,10 @@ const Samples = (() => {
         correct: columns.score[i] === 1,
         truncated: columns.finish_reason[i] === "length",
         unextracted: columns.extracted[i] === null,
+        changed: columns.changed?.[i] ?? null, // [there, here]: the problem's mean score in the comparison
         failed: columns.error[i] !== null || columns.reason[i] === "timeout" || columns.reason[i] === "error",
       };
+      sample.change = sample.changed && (sample.changed[1] > sample.changed[0] ? "better" : "worse");
       sample.problem.samples.push(sample);
       all.push(sample);
     });
@@ -58,19 +60,31 @@ const Samples = (() => {
 
   const FLAGS = ["truncated", "unextracted", "failed"];
 
-  // {shown: [sample], counts: {all, correct, wrong, truncated, …}}: a count is what choosing that filter would show.
+  // {shown: [sample], counts: {verdict: {all, correct, wrong}, change: {all, better, worse}, truncated, …}}: a count is
+  // what choosing that filter would show.
   function filter(wanted) {
     const found = finder(wanted.query);
     const shown = [];
-    const counts = { all: 0, correct: 0, wrong: 0, truncated: 0, unextracted: 0, failed: 0 };
+    const counts = {
+      verdict: { all: 0, correct: 0, wrong: 0 }, change: { all: 0, better: 0, worse: 0 },
+      truncated: 0, unextracted: 0, failed: 0,
+    };
     for (const sample of all) {
       if (wanted.dataset && sample.problem.dataset !== wanted.dataset) continue;
       if (wanted.run !== "" && sample.run !== Number(wanted.run)) continue;
       if (!FLAGS.every((flag) => !wanted[flag] || sample[flag])) continue;
       if (!found(sample)) continue;
-      counts.all++;
-      counts[sample.correct ? "correct" : "wrong"]++;
-      if (wanted.verdict !== "all" && sample.correct !== (wanted.verdict === "correct")) continue;
+      const verdict = wanted.verdict === "all" || sample.correct === (wanted.verdict === "correct");
+      const change = wanted.change === "all" || sample.change === wanted.change;
+      if (change) {
+        counts.verdict.all++;
+        counts.verdict[sample.correct ? "correct" : "wrong"]++;
+      }
+      if (verdict) {
+        counts.change.all++;
+        if (sample.change) counts.change[sample.change]++;
+      }
+      if (!verdict || !change) continue;
       for (const flag of FLAGS) if (sample[flag]) counts[flag]++;
       shown.push(sample);
     }
