@@ -10,9 +10,10 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from perl.errors import UserError
 
@@ -220,3 +221,23 @@ def empty_cache() -> None:
     """Give memory that torch holds but no tensor uses back to the accelerator; on a CPU there is nothing to do."""
     if (kind := detect().kind) != "cpu" and (module := _backend(kind)) is not None:
         module.empty_cache()
+
+
+def graph_pool() -> Any:
+    """Memory that captured graphs may share, as long as one's results are read before the next is replayed."""
+    module = _backend(detect().kind)
+    assert module is not None
+    return module.graph_pool_handle()
+
+
+def capture(function: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
+    """A graph of what `function` launches on this process's accelerator, and the tensor that each `graph.replay()`
+    writes its result to. Nothing is computed now. Raises RuntimeError where `function` does what a graph can't hold.
+    """
+    kind = detect().kind
+    module = _backend(kind)
+    assert module is not None
+    graph = module.CUDAGraph() if kind == "cuda" else module.NPUGraph()
+    with module.graph(graph, pool=pool):
+        result = function()
+    return graph, result

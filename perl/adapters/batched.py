@@ -90,5 +90,5 @@ def _plain(layer: Any) -> bool:
     (adapter,) = layer.active_adapters
     if adapter not in layer.lora_A or adapter in layer.lora_variant or layer.lora_bias[adapter]:
         return False
-    parts = [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
+    parts: list[Any] = [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
     return all(part.numel() > 0 and not hasattr(part, "placements") for part in parts)

@@ -50,6 +50,7 @@ RULES: tuple[Rule, ...] = (
         "rollout.engine is not continuous_batching",
     ),
     Rule("rollout.max_batch_tokens", lambda v: v.rollout.engine == "fast", "rollout.engine is not fast"),
+    Rule("rollout.capture_graphs", lambda v: v.rollout.engine == "fast", "rollout.engine is not fast"),
     Rule(
         "rollout.merge_adapter",
         lambda v: v.rollout.engine in ("fast", "generate"),

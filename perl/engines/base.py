@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +13,8 @@ from perl.records import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 Feed = Iterable[tuple[Prompt, Sampling] | None]
 """What `Engine.stream` reads: prompts as they come; None for "nothing at the moment"."""
@@ -65,6 +69,12 @@ def require_room(prompts: Sequence[Prompt], max_model_len: int) -> None:
                 f"prompt {index} has {len(prompt.token_ids)} tokens, and the context holds {max_model_len} with the"
                 " completion; shorten the prompt, leave it out, or raise --max_model_len if the model allows more"
             )
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """For fallbacks: a rollout is made many times a run."""
+    logger.warning(message)
 
 
 def eos_token_ids(model_path: str, config: PreTrainedConfig, tokenizer: Any) -> frozenset[int]:

@@ -7,11 +7,10 @@ it is training (`generate_completions`).
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perl.engines.base import warn_once
 from perl.engines.fast import decode_fast, unsupported_reason
 from perl.engines.rows import DEFAULT_BATCH_TOKENS, Finished, Job, Row
 from perl.engines.sampling import validate
@@ -20,8 +19,6 @@ from perl.records import Sampling
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
-
-logger = logging.getLogger(__name__)
 
 
 def decode(
@@ -34,7 +31,7 @@ def decode(
     is until then; with stream=False the fast loop computes everything inside `model.generate`.
     """
     if reason := unsupported_reason(model):
-        _log_once(f"decoding with the model's own generate, as the fast loop can't serve it: {reason}")
+        warn_once(f"decoding with the model's own generate, as the fast loop can't serve it: {reason}")
         return decode_stock(model, job, processors)
     return decode_fast(model, job, processors, stream=stream)
 
@@ -49,6 +46,7 @@ def generate_completions(
     eos_token_ids: Collection[int],
     pad_token_id: int,
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    capture: bool = False,
     processors: Sequence[LogitsProcessor] = (),
 ) -> list[Finished]:
     """Complete every prompt `group_size` times with a model in memory, such as one in training.
@@ -66,7 +64,7 @@ def generate_completions(
         seeds: len(prompt_ids) * group_size seeds, one a completion, prompt by prompt (`prompts.row_seed`).
         eos_token_ids: tokens that end a completion.
         pad_token_id: fills masked places; which token it is changes nothing.
-        max_batch_tokens: bound on the key-value cache, see `rows.Job`.
+        max_batch_tokens, capture: see `rows.Job`.
         processors: logits processors, called as in `model.generate` with left-padded ids.
 
     Returns:
@@ -90,6 +88,7 @@ def generate_completions(
         eos_token_ids=frozenset(eos_token_ids),
         pad_token_id=pad_token_id,
         max_batch_tokens=max_batch_tokens,
+        capture=capture,
     )
     with evaluation_mode(model):
         return sorted(decode(model, job, processors, stream=False), key=lambda finished: finished.index)
@@ -105,8 +104,3 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.warning(message)

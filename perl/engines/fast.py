@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from perl.engines.attention import adopt
 from perl.engines.linear import laid_out
 from perl.engines.loop import Decoder
 from perl.engines.rows import Finished, Job, left_pad
@@ -67,7 +66,6 @@ def decode_fast(
         stream: compute while the iterator is consumed, after `model.generate` has returned; False: all within it.
     """
     lockstep = is_sharded(model)
-    adopt(model)
 
     def custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         rows = Decoder(model, job, logits_processor, model_kwargs.get("logits_to_keep"), lockstep).run()

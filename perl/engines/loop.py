@@ -12,6 +12,9 @@ import torch.distributed as dist
 from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicCache
 
+from perl.engines import graphs
+from perl.engines.attention import adopt
+from perl.engines.base import warn_once
 from perl.engines.rows import Finished, Job, Row, arrived, left_pad, mark_seen
 from perl.engines.sampling import choose, uniforms
 from perl.engines.slots import SlotCache
@@ -83,6 +86,13 @@ class Decoder:
         self.options = {} if logits_to_keep is None else {"logits_to_keep": logits_to_keep}
         self.lockstep = lockstep
         """All ranks run the same number of forwards; those that are through idle until the last one is."""
+        kept = adopt(model)
+        self.own_attention = kept is None
+        self.captures = job.capture
+        if job.capture and (reason := graphs.unsupported_reason(kept, lockstep)):
+            warn_once(f"decoding without captured graphs: {reason}")
+            self.captures = False
+        self.graphs: graphs.StepGraphs | None = None
         self.source = iter(job.rows)
         self.read = 0
         """Rows that came from `source`."""
@@ -195,21 +205,14 @@ class Decoder:
             self.cache = SlotCache(like, slots, columns)
         elif rows > self.cache.slots or columns > self.cache.columns:
             self.cache.resize(slots, columns, len(self.live), max((live.length for live in self.live), default=0))
+            self.graphs = None  # they write to where the cache was
 
     def _step(self) -> Iterator[Finished]:
         """Draw one token for each row in flight, and let go of the rows that end."""
-        assert self.cache is not None
         lengths = [live.length for live in self.live]
         width = max(lengths)
-        device = self.model.device
-        ends = torch.tensor(lengths, device=device)
-        self.cache.begin(ends - 1, width)
-        logits = self._forward(
-            torch.tensor([live.token_ids[-1:] for live in self.live], device=device),
-            torch.arange(width, device=device) < ends[:, None],
-            ends[:, None] - 1,
-            self.cache,
-        )
+        tokens = torch.tensor([live.token_ids[-1] for live in self.live], device=self.model.device)
+        logits = self._decode(tokens, torch.tensor(lengths, device=self.model.device), width)
         self._draw(self.live, logits, self.seen)
         ended = [live for live in self.live if self._ended(live)]
         if ended:
@@ -231,8 +234,25 @@ class Decoder:
             self.seen = self.seen[torch.tensor(order, dtype=torch.long, device=self.seen.device)]
         self.live = [self.live[i] for i in order]
 
+    def _decode(self, tokens: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
+        """float32 logits [rows, vocabulary] after each row's last token (int64 [rows]), which `lengths` counts."""
+        assert self.cache is not None
+        if self.captures and self.graphs is None:
+            slots, columns = self.cache.slots, self.cache.columns
+            self.graphs = graphs.StepGraphs(self._compute, slots, columns, self.job.pad_token_id, tokens.device)
+        return (self.graphs or self._compute)(tokens, lengths, width)
+
+    def _compute(self, tokens: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
+        """`_decode`, reading `width` columns of the cache."""
+        assert self.cache is not None
+        self.cache.begin(lengths - 1, width)
+        visible = torch.arange(width, device=tokens.device) < lengths[:, None]
+        # Of four dimensions: transformers hands it on as it is, instead of working it out and reading it back.
+        mask = visible[:, None, None] if self.own_attention else visible
+        return self._forward(tokens[:, None], mask, lengths[:, None] - 1, self.cache)
+
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """float32 logits [rows, vocabulary] of the last token; all arguments [rows, tokens]."""
+        """float32 logits [rows, vocabulary] of the last token; ids and positions [rows, tokens]."""
         if self.lockstep:
             self._any_rank_decodes(True)
         return self._call_model(ids, mask, positions, cache)

@@ -54,6 +54,8 @@ class Job:
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     """Bound on rows in flight times the longest (prompt + max_new_tokens) among them. A row that is longer than this
     alone is decoded alone."""
+    capture: bool = False
+    """Decode steps run as captured graphs where the accelerator and the model allow it (perl.engines.graphs)."""
 
 
 def arrived(source: Iterator[Row | None], first: int) -> list[tuple[int, Row]]:

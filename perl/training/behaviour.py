@@ -136,8 +136,15 @@ class BehaviourPolicy:
             return self.model.generate(**inputs)
         ids = inputs["input_ids"]
         seeds = rollout_seeds(self.seed, rollout.draw, len(ids), self.rank, rollout.group_size)
-        config, limit = inputs["generation_config"], int(self.config.max_batch_tokens)
-        output, self.logps = generate_fast(self.model, ids, inputs["attention_mask"], config, seeds, limit)
+        output, self.logps = generate_fast(
+            self.model,
+            ids,
+            inputs["attention_mask"],
+            inputs["generation_config"],
+            seeds,
+            int(self.config.max_batch_tokens),
+            self.config.capture_graphs,
+        )
         return output
 
     def proof_is_due(self, rollout: Rollout) -> bool:

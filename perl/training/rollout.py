@@ -34,6 +34,7 @@ def generate_fast(
     config: GenerationConfig,
     seeds: Sequence[int],
     max_batch_tokens: int,
+    capture: bool = False,
 ) -> tuple[torch.Tensor, list[list[float]]]:
     """What `policy.generate` would return for left-padded prompts: int64 [rows, prompt width + longest completion],
     padded on the right; and the log-probability of each drawn token (perl.engines.sampling.choose).
@@ -42,6 +43,7 @@ def generate_fast(
         input_ids, attention_mask: int64 [rows, prompt width].
         config: TRL's generation configuration; its sampling, eos and length are used.
         seeds: one for each row.
+        max_batch_tokens, capture: see perl.engines.rows.Job.
     """
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
     eos, pad = config.eos_token_id, config.pad_token_id
@@ -56,6 +58,7 @@ def generate_fast(
         eos_token_ids=[eos] if isinstance(eos, int) else list(eos),
         pad_token_id=int(pad),
         max_batch_tokens=max_batch_tokens,
+        capture=capture,
     )
     width = max(len(row.token_ids) for row in finished)
     completions = input_ids.new_full((len(finished), width), int(pad))

@@ -1,6 +1,7 @@
 """The fast loop gives what stock generate gives, with less work."""
 
 import copy
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -22,6 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from perl.engines.base import warn_once
 from perl.engines.fast import decode_fast, unsupported_reason
 from perl.engines.loop import REFILL_SHARE
 from perl.engines.rows import Finished, Job, Row, left_pad
@@ -50,7 +52,7 @@ class Forwards:
 
     def _count(self, _, args, kwargs):
         kind = self.steps if kwargs["past_key_values"].get_seq_length() else self.prefills
-        kind.append((kwargs["input_ids"].shape[0], kwargs["attention_mask"].shape[1]))
+        kind.append((kwargs["input_ids"].shape[0], kwargs["attention_mask"].shape[-1]))
 
 
 @pytest.mark.parametrize(
@@ -272,3 +274,12 @@ def test_what_cannot_be_served_is_named():
     assert unsupported_reason(get_peft_model(mistral, LoraConfig(target_modules="all-linear"))) is not None
     virtual = get_peft_model(tiny(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     assert unsupported_reason(virtual) == "PROMPT_TUNING puts virtual tokens before the prompt"
+
+
+def test_captured_graphs_on_a_cpu_are_said_not_to_be_there(caplog):
+    warn_once.cache_clear()
+    job = dataclasses.replace(make_job(prompts(2)), capture=True)
+    assert len(list(decode_fast(tiny(), job))) == 2
+    assert [record.message for record in caplog.records] == [
+        "decoding without captured graphs: there are none on a cpu"
+    ]

@@ -84,17 +84,22 @@ def cpu(folder, settings):
     return json.loads((folder / "rank0.json").read_text())
 
 
-@pytest.mark.parametrize(("engine", "variables"), [("generate", {"NPUEMU_CPU_GENERATOR": 1}), ("fast", {})])
-def test_the_same_seeds_give_the_same_losses_as_a_cpu(run_npu, tmp_path, engine, variables):
-    """Two emulated NPUs against two CPU processes, float32, same code but for the device.
+@pytest.mark.parametrize(
+    ("engine", "captures", "variables"),
+    [("generate", False, {"NPUEMU_CPU_GENERATOR": 1}), ("fast", False, {}), ("fast", True, {})],
+)
+def test_the_same_seeds_give_the_same_losses_as_a_cpu(run_npu, tmp_path, engine, captures, variables):
+    """Two emulated NPUs against two CPU processes, float32, same code but for the device and captured graphs.
 
     With `generate` an NPU samples from a generator of its own, and is given the CPU's here so that both sample the same
     tokens. The fast engine's random numbers do not come from the device.
     """
     (tmp_path / "npu").mkdir()
     (tmp_path / "cpu").mkdir()
-    on_npu = launch(run_npu, tmp_path / "npu", CONFIGS / "npu_ddp.yaml", {"engine": engine}, **variables)
+    settings = {"engine": engine, "rollout": {"capture_graphs": captures}}
+    on_npu = launch(run_npu, tmp_path / "npu", CONFIGS / "npu_ddp.yaml", settings, **variables)
     on_cpu = cpu(tmp_path / "cpu", {"engine": engine})
     assert on_npu[0]["generate"][0] == on_cpu["generate"][0]  # the noise is drawn on the CPU
+    assert (on_npu[0]["graphs"] > 0) == captures
     assert on_npu[0]["losses"] == pytest.approx(on_cpu["losses"], abs=1e-5)
     assert on_npu[0]["rewards"] == pytest.approx(on_cpu["rewards"], abs=1e-6)

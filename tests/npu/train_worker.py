@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from perl import device
 from perl.config.schema import NoiseConfig
 from tests.training.test_trainer import make_trainer
 
@@ -58,9 +59,15 @@ def main() -> None:
     trainer.behaviour._complete = record
     for name, module in trainer.accelerator.unwrap_model(trainer.model).named_modules():
         if name.endswith("0.post_attention_layernorm"):
-            module.register_forward_pre_hook(
-                lambda m, _: seen["generate" if generating else "loss"].append(full(m.weight))
-            )
+
+            def look(m, _):
+                if not (hasattr(torch, "npu") and torch.npu.is_current_stream_capturing()):
+                    seen["generate" if generating else "loss"].append(full(m.weight))
+
+            module.register_forward_pre_hook(look)
+    captured: list[object] = []
+    capture = device.capture
+    device.capture = lambda *args: captured.append(args) or capture(*args)
     trainer.train()
     adapter_file = out / "adapter"
     trainer.save_model(str(adapter_file))
@@ -76,6 +83,7 @@ def main() -> None:
         "sigma": [row["aqn/sigma"] for row in logs],
         "folded": folded,
         "proved": trainer.behaviour._proved,
+        "graphs": len(captured),
     }
     (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
     if dist.is_initialized():

@@ -18,7 +18,7 @@ def _start():
     from . import hccl, npu
 
     torch._register_device_module("npu", npu)  # torch.npu and sys.modules["torch.npu"]
-    for submodule in ("amp", "memory", "random", "streams"):
+    for submodule in ("amp", "graphs", "memory", "random", "streams"):
         sys.modules[f"torch.npu.{submodule}"] = getattr(npu, submodule)
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from . import amp, memory, random, streams
+from . import amp, graphs, memory, random, streams
 from ._index import device_index
+from .graphs import NPUGraph, graph, graph_pool_handle, is_current_stream_capturing
 from .memory import (
     empty_cache,
     max_memory_allocated,
