@@ -45,7 +45,7 @@ RULES: tuple[Rule, ...] = (
         "rollout.engine is not fast; with vllm it is training.vllm_importance_sampling_correction",
     ),
     Rule(
-        "training.continuous_batching_config",
+        "training.transformers_continuous_batching_config",
         lambda v: v.training.use_transformers_continuous_batching,
         "rollout.engine is not continuous_batching",
     ),

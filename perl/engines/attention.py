@@ -8,6 +8,8 @@ head, and nothing needs to be copied.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +70,21 @@ def adopt(model: Any) -> str | None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     base.set_attn_implementation(ATTENTION)
     return None
+
+
+@contextlib.contextmanager
+def stock_attention(model: Any) -> Iterator[None]:
+    """`model` (a transformers model or a PeftModel) with transformers' own sdpa again: continuous batching pages that,
+    and refuses names that it does not know."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    adopted = base.config._attn_implementation == ATTENTION
+    if adopted:
+        base.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if adopted:
+            base.set_attn_implementation(ATTENTION)
 
 
 def attention(

@@ -19,6 +19,7 @@ import torch
 from perl.adapters.fold import AdapterFold
 from perl.adapters.layers import local
 from perl.config.schema import RolloutConfig
+from perl.engines.attention import stock_attention
 from perl.noise.injector import NoiseInjector
 from perl.training.proof import DrawnRows, Evidence, drawn_rows, require_same_policy
 from perl.training.rollout import generate_fast, rollout_seeds
@@ -93,21 +94,29 @@ class BehaviourPolicy:
 
     @contextlib.contextmanager
     def in_generate(self, rollout: Rollout) -> Iterator[None]:
-        """The model's `generate` samples for this rollout, once."""
+        """The model's `generate` or `generate_batch` samples for this rollout, once."""
         self.logps = None
-        own = vars(self.model).get("generate")  # FSDP2 registers one on the instance, which must come back
+        names = ("generate", "generate_batch")
+        own = {name: vars(self.model)[name] for name in names if name in vars(self.model)}  # FSDP2's must come back
 
         def restore() -> None:
-            vars(self.model).pop("generate", None)
-            if own is not None:
-                self.model.generate = own
+            for name in names:
+                vars(self.model).pop(name, None)
+            vars(self.model).update(own)
 
         def generate(**inputs: Any) -> torch.Tensor:
             restore()
             with self.sampling(rollout):
                 return self._sample(rollout, **inputs)
 
-        self.model.generate = generate
+        def generate_batch(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            restore()
+            with self.sampling(rollout), stock_attention(self.model):
+                outputs = self.model.generate_batch(*args, **kwargs)
+            self.logps = [output.logprobs for output in outputs.values()]
+            return outputs
+
+        self.model.generate, self.model.generate_batch = generate, generate_batch
         try:
             yield
         finally:
@@ -158,10 +167,22 @@ class BehaviourPolicy:
         self._proved = rollout.step
 
     def prove(
-        self, rollout: Rollout, model: Any, rows: DrawnRows, sampler: torch.Tensor, *, comparable: bool = True
+        self,
+        rollout: Rollout,
+        model: Any,
+        rows: DrawnRows,
+        sampler: torch.Tensor,
+        *,
+        comparable: bool = True,
+        itemsize: int | None = None,
     ) -> None:
         """Hold the sampler's log-probabilities against the trainer's, with the adapter apart and without it, inside
-        `sampling`. Every process must come here: the weights may be spread over them. Raises RankError."""
+        `sampling`. Every process must come here: the weights may be spread over them. Raises RankError.
+
+        Args:
+            comparable: see Evidence.
+            itemsize: bytes of a weight of a sampler that has weights of its own.
+        """
         adapted = self.log_probs(model, rows)
         with self.model.disable_adapter():
             base = self.log_probs(model, rows)
@@ -170,10 +191,11 @@ class BehaviourPolicy:
                 sampler=sampler,
                 adapted=adapted,
                 base=base,
-                itemsize=self.model.dtype.itemsize,
+                itemsize=min(itemsize or 4, self.model.dtype.itemsize),
                 largest_b=self._largest_b(),
                 share_lost=self.fold.share_lost or 0.0,
                 comparable=comparable,
+                merges=self.config.engine in ("fast", "generate"),
             )
         )
         if self._proved is None:

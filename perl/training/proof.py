@@ -7,11 +7,14 @@ drew are held against two forward passes of the trainer's model under the same n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from perl.engines.rows import left_pad
 from perl.errors import RankError
 
 PROVED_ROWS = 4
@@ -39,9 +42,9 @@ class DrawnRows:
     def width(self) -> int:
         return self.drawn.shape[1]
 
-    def of_lists(self, logps: Sequence[Sequence[float]]) -> torch.Tensor:
-        """The drawn tokens' numbers out of those of all rows, float32 [tokens]."""
-        flat = [value for row in logps[: len(self.drawn)] for value in row]
+    def of_lists(self, logps: Sequence[Sequence[float | None]]) -> torch.Tensor:
+        """The drawn tokens' numbers out of those of all rows, float32 [tokens]; NaN where TRL says None."""
+        flat = [math.nan if value is None else value for row in logps[: len(self.drawn)] for value in row]
         return torch.tensor(flat, dtype=torch.float32, device=self.drawn.device)
 
 
@@ -60,6 +63,18 @@ def drawn_rows(
     )
 
 
+def rows_of_lists(prompts: Sequence[list[int]], completions: Sequence[list[int]], device: torch.device) -> DrawnRows:
+    """The first PROVED_ROWS rows of an engine that gives lists: all tokens of a completion were drawn."""
+    ids, mask = left_pad(prompts[:PROVED_ROWS], 0, device)  # 0: any token, it is masked
+    rows = [torch.tensor(row, device=device) for row in completions[:PROVED_ROWS]]
+    drawn = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return DrawnRows(
+        input_ids=torch.cat([ids, pad_sequence(rows, batch_first=True)], dim=1),
+        attention_mask=torch.cat([mask, drawn], dim=1),
+        drawn=drawn.bool(),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Log-probabilities of the same drawn tokens in nats, float32 [tokens] each."""
@@ -70,13 +85,15 @@ class Evidence:
     base: torch.Tensor
     """By the trainer's model without the adapter."""
     itemsize: int
-    """Bytes of a weight."""
+    """Bytes of a weight, of the sampler's or the trainer's, the fewer."""
     largest_b: float
     """Largest absolute weight that starts at zero (B of LoRA)."""
     share_lost: float = 0.0
     """Of the adapter's update, what the sampler's weights lost by rounding."""
     comparable: bool = True
     """False: the sampler's numbers are of a truncated distribution (top-p), so that they lie higher by nature."""
+    merges: bool = True
+    """False: the sampler does not heed rollout.merge_adapter."""
 
 
 def require_same_policy(evidence: Evidence) -> None:
@@ -84,11 +101,12 @@ def require_same_policy(evidence: Evidence) -> None:
     count = len(evidence.sampler)
     if not count:
         return
-    from_adapted = float((evidence.sampler - evidence.adapted).abs().mean())
-    from_base = float((evidence.sampler - evidence.base).abs().mean())
+    from_adapted = float((evidence.sampler - evidence.adapted).abs().nanmean())
+    from_base = float((evidence.sampler - evidence.base).abs().nanmean())
     effect = float((evidence.adapted - evidence.base).abs().mean())
-    remedy = "; --config.rollout.merge_adapter false samples with the adapter apart, --config.rollout.engine generate"
-    remedy += " with the trainer's own model"
+    remedy = "; --config.rollout.engine generate samples with the trainer's own model"
+    if evidence.merges:
+        remedy += ", --config.rollout.merge_adapter false with the adapter apart"
     if effect == 0 and evidence.largest_b > VISIBLE[evidence.itemsize]:
         raise RankError(
             f"rollout: the adapter is trained (B reaches {evidence.largest_b:.2g}) but changes no log-probability of"

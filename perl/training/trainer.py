@@ -24,7 +24,6 @@ from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
-from perl.engines.rows import left_pad
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import stage_at
 from perl.training.behaviour import BehaviourPolicy, Rollout
@@ -32,7 +31,7 @@ from perl.training.metrics import StepClock, model_size, sequences
 from perl.training.microbatches import MEAN_OVER_ROWS, SCALE, SUM_OVER_TOKENS, TOKENS, Dealer, equal_rewards
 from perl.training.mismatch import Mismatch, importance_ratio
 from perl.training.packing import enable_packing, log_probs
-from perl.training.proof import DrawnRows, drawn_rows
+from perl.training.proof import DrawnRows, rows_of_lists
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +64,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.adapter, self.adapter_config = adapter, adapter_config
         self.truncate_prompts_to = truncate_prompts_to
         self.rollout_config = rollout or RolloutConfig()
+        if self.continuous_batching_config is not None:
+            self.continuous_batching_config.return_logprobs = True  # for the proof and the metrics of mismatch
         self.noise_config = noise
         self.noise: NoiseInjector | None = None
         if noise.enabled:
@@ -115,14 +116,15 @@ class PerlGRPOTrainer(GRPOTrainer):
             completion_ids, logps = super()._generate_single_turn(
                 prompt_ids, images, fields, num_generations, *args, **kwargs
             )
-            if self.behaviour.proof_is_due(rollout):  # not `generate`, which proves itself
+            logps = self.behaviour.logps if logps is None else logps
+            if logps is not None and self.behaviour.proof_is_due(rollout):  # not `generate`, which proves itself
                 self._prove_other_engine(rollout, prompt_ids, completion_ids, logps)
         if (lost := self.behaviour.fold.share_lost) is not None:
             self._metrics["train" if self.model.training else "eval"]["rollout/merge_share_lost"].append(lost)
         if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
             lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
             self.clock.count_forward(sequences(lengths))
-        return completion_ids, self.behaviour.logps if logps is None else logps
+        return completion_ids, logps
 
     def _begin_rollout(self, group_size: int) -> Rollout:
         training, step = self.model.training, self.state.global_step
@@ -132,19 +134,33 @@ class PerlGRPOTrainer(GRPOTrainer):
         return self._rollout
 
     @torch.no_grad()
-    def _prove_other_engine(self, rollout: Rollout, prompts: list, completions: list, logps: list | None) -> None:
-        """vLLM has weights of its own; what it drew is held against the trainer's."""
-        if logps is None:
-            log.info("rollouts: %s gives no log-probabilities to prove", self.rollout_config.engine)
+    def _prove_other_engine(self, rollout: Rollout, prompts: list, completions: list, logps: list) -> None:
+        """vLLM and continuous batching do not draw in `generate`; their log-probabilities are held against the
+        trainer's."""
+        itemsize, scaled = self._vllm_numbers() if self.use_vllm else (self.model.dtype.itemsize, True)
+        if self.temperature != 1.0 and not scaled:
+            log.info("rollouts: not proved, the vLLM server runs without --logprobs-mode processed_logprobs")
             self.behaviour.skip_proof(rollout)
             return
-        ids, mask = left_pad(prompts, 0, self.accelerator.device)  # 0: any token, it is masked
-        width = max(map(len, completions))
-        ended = [[*row, *[self.eos_token_ids[0]] * (width - len(row))] for row in completions]
-        rows = drawn_rows(ids, mask, torch.tensor(ended, device=ids.device), self.eos_token_ids)
+        whole = self.top_p == 1.0 and not self.top_k and not self.min_p and self.repetition_penalty == 1.0
+        whole = whole and not self.args.generation_kwargs  # which may truncate as well
+        rows = rows_of_lists(prompts, completions, self.accelerator.device)
         with self._unwrapped() as policy, self.behaviour.sampling(rollout):
-            whole = self.top_p == 1.0 and not self.top_k and not self.min_p and self.repetition_penalty == 1.0
-            self.behaviour.prove(rollout, policy, rows, rows.of_lists(logps), comparable=whole)
+            sampler = rows.of_lists(logps)
+            self.behaviour.prove(rollout, policy, rows, sampler, comparable=whole, itemsize=itemsize)
+
+    def _vllm_numbers(self) -> tuple[int, bool]:
+        """Bytes of a weight in vLLM, which chooses its own dtype, and whether its log-probabilities are those after
+        temperature, as TRL asks for where it starts vLLM itself. Every process must come here."""
+        if self.args.vllm_mode == "colocate":
+            return self.vllm_generation.llm.llm_engine.model_config.dtype.itemsize, True
+        itemsize, scaled = 0, False
+        if self.accelerator.is_main_process:  # the one with a client
+            server = self.vllm_generation.vllm_client.get_server_info()["model_config"]
+            itemsize = getattr(torch, server["dtype"].removeprefix("torch.")).itemsize
+            scaled = server["logprobs_mode"] == "processed_logprobs"
+        itemsize, scaled = self._of_all_processes([itemsize, int(scaled)]).amax(dim=0).tolist()
+        return itemsize, bool(scaled)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any):
         with self.clock("reward"):
@@ -322,7 +338,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             # Logged after the step counter moved on: the stage is that of the step that was just taken.
             stage = stage_at(max(self.state.global_step - 1, 0), self.state.max_steps, self.noise_config)
             logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
-        if self.model.training and self.rollout_config.engine in ("fast", "vllm"):
+        if self.model.training and self.rollout_config.engine != "generate":
             logs |= self.mismatch.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
         super().log(logs, start_time)
 

@@ -55,7 +55,11 @@ def reward_with_ties(completion_ids, prompts, **kwargs):
     return [1.0 if same else number for same, number in zip(tied, reward(completion_ids), strict=True)]
 
 
-REWARDS = {"no ties": reward, "ties": reward_with_ties}
+def one(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+REWARDS = {"no ties": [reward], "ties": [reward_with_ties], "ties of a sum": [reward_with_ties, one]}
 
 
 def inject(trainer: GRPOTrainer) -> None:
@@ -107,7 +111,7 @@ def learn(trainer_class: type[GRPOTrainer], rewards: str = "no ties", **settings
             args=TrainingConfig(output_dir=folder, **(defaults | settings)),
             train_dataset=Dataset.from_list(prompts),
             processing_class=tiny_tokenizer(),
-            reward_funcs=[REWARDS[rewards]],
+            reward_funcs=REWARDS[rewards],
             **extra,
         )
         inject(trainer)

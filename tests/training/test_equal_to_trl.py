@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 from trl import GRPOTrainer
 
+from perl.training.microbatches import SCALE
 from perl.training.trainer import PerlGRPOTrainer
 from tests.training.injected import LONGEST, completion, learn, reward
 
@@ -69,6 +72,55 @@ def test_every_loss_type_with_and_without_a_reference(loss_type, beta):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_setting_that_shapes_an_update(variant):
     assert_equal(**VARIANTS[variant])
+
+
+def tied(inputs):
+    """Of a rollout's rows, those whose group has equal rewards (tests.training.injected.reward_with_ties)."""
+    return torch.tensor([row["prompt"][-1]["content"].count("+") >= 2 for row in inputs])
+
+
+class ExactZeros(GRPOTrainer):
+    """TRL's, with the advantages of equal rewards set to the 0 that they are but for rounding."""
+
+    rounding: ClassVar[list[float]] = []
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        of_tied = output["advantages"][tied(inputs)]
+        self.rounding.append(of_tied.abs().max().item() if len(of_tied) else 0.0)
+        output["advantages"][tied(inputs)] = 0.0
+        return output
+
+
+class Counting(PerlGRPOTrainer):
+    """Ours, counting the rows that the loss computes and those that have a gradient."""
+
+    computed = with_gradient = 0
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        assert not output["advantages"][tied(inputs)].any()
+        Counting.with_gradient += int((~tied(inputs)).sum())
+        return output
+
+    def _compute_loss(self, model, inputs):
+        Counting.computed += len(inputs["advantages"]) if inputs[SCALE] else 0
+        return super()._compute_loss(model, inputs)
+
+
+def test_groups_of_eight_equal_weighted_sums_are_left_out():
+    """1.0 + 0.2 for every completion of a group: their mean is not 1.2 in floating point, and TRL learns from that."""
+    settings = {"rewards": "ties of a sum", "reward_weights": [1.0, 0.2], "num_generations": 8, "max_steps": 4}
+    settings |= {"gradient_accumulation_steps": 4, "loss_type": "grpo"}
+    theirs, mine, rounded = (learn(kind, **settings) for kind in (ExactZeros, Counting, GRPOTrainer))
+    assert max(ExactZeros.rounding) > 1e-4
+    assert 0 < Counting.computed == Counting.with_gradient < 4 * 16
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-6, abs=1e-6)
+    assert mine.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-4)
+    apart = max((mine.adapter[n] - tensor).abs().max().item() for n, tensor in theirs.adapter.items())
+    from_rounded = max((mine.adapter[n] - tensor).abs().max().item() for n, tensor in rounded.adapter.items())
+    assert apart <= 1e-6
+    assert from_rounded > 1e-5
 
 
 @pytest.mark.slow

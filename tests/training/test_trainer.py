@@ -24,7 +24,7 @@ def reward_digits(completions, **kwargs):
 
 
 def make_trainer(
-    folder, *, noise=None, adapter="lora", peft=None, callbacks=(), engine="generate", rollout=None, **args
+    folder, *, model=None, noise=None, adapter="lora", peft=None, callbacks=(), engine="generate", rollout=None, **args
 ):
     settings = {
         "max_steps": 2,
@@ -44,7 +44,7 @@ def make_trainer(
     config = TrainingConfig(output_dir=str(folder), **(settings | args))
     prompts = [{"prompt": [{"role": "user", "content": f"What is {i} + {j} ?"}]} for i in range(4) for j in range(4)]
     return PerlGRPOTrainer(
-        model=tiny_model(scale=4.0),
+        model=model or tiny_model(scale=4.0),
         args=config,
         train_dataset=Dataset.from_list(prompts),
         processing_class=tiny_tokenizer(),

@@ -1,0 +1,190 @@
+"""Rollouts that do not go through `generate`: continuous batching and vLLM, real, their log-probabilities proved."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from perl.config.load import ENGINE_FLAGS
+from perl.engines.attention import ATTENTION
+from perl.engines.vllm import ENVIRONMENT
+from perl.errors import RankError
+from perl.training.callbacks import MetricsWriter
+from tests.tiny import save_tiny
+from tests.training.test_rollout_policy import metrics
+from tests.training.test_trainer import make_trainer
+
+CACHE = {"num_blocks": 16, "block_size": 32, "max_batch_tokens": 128}
+
+
+def trained_by(folder: Path, engine: str, **settings: Any) -> Any:
+    """A trainer whose every rollout is proved, and whose adapter moves fast."""
+    settings = {"max_steps": 3, "learning_rate": 5e-2, "temperature": 0.6} | settings
+    return make_trainer(folder, engine=engine, rollout={"verify_steps": 1}, **ENGINE_FLAGS[engine], **settings)
+
+
+def note_proofs(trainer: Any) -> list[int]:
+    """The steps of the proofs that are passed, filled while it trains."""
+    proved: list[int] = []
+    prove = trainer.behaviour.prove
+
+    def noting(rollout, *args, **kwargs):
+        prove(rollout, *args, **kwargs)
+        proved.append(rollout.step)
+
+    trainer.behaviour.prove = noting
+    return proved
+
+
+def test_continuous_batching_is_proved_at_every_rollout(tmp_path):
+    settings = {"transformers_continuous_batching_config": CACHE, "callbacks": [MetricsWriter(tmp_path / "metrics.jsonl")]}
+    trainer = trained_by(tmp_path, "continuous_batching", **settings)
+    proved = note_proofs(trainer)
+    trainer.train()
+    assert proved == [0, 1, 2]
+    assert max(metrics(tmp_path, "rollout/logp_mismatch")) < 1e-4
+    assert trainer.packs  # the update's attention, which continuous batching does not know, is back
+    assert trainer.model.config._attn_implementation == ATTENTION
+
+
+def test_continuous_batching_without_the_adapter_stops_the_run(tmp_path):
+    trainer = trained_by(tmp_path, "continuous_batching", transformers_continuous_batching_config=CACHE)
+    policy = trainer.model.get_base_model()
+    complete = policy.generate_batch
+
+    def without(*args, **kwargs):
+        with trainer.model.disable_adapter():
+            return complete(*args, **kwargs)
+
+    policy.generate_batch = without
+    with pytest.raises(RankError, match=r"the sampler missed the adapter: .*engine generate samples with [^,]*$"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def in_a_process(job: Any, *args: Any) -> Any:
+    """vLLM keeps state in its process."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(job, *args).result(timeout=300)
+
+
+def on_cpu() -> None:
+    """Before vLLM is imported. Half of its start would go into compiling."""
+    os.environ.update(ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"})
+
+
+def until_stopped(trainer: Any) -> dict[str, Any]:
+    proved, error = note_proofs(trainer), None
+    try:
+        trainer.train()
+    except RankError as caught:
+        error = str(caught)
+    return {"proved": proved, "error": error, "steps": trainer.state.global_step}
+
+
+def colocated(folder: Path) -> dict[str, Any]:
+    """Two steps as they should be, and a third rollout before which vLLM is not given the weights (in a child)."""
+    on_cpu()
+    import torch
+    from vllm.model_executor.layers import utils
+
+    def in_place(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    # On a CPU vLLM packs weights and drops them, so that TRL finds none to replace; on a GPU it keeps them, as here.
+    utils.dispatch_cpu_unquantized_gemm = in_place
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(folder / "model", scale=4.0))
+    trainer = trained_by(folder, "vllm", model=model, vllm_max_model_length=64)
+    vllm = trainer.vllm_generation
+    sync = vllm.sync_weights
+    vllm.sync_weights = lambda: sync() if trainer.state.global_step < 2 else None
+    dtype = str(vllm.llm.llm_engine.model_config.dtype)
+    return until_stopped(trainer) | {"dtype": dtype, "mismatch": trainer.state.log_history[1]["rollout/logp_mismatch"]}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_colocated_vllm_is_proved_and_stale_weights_stop_the_run(tmp_path):
+    """The trainer is in float32 and vLLM, left to itself by TRL, in bfloat16: its rounding is no fault."""
+    found = in_a_process(colocated, tmp_path)
+    assert found["dtype"] == "torch.bfloat16"
+    assert found["proved"] == [0, 1]
+    assert 1e-3 < found["mismatch"] < 0.1
+    assert found["steps"] == 2
+    assert "the sampler does not run the policy that is trained" in found["error"]
+    assert "\n" not in found["error"]
+
+
+@contextmanager
+def vllm_server(model: Path):
+    """A real server with vLLM's own defaults: its log-probabilities are those before temperature."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "64"]
+    command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager"]
+    command += ["--weight-transfer-config", '{"backend": "nccl"}']
+    server = subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def served(folder: Path) -> dict[str, Any]:
+    """By temperature, a run against a server that keeps the base's weights: TRL sends it new ones over NCCL, which needs
+    a CUDA device, and here that is left out (in a child)."""
+    on_cpu()
+    from trl.generation.vllm_client import VLLMClient
+
+    setattr(VLLMClient, "init_communicator", lambda client, device: None)  # noqa: B010
+    setattr(VLLMClient, "update_named_params", lambda client, metadata, params: list(params))  # noqa: B010
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("perl").addHandler(handler)
+    logging.getLogger("perl").setLevel(logging.INFO)
+    base = save_tiny(folder / "model", scale=4.0)
+    found: dict[str, Any] = {}
+    with vllm_server(base) as url:
+        for temperature in (1.0, 0.6):
+            lines.clear()
+            trainer = trained_by(
+                folder,
+                "vllm",
+                model=AutoModelForCausalLM.from_pretrained(base),
+                vllm_mode="server",
+                vllm_server_base_url=url,
+                vllm_server_timeout=200,
+                temperature=temperature,
+            )
+            found[str(temperature)] = until_stopped(trainer) | {"log": "\n".join(lines)}
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_vllm_server_with_the_bases_weights_stops_the_run(tmp_path):
+    found = in_a_process(served, tmp_path)
+    assert found["1.0"]["proved"] == [0]  # nothing is learned yet, so that the base is the policy
+    assert found["1.0"]["steps"] == 1
+    assert "the sampler missed the adapter" in found["1.0"]["error"]
+    # Before temperature the numbers are others than the trainer's, whoever sampled.
+    assert found["0.6"]["proved"] == []
+    assert found["0.6"]["error"] is None
+    assert "not proved, the vLLM server runs without --logprobs-mode processed_logprobs" in found["0.6"]["log"]
