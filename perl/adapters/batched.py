@@ -57,7 +57,10 @@ class SharedUpdate:
 
     def forward(self, index: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What layer `index` makes of hidden states [..., in]."""
-        result = self.layers[index].get_base_layer()(x, *args, **kwargs)
+        layer = self.layers[index]
+        if layer.disable_adapters:
+            return type(layer).forward(layer, x, *args, **kwargs)
+        result = layer.get_base_layer()(x, *args, **kwargs)
         if x is not self._read:
             self._read, self._updates = x, F.linear(F.linear(x.to(self.a.dtype), self.a), self.b).split(self.sizes, -1)
         update = self._updates[index]

@@ -31,9 +31,12 @@ def test_the_numbers_are_pefts(config):
     model = make(config, std=0.5)
     apart = logits(model)
     with model.disable_adapter():
-        assert (logits(model) - apart).abs().max() > 0.1
+        base = logits(model)
+    assert (base - apart).abs().max() > 0.1
     with batched(adapted_layers(model)):
         assert (logits(model) - apart).abs().max() < 1e-4
+        with model.disable_adapter():
+            assert torch.equal(logits(model), base)
     assert torch.equal(logits(model), apart)  # and PEFT's own again
 
 

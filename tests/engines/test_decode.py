@@ -7,7 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import MistralConfig, MistralForCausalLM
 
-from perl.engines.decode import _log_once, generate_completions
+from perl.engines.base import warn_once
+from perl.engines.decode import generate_completions
 from perl.errors import UserError
 from perl.records import Sampling
 from tests.engines.models import SHAPE, prompts, tiny
@@ -88,8 +89,8 @@ def test_all_is_computed_inside_generate(monkeypatch):
 def test_fallback_is_said_once(caplog):
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
-    _log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="perl.engines.decode"):
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="perl.engines.base"):
         first = complete(model, prompts(5), 1, range(5), max_batch_tokens=50)
         assert [f.token_ids for f in complete(model, prompts(5), 1, range(5))] == [f.token_ids for f in first]
     assert len(caplog.records) == 1

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig, MistralForCausalLM
 
 from perl.engines import ENGINES
-from perl.engines.decode import _log_once
+from perl.engines.base import warn_once
 from perl.engines.hf import HFEngine
 from perl.errors import UserError
 from perl.records import Prompt, Sampling
@@ -102,12 +102,12 @@ def test_model_that_the_fast_loop_cannot_serve_falls_back_and_says_so(tmp_path, 
     MistralForCausalLM(MistralConfig(**{**SHAPE, "sliding_window": 8})).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     engine, asked = HFEngine(str(tmp_path), max_batch_tokens=120), ask(12)
-    _log_once.cache_clear()
+    warn_once.cache_clear()
     sampling = Sampling(max_new_tokens=10)
     with caplog.at_level(logging.WARNING):
         together = complete(engine, asked, sampling)
         assert complete(engine, asked[::-1], sampling)[::-1] == together
-    lines = [record.getMessage() for record in caplog.records if record.name == "perl.engines.decode"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "perl.engines.base"]
     assert lines == [
         "decoding with the model's own generate, as the fast loop can't serve it:"
         " its cache has DynamicSlidingWindowLayer"

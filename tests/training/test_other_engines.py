@@ -49,7 +49,10 @@ def note_proofs(trainer: Any) -> list[int]:
 
 
 def test_continuous_batching_is_proved_at_every_rollout(tmp_path):
-    settings = {"transformers_continuous_batching_config": CACHE, "callbacks": [MetricsWriter(tmp_path / "metrics.jsonl")]}
+    settings = {
+        "transformers_continuous_batching_config": CACHE,
+        "callbacks": [MetricsWriter(tmp_path / "metrics.jsonl")],
+    }
     trainer = trained_by(tmp_path, "continuous_batching", **settings)
     proved = note_proofs(trainer)
     trainer.train()
@@ -83,8 +86,8 @@ def in_a_process(job: Any, *args: Any) -> Any:
 
 
 def on_cpu() -> None:
-    """Before vLLM is imported. Half of its start would go into compiling."""
-    os.environ.update(ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"})
+    """Before vLLM is imported."""
+    os.environ.update(ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_AOT_COMPILE": "0"})
 
 
 def until_stopped(trainer: Any) -> dict[str, Any]:
@@ -135,7 +138,15 @@ def vllm_server(model: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "64"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--max-model-len",
+        "64",
+    ]
     command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager"]
     command += ["--weight-transfer-config", '{"backend": "nccl"}']
     server = subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
@@ -147,8 +158,8 @@ def vllm_server(model: Path):
 
 
 def served(folder: Path) -> dict[str, Any]:
-    """By temperature, a run against a server that keeps the base's weights: TRL sends it new ones over NCCL, which needs
-    a CUDA device, and here that is left out (in a child)."""
+    """By temperature, a run against a server that keeps the base's weights: TRL sends it new ones over NCCL, which
+    needs a CUDA device, and here that is left out (in a child)."""
     on_cpu()
     from trl.generation.vllm_client import VLLMClient
 
