@@ -33,6 +33,10 @@ VISIBILITY_VARIABLE: dict[Kind, str | None] = {
 RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls them, best first. It finds them itself, unless it is started with --num-gpus or --resources."""
 
+VLLM_MODES: dict[Kind, tuple[str, ...]] = {"npu": ("colocate",), "cuda": ("colocate", "server"), "cpu": ()}
+"""The modes in which TRL 1.16 can give vLLM new weights: a server gets them over NCCL, and on a CPU vLLM has packed its
+own and dropped what could be replaced."""
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:

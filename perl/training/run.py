@@ -41,6 +41,7 @@ def train(argv: Sequence[str]) -> Path:
     parsed = parse(argv)
     check_processes()
     config = parsed.build()
+    check_engine(config)
     set_up_logging(config)
     for warning in parsed.warnings:
         log.warning(warning)
@@ -103,6 +104,16 @@ def check_processes() -> None:
         raise UserError(
             f"one process sees {devices.count} {devices.kind} devices; set {variable}=0, or start with"
             f" accelerate launch --num_processes {devices.count} -m perl.train"
+        )
+
+
+def check_engine(config: Config) -> None:
+    """Where TRL can't give vLLM new weights, it says so with a traceback, at the first rollout on a CPU."""
+    kind, mode = device.detect().kind, config.training.vllm_mode
+    if config.training.use_vllm and mode not in device.VLLM_MODES[kind]:
+        raise UserError(
+            f"--config.rollout.engine vllm: TRL can't give vLLM new weights in --config.training.vllm_mode {mode} on a"
+            f" {kind} device; use --config.rollout.engine fast"
         )
 
 

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from perl.config.effects import RULES
 from perl.config.load import parse
 from perl.errors import UserError
 
@@ -153,6 +154,12 @@ def test_flags_without_effect_get_one_warning_each():
     assert len(warnings) == 2
     assert "noise_injection.enabled is false" in warnings[0]
     assert "rollout.engine is not vllm" in warnings[1]
+
+
+def test_every_rule_is_about_a_field_that_exists():
+    fields = list(parse([]).values.keys(branches=False))
+    for rule in RULES:
+        assert any(name.startswith(rule.prefix) for name in fields), rule.prefix
 
 
 def test_a_recipes_unused_fields_are_not_warned_of(tmp_path):

@@ -86,8 +86,9 @@ def in_a_process(job: Any, *args: Any) -> Any:
 
 
 def on_cpu() -> None:
-    """Before vLLM is imported."""
-    os.environ.update(ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_AOT_COMPILE": "0"})
+    """Before vLLM is imported. Half of its start would go into compiling."""
+    uncompiled = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+    os.environ.update(ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"} | uncompiled)
 
 
 def until_stopped(trainer: Any) -> dict[str, Any]:
@@ -128,7 +129,8 @@ def test_colocated_vllm_is_proved_and_stale_weights_stop_the_run(tmp_path):
     assert found["proved"] == [0, 1]
     assert 1e-3 < found["mismatch"] < 0.1
     assert found["steps"] == 2
-    assert "the sampler does not run the policy that is trained" in found["error"]
+    # Which of the two lines depends on the draw: the weights of a step before may be nearer to the base's.
+    assert found["error"].startswith(("rollout: the sampler does not run the policy", "rollout: the sampler missed"))
     assert "\n" not in found["error"]
 
 

@@ -12,7 +12,7 @@ from perl.adapters.layers import AdaptedLayer, adapted_layers
 from perl.errors import RankError
 from perl.training.callbacks import MetricsWriter
 from perl.training.mismatch import Mismatch, importance_ratio
-from perl.training.proof import Evidence, require_same_policy
+from perl.training.proof import Evidence, require_same_policy, rows_of_lists
 from tests.training.test_trainer import adapter_state, guide_noise, make_trainer
 
 
@@ -183,6 +183,22 @@ def test_evidence_is_judged():
         require_same_policy(evidence(sampler=off))
     require_same_policy(evidence(sampler=off, share_lost=0.1))  # 0.05 of an effect of 0.5, where twice 0.1 may go
     require_same_policy(evidence(sampler=off, comparable=False))
+    unknown = torch.tensor([0.0, math.nan, 0.0])  # a token for which vLLM has no number does not count
+    require_same_policy(evidence(sampler=base + 0.5 + unknown))
+    with pytest.raises(RankError, match="missed the adapter"):
+        require_same_policy(evidence(sampler=base + unknown))
+    with pytest.raises(RankError, match="are nan from the trainer's"):
+        require_same_policy(evidence(sampler=base * math.nan))
+
+
+def test_rows_of_lists_are_those_of_padded_tensors():
+    """Completions may end without an end-of-sequence token, at the longest that vLLM takes."""
+    rows = rows_of_lists([[5, 6, 7], [8]] + [[9]] * 4, [[3], [4, 2]] + [[1]] * 4, torch.device("cpu"))
+    assert rows.input_ids[:2].tolist() == [[5, 6, 7, 3, 0], [0, 0, 8, 4, 2]]
+    assert rows.attention_mask[:2].tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert rows.drawn.tolist() == [[True, False], [True, True], [True, False], [True, False]]
+    numbers = rows.of_lists([[-1.0], [-2.0, None], [-3.0], [-4.0], [-5.0], [-6.0]])
+    assert numbers.nan_to_num(nan=9.0).tolist() == [-1.0, -2.0, 9.0, -3.0, -4.0]
 
 
 def test_mismatch_and_kl_by_hand():

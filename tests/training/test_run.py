@@ -10,6 +10,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from perl.device import detect
 from perl.errors import UserError
 from perl.training.run import last_whole_checkpoint, train
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -249,3 +250,12 @@ def test_a_bad_flag_of_python_m_perl_train_is_exit_code_2_and_one_line(tmp_path)
     assert done.stderr.startswith("error: --config.training.learning_rate: ")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+@pytest.mark.skipif(detect().kind != "cpu", reason="what a CPU can't do")
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_vllm_that_can_not_be_given_weights_is_refused_before_anything_is_loaded(mode):
+    with pytest.raises(
+        UserError, match=f"new weights in --config.training.vllm_mode {mode} on a cpu device; use [^\n]*$"
+    ):
+        train(["--config.rollout.engine", "vllm", "--config.training.vllm_mode", mode])
