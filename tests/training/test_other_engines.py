@@ -112,7 +112,8 @@ def colocated(folder: Path) -> dict[str, Any]:
     # On a CPU vLLM packs weights and drops them, so that TRL finds none to replace; on a GPU it keeps them, as here.
     utils.dispatch_cpu_unquantized_gemm = in_place
     model = AutoModelForCausalLM.from_pretrained(save_tiny(folder / "model", scale=4.0))
-    trainer = trained_by(folder, "vllm", model=model, vllm_max_model_length=64)
+    settings = {"lr_scheduler_type": "constant"}  # so that a step's change is plain beside rounding
+    trainer = trained_by(folder, "vllm", model=model, vllm_max_model_length=64, **settings)
     vllm = trainer.vllm_generation
     sync = vllm.sync_weights
     vllm.sync_weights = lambda: sync() if trainer.state.global_step < 2 else None
