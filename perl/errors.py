@@ -74,7 +74,9 @@ def report_errors() -> Iterator[None]:
         if alone:
             time.sleep(int(os.environ.get("LOCAL_RANK", "0")) * RANKS_APART_S)
         if alone or os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            # One write: unbuffered, print writes the newline apart, and the ranks share a terminal.
+            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.flush()
         else:
             time.sleep(RANK_0_SPEAKS_S)
         sys.exit(error.exit_code)

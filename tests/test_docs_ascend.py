@@ -34,7 +34,9 @@ def test_versions_are_the_doctors(page):
         assert re.search(rf"\b{re.escape(least)} (or newer|及以上)", text), least
 
 
-WORKER = """
+WORKER = r"""
+import os
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -42,7 +44,8 @@ from accelerate import Accelerator
 accelerator = Accelerator()
 mine = torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)
 total = accelerator.reduce(mine, "sum").item()
-print(f"RESULT {accelerator.process_index}/{accelerator.num_processes} {dist.get_backend()} {total}", flush=True)
+# One write a line: four ranks share the pipe, and print may write the text and its newline apart.
+os.write(1, f"RESULT {accelerator.process_index}/{accelerator.num_processes} {dist.get_backend()} {total}\n".encode())
 accelerator.end_training()
 """
 
