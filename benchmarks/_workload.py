@@ -1,7 +1,11 @@
-"""What the benchmarks of training share: the model, its tokenizer and trainers, forced lengths, memory, the machine."""
+"""What the benchmarks of training share: models, their tokenizer and trainers, forced lengths, memory, the machine.
+
+They compute on the accelerator where there is one.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import math
 import random
@@ -9,7 +13,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -17,13 +21,67 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from perl import device
 from perl.adapters import ADAPTERS
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.training.trainer import PerlGRPOTrainer
 
 VOCABULARY = 16_384
+"""Words of the tokenizer; a model's vocabulary may be larger."""
 PAD, EOS, FIRST_MARKER, FIRST_WORD = 0, 1, 2, 1026
 PEFT = PeftConfig(type="lora", r=16, lora_alpha=32, target_modules="all-linear")
+
+
+def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, tied: bool):
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 4096,
+    }
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "28m": _shape(VOCABULARY, 512, 1408, 7, 8, 2, tied=True),
+    "qwen2.5-0.5b": _shape(151_936, 896, 4864, 24, 14, 2, tied=True),
+    "qwen2.5-1.5b": _shape(151_936, 1536, 8960, 28, 12, 2, tied=True),
+    "qwen2.5-7b": _shape(152_064, 3584, 18_944, 28, 28, 4, tied=False),
+}
+"""Shapes of Qwen2 models. The weights are random, which changes no speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What is trained, and how ours samples from it."""
+
+    model: str
+    """A key of MODELS."""
+    dtype: Literal["float32", "bfloat16"]
+    """Of the weights, by torch's name."""
+    merge_adapter: bool | Literal["auto"]
+    capture_graphs: bool
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Policy:
+        merge = options.merge_adapter
+        return cls(
+            model=options.model,
+            dtype=options.dtype,
+            merge_adapter=merge if merge == "auto" else merge == "true",
+            capture_graphs=options.capture_graphs,
+        )
+
+
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of a Policy: one default for all benchmarks."""
+    parser.add_argument("--model", choices=MODELS, default="28m")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--merge_adapter", choices=["auto", "true", "false"], default="auto")
+    parser.add_argument("--capture_graphs", action="store_true")
 
 
 @dataclass(frozen=True)
@@ -89,6 +147,7 @@ class ForcedLengths(LogitsProcessor):
             self.started[prompt] += 1
         numbers = input_ids.gather(1, position[:, None])[:, 0] - FIRST_MARKER
         drawn = input_ids.shape[1] - position
+        self.lengths = self.lengths.to(numbers.device)
         last = marked & (drawn >= self.lengths[numbers.clamp(0, len(self.lengths) - 1)] - 1)
         scores[last] = float("-inf")
         scores[last, EOS] = 0.0
@@ -96,23 +155,12 @@ class ForcedLengths(LogitsProcessor):
         return scores
 
 
-def make_model() -> Qwen2ForCausalLM:
-    """A 28 M Qwen2 in float32 with random weights."""
+def make_model(policy: Policy) -> Qwen2ForCausalLM:
+    """A Qwen2 with random weights, on the accelerator where there is one."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=7,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config)
+    config: Any = Qwen2Config(**MODELS[policy.model], pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
+    with device.torch_device():
+        return Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, policy.dtype))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -132,7 +180,7 @@ def wake_adapter(model: Any) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1e-3)
 
 
-def make_trainer(side: str, work: Workload, folder: str, reward: Any, **settings: Any) -> Any:
+def make_trainer(side: str, policy: Policy, work: Workload, folder: str, reward: Any, **settings: Any) -> Any:
     """GRPOTrainer ("trl", "trl_cb": with continuous batching) or PerlGRPOTrainer ("ours"), with LoRA r 16 on all
     linears, on the workload's prompts.
 
@@ -142,8 +190,8 @@ def make_trainer(side: str, work: Workload, folder: str, reward: Any, **settings
     defaults = {
         "num_generations": max(2, work.group_size),
         "max_completion_length": work.longest,
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": device.detect().kind == "cpu",
+        "bf16": policy.dtype == "bfloat16",
         "gradient_checkpointing": False,
         "beta": 0.0,
         "save_strategy": "no",
@@ -155,10 +203,11 @@ def make_trainer(side: str, work: Workload, folder: str, reward: Any, **settings
     extra: dict[str, Any] = {"peft_config": adapter.build(PEFT)}
     if side == "ours":
         noise = NoiseConfig(enabled=False, seed=0)
-        extra = {"adapter": adapter, "adapter_config": PEFT, "noise": noise, "rollout": RolloutConfig(engine="fast")}
+        rollout = RolloutConfig(engine="fast", merge_adapter=policy.merge_adapter, capture_graphs=policy.capture_graphs)
+        extra = {"adapter": adapter, "adapter_config": PEFT, "noise": noise, "rollout": rollout}
     trainer_class: Any = PerlGRPOTrainer if side == "ours" else GRPOTrainer
     trainer = trainer_class(
-        model=make_model(),
+        model=make_model(policy),
         reward_funcs=reward,
         args=GRPOConfig(output_dir=folder, **(defaults | settings)),
         train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in prompt) for prompt in work.prompts]}),
@@ -182,10 +231,13 @@ def force_lengths(trainer: Any, processor: ForcedLengths) -> None:
 
 
 class Memory:
-    """Memory of this process, from the kernel's books (Linux), in MB."""
+    """Memory in MB: of the accelerator in tensors, or of this process, from the kernel's books (Linux)."""
 
     def __init__(self):
         gc.collect()
+        if (held := device.restart_peak_memory()) is not None:
+            self.before = held / 2**20
+            return
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
         self.before = self._read("VmRSS")
 
@@ -195,30 +247,39 @@ class Memory:
         return int(lines[field].split()[0]) / 1024
 
     def peak(self) -> dict[str, float]:
-        """The most that the process has held since this object was made, and how much more that is than then."""
-        peak = self._read("VmHWM")
+        """The most that was held since this object was made, and how much more that is than then."""
+        held = device.peak_memory_bytes()
+        peak = self._read("VmHWM") if held is None else held / 2**20
         return {"peak_mb": round(peak, 1), "added_mb": round(peak - self.before, 1)}
+
+
+def clock() -> float:
+    """Seconds, once the accelerator has done what it was given."""
+    device.synchronize()
+    return time.perf_counter()
 
 
 def measure_bandwidth(megabytes: int = 512) -> float:
     """Bytes a second that this process reads from memory, at most: the best of five sums over a large tensor, with
     the threads that torch has."""
-    values = torch.ones(megabytes * 2**18)
+    values = torch.ones(megabytes * 2**18, device=device.torch_device())
     best = math.inf
     for _ in range(5):
-        started = time.perf_counter()
+        started = clock()
         values.sum()
-        best = min(best, time.perf_counter() - started)
+        best = min(best, clock() - started)
     return values.numel() * 4 / best
 
 
-def measure_flops(rows: int = 32) -> float:
+def measure_flops(policy: Policy, rows: int = 32) -> float:
     """Floating-point operations a second of a product of `rows` activations with weights of the model's size, the
     best of twenty, with the threads that torch has."""
-    activations, weights = torch.randn(rows, 512), [torch.randn(1408, 512) for _ in range(20)]
+    inner, outer = (MODELS[policy.model][name] for name in ("hidden_size", "intermediate_size"))
+    made: dict[str, Any] = {"device": device.torch_device(), "dtype": getattr(torch, policy.dtype)}
+    activations, weights = torch.randn(rows, inner, **made), [torch.randn(outer, inner, **made) for _ in range(20)]
     best = math.inf
     for weight in weights * 5:
-        started = time.perf_counter()
+        started = clock()
         torch.nn.functional.linear(activations, weight)
-        best = min(best, time.perf_counter() - started)
-    return 2 * rows * 512 * 1408 / best
+        best = min(best, clock() - started)
+    return 2 * rows * inner * outer / best

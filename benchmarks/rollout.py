@@ -1,6 +1,7 @@
 """Rollouts side by side with TRL's: one generation batch, the same model, prompts and lengths, interleaved pairs.
 
     python -m benchmarks.rollout [--pairs 5] [--group_size 8] [--lengths lognormal|equal] [--threads 1] [--peers]
+    python -m benchmarks.rollout --model qwen2.5-0.5b --dtype bfloat16 [--capture_graphs]
 
 "trl" is GRPOTrainer and "ours" PerlGRPOTrainer (engine fast), each with its own `_generate_single_turn`, so with all
 that a rollout costs in training. A logits processor forces each completion's length on both ("forced_share" is its
@@ -8,7 +9,7 @@ share of the time). With --peers one round each of TRL with continuous batching 
 the lengths are bounds on each request. Every side is a process of its own, and its first round is not counted.
 The last line is JSON: "ratio" is the median over pairs of TRL's seconds over ours, "cpu_ratio" that of processor time,
 which other programs on the machine disturb less, "…_peak_mb" the most memory that
-a side's process held in a rollout, "…_added_mb" how much of that the rollout added.
+a side's process held in a rollout (on an accelerator: its tensors), "…_added_mb" how much of that the rollout added.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from benchmarks._workload import (
     PEFT,
     ForcedLengths,
     Memory,
+    Policy,
     Workload,
+    add_policy_arguments,
+    clock,
     draw_workload,
     force_lengths,
     make_model,
@@ -49,10 +53,10 @@ def check(work: Workload, completions: list[list[int]]) -> None:
         assert sorted(found[group]) == sorted(work.lengths[group]), (found, work.lengths)
 
 
-def trainer_round(side: str, work: Workload, folder: str) -> Callable[[], dict[str, Any]]:
+def trainer_round(side: str, policy: Policy, work: Workload, folder: str) -> Callable[[], dict[str, Any]]:
     """A rollout by the trainer of `side`, as it does them while it trains."""
     batch = max(2, len(work.lengths))
-    trainer = make_trainer(side, work, folder, lambda completions, **_: None, per_device_train_batch_size=batch)
+    trainer = make_trainer(side, policy, work, folder, lambda completions, **_: None, per_device_train_batch_size=batch)
     trainer.model.train()
     processor = ForcedLengths(work)
     if side == "trl_cb":
@@ -61,9 +65,9 @@ def trainer_round(side: str, work: Workload, folder: str) -> Callable[[], dict[s
         force_lengths(trainer, processor)
 
     def play() -> dict[str, Any]:
-        memory, forced, started, cpu = Memory(), processor.seconds, time.perf_counter(), time.process_time()
+        memory, forced, started, cpu = Memory(), processor.seconds, clock(), time.process_time()
         completions = trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        seconds, cpu = clock() - started, time.process_time() - cpu
         check(work, completions)
         trainer.state.global_step += 1
         return {
@@ -89,7 +93,7 @@ def bound_requests(work: Workload) -> None:
     ContinuousBatchingManager.add_request = add_request  # type: ignore[method-assign]
 
 
-def vllm_round(work: Workload, folder: str) -> Callable[[], dict[str, Any]]:
+def vllm_round(policy: Policy, work: Workload, folder: str) -> Callable[[], dict[str, Any]]:
     """A rollout by vLLM with the adapter merged. Handing it the new weights, which each step of training needs, is
     not in its time."""
     from peft import get_peft_model
@@ -97,7 +101,7 @@ def vllm_round(work: Workload, folder: str) -> Callable[[], dict[str, Any]]:
     from perl.adapters import ADAPTERS
     from perl.engines.vllm import ENVIRONMENT
 
-    model: Any = get_peft_model(make_model(), ADAPTERS[PEFT.type].build(PEFT))
+    model: Any = get_peft_model(make_model(policy), ADAPTERS[PEFT.type].build(PEFT))
     wake_adapter(model)
     model.merge_and_unload().save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -108,15 +112,15 @@ def vllm_round(work: Workload, folder: str) -> Callable[[], dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
     context = len(work.prompts[0]) + work.longest
-    llm = LLM(folder, dtype="float32", max_model_len=context, max_num_seqs=256, max_num_batched_tokens=8192)
+    llm = LLM(folder, dtype=policy.dtype, max_model_len=context, max_num_seqs=256, max_num_batched_tokens=8192)
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in work.rows]
     sampling = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in work.lengths]
 
     def play() -> dict[str, Any]:
         llm.reset_prefix_cache()  # the weights would be new ones
-        memory, started = Memory(), time.perf_counter()
+        memory, started = Memory(), clock()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         check(work, [list(output.outputs[0].token_ids) for output in outputs])
         return {"wall_s": seconds, **memory.peak()}
 
@@ -146,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mean", type=float, default=65)
     parser.add_argument("--longest", type=int, default=192)
     parser.add_argument("--threads", type=int, default=1)
+    add_policy_arguments(parser)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--side", choices=["trl", "ours", *PEERS], help=argparse.SUPPRESS)
     return parser
@@ -159,8 +164,11 @@ def main() -> None:
     if options.side:
         torch.set_num_threads(options.threads)
         with tempfile.TemporaryDirectory() as folder:
-            play = vllm_round(work, folder) if options.side == "vllm" else trainer_round(options.side, work, folder)
-            serve(play)
+            policy = Policy.of(options)
+            if options.side == "vllm":
+                serve(vllm_round(policy, work, folder))
+            else:
+                serve(trainer_round(options.side, policy, work, folder))
         return
     sides = trl, ours = [Side("benchmarks.rollout", name, options.threads) for name in ("trl", "ours")]
     for side in sides:

@@ -15,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from typing import Any
 
 import torch
 
 from benchmarks._workload import (
     ForcedLengths,
+    Policy,
     Workload,
+    add_policy_arguments,
+    clock,
     draw_workload,
     force_lengths,
     make_trainer,
@@ -47,13 +49,14 @@ COLUMNS = (
 class Sides:
     """The trainer of each side, ready for any workload."""
 
-    def __init__(self, longest: int, prompt_length: int):
+    def __init__(self, policy: Policy, longest: int, prompt_length: int):
+        self.policy = policy
         work = draw_workload(4, 16, prompt_length, "equal", longest, longest)
         self.processor = ForcedLengths(work)
         self.trainers: dict[str, Any] = {}
         for side in SIDES:
             folder = tempfile.mkdtemp()
-            trainer = make_trainer(side, work, folder, lambda **_: None, per_device_train_batch_size=64)
+            trainer = make_trainer(side, policy, work, folder, lambda **_: None, per_device_train_batch_size=64)
             force_lengths(trainer, self)  # type: ignore[arg-type]
             trainer.model.train()
             self.trainers[side] = trainer
@@ -65,9 +68,9 @@ class Sides:
         """Of one rollout."""
         trainer, self.processor = self.trainers[side], ForcedLengths(work)
         trainer.generation_config.max_new_tokens = work.longest
-        started = time.perf_counter()
+        started = clock()
         completions = trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         trainer.state.global_step += 1
         assert [len(completion) for completion in completions] == work.lengths
         return seconds
@@ -81,7 +84,7 @@ def limits(work: Workload, config: Any, bandwidth: float, flops: float) -> tuple
     context = len(work.prompts[0]) + work.longest / 2
     rows = len(work.lengths)
     cache = rows * context * 2 * kept * config.num_hidden_layers
-    return rows * bandwidth / (4 * (weights + cache)), flops / (2 * weights)
+    return rows * bandwidth / (config.dtype.itemsize * (weights + cache)), flops / (2 * weights)
 
 
 def measure(sides: Sides, work: Workload, bandwidth: float, repeats: int) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def measure(sides: Sides, work: Workload, bandwidth: float, repeats: int) -> dic
     best = {side: min(sides.seconds(side, work) for _ in range(repeats)) for side in SIDES}
     tokens = sum(work.lengths)
     config = sides.trainers["ours"].model.get_base_model().config
-    by_memory, by_arithmetic = limits(work, config, bandwidth, measure_flops(len(work.lengths)))
+    by_memory, by_arithmetic = limits(work, config, bandwidth, measure_flops(sides.policy, len(work.lengths)))
     reached = tokens / best["ours"]
     return {
         "prompts": len(work.prompts),
@@ -113,13 +116,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt_length", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
+    add_policy_arguments(parser)
     return parser
 
 
 def main() -> None:
     options = make_parser().parse_args()
     torch.set_num_threads(options.threads)
-    sides = Sides(max(options.lengths), options.prompt_length)
+    policy = Policy.of(options)
+    sides = Sides(policy, max(options.lengths), options.prompt_length)
     bandwidth = measure_bandwidth()
     shapes = [(4, group, options.lengths[0]) for group in options.groups]
     shapes += [(1, 8, length) for length in options.lengths]
@@ -132,7 +137,7 @@ def main() -> None:
         table.append(measure(sides, work, bandwidth, options.repeats))
         print("| " + " | ".join(str(table[-1][name]) for name in COLUMNS) + " |", flush=True)
     arguments = {name: value for name, value in vars(options).items() if name not in ("groups", "lengths")}
-    machine = {"bandwidth_gb_s": round(bandwidth / 1e9, 1), "gflops": round(measure_flops() / 1e9, 1)}
+    machine = {"bandwidth_gb_s": round(bandwidth / 1e9, 1), "gflops": round(measure_flops(policy) / 1e9, 1)}
     print(json.dumps({"benchmark": "scaling", **arguments, **machine, "table": table}))
 
 

@@ -7,7 +7,7 @@ prompts, rewards and forced lengths; the first step of each is not counted. A ze
 rewards are all equal, so that their advantages are zero; "ratio" is that of the first one.
 The last line is JSON: "ratio" is the median over pairs of TRL's seconds over ours, "cpu_ratio" that of processor time,
 which other programs on the machine disturb less, "…_peak_mb" the most memory that
-a side's process held in a step, "…_added_mb" how much of that the step added.
+a side's process held in a step (on an accelerator: its tensors), "…_added_mb" how much of that the step added.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks._side import Side, answer, ratio, take_turns, wait_for_turn
-from benchmarks._workload import FIRST_MARKER, ForcedLengths, Memory, draw_workload, force_lengths, make_trainer
+from benchmarks._workload import (
+    FIRST_MARKER,
+    ForcedLengths,
+    Memory,
+    Policy,
+    add_policy_arguments,
+    clock,
+    draw_workload,
+    force_lengths,
+    make_trainer,
+)
 
 SIDES = ("trl", "ours")
 SECONDS = ("wall_s", "rollout_s", "update_s")
@@ -46,19 +56,19 @@ class StepTurns(TrainerCallback):
         trainer.add_callback(self)
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started = clock()
         result = self._generate(*args, **kwargs)
-        self.rollout_s += time.perf_counter() - started
+        self.rollout_s += clock() - started
         return result
 
     def on_step_begin(self, args, state, control, **kwargs):
         if not wait_for_turn():
             sys.exit()
-        self.memory, self.rollout_s, self.started = Memory(), 0.0, time.perf_counter()
+        self.memory, self.rollout_s, self.started = Memory(), 0.0, clock()
         self.cpu = time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs):
-        wall = time.perf_counter() - self.started
+        wall = clock() - self.started
         seconds = {"wall_s": wall, "rollout_s": self.rollout_s, "update_s": wall - self.rollout_s}
         answer(seconds | {"cpu_s": time.process_time() - self.cpu} | self.memory.peak())
 
@@ -88,6 +98,7 @@ def train(side: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
             side,
+            Policy.of(options),
             work,
             folder,
             reward,
@@ -132,6 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--longest", type=int, default=192)
     parser.add_argument("--zero_shares", type=float, nargs="+", default=[0.0, 0.4])
     parser.add_argument("--threads", type=int, default=1)
+    add_policy_arguments(parser)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     return parser
 

@@ -134,6 +134,15 @@ def peak_memory_bytes() -> int | None:
     return None if module is None else int(module.max_memory_allocated())
 
 
+def restart_peak_memory() -> int | None:
+    """Measure peaks from now on; the bytes that tensors hold now on this process's accelerator, or None on a CPU."""
+    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    if module is None:
+        return None
+    module.reset_peak_memory_stats()
+    return int(module.memory_allocated())
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Memory of this process's accelerator in bytes: the peaks since the process began, and all there is."""

@@ -51,7 +51,7 @@ def accuracies(rows: Sequence[tuple[str, Point]]) -> Markup:
 
 def differences(rows: Sequence[tuple[str, Point]]) -> Markup:
     """A dot with its interval for each row on one axis of percentage points, zero in the middle."""
-    reach = max(max(abs(point.low), abs(point.high)) for _, point in rows)
+    reach = max(max(abs(point.low), abs(point.high)) for _, point in rows) or 0.01
     marks = ticks(-100 * reach, 100 * reach, 4)
     end = marks[-1]
     scale = Scale(-end / 100, end / 100, 8, WIDTH - 8)

@@ -19,12 +19,13 @@ from perl.errors import RankError
 
 PROVED_ROWS = 4
 """Rows of each process that a proof looks at."""
-TOLERANCE = {4: 1e-3, 2: 0.1}
+TOLERANCE = {4: 1e-3, 2: 0.2}
 """Largest mean difference between the sampler's and the trainer's log-probabilities, in nats, by bytes of a weight.
 Float32 differs in the order of sums alone: 24 bits leave a logit of 20 about 1e-6, and some hundred sums in a row less
 than a hundred times that. In bfloat16, of 8 bits, sampler and trainer round the same outputs at different places
-(autocast, packing, the cache), and a logit of 20 lies on a grid of 1/8. What is nearer to the base than to the adapted
-model is found below without these numbers."""
+(autocast, packing, the cache): random weights, whose every token is improbable and shows the logit's whole error, were
+0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's layers, 0.020, makes 0.06 of
+all. What is nearer to the base than to the adapted model is found below without these numbers."""
 VISIBLE = {4: 1e-5, 2: 1e-2}
 """From this size on of the largest weight in B, an adapter changes some token's log-probability in that dtype."""
 

@@ -46,6 +46,19 @@ def test_rollout():
 
 
 @pytest.mark.slow
+@pytest.mark.npu
+def test_rollout_on_an_npu(run_npu):
+    command = [sys.executable, "-m", "benchmarks.rollout", "--pairs", "1", "--no-peers", *SHAPE]
+    command += ["--dtype", "bfloat16", "--merge_adapter", "false", "--capture_graphs"]
+    result = json.loads(run_npu(command, devices=1).stdout.splitlines()[-1])
+    assert result["ratio"] > 0
+    model_mb = 28.2e6 * 2 / 2**20  # of the device, not of the process
+    for side in ("trl", "ours"):
+        assert model_mb < result[f"{side}_peak_mb"] < 2 * model_mb
+        assert 0 < result[f"{side}_added_mb"] < result[f"{side}_peak_mb"]
+
+
+@pytest.mark.slow
 def test_train_step():
     result = run_module("train_step", "--pairs", "2", "--micro_batch", "4", "--zero_shares", "0", "0.5", *SHAPE)
     first, second = result["by_zero_share"]
