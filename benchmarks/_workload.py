@@ -54,6 +54,9 @@ MODELS: dict[str, dict[str, Any]] = {
 """Shapes of Qwen2 models. The weights are random, which changes no speed."""
 
 
+SWITCH: dict[str, bool | Literal["auto"]] = {"auto": "auto", "true": True, "false": False}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What is trained, and how ours samples from it."""
@@ -63,16 +66,15 @@ class Policy:
     dtype: Literal["float32", "bfloat16"]
     """Of the weights, by torch's name."""
     merge_adapter: bool | Literal["auto"]
-    capture_graphs: bool
+    capture_graphs: bool | Literal["auto"]
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Policy:
-        merge = options.merge_adapter
         return cls(
             model=options.model,
             dtype=options.dtype,
-            merge_adapter=merge if merge == "auto" else merge == "true",
-            capture_graphs=options.capture_graphs,
+            merge_adapter=SWITCH[options.merge_adapter],
+            capture_graphs=SWITCH[options.capture_graphs],
         )
 
 
@@ -80,8 +82,8 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of a Policy: one default for all benchmarks."""
     parser.add_argument("--model", choices=MODELS, default="28m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--merge_adapter", choices=["auto", "true", "false"], default="auto")
-    parser.add_argument("--capture_graphs", action="store_true")
+    parser.add_argument("--merge_adapter", choices=SWITCH, default="auto")
+    parser.add_argument("--capture_graphs", choices=SWITCH, default="auto")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Rollouts side by side with TRL's: one generation batch, the same model, prompts and lengths, interleaved pairs.
 
     python -m benchmarks.rollout [--pairs 5] [--group_size 8] [--lengths lognormal|equal] [--threads 1] [--peers]
-    python -m benchmarks.rollout --model qwen2.5-0.5b --dtype bfloat16 [--capture_graphs]
+    python -m benchmarks.rollout --model qwen2.5-0.5b --dtype bfloat16 [--capture_graphs true|false]
 
 "trl" is GRPOTrainer and "ours" PerlGRPOTrainer (engine fast), each with its own `_generate_single_turn`, so with all
 that a rollout costs in training. A logits processor forces each completion's length on both ("forced_share" is its

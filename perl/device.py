@@ -236,6 +236,11 @@ def empty_cache() -> None:
         module.empty_cache()
 
 
+def captures_by_default() -> bool:
+    """Whether decode steps are captured unless somebody says otherwise: on CUDA; on Ascend eager is the default."""
+    return detect().kind == "cuda"
+
+
 def graph_pool() -> Any:
     """Memory that captured graphs may share, as long as one's results are read before the next is replayed."""
     module = _backend(detect().kind)
@@ -246,11 +251,12 @@ def graph_pool() -> Any:
 def capture(function: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
     """A graph of what `function` launches on this process's accelerator, and the tensor that each `graph.replay()`
     writes its result to. Nothing is computed now. Raises RuntimeError where `function` does what a graph can't hold.
+    Other threads (a dataloader's, a collective's watchdog) may go on using the device meanwhile.
     """
     kind = detect().kind
     module = _backend(kind)
     assert module is not None
     graph = module.CUDAGraph() if kind == "cuda" else module.NPUGraph()
-    with module.graph(graph, pool=pool):
+    with module.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = function()
     return graph, result

@@ -94,8 +94,9 @@ class RolloutConfig:
             a seed for each row); generate is the model's own, as TRL calls it; continuous_batching and vllm set TRL's
             own flags of these names.
         max_batch_tokens: most tokens of key-value cache at once (fast only).
-        capture_graphs: run decode steps as captured graphs, so that they are not bound by kernel launches; on CUDA and
-            Ascend, with attention sdpa and weights that are whole on each device (fast only). Not measured yet.
+        capture_graphs: run decode steps as captured graphs, so that they are not bound by kernel launches; with
+            attention sdpa and weights that are whole on each device; auto does so on CUDA (fast only). Not measured
+            yet.
         merge_adapter: fold the adapter into the base's weights while completions are sampled; auto does so unless
             rounding to the weights' dtype would lose more than a tenth of the update (fast and generate).
         verify_steps: the first rollout of a run is proved to come from the policy that is trained, and then one every
@@ -106,7 +107,7 @@ class RolloutConfig:
 
     engine: Literal["fast", "generate", "continuous_batching", "vllm"] = "fast"
     max_batch_tokens: PositiveInt = 65536
-    capture_graphs: bool = False
+    capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"
     verify_steps: NonNegativeInt = 50
     importance_correction: Literal["none", "token", "sequence"] = "none"

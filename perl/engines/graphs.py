@@ -6,12 +6,15 @@ rows are rounded up to a power of two and the columns that attention reads to a 
 numbers are copied to where the graph reads them. What is computed beyond the rows in flight is thrown away.
 
 The weights may change between two steps, in place. The first step of a shape runs as it is, which warms up what must
-not happen while capturing (workspaces, kernels compiled on first use); the second one is captured.
+not happen while capturing (workspaces, kernels compiled on first use); the second one is captured. A graph's first
+replays are held against the step as it is, with the numbers that it was captured with and with others: one that
+computes something else is never used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +25,25 @@ from perl.engines.base import warn_once
 WIDTH = 128
 """Columns are rounded up to a multiple of this: a graph for each, and up to this many columns read for nothing."""
 
+CHECKED_REPLAYS = 2
+"""Of each graph: the first reads the numbers that it was captured with, the second others."""
+ROUNDING = 0.1
+"""Of the logits' standard deviation, how far two computations of them may be apart on average: bfloat16 leaves some
+hundredths, a graph that reads another step's numbers as much as there is."""
+
 Compute = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Last tokens int64 [rows], lengths int64 [rows] with them, columns to read -> logits [rows, vocabulary]. The same
 operations each time, and nothing read back to the host."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """The step of one shape."""
+
+    graph: Any
+    logits: torch.Tensor
+    """What the graph writes, float32 [rows, vocabulary]."""
+    replays: int = 0
 
 
 class StepGraphs:
@@ -44,8 +63,8 @@ class StepGraphs:
         self.tokens = torch.full((slots,), filler, device=where)
         self.lengths = torch.ones(slots, dtype=torch.long, device=where)
         self.pool = device.graph_pool()
-        self.shapes: dict[tuple[int, int], tuple[Any, torch.Tensor] | None] = {}
-        """Graph and the logits that it writes of each shape, None until it is captured."""
+        self.shapes: dict[tuple[int, int], Captured | None] = {}
+        """None until it is captured."""
         self.failed = False
 
     def __call__(self, tokens: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
@@ -58,11 +77,13 @@ class StepGraphs:
         self.lengths[rows:].fill_(1)
         if shape in self.shapes and self.shapes[shape] is None and not self.failed:
             self._capture(shape)
-        if (captured := self.shapes.setdefault(shape, None)) is None:
+        if self.failed or (captured := self.shapes.setdefault(shape, None)) is None:
             return self._compute(shape)[:rows]
-        graph, logits = captured
-        graph.replay()
-        return logits[:rows]
+        captured.graph.replay()
+        captured.replays += 1
+        if captured.replays <= CHECKED_REPLAYS:
+            return self._checked(captured, shape, rows)
+        return captured.logits[:rows]
 
     def shape(self, rows: int, width: int) -> tuple[int, int]:
         """Rows and columns that are computed for so many."""
@@ -74,12 +95,22 @@ class StepGraphs:
 
     def _capture(self, shape: tuple[int, int]) -> None:
         try:
-            self.shapes[shape] = device.capture(lambda: self._compute(shape), self.pool)
+            self.shapes[shape] = Captured(*device.capture(lambda: self._compute(shape), self.pool))
         except RuntimeError as error:
-            if device.is_out_of_memory(error):
-                raise
-            self.failed = True
-            warn_once(f"decoding without captured graphs: {(str(error).strip() or repr(error)).splitlines()[0]}")
+            self._fail((str(error).strip() or repr(error)).splitlines()[0])
+
+    def _checked(self, captured: Captured, shape: tuple[int, int], rows: int) -> torch.Tensor:
+        """The step's logits, computed as they are, after a replay that should have made the same."""
+        computed = self._compute(shape)[:rows]
+        apart = float((captured.logits[:rows] - computed).abs().mean())
+        spread = float(computed.std(correction=0))
+        if not apart <= ROUNDING * spread:
+            self._fail(f"one's logits are {apart:.2g} from those of the step itself, whose spread is {spread:.2g}")
+        return computed
+
+    def _fail(self, reason: str) -> None:
+        self.failed = True
+        warn_once(f"decoding without captured graphs: {reason}")
 
 
 def unsupported_reason(attention_kept: str | None, lockstep: bool) -> str | None:

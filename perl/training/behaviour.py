@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from perl import device
 from perl.adapters.fold import AdapterFold
 from perl.adapters.layers import local
 from perl.config.schema import RolloutConfig
@@ -143,7 +144,7 @@ class BehaviourPolicy:
         """Prompts and completions, by the engine that `rollout.engine` names."""
         if self.config.engine != "fast":
             return self.model.generate(**inputs)
-        ids = inputs["input_ids"]
+        ids, capture = inputs["input_ids"], self.config.capture_graphs
         seeds = rollout_seeds(self.seed, rollout.draw, len(ids), self.rank, rollout.group_size)
         output, self.logps = generate_fast(
             self.model,
@@ -152,7 +153,7 @@ class BehaviourPolicy:
             inputs["generation_config"],
             seeds,
             int(self.config.max_batch_tokens),
-            self.config.capture_graphs,
+            device.captures_by_default() if capture == "auto" else capture,
         )
         return output
 

@@ -49,7 +49,7 @@ def test_rollout():
 @pytest.mark.npu
 def test_rollout_on_an_npu(run_npu):
     command = [sys.executable, "-m", "benchmarks.rollout", "--pairs", "1", "--no-peers", *SHAPE]
-    command += ["--dtype", "bfloat16", "--merge_adapter", "false", "--capture_graphs"]
+    command += ["--dtype", "bfloat16", "--merge_adapter", "false", "--capture_graphs", "true"]
     result = json.loads(run_npu(command, devices=1).stdout.splitlines()[-1])
     assert result["ratio"] > 0
     model_mb = 28.2e6 * 2 / 2**20  # of the device, not of the process

@@ -41,7 +41,7 @@ class NPUGraph:
 class graph:  # its real name
     """Context in which operators are recorded into a graph."""
 
-    def __init__(self, npu_graph, pool=None, stream=None):
+    def __init__(self, npu_graph, pool=None, stream=None, capture_error_mode="global"):
         self.graph = npu_graph
         self.recorder = _Recorder()
 
