@@ -171,8 +171,8 @@ def _join(address: str) -> str:
     except (OSError, ValueError) as error:  # ConnectionError among them
         if named != "auto":
             raise UserError(
-                f"{flag} {named}: no Ray cluster answers ({error}); ray start --head prints its address,"
-                " and a cluster with a token wants the same ~/.ray/auth_token here"
+                f"{flag} {named}: no Ray cluster answers ({error}); ray start --head prints its address, and a cluster"
+                " with a token wants RAY_AUTH_MODE=token in the environment and the same ~/.ray/auth_token here"
             ) from error
         ray.init(address="local", include_dashboard=False, **options)
         logger.info("Ray: no cluster runs on this machine, so one was started for this run")

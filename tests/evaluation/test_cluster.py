@@ -140,3 +140,42 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
 def test_an_address_without_ray_has_no_effect():
     with pytest.raises(UserError, match=r"--ray_address 10\.0\.0\.1:6379: has no effect without --executor ray"):
         parse(["--model", "m", "--dataset", "gsm8k", "--ray_address", "10.0.0.1:6379"])
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_cluster_with_a_token_says_what_joining_it_takes(config, tmp_path, monkeypatch):
+    """Ray shows the token to a cluster that it is given the address of only when it is told to."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    settings = replace(config, n=1, max_samples=4, executor="ray", result_dir=str(tmp_path / "out"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        settings.ray_address = f"127.0.0.1:{free.getsockname()[1]}"
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    head = ["start", "--head", "--num-cpus=1", f"--port={settings.ray_address.rpartition(':')[2]}"]
+    head += ["--include-dashboard=false", "--block"]
+    cluster = subprocess.Popen([*ray, *head], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: _listens(settings.ray_address), seconds=60)
+        code, errors = outcome(run(settings))
+        assert code == 2
+        last = errors.splitlines()[-1]
+        assert last.startswith(f"error: --ray_address {settings.ray_address}: no Ray cluster answers"), errors
+        assert "RAY_AUTH_MODE=token in the environment and the same ~/.ray/auth_token" in last
+        code, errors = outcome(run(settings, RAY_AUTH_MODE="token"))
+        assert code == 0, errors
+    finally:
+        cluster.terminate()
+        cluster.wait(timeout=60)
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
