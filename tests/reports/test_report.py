@@ -113,6 +113,12 @@ def test_differences_stand_on_both_sides_of_zero():
     assert labels == ["−20", "−10", "0", "+10", "+20", "avg@1", "+5.0 (−10.0 to +20.0)"]
 
 
+def test_no_difference_at_all_has_an_axis_of_two_sides():
+    chart = charts.differences([("avg@1", Point(0, 0.0, 0.0, 0.0))])
+    labels = [e.text for e in ET.fromstring(chart).iter("text")]
+    assert labels == ["−1", "−0.5", "0", "+0.5", "+1", "avg@1", "+0.0 (+0.0 to +0.0)"]
+
+
 def test_lengths_are_counted_by_bin_and_the_truncated_stand_on_top():
     chart = charts.lengths([0, 1, 1, 2], [2, 56])
     bars, cut = drawn(chart, "rect", "bar"), drawn(chart, "rect", "cut")
