@@ -34,9 +34,22 @@ class Parser(ArgumentParser):
         if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
             return self._unknown(f"--{found[1]}.{found[2]}")
         if found := re.search(r"Parser key \"([\w.]+)\":\s*(.*)", message, flags=re.DOTALL):
-            return f"--{found[1]}: {found[2].replace('<class ', '').replace('>.', '.')}"
+            return f"--{found[1]}: {_expected(found[2]) or found[2].replace('<class ', '').replace('>.', '.')}"
         return message
 
     def _unknown(self, flag: str) -> str:
         guess = nearest(flag, self.known_flags())
         return f"unknown flag {flag}; " + (f"did you mean {guess}?" if guess else "--help lists the known ones")
+
+
+def _expected(complaint: str) -> str | None:
+    """jsonargparse's complaint about a value that is none of several types, in the words of a command line; None where
+    it complains of something else."""
+    found = re.search(r"Subtypes: [\[(](.*)[\])]\s+Errors:.*Given value: (.*)", complaint, flags=re.DOTALL)
+    if found is None:
+        return None
+    words = {"bool": "true or false", "NoneType": "null"}
+    kinds = re.findall(r"<class '([\w.]+)'>|(?:typing\.)?Literal\[(.*?)\]|([\w.]+\[[^<]*?\])", found[1])
+    last = [(kind.rpartition(".")[2], literal or other) for kind, literal, other in kinds]
+    names = [words.get(kind, kind) or other for kind, other in last]
+    return f"expected {' or '.join(names)}, not {found[2].strip()}"

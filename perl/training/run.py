@@ -213,6 +213,7 @@ def users_error(where: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, ImportError) as error:
+        log.debug("what the library raised", exc_info=error)  # --config.common.debug true shows it
         raise UserError(f"{where}: {error}") from error
 
 

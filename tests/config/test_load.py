@@ -88,6 +88,19 @@ def test_wrong_type_names_flag_and_value():
     assert "fast" in said
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("rollout.capture_graphs", "maybe", "true or false or 'auto'"),
+        ("dataset.max_prompt_length", "x", "PositiveInt or null"),
+    ],
+)
+def test_a_value_of_none_of_several_types_is_told_what_they_are(flag, value, expected):
+    with pytest.raises(UserError) as error:
+        parse([f"--config.{flag}", value])
+    assert str(error.value) == f"--config.{flag}: expected {expected}, not {value}"
+
+
 def test_a_value_without_a_flag():
     assert "'true'" in message("true")
 
