@@ -26,6 +26,8 @@ TOKENS = "trained_tokens"
 MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
 SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")
 """Losses of TRL by how a micro-batch enters them. "bnpo" divides by the micro-batch's own number of tokens."""
+LOSS_TYPES = (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS, "bnpo")
+"""All of them: TRL itself refuses others at the first loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

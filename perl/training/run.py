@@ -24,6 +24,7 @@ from perl.noise.callback import NoiseStageCallback
 from perl.rewards import RewardContext, build_rewards
 from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine
+from perl.training.microbatches import LOSS_TYPES
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.setup import build_dataset, load_model, load_tokenizer
 
@@ -42,6 +43,7 @@ def train(argv: Sequence[str]) -> Path:
     check_processes()
     config = parsed.build()
     check_engine(config)
+    lookup(dict.fromkeys(LOSS_TYPES), config.training.loss_type, "loss", "--config.training.loss_type")
     set_up_logging(config)
     for warning in parsed.warnings:
         log.warning(warning)

@@ -259,3 +259,8 @@ def test_vllm_that_can_not_be_given_weights_is_refused_before_anything_is_loaded
         UserError, match=f"new weights in --config.training.vllm_mode {mode} on a cpu device; use [^\n]*$"
     ):
         train(["--config.rollout.engine", "vllm", "--config.training.vllm_mode", mode])
+
+
+def test_an_unknown_loss_is_refused_before_anything_is_loaded():
+    with pytest.raises(UserError, match=r"^--config.training.loss_type: unknown loss 'dap'; did you mean 'dapo'\?"):
+        train(["--config.training.loss_type", "dap"])
