@@ -6,8 +6,8 @@ A padded micro-batch of B rows is B x (longest prompt + longest completion) toke
 
 in which linear layers meet every token once and no padding. The last prompt token is repeated, so that the hidden
 state before each completion token is the one that predicts it. Attention alone needs to know which tokens belong
-together: a prompt attends to itself, a row to its prompt and itself. It is an attention function registered with
-transformers (perl.engines.attention), so the model's code stays as it is, gradient checkpointing included.
+together: a prompt attends to itself, a row to its prompt and itself. The forward is given that as its `layout`
+(perl.engines.attention), so the model's code stays as it is, gradient checkpointing included.
 
 The numbers are those of the padded forward up to floating-point order: each token sees the same keys at the same
 positions. Sharing prefixes in training: arXiv 2506.05433 (Prefix Grouper).
@@ -22,9 +22,58 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from perl.engines.attention import Packing, adopt
+from perl.engines.attention import adopt, sdpa_without_copies
 from perl.engines.fast import unsupported_reason
 from perl.training.metrics import Work, sequences
+
+
+class Uses:
+    """How often attention has used a Packing. An object of its own: FSDP2 hands on copies of dataclasses."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which tokens of one sequence of L tokens attend to which: prompts to themselves, rows to their prompt and
+    themselves. All int64 on the model's device unless said otherwise."""
+
+    prefixes: torch.Tensor
+    """[prompts, longest prefix]: place in the sequence of each prompt's tokens but the last, padded with 0."""
+    rows: torch.Tensor
+    """[rows, 1 + longest completion]: place of the last prompt token and the completion, padded with 0."""
+    prompt_of: torch.Tensor
+    """[rows]: index into `prefixes`."""
+    visible: torch.Tensor
+    """bool [rows, 1, 1 + longest completion, longest prefix + 1 + longest completion]: keys that a token sees."""
+    back: torch.Tensor
+    """[L]: for each token, its place among all results: those of `prefixes` first, then those of `rows`."""
+    uses: Uses = field(default_factory=Uses)
+    """A model that drops the argument on its way would compute nonsense."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
+    ) -> torch.Tensor:
+        """See perl.engines.attention.Layout; rows is 1, tokens and columns are L."""
+        self.uses.count += 1
+        parts = []
+        if self.prefixes.shape[1]:
+            # Padded on the right, where causality hides the padding from every real token.
+            q, k, v = (_take(states[0], self.prefixes) for states in (query, key, value))
+            k, v = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (k, v))
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scaling)
+            parts.append(found.transpose(1, 2))
+        seen = torch.cat([self.prefixes[self.prompt_of], self.rows], dim=1)
+        k, v = (_take(states[0], seen) for states in (key, value))
+        parts.append(sdpa_without_copies(_take(query[0], self.rows), k, v, self.visible, dropout, scaling))
+        return torch.cat([part.flatten(0, 1) for part in parts])[self.back][None]
+
+
+def _take(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[heads, L, head_dim] at places [batch, tokens]: [batch, heads, tokens, head_dim]."""
+    taken = states.index_select(1, places.flatten())
+    return taken.unflatten(1, tuple(places.shape)).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -149,7 +198,8 @@ def _pairs(before: int, length: int) -> int:
 
 
 def enable_packing(model: Any) -> str | None:
-    """Let forwards of `model` (a transformers model or a PeftModel) take `packing`; those without it stay as they were.
+    """Let forwards of `model` (a transformers model or a PeftModel) take a Packing as their `layout`; those without one
+    stay as they were.
 
     Returns:
         None, or why its micro-batches can't be packed.
@@ -206,5 +256,5 @@ def forward_arguments(packed: Packed) -> dict[str, Any]:
         "input_ids": packed.input_ids,
         "position_ids": packed.position_ids,
         "attention_mask": nothing,
-        "packing": packed.packing,
+        "layout": packed.packing,
     }
