@@ -76,7 +76,7 @@ def run(side: str, sampling_seed: int, steps: int, grader: Grader) -> list[float
             **extra,
         )
         if side == "ours":
-            trainer.behaviour.seed = sampling_seed
+            trainer.sampling_seed = sampling_seed
         trainer.train()
     return [row["reward"] for row in trainer.state.log_history if "reward" in row]
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from perl.errors import UserError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Kind = Literal["npu", "cuda", "cpu"]
+Tensors = TypeVar("Tensors")
 
 VISIBILITY_VARIABLE: dict[Kind, str | None] = {
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
@@ -171,6 +172,45 @@ def free_memory() -> int | None:
     return module.mem_get_info()[0] + module.memory_reserved() - module.memory_allocated()
 
 
+def available_memory() -> int:
+    """Bytes that this process can still put into tensors: on its accelerator, or on a CPU in the machine's memory."""
+    free = free_memory()
+    if free is not None:
+        return free
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A tensor on its way to the host."""
+
+    value: torch.Tensor
+    event: Any
+    """What the device reaches when it has come; None on a CPU."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.value
+
+
+def start_read(tensor: torch.Tensor) -> Read:
+    """Begin to copy a tensor to the host, behind all that the device was given so far, without waiting for it."""
+    if tensor.device.type == "cpu":
+        return Read(tensor, None)
+    import torch
+
+    module = _backend(detect().kind)
+    assert module is not None
+    value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    value.copy_(tensor, non_blocking=True)
+    event = module.Event()
+    event.record()
+    return Read(value, event)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an accelerator ran out of memory; older torch_npu raises a plain RuntimeError."""
     import torch
@@ -248,8 +288,8 @@ def graph_pool() -> Any:
     return module.graph_pool_handle()
 
 
-def capture(function: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
-    """A graph of what `function` launches on this process's accelerator, and the tensor that each `graph.replay()`
+def capture(function: Callable[[], Tensors], pool: Any) -> tuple[Any, Tensors]:
+    """A graph of what `function` launches on this process's accelerator, and the tensors that each `graph.replay()`
     writes its result to. Nothing is computed now. Raises RuntimeError where `function` does what a graph can't hold.
     Other threads (a dataloader's, a collective's watchdog) may go on using the device meanwhile.
     """

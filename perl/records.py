@@ -5,7 +5,7 @@ Task --Problem--> prompts --Prompt--> Engine --Completion--> grading --Grade--> 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Message = dict[str, str]
@@ -42,6 +42,11 @@ class Sampling:
     max_new_tokens: int = 512
     seed: int = 0
     """Seed of the run; each completion's own seed is derived from it (prompts.row_seed)."""
+
+    @property
+    def distribution(self) -> Sampling:
+        """Without what each completion has for itself."""
+        return replace(self, n=1, seed=0, max_new_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,26 +90,23 @@ class RolloutConfig:
     """How completions are drawn during training.
 
     Args:
-        engine: fast is perl's decode loop inside the model's `generate` (one prefill a prompt, rows leave as they end,
-            a seed for each row); generate is the model's own, as TRL calls it; continuous_batching and vllm set TRL's
+        engine: fast is perl's decode loop (one prefill a prompt, sequences leave as they end, a seed for each);
+            generate is the model's own, as TRL calls it; continuous_batching and vllm set TRL's
             own flags of these names.
-        max_batch_tokens: most tokens of key-value cache at once (fast only).
+        max_batch_tokens: most tokens of KV cache at once; null is half of the memory that is free (fast only).
         capture_graphs: run decode steps as captured graphs, so that they are not bound by kernel launches; with
             attention sdpa and weights that are whole on each device; auto does so on CUDA (fast only). Not measured
             yet.
         merge_adapter: fold the adapter into the base's weights while completions are sampled; auto does so unless
             rounding to the weights' dtype would lose more than a tenth of the update (fast and generate).
-        verify_steps: the first rollout of a run is proved to come from the policy that is trained, and then one every
-            so many steps; 0 is the first alone.
         importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole
-            completion, cut at training.vllm_importance_sampling_clip_max (fast only; vllm has TRL's own fields).
+            completion, cut at training.vllm_importance_sampling_clip_max (vllm has TRL's own fields instead).
     """
 
     engine: Literal["fast", "generate", "continuous_batching", "vllm"] = "fast"
-    max_batch_tokens: PositiveInt = 65536
+    max_batch_tokens: PositiveInt | None = None
     capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"
-    verify_steps: NonNegativeInt = 50
     importance_correction: Literal["none", "token", "sequence"] = "none"
 
 

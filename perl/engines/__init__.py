@@ -34,5 +34,5 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     dtype: "auto" (what the checkpoint is stored in, float32 on a CPU), "float32", "bfloat16" or "float16".
     max_model_len: most tokens of prompt and completion together; None: what the model's configuration allows.
     tp_size: devices that one copy of the model is spread over ("hf": 1).
-"hf" also takes max_batch_tokens, a bound on its key-value cache (perl.engines.rows.Job).
+"hf" also takes max_batch_tokens, a bound on its key-value cache (perl.engines.decoder.Decoder).
 """

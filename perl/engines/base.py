@@ -24,7 +24,7 @@ class Engine(Protocol):
     """A loaded model that completes prompts. What a prompt gets depends on its tokens, its seed and `sampling`
     alone: not on its neighbours, their order, or the number of devices (up to floating-point ties)."""
 
-    slots: int
+    max_num_seqs: int
     """Rows worked on at once, as far as is known now; a caller keeps the engine full by having more under way."""
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:

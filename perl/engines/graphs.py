@@ -2,8 +2,8 @@
 
 A step of a small model is some hundred kernels of a few microseconds, and launching one from Python takes longer than
 running it. A captured graph launches all of them at once, but always with the same shapes at the same addresses. So
-rows are rounded up to a power of two and the columns that attention reads to a multiple of WIDTH, and each step's
-numbers are copied to where the graph reads them. What is computed beyond the rows in flight is thrown away.
+rows and the places that attention reads are rounded up to one of few sizes; what is computed beyond the rows in flight
+is thrown away. Graphs live as long as the cache that they read, from one rollout to the next.
 
 The weights may change between two steps, in place. The first step of a shape runs as it is, which warms up what must
 not happen while capturing (workspaces, kernels compiled on first use); the second one is captured. A graph's first
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ import torch
 from perl import device
 from perl.engines.base import warn_once
 
+ROWS = 8
+"""Rows are rounded up to a multiple of this, above 64 to a multiple of 64."""
 WIDTH = 128
-"""Columns are rounded up to a multiple of this: a graph for each, and up to this many columns read for nothing."""
+"""The fewest places that attention reads; more are rounded up to this times 1.5, 2, 3, 4, 6, 8, …"""
 
 CHECKED_REPLAYS = 2
 """Of each graph: the first reads the numbers that it was captured with, the second others."""
@@ -31,9 +34,9 @@ ROUNDING = 0.1
 """Of the logits' standard deviation, how far two computations of them may be apart on average: bfloat16 leaves some
 hundredths, a graph that reads another step's numbers as much as there is."""
 
-Compute = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Last tokens int64 [rows], lengths int64 [rows] with them, columns to read -> logits [rows, vocabulary]. The same
-operations each time, and nothing read back to the host."""
+Compute = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+"""Rows, places to read of each -> the step's result [2, rows] and its logits [rows, vocabulary]. It advances the state
+of the rows in place, by the same operations each time, and reads nothing back to the host."""
 
 
 @dataclass(slots=True)
@@ -41,75 +44,80 @@ class Captured:
     """The step of one shape."""
 
     graph: Any
+    result: torch.Tensor
     logits: torch.Tensor
-    """What the graph writes, float32 [rows, vocabulary]."""
     replays: int = 0
 
 
 class StepGraphs:
-    """Calls `compute`, by a captured graph where there is one.
+    """Decode steps by captured graphs, where there is one.
 
     Args:
-        compute: writes to slots of a cache in place.
-        slots: of the cache; a free slot may be written to.
-        columns: of the cache.
-        filler: token of the rows beyond those in flight.
-        where: the accelerator.
+        made_for: what is baked into them beside shapes and addresses.
+        state: what a step advances.
+        max_rows, max_width: of the cache.
     """
 
-    def __init__(self, compute: Compute, slots: int, columns: int, filler: int, where: torch.device):
-        self.compute = compute
-        self.slots, self.columns, self.filler = slots, columns, filler
-        self.tokens = torch.full((slots,), filler, device=where)
-        self.lengths = torch.ones(slots, dtype=torch.long, device=where)
+    def __init__(self, made_for: Any, state: list[torch.Tensor], max_rows: int, max_width: int):
+        self.made_for, self.state = made_for, state
+        self.max_rows, self.max_width = max_rows, max_width
         self.pool = device.graph_pool()
         self.shapes: dict[tuple[int, int], Captured | None] = {}
         """None until it is captured."""
         self.failed = False
 
-    def __call__(self, tokens: torch.Tensor, lengths: torch.Tensor, width: int) -> torch.Tensor:
-        """As `compute`; the result holds until the next call."""
-        rows = len(tokens)
-        shape = self.shape(rows, width)
-        self.tokens[:rows].copy_(tokens)
-        self.tokens[rows:].fill_(self.filler)
-        self.lengths[:rows].copy_(lengths)
-        self.lengths[rows:].fill_(1)
-        if shape in self.shapes and self.shapes[shape] is None and not self.failed:
-            self._capture(shape)
-        if self.failed or (captured := self.shapes.setdefault(shape, None)) is None:
-            return self._compute(shape)[:rows]
-        captured.graph.replay()
-        captured.replays += 1
-        if captured.replays <= CHECKED_REPLAYS:
-            return self._checked(captured, shape, rows)
-        return captured.logits[:rows]
+    def bind(self, compute: Compute) -> Compute:
+        """`compute`, by graphs. They hold no reference to it, and so none to the cache."""
+        return partial(self._step, compute)
 
     def shape(self, rows: int, width: int) -> tuple[int, int]:
-        """Rows and columns that are computed for so many."""
-        return min(self.slots, 1 << (rows - 1).bit_length()), min(self.columns, -(-width // WIDTH) * WIDTH)
+        """Rows and places that are computed for so many."""
+        multiple = ROWS if rows <= 64 else 64
+        octave = WIDTH << max(0, (width - 1) // WIDTH).bit_length()
+        rounded = next(size for size in (octave // 2, octave * 3 // 4, octave) if size >= width)
+        return min(self.max_rows, -(-rows // multiple) * multiple), min(self.max_width, max(WIDTH, rounded))
 
-    def _compute(self, shape: tuple[int, int]) -> torch.Tensor:
-        rows, width = shape
-        return self.compute(self.tokens[:rows], self.lengths[:rows], width)
+    def _step(self, compute: Compute, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `compute`; what it returns holds until the next call."""
+        shape = self.shape(rows, width)
+        if shape in self.shapes and self.shapes[shape] is None and not self.failed:
+            self._capture(compute, shape)
+        if self.failed or (captured := self.shapes.setdefault(shape, None)) is None:
+            result, logits = compute(*shape)
+        elif captured.replays < CHECKED_REPLAYS:
+            captured.replays += 1
+            result, logits = self._checked(captured, compute, shape, rows)
+        else:
+            captured.graph.replay()
+            result, logits = captured.result, captured.logits
+        return result[:, :rows], logits[:rows]
 
-    def _capture(self, shape: tuple[int, int]) -> None:
+    def _capture(self, compute: Compute, shape: tuple[int, int]) -> None:
         try:
-            self.shapes[shape] = Captured(*device.capture(lambda: self._compute(shape), self.pool))
+            graph, (result, logits) = device.capture(lambda: compute(*shape), self.pool)
+            self.shapes[shape] = Captured(graph, result, logits)
         except RuntimeError as error:
             self._fail((str(error).strip() or repr(error)).splitlines()[0])
 
-    def _checked(self, captured: Captured, shape: tuple[int, int], rows: int) -> torch.Tensor:
-        """The step's logits, computed as they are, after a replay that should have made the same."""
-        computed = self._compute(shape)[:rows]
-        apart = float((captured.logits[:rows] - computed).abs().mean())
-        spread = float(computed.std(correction=0))
+    def _checked(
+        self, captured: Captured, compute: Compute, shape: tuple[int, int], rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step computed as it is, after a replay from the same state that should have made the same."""
+        before = [tensor.clone() for tensor in self.state]
+        captured.graph.replay()
+        replayed = captured.logits[:rows].clone()
+        for tensor, value in zip(self.state, before, strict=True):
+            tensor.copy_(value)
+        result, logits = compute(*shape)
+        apart = float((replayed - logits[:rows]).abs().mean())
+        spread = float(logits[:rows].std(correction=0))
         if not apart <= ROUNDING * spread:
             self._fail(f"one's logits are {apart:.2g} from those of the step itself, whose spread is {spread:.2g}")
-        return computed
+        return result, logits
 
     def _fail(self, reason: str) -> None:
         self.failed = True
+        self.shapes.clear()
         warn_once(f"decoding without captured graphs: {reason}")
 
 

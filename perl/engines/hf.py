@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from transformers.utils import logging as transformers_logging
 from perl import device
 from perl.adapters.checkpoint import Checkpoint
 from perl.engines.base import Feed, eos_token_ids, require_room
-from perl.engines.decode import decode
-from perl.engines.rows import DEFAULT_BATCH_TOKENS, Finished, Job, Row
+from perl.engines.decoder import Decoder
 from perl.engines.sampling import validate
+from perl.engines.sequence import Sequence
 from perl.errors import UserError, lookup
 from perl.records import Completion, Prompt, Sampling
 
@@ -37,9 +37,9 @@ class HFEngine:
         dtype: str = "auto",
         max_model_len: int | None = None,
         tp_size: int = 1,
-        max_batch_tokens: int = DEFAULT_BATCH_TOKENS,
+        max_batch_tokens: int | None = None,
     ):
-        """Load the model. Arguments as in `perl.engines.ENGINES`; max_batch_tokens as in `rows.Job`.
+        """Load the model. Arguments as in `perl.engines.ENGINES`; max_batch_tokens as in `decoder.Decoder`.
 
         Raises:
             UserError: no model at `model_path`, unknown dtype, a context longer than the model's, tp_size above 1.
@@ -48,18 +48,23 @@ class HFEngine:
             raise UserError(
                 f"--tp_size {tp_size}: the transformers backend keeps a model on one device; add --use_vllm"
             )
-        if max_batch_tokens < 1:
+        if max_batch_tokens is not None and max_batch_tokens < 1:
             raise UserError(f"max_batch_tokens: {max_batch_tokens} is not possible; write 1 or more")
         config = _load(AutoConfig, model_path)
         self.max_model_len = _context(config, max_model_len, model_path)
-        self.max_batch_tokens = max_batch_tokens
         self.tokenizer: Any = _load(AutoTokenizer, model_path)
         self.model: Any = _load(AutoModelForCausalLM, model_path, dtype=_dtype(dtype, config))
         self.model.eval().to(device.torch_device())
         self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
-        self.slots = max(1, self.max_batch_tokens // self.max_model_len)
+        self.decoder: Any = Decoder(
+            self.model,
+            eos_token_ids=self.eos_token_ids,
+            pad_token_id=pad_token_id(self.tokenizer, self.eos_token_ids),
+            max_batch_tokens=max_batch_tokens,
+        )
+        self.max_num_seqs = self.decoder.max_num_seqs
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+    def generate(self, prompts: List[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         validate(sampling)
         require_room(prompts, self.max_model_len)
         return self.stream((prompt, sampling) for prompt in prompts)
@@ -71,19 +76,11 @@ class HFEngine:
         while (sampling := stretches.begin()) is not None:
             validate(sampling)
             first = stretches.taken
-            job = Job(
-                rows=self._rows(stretches),
-                sampling=sampling,
-                eos_token_ids=self.eos_token_ids,
-                pad_token_id=pad_token_id(self.tokenizer, self.eos_token_ids),
-                max_batch_tokens=self.max_batch_tokens,
-            )
-            for finished in decode(self.model, job):
-                yield first + finished.index, self._completion(finished)
+            for sequence in self.decoder.run(self._sequences(stretches), sampling):
+                yield first + sequence.index, self._completion(sequence)
 
-    def _rows(self, stretch: Stretches) -> Iterator[Row | None]:
-        """Rows of one stretch. `slots` follows the longest of them, as the decode loop does."""
-        longest = 1
+    def _sequences(self, stretch: Stretches) -> Iterator[Sequence | None]:
+        """The sequences of one stretch."""
         for item in stretch:
             if item is None:
                 yield None
@@ -93,10 +90,7 @@ class HFEngine:
             if prompt.adapter is not None:
                 raise UserError(f"{prompt.adapter}: transformers serves no adapter beside a model; merge it")
             room = self.max_model_len - len(prompt.token_ids)
-            row = Row(prompt_ids=prompt.token_ids, seed=prompt.seed, max_new_tokens=min(sampling.max_new_tokens, room))
-            longest = max(longest, row.reach)
-            self.slots = max(1, self.max_batch_tokens // longest)
-            yield row
+            yield Sequence(prompt.token_ids, prompt.seed, min(sampling.max_new_tokens, room))
 
     def replace_weights(self, model_path: str) -> str | None:
         """Copy tensor by tensor, in place. See `perl.engines.Engine`."""
@@ -113,11 +107,11 @@ class HFEngine:
         return None
 
     def close(self) -> None:
-        self.model = None
+        self.model = self.decoder = None
         gc.collect()
         device.empty_cache()
 
-    def _completion(self, finished: Finished) -> Completion:
+    def _completion(self, finished: Sequence) -> Completion:
         ids = finished.token_ids[:-1] if finished.stopped else finished.token_ids
         return Completion(
             token_ids=tuple(ids),
@@ -157,16 +151,11 @@ class Stretches:
         if self._next is None:
             return None
         assert self._current is not None
-        if _distribution(self._next[1]) != _distribution(self._current):
+        if self._next[1].distribution != self._current.distribution:
             raise StopIteration
         item, self._next = self._next, None
         self.taken += 1
         return item
-
-
-def _distribution(sampling: Sampling) -> Sampling:
-    """Without what each row has for itself."""
-    return replace(sampling, n=1, seed=0, max_new_tokens=1)
 
 
 def pad_token_id(tokenizer: Any, eos: frozenset[int]) -> int:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 NUCLEUS_GUESS = 1024
-"""Top-p looks for its nucleus among this many best tokens before it sorts the whole vocabulary."""
+"""On a CPU top-p looks for its nucleus among this many best tokens before it sorts the whole vocabulary. An accelerator
+sorts at once: to look first would make the host wait for it at every token."""
 
 
 def validate(sampling: Sampling) -> None:
@@ -62,7 +63,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def choose(
+def sample(
     logits: torch.Tensor,
     sampling: Sampling,
     uniform: torch.Tensor,
@@ -95,16 +96,16 @@ def choose(
         scores = (logits / penalty).where(logits > 0, logits * penalty).where(seen, logits)
     else:
         scores = logits
-    tokens = scores.argmax(dim=-1) if greedy else _invert_cdf(truncate(scores / temperature, sampling), uniform)
+    tokens = scores.argmax(dim=-1) if greedy else _invert_cdf(filter_logits(scores / temperature, sampling), uniform)
     model_scores = (logits if model_logits is None else model_logits) / temperature
     chosen = model_scores.gather(-1, tokens[:, None])[:, 0]
     return tokens, chosen - model_scores.logsumexp(dim=-1)
 
 
-def truncate(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def filter_logits(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """`scores` ([rows, vocabulary], after temperature) with -inf where top-k, top-p or min-p removes the token."""
     floor = None
-    vocabulary = scores.shape[-1]
+    vocabulary, on_cpu = scores.shape[-1], scores.device.type == "cpu"
     top_k = min(sampling.top_k, vocabulary)
     if top_k:
         best = scores.topk(top_k, dim=-1).values
@@ -113,8 +114,8 @@ def truncate(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
             floor = _nucleus_floor(best, best.logsumexp(dim=-1, keepdim=True), sampling.top_p)
     elif sampling.top_p < 1:
         log_total = scores.logsumexp(dim=-1, keepdim=True)
-        best = scores.topk(min(NUCLEUS_GUESS, vocabulary), dim=-1).values
-        if ((best - log_total).exp().sum(dim=-1) < sampling.top_p).any():
+        best = scores.topk(min(NUCLEUS_GUESS, vocabulary), dim=-1).values if on_cpu else None
+        if best is None or ((best - log_total).exp().sum(dim=-1) < sampling.top_p).any():
             best = scores.sort(dim=-1, descending=True).values
         floor = _nucleus_floor(best, log_total, sampling.top_p)
     if sampling.min_p > 0:
@@ -141,6 +142,6 @@ def _invert_cdf(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=scores.shape[-1] - 1)
     # An accelerator's parallel scan need not rise monotonically, so the search may end on a removed token there.
     removed = probabilities.gather(-1, tokens) == 0
-    if removed.any():
+    if scores.device.type != "cpu" or removed.any():
         tokens = tokens.where(~removed, probabilities.argmax(dim=-1, keepdim=True))
     return tokens[:, 0]

@@ -1,4 +1,4 @@
-"""The model's own `generate`, batch by batch: what any model can do, and what the fast loop is compared with.
+"""The model's own `generate`, batch by batch: what any model can do, and what the decode loop is compared with.
 
 Every batch is prefilled row by row and decoded until its longest row ends. The row-seeded choice comes in as a
 logits processor that leaves one token possible.
@@ -6,7 +6,8 @@ logits processor that leaves one token possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,56 +16,40 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from perl.engines.rows import Finished, Job, Row, arrived, left_pad, mark_seen
-from perl.engines.sampling import choose, uniforms
+from perl.engines.sampling import sample, uniforms
+from perl.engines.sequence import Sequence, left_pad, mark_seen
 from perl.records import Sampling
 
 if TYPE_CHECKING:
-    from transformers.generation.logits_process import LogitsProcessor as Processor
+    from perl.engines.decoder import Decoder
 
 
-def decode_stock(model: Any, job: Job, processors: Sequence[Processor] = ()) -> Iterator[Finished]:
-    """Complete `job.rows` with `model.generate`, longest first of those that have come, yielding each batch's rows when
-    it is through.
+@torch.no_grad()
+def generate_stock(decoder: Decoder, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
+    """Complete the sequences of `source` with the `generate` of the decoder's model, longest first of those that have
+    come, yielding each batch when it is through. See Decoder.run.
 
-    A sharded model gets all rows as one batch, whatever `job.max_batch_tokens`: every rank must call `generate` the
+    A sharded model gets all sequences as one batch, whatever `max_batch_tokens`: every rank must call `generate` the
     same number of times.
-
-    Args:
-        model: a transformers model, or a PeftModel around one, in evaluation mode.
-        job: rows and sampling.
-        processors: further logits processors, called with left-padded ids before sampling.
     """
-    source = iter(job.rows)
-    waiting: list[tuple[int, Row]] = []
+    source = iter(source)
+    waiting: list[Sequence] = []
     read = 0
     while True:
-        fresh = arrived(source, read)
-        read += len(fresh)
-        waiting = sorted(waiting + fresh, key=lambda item: -item[1].reach)
+        for sequence in iter(lambda: next(source, None), None):
+            sequence.index, read = read, read + 1
+            waiting.append(sequence)
         if not waiting:
             return
-        size = len(waiting) if is_sharded(model) else max(1, job.max_batch_tokens // waiting[0][1].reach)
+        waiting.sort(key=lambda sequence: -sequence.max_len)
+        size = decoder.max_num_seqs
+        if decoder.max_batch_tokens is not None:
+            size = max(1, min(size, decoder.max_batch_tokens // waiting[0].max_len))
+        if is_sharded(decoder.model):
+            size = len(waiting)
         batch, waiting = waiting[:size], waiting[size:]
-        yield from _decode_batch(model, job, batch, processors)
-
-
-def generation_config(job: Job, rows: Sequence[Row]) -> GenerationConfig:
-    """A configuration that leaves the choice of tokens to us: what it does not set explicitly, `generate` would take
-    from the model's own generation_config.json."""
-    return GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        temperature=1.0,
-        top_k=50,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        use_cache=True,
-        max_new_tokens=max((row.max_new_tokens for row in rows), default=1),
-        eos_token_id=sorted(job.eos_token_ids) or None,
-        pad_token_id=job.pad_token_id,
-    )
+        _generate_batch(decoder, batch, sampling)
+        yield from batch
 
 
 def is_sharded(model: Any) -> bool:
@@ -77,14 +62,40 @@ def is_sharded(model: Any) -> bool:
     )
 
 
+class LastLogits:
+    """Inside, holds what the model computed for the next token: `generate` shows its processors only what those before
+    them left of it."""
+
+    def __init__(self, model: Any):
+        self.module = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.logits: torch.Tensor | None = None
+
+    def __enter__(self) -> LastLogits:
+        self.hook = self.module.register_forward_hook(self._note)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.hook.remove()
+
+    def _note(self, module: Any, inputs: Any, output: Any) -> None:
+        self.logits = output.logits[:, -1].float()
+
+    def take(self) -> torch.Tensor:
+        """float32 [rows, vocabulary]."""
+        assert self.logits is not None
+        return self.logits
+
+
 class RowSeededChoice(LogitsProcessor):
     """Draws each row's next token with the row's own random stream and leaves only that one possible."""
 
-    def __init__(self, rows: Sequence[Row], sampling: Sampling, processors: Sequence[Processor]):
-        self.prompts = [row.prompt_ids for row in rows]
-        self.seeds = [row.seed for row in rows]
-        self.sampling = sampling
-        self.processors = LogitsProcessorList(processors)
+    def __init__(
+        self, sequences: List[Sequence], sampling: Sampling, processors: List[LogitsProcessor], last: LastLogits
+    ):
+        self.last = last
+        self.prompts = [sequence.prompt_ids for sequence in sequences]
+        self.seeds = [sequence.seed for sequence in sequences]
+        self.sampling, self.processors = sampling, processors
         self.logprobs: list[torch.Tensor] = []
         self.seen: torch.Tensor | None = None
 
@@ -96,28 +107,96 @@ class RowSeededChoice(LogitsProcessor):
             else:
                 self.seen.scatter_(1, input_ids[:, -1:], True)
         uniform = torch.from_numpy(uniforms(self.seeds, [step] * len(self.seeds))).to(scores.device)
-        processed = self.processors(input_ids, scores.clone()) if self.processors else scores  # type: ignore[arg-type]
-        tokens, logprobs = choose(processed, self.sampling, uniform, seen=self.seen, model_logits=scores)
+        processed = scores.clone() if self.processors else scores
+        for processor in self.processors:
+            processed = processor(input_ids, processed)  # type: ignore[arg-type]
+        tokens, logprobs = sample(processed, self.sampling, uniform, seen=self.seen, model_logits=self.last.take())
         self.logprobs.append(logprobs)
         return torch.full_like(scores, float("-inf")).scatter(1, tokens[:, None], 0.0)  # type: ignore[return-value]
 
 
-def _decode_batch(
-    model: Any, job: Job, batch: Sequence[tuple[int, Row]], processors: Sequence[Processor]
-) -> Iterator[Finished]:
-    rows = [row for _, row in batch]
-    ids, mask = left_pad([row.prompt_ids for row in rows], job.pad_token_id, model.device)
-    choice = RowSeededChoice(rows, job.sampling, processors)
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        generation_config=generation_config(job, rows),
-        logits_processor=LogitsProcessorList([choice]),
-    )
+def _generate_batch(decoder: Decoder, sequences: List[Sequence], sampling: Sampling) -> None:
+    # What is not set explicitly, `generate` would take from the model's own generation_config.json.
+    settings: dict[str, Any] = {
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "temperature": 1.0,
+        "top_k": 50,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "use_cache": True,
+        "max_new_tokens": max(sequence.max_new_tokens for sequence in sequences),
+        "eos_token_id": sorted(decoder.eos_token_ids) or None,
+        "pad_token_id": decoder.pad_token_id,
+    }
+    config = GenerationConfig(**(settings | decoder.generation_kwargs | {"do_sample": False}))
+    ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], decoder.pad_token_id, decoder.model.device)
+    with LastLogits(decoder.model) as last:
+        choice = RowSeededChoice(sequences, sampling, decoder.processors, last)
+        output = decoder.model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=LogitsProcessorList([choice]),
+        )
     drawn = output[:, ids.shape[1] :].tolist()
     logprobs = torch.stack(choice.logprobs, dim=1).tolist()
-    for (index, row), tokens, row_logprobs in zip(batch, drawn, logprobs, strict=True):
-        tokens = tokens[: row.max_new_tokens]
-        end = next((i for i, token in enumerate(tokens) if token in job.eos_token_ids), None)
+    for sequence, tokens, row_logprobs in zip(sequences, drawn, logprobs, strict=True):
+        tokens = tokens[: sequence.max_new_tokens]
+        end = next((i for i, token in enumerate(tokens) if token in decoder.eos_token_ids), None)
         length = len(tokens) if end is None else end + 1
-        yield Finished(index=index, token_ids=tokens[:length], logprobs=row_logprobs[:length], stopped=end is not None)
+        sequence.token_ids, sequence.logprobs = tokens[:length], row_logprobs[:length]
+        sequence.launched, sequence.stopped = length, end is not None
+
+
+class ChosenLogProbs(LogitsProcessor):
+    """Notes the log-probability of each token that `generate` draws: log_softmax(model logits / temperature), as TRL's
+    trainer computes it, without penalty or truncation."""
+
+    def __init__(self, temperature: float, last: LastLogits):
+        self.temperature, self.last = temperature, last
+        self.scores: torch.Tensor | None = None
+        self.logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.note(input_ids)
+        self.scores = self.last.take() / self.temperature
+        return scores
+
+    def note(self, ids: torch.Tensor) -> None:
+        """`ids`: int64 [rows, tokens], the last one being drawn from the scores seen last."""
+        if self.scores is not None:
+            chosen = self.scores.gather(1, ids[:, -1:])[:, 0]
+            self.logprobs.append(chosen - self.scores.logsumexp(dim=-1))
+
+
+@torch.no_grad()
+def generate_plain(model: Any, sequences: List[Sequence], config: GenerationConfig) -> None:
+    """Complete `sequences` with `model.generate` as TRL calls it: one batch, torch's own random numbers, and none of
+    the sequences' seeds.
+
+    Args:
+        model: a transformers model or a PeftModel, in evaluation mode.
+        config: as `generate` takes it, with eos_token_id and pad_token_id.
+    """
+    pad, eos = int(config.pad_token_id), eos_token_ids(config)  # type: ignore[arg-type]
+    ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], pad, model.device)
+    with LastLogits(model) as last:
+        noted = ChosenLogProbs(float(config.temperature or 1.0) if config.do_sample else 1.0, last)
+        processors = LogitsProcessorList([noted])
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors
+        )
+        noted.note(output)
+    logprobs = torch.stack(noted.logprobs, dim=1).tolist()
+    for sequence, tokens, numbers in zip(sequences, output[:, ids.shape[1] :].tolist(), logprobs, strict=True):
+        end = next((i for i, token in enumerate(tokens) if token in eos), None)
+        length = len(tokens) if end is None else end + 1
+        sequence.token_ids, sequence.logprobs = tokens[:length], numbers[:length]
+        sequence.launched, sequence.stopped = length, end is not None
+
+
+def eos_token_ids(config: GenerationConfig) -> list[int]:
+    """Tokens that end a completion."""
+    eos = config.eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or ())

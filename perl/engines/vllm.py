@@ -95,7 +95,7 @@ class VLLMEngine:
         self._loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
         self.engine: Any = LLM(**options).llm_engine
         self.max_model_len: int = self.engine.vllm_config.model_config.max_model_len
-        self.slots: int = self.engine.vllm_config.scheduler_config.max_num_seqs
+        self.max_num_seqs: int = self.engine.vllm_config.scheduler_config.max_num_seqs
         self._requests = 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
@@ -103,13 +103,13 @@ class VLLMEngine:
         return self.stream((prompt, sampling) for prompt in prompts)
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
-        """The feed is read until twice `slots` requests are under way. See `Engine.stream`."""
+        """The feed is read until twice `max_num_seqs` requests are under way. See `Engine.stream`."""
         source = iter(feed)
         indices: dict[str, int] = {}
         taken = 0
         exhausted = False
         while True:
-            while not exhausted and len(indices) < 2 * self.slots:
+            while not exhausted and len(indices) < 2 * self.max_num_seqs:
                 item = next(source, StopIteration)
                 if item is StopIteration:
                     exhausted = True

@@ -130,7 +130,7 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         if spec.cores is not None:
             device.pin_cpu(*spec.cores)
         engine = ENGINES[spec.engine](spec.load.model, dtype=spec.load.dtype, **spec.options)
-        connection.send(Ready(engine.slots, time.monotonic() - started))
+        connection.send(Ready(engine.max_num_seqs, time.monotonic() - started))
         for message in completed(engine, spec.load, inbox):
             connection.send(message)
         engine.close()
@@ -161,7 +161,7 @@ def completed(engine: Engine, held: Load, inbox: Inbox) -> Iterator[Done | Renew
             return
         held = load
         for position, completion in engine.stream(feed):
-            yield feed.finish(position, completion, engine.slots)
+            yield feed.finish(position, completion, engine.max_num_seqs)
 
 
 def replace_weights(engine: Engine, held: Load, load: Load) -> str | None:

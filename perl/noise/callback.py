@@ -1,4 +1,4 @@
-"""Tells the user when AQN moves to another stage."""
+"""Where in its decay AQN is: the one place that asks, before each optimizer step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from perl.noise.schedule import Stage, stage_at
 log = logging.getLogger(__name__)
 
 
-class NoiseStageCallback(TrainerCallback):
-    """Logs one line when the stage changes."""
+class NoiseStage(TrainerCallback):
+    """`stage` is that of the optimizer step in progress, and of the last one until the next begins. Logs one line when
+    it changes."""
 
     def __init__(self, config: NoiseConfig):
         self.config = config

@@ -133,22 +133,3 @@ def _silence(batch: MicroBatch, count: int) -> MicroBatch:
     for value in quiet.values():
         value[first:] = 0
     return batch | quiet
-
-
-def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
-    """bool [rows]: whether all rewards of the row's group are the same number, so that its advantage is 0.
-
-    In floating point, reward minus the group's mean need not be: the mean of eight 1.2 is not 1.2, and divided by the
-    deviation of that rounding an advantage of 1e-3 remains.
-
-    Args:
-        rewards: float [rows, functions], NaN where a function gave none; groups of `group_size` consecutive rows.
-        weights: float [functions].
-    """
-    total = (rewards * weights).nansum(dim=1)
-    missing = rewards.isnan().all(dim=1)
-    groups = total.view(-1, group_size)
-    absent = missing.view(-1, group_size)
-    highest = groups.masked_fill(absent, -math.inf).amax(dim=1)
-    lowest = groups.masked_fill(absent, math.inf).amin(dim=1)
-    return (highest <= lowest).repeat_interleave(group_size)

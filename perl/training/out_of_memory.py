@@ -97,8 +97,9 @@ def smaller_cache(config: Config) -> str:
     training = config.training
     rows = training.per_device_train_batch_size * (training.steps_per_generation or 1)
     length = int(config.dataset.max_prompt_length or 512) + (training.max_completion_length or 512)
-    now = int(config.rollout.max_batch_tokens)
-    return change({"rollout.max_batch_tokens": (max(1, min(now, rows * length) // 2), now)}, "same batch, slower")
+    bound = config.rollout.max_batch_tokens
+    now = rows * length if bound is None else min(int(bound), rows * length)
+    return change({"rollout.max_batch_tokens": (max(1, now // 2), bound or "what was free")}, "same batch, slower")
 
 
 def smaller_rollouts(training: TrainingConfig, group: int) -> tuple[int, int] | None:

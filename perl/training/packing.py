@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from perl.engines.attention import adopt, sdpa_without_copies
-from perl.engines.fast import unsupported_reason
+from perl.engines.decoder import unsupported_reason
 from perl.training.metrics import Work, sequences
 
 

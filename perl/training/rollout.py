@@ -1,16 +1,159 @@
-"""A rollout by perl's own decode loop, in the place and with the arguments of the model's `generate`."""
+"""Rollouts: token ids, sampling, seeds and which weights go in; completions and log-probabilities come out.
+
+`Sampler` is all that the trainer knows of how completions come about. RolloutPolicy is the one in this process: the
+trained model itself, without dropout, with noise on its norm weights and the adapter merged while tokens are drawn. A
+pool of engines in other processes, which are sent the adapter, would be another implementation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import GenerationConfig
 
-from perl.engines.decode import generate_completions
+from perl import device
+from perl.adapters.fold import AdapterFold
+from perl.config.schema import RolloutConfig
+from perl.engines.attention import stock_attention
+from perl.engines.decoder import Decoder
+from perl.engines.sequence import Sequence
+from perl.engines.stock import eos_token_ids, generate_plain
+from perl.errors import UserError
+from perl.noise.injector import NoiseInjector
 from perl.prompts import row_seed
 from perl.records import Sampling
+
+
+class Weights(NamedTuple):
+    """Which weights sample: the adapter after `step` optimizer steps, with noise of standard deviation `sigma`."""
+
+    step: int
+    number: int
+    """Rollouts of this step before it; with `step` it names the noise and the random numbers."""
+    sigma: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """What a Sampler is asked for."""
+
+    prompt_ids: list[list[int]]
+    """One prompt for each completion, without padding."""
+    seeds: list[int]
+    """One for each completion, which depends on nothing else (perl.engines.sampling)."""
+    weights: Weights
+
+
+class Completions(NamedTuple):
+    """What a Sampler gives back, completion by completion."""
+
+    token_ids: list[list[int]]
+    """Drawn tokens, the end-of-sequence token included."""
+    logprobs: list[list[float]]
+    """log_softmax(logits / temperature) of each, by the sampler, in nats."""
+
+
+class Sampler(Protocol):
+    """Completes prompts with the policy."""
+
+    def complete(self, request: RolloutRequest) -> Completions: ...
+
+
+class RolloutPolicy:
+    """The trained model samples: in the decode loop, or by transformers' `generate` or `generate_batch`.
+
+    Args:
+        model: the policy, wrapped by PEFT but not by DDP or DeepSpeed. Weights that ZeRO-3 has spread must be gathered
+            around `complete`.
+        config: the group `rollout`.
+        noise: what adds the noise, or None.
+        generation_config: TRL's: sampling, lengths, eos and pad tokens.
+        generation_kwargs: the user's part of it.
+        batching_config: transformers' ContinuousBatchingConfig, for the engine continuous_batching.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: RolloutConfig,
+        noise: NoiseInjector | None,
+        generation_config: GenerationConfig,
+        generation_kwargs: dict[str, Any],
+        batching_config: Any = None,
+    ):
+        self.model, self.config, self.noise = model, config, noise
+        self.generation_config, self.batching_config = generation_config, batching_config
+        if batching_config is not None:
+            batching_config.return_logprobs = True
+        if refused := sorted(REFUSED & generation_kwargs.keys()):
+            raise UserError(
+                f"--config.training.generation_kwargs: {refused[0]} has no place in a rollout (one completion for each"
+                " prompt, as long as max_completion_length); leave it out"
+            )
+        self.sampling = sampling_of(generation_config)
+        self.merge = AdapterFold(model, config.merge_adapter)
+        capture = config.capture_graphs
+        self.decoder = Decoder(
+            model,
+            eos_token_ids=eos_token_ids(generation_config),
+            pad_token_id=int(generation_config.pad_token_id),  # type: ignore[arg-type]
+            max_batch_tokens=None if config.max_batch_tokens is None else int(config.max_batch_tokens),
+            capture=device.captures_by_default() if capture == "auto" else capture,
+            generation_kwargs={name: value for name, value in generation_kwargs.items() if name not in SERVED},
+        )
+
+    def complete(self, request: RolloutRequest) -> Completions:
+        longest = self.sampling.max_new_tokens
+        sequences = [
+            Sequence(tuple(prompt), seed, longest)
+            for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
+        ]
+        with sampling_weights(self.model, self.noise, request.weights):
+            if self.config.engine == "continuous_batching":
+                return self._generate_batch(request.prompt_ids)
+            with self.merge.applied():
+                if self.config.engine == "generate":
+                    generate_plain(self.model, sequences, self.generation_config)
+                else:
+                    self.decoder.complete(sequences, self.sampling)
+        self.decoder.release_if_short()
+        return Completions([s.token_ids for s in sequences], [s.logprobs for s in sequences])
+
+    def _generate_batch(self, prompt_ids: list[list[int]]) -> Completions:
+        """transformers' continuous batching, with the adapter unmerged."""
+        with torch.no_grad(), stock_attention(self.model):
+            outputs = self.model.generate_batch(
+                prompt_ids,
+                generation_config=self.generation_config,
+                continuous_batching_config=self.batching_config,
+                progress_bar=False,
+            ).values()
+        return Completions([o.generated_tokens for o in outputs], [o.logprobs for o in outputs])
+
+
+@contextlib.contextmanager
+def sampling_weights(model: Any, noise: NoiseInjector | None, weights: Weights) -> Iterator[None]:
+    """Inside, `model` is the policy that samples, its adapter unmerged. No dropout: TRL samples in training mode, with
+    lora_dropout at work, while the loss's ratio takes sampler and learner for one policy."""
+    noisy = noise.applied(weights.sigma, (weights.step, weights.number)) if noise else contextlib.nullcontext()
+    with evaluation_mode(model), noisy:
+        yield
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Switch dropout and gradient checkpointing off, and put each module's training flag back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def rollout_seeds(seed: int, draw: tuple[int, ...], rows: int, rank: int, group_size: int) -> list[int]:
@@ -27,53 +170,22 @@ def rollout_seeds(seed: int, draw: tuple[int, ...], rows: int, rank: int, group_
     return [row_seed(seed, f"{key}-{place // group_size}", place % group_size) for place in places]
 
 
-def generate_fast(
-    policy: Any,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    config: GenerationConfig,
-    seeds: Sequence[int],
-    max_batch_tokens: int,
-    capture: bool = False,
-) -> tuple[torch.Tensor, list[list[float]]]:
-    """What `policy.generate` would return for left-padded prompts: int64 [rows, prompt width + longest completion],
-    padded on the right; and the log-probability of each drawn token (perl.engines.sampling.choose).
+SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
+SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation"}
+"""Fields of a GenerationConfig that the decode loop heeds, or that change no token; with any other of the user's the
+model's own `generate` draws."""
 
-    Args:
-        input_ids, attention_mask: int64 [rows, prompt width].
-        config: TRL's generation configuration; its sampling, eos and length are used.
-        seeds: one for each row.
-        max_batch_tokens, capture: see perl.engines.rows.Job.
-    """
-    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
-    eos, pad = config.eos_token_id, config.pad_token_id
-    assert pad is not None
-    assert eos is not None
-    finished = generate_completions(
-        policy,
-        prompts,
-        1,
-        sampling_of(config),
-        seeds,
-        eos_token_ids=[eos] if isinstance(eos, int) else list(eos),
-        pad_token_id=int(pad),
-        max_batch_tokens=max_batch_tokens,
-        capture=capture,
-    )
-    width = max(len(row.token_ids) for row in finished)
-    completions = input_ids.new_full((len(finished), width), int(pad))
-    for index, row in enumerate(finished):
-        completions[index, : len(row.token_ids)] = torch.tensor(row.token_ids)
-    return torch.cat([input_ids, completions], dim=1), [row.logprobs for row in finished]
+REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_tokens", "prompt_lookup_num_tokens"}
 
 
 def sampling_of(config: GenerationConfig) -> Sampling:
-    """The distribution that a GenerationConfig describes; None is off."""
+    """The distribution that a GenerationConfig describes: None is off, and do_sample false is greedy."""
+    greedy = config.do_sample is False
     return Sampling(
-        temperature=1.0 if config.temperature is None else float(config.temperature),
-        top_p=1.0 if config.top_p is None else float(config.top_p),
-        top_k=int(config.top_k or 0),
-        min_p=float(config.min_p or 0.0),
+        temperature=0.0 if greedy else 1.0 if config.temperature is None else float(config.temperature),
+        top_p=1.0 if greedy or config.top_p is None else float(config.top_p),
+        top_k=0 if greedy else int(config.top_k or 0),
+        min_p=0.0 if greedy else float(config.min_p or 0.0),
         repetition_penalty=1.0 if config.repetition_penalty is None else float(config.repetition_penalty),
         max_new_tokens=int(config.max_new_tokens or 256),
     )

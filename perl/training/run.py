@@ -20,7 +20,6 @@ from perl.adapters import ADAPTERS
 from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError, lookup
 from perl.grading import Grader
-from perl.noise.callback import NoiseStageCallback
 from perl.rewards import RewardContext, build_rewards
 from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine
@@ -74,8 +73,6 @@ def train(argv: Sequence[str]) -> Path:
             )
         watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
-        if config.noise_injection.enabled:
-            trainer.add_callback(NoiseStageCallback(config.noise_injection))
         trainer.train(resume_from_checkpoint=checkpoint)
         save_adapter(trainer, run_dir / "adapter")
     return run_dir

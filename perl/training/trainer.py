@@ -1,12 +1,13 @@
 """TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. Only this file knows TRL's internals.
 
-One update of GRPO (arXiv 2402.03300), and where this class adds to it:
+One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these methods, and where each thing is done:
 
-    prompts -> _generate_single_turn      completions   + noise while `generate` runs, adapter folded in, dropout off
-            -> _calculate_rewards         rewards
+    prompts -> _generate_single_turn      completions   rollout.RolloutPolicy: noise, merged adapter, decode loop
+            -> _calculate_rewards         rewards       loss.equal_rewards: which groups have no advantage
             -> _generate_and_score_…      advantages    + old log-probabilities of the noisy policy, on request
-            -> compute_loss, optimizer    adapter       + the adapter method's own optimizer
-    log, _save_checkpoint                               + aqn/… metrics; the rollouts still owed to an update
+            -> _prepare_inputs            micro-batches microbatches.MicroBatcher
+            -> _compute_loss              loss          packing: log-probabilities; loss: importance ratio; TRL's loss
+    log, _save_checkpoint                               + aqn/… metrics; rollout_state: rollouts still to be used
 
 `with self.clock(…)` marks the phases that perl/training/metrics.py measures; what is in none is the update.
 """
@@ -15,25 +16,56 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.engines.sequence import left_pad
+from perl.errors import UserError
+from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
-from perl.noise.schedule import stage_at
-from perl.training.behaviour import BehaviourPolicy, Rollout
+from perl.training import rollout_state
+from perl.training.loss import (
+    TOLERANCE,
+    SamplerDifference,
+    TokenLogProbs,
+    equal_rewards,
+    importance_ratio,
+    pad_right,
+    require_same_policy,
+    warn_of_difference,
+)
 from perl.training.metrics import StepClock, model_size, sequences
-from perl.training.microbatches import MEAN_OVER_ROWS, SCALE, SUM_OVER_TOKENS, TOKENS, Dealer, equal_rewards
-from perl.training.mismatch import Mismatch, importance_ratio
+from perl.training.microbatches import MEAN_OVER_ROWS, SCALE, SUM_OVER_TOKENS, TOKENS, Dealer
 from perl.training.packing import enable_packing, log_probs
-from perl.training.proof import DrawnRows, rows_of_lists
+from perl.training.rollout import Completions, RolloutPolicy, RolloutRequest, Weights, rollout_seeds, sampling_weights
 
 log = logging.getLogger(__name__)
+
+COMPARED_ROWS = 4
+"""Completions of each process that sampler and trainer are compared on before the first optimizer step."""
+OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
+OF_IMAGES += ("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
+"""What TRL's micro-batches hold beside text."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """What the hooks between a rollout and its micro-batches must know of it."""
+
+    weights: Weights
+    """That sampled."""
+    no_advantage: torch.Tensor | None = None
+    """bool [rows]: this process's rows whose group has equal rewards; None where TRL does not sum rewards."""
 
 
 class PerlGRPOTrainer(GRPOTrainer):
@@ -64,28 +96,33 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.adapter, self.adapter_config = adapter, adapter_config
         self.truncate_prompts_to = truncate_prompts_to
         self.rollout_config = rollout or RolloutConfig()
-        if self.continuous_batching_config is not None:
-            self.continuous_batching_config.return_logprobs = True  # for the proof and the metrics of mismatch
-        self.noise_config = noise
+        self.sampling_seed = self.args.seed
         self.noise: NoiseInjector | None = None
+        self.noise_config, self.noise_stage = noise, NoiseStage(noise)
         if noise.enabled:
             assert noise.seed is not None
             self.noise = NoiseInjector(self._policy(), noise.target_modules, noise.exclude_patterns, noise.seed)
+            self.add_callback(self.noise_stage)
+        self.sampler: RolloutPolicy | None = None
+        """None where TRL samples, with vLLM."""
+        if not self.use_vllm:
+            kwargs_of_user: Any = self.args.generation_kwargs or {}
+            self.sampler = RolloutPolicy(
+                self._policy(),
+                self.rollout_config,
+                self.noise,
+                self.generation_config,
+                kwargs_of_user,
+                self.continuous_batching_config,
+            )
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
         self.packs, self.dealer = self._plan_update()
-        self._no_advantage: torch.Tensor | None = None
-        self.mismatch = Mismatch()
-        self._loss_inputs: dict[str, Any] = {}
-        self._rollout: Rollout | None = None
-        self.behaviour = BehaviourPolicy(
-            self._policy(),
-            self.rollout_config,
-            self.noise,
-            self._logps_of_drawn,
-            seed=self.args.seed,
-            rank=self.args.process_index,
-        )
+        self.rollout = Rollout(Weights(-1, 0, 0.0))
+        """The last one."""
+        self.tolerance: float | None = None
+        """Of the difference between sampler and trainer, in nats; None before they were compared."""
+        self.difference = SamplerDifference()
 
     # Rollout
 
@@ -99,11 +136,12 @@ class PerlGRPOTrainer(GRPOTrainer):
         buffered = self._buffered_inputs
         with self.clock("prepare"):
             inputs = super()._prepare_inputs(generation_batch)
-            if self._buffered_inputs is not buffered:  # a new generation batch
-                left_out = self._of_all_processes([self.dealer.share_left_out(self._buffered_inputs)])
+            fresh: Any = self._buffered_inputs
+            if fresh is not buffered:  # a new generation batch
+                left_out = self._of_all_processes([self.dealer.share_left_out(fresh)])
                 self._metrics["train"]["update/rows_left_out"].append(left_out.mean().item())
                 self._buffered_inputs = self.dealer.arrange(
-                    self._buffered_inputs, lambda counts: self._of_all_processes(counts).amax(dim=0).tolist()
+                    fresh, lambda counts: self._of_all_processes(counts).amax(dim=0).tolist()
                 )
                 inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.model.training:
@@ -111,43 +149,85 @@ class PerlGRPOTrainer(GRPOTrainer):
         return inputs
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
-        rollout = self._begin_rollout(num_generations)
-        with self.clock("rollout"), self.behaviour.in_generate(rollout):
-            completion_ids, logps = super()._generate_single_turn(
-                prompt_ids, images, fields, num_generations, *args, **kwargs
-            )
-            logps = self.behaviour.logps if logps is None else logps
-            if logps is not None and self.behaviour.proof_is_due(rollout):  # not `generate`, which proves itself
-                self._prove_other_engine(rollout, prompt_ids, completion_ids, logps)
-        if (lost := self.behaviour.fold.share_lost) is not None:
-            self._metrics["train" if self.model.training else "eval"]["rollout/merge_share_lost"].append(lost)
+        weights = self._next_weights()
+        self.rollout = Rollout(weights)
+        draw, rank = (weights.step, weights.number), self.args.process_index
+        seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
+        request = RolloutRequest(prompt_ids=prompt_ids, seeds=seeds, weights=weights)
+        with self.clock("rollout"):
+            if self.sampler is None:
+                ids, logprobs = super()._generate_single_turn(
+                    prompt_ids, images, fields, num_generations, *args, **kwargs
+                )
+                completions = Completions(ids, logprobs)
+            elif images is not None:
+                raise UserError(f"rollout.engine {self.rollout_config.engine} takes no images; train on rows of text")
+            else:
+                with self._gathered():
+                    completions = self.sampler.complete(request)
+            if self.model.training and self.tolerance is None:
+                self._compare_first(request, completions)
+        if self.sampler is not None and (error := self.sampler.merge.share_lost) is not None:
+            self._metrics["train" if self.model.training else "eval"]["rollout/merge_share_lost"].append(error)
         if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
-            lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+            lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)]
             self.clock.count_forward(sequences(lengths))
-        return completion_ids, logps
+        return completions.token_ids, completions.logprobs
 
-    def _begin_rollout(self, group_size: int) -> Rollout:
-        training, step = self.model.training, self.state.global_step
-        sigma = stage_at(step, self.state.max_steps, self.noise_config).sigma if training else 0.0
-        count = self._rollout.count + 1 if self._rollout and self._rollout.step == step else 0
-        self._rollout = Rollout(step, count, group_size, sigma, prove=training)
-        return self._rollout
+    def _next_weights(self) -> Weights:
+        step, last = self.state.global_step, self.rollout.weights
+        number = last.number + 1 if last.step == step else 0
+        return Weights(step, number, self.noise_stage.stage.sigma if self.noise and self.model.training else 0.0)
 
     @torch.no_grad()
-    def _prove_other_engine(self, rollout: Rollout, prompts: list, completions: list, logps: list) -> None:
-        """vLLM and continuous batching do not draw in `generate`; their log-probabilities are held against the
-        trainer's."""
-        itemsize, scaled = self._vllm_numbers() if self.use_vllm else (self.model.dtype.itemsize, True)
-        if self.temperature != 1.0 and not scaled:
-            log.info("rollouts: not proved, the vLLM server runs without --logprobs-mode processed_logprobs")
-            self.behaviour.skip_proof(rollout)
-            return
+    def _compare_first(self, request: RolloutRequest, completions: Completions) -> None:
+        """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
+        had? Afterwards the loss compares them at no cost (`_weigh`)."""
+        itemsize, scaled = self._vllm_numbers() if self.use_vllm else (4, True)
+        mixed = (
+            4 if self.accelerator.mixed_precision == "no" else 2
+        )  # autocast computes in it, whatever the weights are
+        self.tolerance = TOLERANCE[min(itemsize, mixed, self._policy().dtype.itemsize)]
         whole = self.top_p == 1.0 and not self.top_k and not self.min_p and self.repetition_penalty == 1.0
-        whole = whole and not self.args.generation_kwargs  # which may truncate as well
-        rows = rows_of_lists(prompts, completions, self.accelerator.device)
-        with self._unwrapped() as policy, self.behaviour.sampling(rollout):
-            sampler = rows.of_lists(logps)
-            self.behaviour.prove(rollout, policy, rows, sampler, comparable=whole, itemsize=itemsize)
+        own = self.rollout_config.engine in ("fast", "generate")
+        if not own and not (scaled and whole and not self.args.generation_kwargs):
+            why = "of a truncated distribution" if scaled else "before temperature, as the vLLM server runs without"
+            why += "" if scaled else " --logprobs-mode processed_logprobs"
+            log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
+            return
+        prompts = [list(ids) for ids in request.prompt_ids[:COMPARED_ROWS]]
+        drawn = [torch.tensor(ids, device=self.accelerator.device) for ids in completions.token_ids[:COMPARED_ROWS]]
+        ids, mask = left_pad(prompts, 0, self.accelerator.device)  # 0: any token, it is masked
+        completion_mask = pad_sequence([torch.ones_like(row) for row in drawn], batch_first=True)
+        with self._gathered() as policy, sampling_weights(policy, self.noise, request.weights):
+            trainer, _, _ = self._get_per_token_logps_and_entropies(
+                policy,
+                torch.cat([ids, pad_sequence(drawn, batch_first=True)], dim=1),
+                torch.cat([mask, completion_mask], dim=1),
+                completion_mask.shape[1],
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        difference = SamplerDifference()
+        difference.add(trainer, pad_right(completions.logprobs[:COMPARED_ROWS], trainer.device), completion_mask)
+        found = difference.take(self.accelerator.reduce, trainer.device)  # type: ignore[arg-type]
+        require_same_policy(found, self.tolerance)
+        if found is not None:
+            log.info("rollouts: sampler and trainer agree: %.2g nats apart", found.absolute)
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[Any]:
+        """The policy without its wrappers, ZeRO-3's and FSDP's weights gathered as TRL gathers them to generate."""
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,  # type: ignore[arg-type]
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=None if self.use_vllm else self.generation_kwargs,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
+            ) as policy,
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            yield policy
 
     def _vllm_numbers(self) -> tuple[int, bool]:
         """Bytes of a weight in vLLM, which chooses its own dtype, and whether its log-probabilities are those after
@@ -169,49 +249,29 @@ class PerlGRPOTrainer(GRPOTrainer):
             group_size = (self.num_generations if self.model.training else self.num_generations_eval) or 1
             rows = len(rewards) // self.accelerator.num_processes
             mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
-            self._no_advantage = equal_rewards(rewards, self.reward_weights.to(rewards.device), group_size)[mine]
+            equal = equal_rewards(rewards, self.reward_weights.to(rewards.device), group_size)
+            self.rollout.no_advantage = equal[mine]
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        if self._no_advantage is not None:
-            output["advantages"] = output["advantages"].masked_fill(self._no_advantage, 0.0)
+        if self.rollout.no_advantage is not None:
+            output["advantages"] = output["advantages"].masked_fill(self.rollout.no_advantage, 0.0)
         if self.noise and self.model.training:
             self._metrics["train"]["aqn/sigma_realized"].append(self.noise.realized_sigma)
             if self.noise_config.old_logps == "noisy":
-                output["old_per_token_logps"] = self._behaviour_logps(output)
+                output["old_per_token_logps"] = self._noisy_logps(output)
         return output
 
     @torch.no_grad()
-    def _behaviour_logps(self, rollout: dict[str, Any]) -> torch.Tensor:
+    def _noisy_logps(self, batch: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities of the sampled tokens under the noisy policy, (batch, completion length), float32."""
-        assert self._rollout is not None
-        with self.clock("old_logps"), self._unwrapped() as policy, self.behaviour.sampling(self._rollout):
-            logps, _, _ = self._get_per_token_logps_and_entropies(
-                policy,
-                torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1),
-                torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1),
-                rollout["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        return logps
-
-    def _logps_of_drawn(self, policy: Any, rows: DrawnRows) -> torch.Tensor:
-        """Log-probabilities of the drawn tokens by a forward pass of `policy` as it is, float32 [tokens]."""
-        size = self.args.per_device_train_batch_size
-        logps, _, _ = self._get_per_token_logps_and_entropies(
-            policy, rows.input_ids, rows.attention_mask, rows.width, batch_size=size
-        )
-        return logps[rows.drawn].float()
-
-    def _unwrapped(self) -> contextlib.AbstractContextManager[Any]:
-        """The policy without its wrappers, ZeRO-3's weights gathered."""
-        return unwrap_model_for_generation(
-            self.model_wrapped,  # type: ignore[arg-type]
-            self.accelerator,
-            gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
-        )
+        with (
+            self.clock("old_logps"),
+            self._gathered() as policy,
+            sampling_weights(policy, self.noise, self.rollout.weights),
+        ):
+            return self._score(policy, batch, self.args.per_device_train_batch_size).logps
 
     def _policy(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
@@ -259,6 +319,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         compute_entropy: bool = False,
         **inputs: Any,
     ):
+        if isinstance(model, TokenLogProbs):  # of `_compute_loss`, computed already
+            return model
         theirs = super()._get_per_token_logps_and_entropies
 
         def padded(ids: torch.Tensor, mask: torch.Tensor, width: int):
@@ -275,48 +337,49 @@ class PerlGRPOTrainer(GRPOTrainer):
                 parts.append(part)
                 (self.clock.count_update if training else self.clock.count_forward)(work)
         logps, entropies, aux_losses = zip(*parts, strict=True)
-        if training:
-            self._meet_sampler(torch.cat(logps))
-        return (
+        return TokenLogProbs(
             torch.cat(logps),
             torch.cat(entropies) if compute_entropy else None,
             torch.stack(aux_losses).mean() if inputs.get("compute_aux_loss") else None,
         )
 
-    def _meet_sampler(self, logps: torch.Tensor) -> None:
-        """Hold the loss's log-probabilities (or the old ones, where the policy has changed since) against the sampler's
-        own, and weight the loss by their ratio, on request: both for no further pass."""
-        inputs = self._loss_inputs
-        if (sampler := inputs.get("sampling_per_token_logps")) is None:
-            return
-        old = inputs.get("old_per_token_logps", logps).detach()
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        self.mismatch.add(old, sampler, mask)
-        level = self.rollout_config.importance_correction
-        if level != "none" and self.rollout_config.engine == "fast":
-            bounds = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
-            inputs["importance_sampling_ratio"] = importance_ratio(old, sampler, mask, level, *bounds)
+    def _score(self, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> TokenLogProbs:
+        """What a forward pass of `model` says of the completions of a micro-batch."""
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            batch_size=batch_size,
+            compute_entropy=batch_size is None,
+            compute_aux_loss=self.aux_loss_enabled and batch_size is None,
+            **{name: inputs.get(name) for name in OF_IMAGES},
+        )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        self._loss_inputs = inputs
-        theirs = self.use_vllm, self.vllm_importance_sampling_correction
-        if self.rollout_config.engine == "fast" and self.rollout_config.importance_correction != "none":
-            self.use_vllm = self.vllm_importance_sampling_correction = True  # TRL weights the loss for vLLM alone
-        try:
-            return self._scaled_loss(model, inputs)
-        finally:
-            self.use_vllm, self.vllm_importance_sampling_correction = theirs
-            self._loss_inputs = {}
+        scored = self._score(model, inputs)
+        if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
+            return (scored.logps * 0.0).sum()
+        return super()._compute_loss(scored, self._weigh(inputs, scored.logps)) * inputs[SCALE]
 
-    def _scaled_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        logged = {name: len(values) for name, values in self._metrics["train"].items()}
-        loss = super()._compute_loss(model, inputs) * inputs[SCALE]
-        if inputs[SCALE] == 0:  # no row of any process: these zeros say nothing
-            for name, values in self._metrics["train"].items():
-                del values[logged.get(name, 0) :]
-        return loss
+    def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
+        """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
+        by the importance ratio, on request: both for no further pass."""
+        if (sampler := inputs.get("sampling_per_token_logps")) is None:
+            return inputs
+        old = inputs.get("old_per_token_logps", logps).detach()
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        self.difference.add(old, sampler, mask)
+        level = self.rollout_config.importance_correction
+        if level == "none" or self.use_vllm:  # for vLLM TRL does it
+            return inputs
+        bounds = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
+        ratio = importance_ratio(old, sampler, mask, level, *bounds)
+        if self.loss_type == "vespo":  # not linear in the advantage: it takes the ratio itself
+            return inputs | {"importance_sampling_ratio": ratio}
+        return inputs | {"advantages": inputs["advantages"][:, None] * ratio}
 
     def create_optimizer(self, *args: Any, **kwargs: Any):
         if self.optimizer is None and self.adapter.optimizer is not None:
@@ -334,29 +397,34 @@ class PerlGRPOTrainer(GRPOTrainer):
                 self._metrics["train"][name].append(value)  # mean over the logged steps
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.noise and self.model.training:
-            # Logged after the step counter moved on: the stage is that of the step that was just taken.
-            stage = stage_at(max(self.state.global_step - 1, 0), self.state.max_steps, self.noise_config)
-            logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
-        if self.model.training and self.rollout_config.engine != "generate":
-            logs |= self.mismatch.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
+        if self.model.training:
+            if self.noise:
+                stage = self.noise_stage.stage
+                logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
+            difference = self.difference.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
+            if difference is not None:
+                logs |= {"rollout/logp_mismatch": difference.absolute, "rollout/logp_kl": difference.kl}
+                if self.rollout.weights.sigma == 0 or self.noise_config.old_logps == "noisy":
+                    warn_of_difference(difference, self.tolerance)
         super().log(logs, start_time)
 
-    def _rollout_state_file(self, checkpoint: str | Path) -> Path:
-        return Path(checkpoint) / f"rollout_state_{self.args.process_index}.pt"
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Adds what TRL forgets: its position in the generation batch and the rollouts that later updates still use
-        (num_iterations or steps_per_generation above gradient_accumulation_steps). Without them a resumed run samples
-        again and is another run."""
         super()._save_checkpoint(model, trial)
         window = (self.args.steps_per_generation or 1) * self.num_iterations
-        owed = self._buffered_inputs if self._step % window else None
+        pending: Any = self._buffered_inputs
+        state = rollout_state.RolloutState(
+            step=self._step,
+            buffered_inputs=pending if self._step % window else None,
+            processes=self.accelerator.num_processes,
+        )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        torch.save({"step": self._step, "buffered_inputs": owed}, self._rollout_state_file(checkpoint))
+        rollout_state.save(checkpoint, self.args.process_index, state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (file := self._rollout_state_file(checkpoint)).exists():
-            state = torch.load(file, map_location=self.accelerator.device, weights_only=True)
-            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
+        if checkpoint is None:
+            return
+        state = rollout_state.load(checkpoint, self.args.process_index, self.accelerator.num_processes)
+        if state is not None:
+            self._step = state.step
+            self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)

@@ -1,4 +1,4 @@
-"""Tiny random models, prompts and jobs for the engines' tests."""
+"""Tiny random models, prompts and sequences for the engines' tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from perl.engines.rows import Job, Row
+from perl.engines.decoder import Decoder
+from perl.engines.sequence import Sequence
+from perl.engines.stock import generate_stock
 from perl.records import Sampling
 
 SHAPE = {
@@ -23,6 +25,7 @@ SHAPE = {
     "eos_token_id": 2,
 }
 EOS = frozenset({2})
+GREEDY = Sampling(temperature=0)
 
 
 def tiny(family: str = "qwen2", seed: int = 0, spread: float = 4.0, **changes):
@@ -47,22 +50,26 @@ def prompts(count: int, seed: int = 0, longest: int = 40) -> list[tuple[int, ...
     return [tuple(rng.randrange(3, 61) for _ in range(rng.randint(1, longest))) for _ in range(count)]
 
 
-def make_job(
-    prompt_ids: list[tuple[int, ...]],
-    sampling: Sampling | None = None,
-    *,
-    max_new_tokens: int = 24,
-    group_size: int = 1,
-    max_batch_tokens: int = 1_000,
-    eos: frozenset[int] = EOS,
-) -> Job:
-    """Rows prompt by prompt, each seeded with its index."""
+def make_sequences(
+    prompt_ids: list[tuple[int, ...]], *, max_new_tokens: int = 24, group_size: int = 1
+) -> list[Sequence]:
+    """Prompt by prompt, each seeded with its index."""
     repeated = [prompt for prompt in prompt_ids for _ in range(group_size)]
-    rows = [Row(prompt_ids=ids, seed=i, max_new_tokens=max_new_tokens) for i, ids in enumerate(repeated)]
-    return Job(
-        rows=rows,
-        sampling=sampling or Sampling(temperature=0),
-        eos_token_ids=eos,
-        pad_token_id=0,
-        max_batch_tokens=max_batch_tokens,
-    )
+    return [Sequence(ids, i, max_new_tokens) for i, ids in enumerate(repeated)]
+
+
+def decoder(model, **options) -> Decoder:
+    settings = {"eos_token_ids": EOS, "pad_token_id": 0, "max_batch_tokens": 1_000}
+    return Decoder(model, **(settings | options))
+
+
+def decode(model, sequences: list[Sequence], sampling: Sampling = GREEDY, **options) -> list[Sequence]:
+    """`sequences`, completed by the decode loop."""
+    return decoder(model, **options).complete(sequences, sampling)
+
+
+def stock(model, sequences: list[Sequence], sampling: Sampling = GREEDY, **options) -> list[Sequence]:
+    """`sequences`, completed by the model's own generate."""
+    settings = decoder(model, **options)
+    assert len(list(generate_stock(settings, sequences, sampling))) == len(sequences)
+    return sequences

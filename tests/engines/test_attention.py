@@ -7,8 +7,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from perl.engines import attention
-from perl.engines.fast import decode_fast
-from tests.engines.models import make_job, prompts, tiny
+from tests.engines.models import decode, make_sequences, prompts, tiny
 
 VISIBLE = (torch.arange(9) < torch.tensor([[9], [4], [1]]))[:, None, None]
 MASKS = {"none": None, "bool": VISIBLE, "float": torch.zeros(3, 1, 1, 9).masked_fill(~VISIBLE, float("-inf"))}
@@ -44,7 +43,7 @@ def test_the_fast_loop_decodes_with_it(monkeypatch):
 
     model = tiny()  # four heads on two key heads
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
-    assert len(list(decode_fast(model, make_job(prompts(4), max_new_tokens=6)))) == 4
+    assert len(decode(model, make_sequences(prompts(4), max_new_tokens=6))) == 4
     decoding = [shape for shape in shapes if shape[0][1] <= 2]
     assert decoding
     assert set(decoding) == {((2, 2), 2)}

@@ -185,10 +185,3 @@ def test_a_stream_of_several_distributions_gives_each_row_its_own(folder):
     assert sorted(got) == list(range(9))
     for index, (prompt, sampling) in enumerate(mixed):
         assert [got[index]] == complete(engine, [prompt], sampling)
-
-
-def test_slots_follow_the_rows_that_come(folder):
-    engine = HFEngine(str(folder), max_batch_tokens=1024)
-    assert engine.slots == 2  # the context is 512
-    list(engine.generate([Prompt(token_ids=(7,) * 10, seed=0)], Sampling(max_new_tokens=22)))
-    assert engine.slots == 1024 // 32

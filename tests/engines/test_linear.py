@@ -3,10 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from perl.engines.fast import decode_fast
 from torch import nn
 
 from perl.engines import linear
-from perl.engines.fast import decode_fast
 from perl.engines.linear import laid_out
 from tests.engines.models import make_job, prompts, tiny
 

@@ -6,7 +6,7 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from perl.engines.sampling import NUCLEUS_GUESS, choose, truncate, uniforms, validate
+from perl.engines.sampling import NUCLEUS_GUESS, filter_logits, sample, uniforms, validate
 from perl.errors import UserError
 from perl.records import Sampling
 
@@ -22,7 +22,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 def draw(logits: list[float], sampling: Sampling, rows: int) -> np.ndarray:
     """Counts [vocabulary] of one draw for each of `rows` seeds."""
     uniform = torch.from_numpy(uniforms(np.arange(rows), np.zeros(rows)))
-    tokens, _ = choose(torch.tensor(logits).expand(rows, -1), sampling, uniform)
+    tokens, _ = sample(torch.tensor(logits).expand(rows, -1), sampling, uniform)
     return np.bincount(tokens.numpy(), minlength=len(logits))
 
 
@@ -64,14 +64,14 @@ def test_drawn_distribution(sampling, expected):
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens():
     logits = torch.tensor([[2.0, 1.5, -1.0]])
     seen = torch.tensor([[True, False, True]])
-    tokens, logprobs = choose(logits, Sampling(temperature=0, repetition_penalty=2.0), torch.zeros(1), seen=seen)
+    tokens, logprobs = sample(logits, Sampling(temperature=0, repetition_penalty=2.0), torch.zeros(1), seen=seen)
     assert tokens.item() == 1
     assert logprobs.item() == pytest.approx(1.5 - np.log(np.exp([2.0, 1.5, -1.0]).sum()), abs=1e-6)
 
 
 def test_logprobs_are_those_of_the_temperature_before_truncation():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
-    tokens, logprobs = choose(logits, Sampling(temperature=0.5, top_k=1), torch.tensor([0.9]))
+    tokens, logprobs = sample(logits, Sampling(temperature=0.5, top_k=1), torch.tensor([0.9]))
     assert tokens.item() == 0
     assert logprobs.item() == pytest.approx(np.log(0.25 / 0.375), abs=1e-6)
 
@@ -79,7 +79,7 @@ def test_logprobs_are_those_of_the_temperature_before_truncation():
 def test_logprobs_are_the_models_own_where_a_processor_changed_the_logits():
     model_logits = torch.log(torch.tensor([[0.75, 0.25]]))
     forced = torch.tensor([[float("-inf"), 0.0]])
-    tokens, logprobs = choose(forced, Sampling(), torch.tensor([0.1]), model_logits=model_logits)
+    tokens, logprobs = sample(forced, Sampling(), torch.tensor([0.1]), model_logits=model_logits)
     assert tokens.item() == 1
     assert logprobs.item() == pytest.approx(np.log(0.25), abs=1e-6)
 
@@ -96,7 +96,7 @@ def test_truncation_keeps_the_tokens_that_transformers_keeps(seed, spread):
         (Sampling(top_k=7), [TopKLogitsWarper(7)]),
     ]:
         expected = LogitsProcessorList(theirs)(None, logits).isfinite()
-        kept = truncate(logits, mine).isfinite()
+        kept = filter_logits(logits, mine).isfinite()
         assert (kept != expected).sum() <= 1  # a token at the edge of the nucleus, where the two sums round apart
         assert kept.any(dim=-1).all()
 
@@ -106,7 +106,7 @@ def test_penalty_is_that_of_transformers():
     logits, ids = torch.randn(3, 50), torch.randint(50, (3, 9))
     seen = torch.zeros(3, 50, dtype=torch.bool).scatter(1, ids, True)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone()).argmax(dim=-1)
-    tokens, _ = choose(logits, Sampling(temperature=0, repetition_penalty=1.3), torch.zeros(3), seen=seen)
+    tokens, _ = sample(logits, Sampling(temperature=0, repetition_penalty=1.3), torch.zeros(3), seen=seen)
     assert torch.equal(tokens, expected)
 
 
@@ -114,18 +114,18 @@ def test_row_does_not_depend_on_batch_or_order():
     torch.manual_seed(1)
     logits, seeds = torch.randn(64, 5000), np.arange(64) * 7919
     sampling = Sampling(temperature=0.8, top_p=0.9)
-    tokens, logprobs = choose(logits, sampling, torch.from_numpy(uniforms(seeds, np.full(64, 3))))
+    tokens, logprobs = sample(logits, sampling, torch.from_numpy(uniforms(seeds, np.full(64, 3))))
     order = torch.randperm(64)
     for rows in (order[:1], order[:13], order):
-        some, some_logprobs = choose(logits[rows], sampling, torch.from_numpy(uniforms(seeds[rows], [3] * len(rows))))
+        some, some_logprobs = sample(logits[rows], sampling, torch.from_numpy(uniforms(seeds[rows], [3] * len(rows))))
         assert torch.equal(some, tokens[rows])
         assert torch.equal(some_logprobs, logprobs[rows])
 
 
 def test_largest_and_smallest_uniform_stay_inside_the_distribution():
     logits = torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]])
-    assert choose(logits, Sampling(), torch.tensor([0.0]))[0].item() == 1
-    assert choose(logits, Sampling(), torch.tensor([1 - 2.0**-24]))[0].item() == 2
+    assert sample(logits, Sampling(), torch.tensor([0.0]))[0].item() == 1
+    assert sample(logits, Sampling(), torch.tensor([1 - 2.0**-24]))[0].item() == 2
 
 
 def test_impossible_values_are_user_errors():

@@ -12,10 +12,10 @@ import datetime, json, sys
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import MistralConfig, MistralForCausalLM
-from perl.engines.decode import generate_completions
+from perl.engines.decoder import Decoder
 from perl.engines.stock import is_sharded
 from perl.records import Sampling
-from tests.engines.models import SHAPE, prompts, tiny
+from tests.engines.models import SHAPE, make_sequences, prompts, tiny
 
 kind, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 limit = datetime.timedelta(seconds=100)
@@ -28,11 +28,9 @@ else:  # sliding windows: stock generate
 
 
 def complete(prompt_ids):
-    sampling = Sampling(max_new_tokens=4 + 20 * rank)
-    return generate_completions(
-        model, prompt_ids, 2, sampling, range(2 * len(prompt_ids)), eos_token_ids=[2], pad_token_id=0,
-        max_batch_tokens=150,
-    )
+    sequences = make_sequences(prompt_ids, group_size=2, max_new_tokens=4 + 20 * rank)
+    decoder = Decoder(model, eos_token_ids=[2], pad_token_id=0, max_batch_tokens=150)
+    return decoder.complete(sequences, Sampling())
 
 
 mine = prompts(3 + 4 * rank, seed=rank)

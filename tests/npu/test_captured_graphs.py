@@ -12,77 +12,142 @@ DECODE = """
     sys.path.insert(0, ".")
     from perl import device
     from perl.engines import graphs
-    from perl.engines.fast import decode_fast
-    from perl.engines.rows import Job
+    from perl.engines.decoder import Decoder
     from perl.records import Sampling
-    from tests.engines.models import make_job, prompts, tiny
-    from dataclasses import replace
+    from tests.engines.models import EOS, make_sequences, prompts, tiny
 
-    replays, shapes = [], []
+    replays, captures = [], []
     original = torch.npu.NPUGraph.replay
     torch.npu.NPUGraph.replay = lambda graph: (replays.append(1), original(graph))
-    once = graphs.StepGraphs._compute
-    graphs.StepGraphs._compute = lambda steps, shape: (shapes.append(shape), once(steps, shape))[1]
+    capture = device.capture
+    device.capture = lambda *args: (captures.append(1), capture(*args))[1]
     lines = []
     graphs.warn_once = lines.append
 
-    def decode(model, job):
-        rows = sorted(decode_fast(model, job), key=lambda row: row.index)
+    def decoder(model, **options):
+        return Decoder(model, **({"eos_token_ids": EOS, "pad_token_id": 0, "max_batch_tokens": 20_000} | options))
+
+    def decode(machine, asked, sampling):
+        rows = machine.complete(make_sequences(*asked[0], **asked[1]), sampling)
         return [(row.token_ids, row.stopped) for row in rows], [row.logprobs for row in rows]
 """
 
 
-def test_rows_are_those_of_steps_without_graphs(answer):
+def test_sequences_are_those_of_steps_without_graphs(answer):
     found = answer(
         DECODE
         + """
     model = tiny().to("npu:0")
-    given = prompts(12, longest=200)
+    given = ([prompts(12, longest=100)], {"group_size": 4, "max_new_tokens": 60})
     results = []
     for sampling in (Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2)):
-        job = make_job(given, sampling, group_size=4, max_new_tokens=60, max_batch_tokens=2600)
-        plain, logprobs = decode(model, job)
-        replays.clear(), shapes.clear()
-        captured, captured_logprobs = decode(model, replace(job, capture=True))
-        apart = max(abs(a - b) for x, y in zip(logprobs, captured_logprobs) for a, b in zip(x, y))
-        results.append([plain == captured, apart, len(replays), len(shapes), sorted(set(shapes)), len(plain)])
+        plain, logprobs = decode(decoder(model), given, sampling)
+        machine = decoder(model, capture=True)
+        for _ in range(2):
+            replays.clear(), captures.clear()
+            captured, captured_logprobs = decode(machine, given, sampling)
+            apart = max(abs(a - b) for x, y in zip(logprobs, captured_logprobs) for a, b in zip(x, y))
+            results.append([plain == captured, apart, len(replays), len(captures), len(machine.graphs.shapes)])
     answer = [results, lines]
     """
     )
     results, lines = found
     assert lines == []
-    for same, apart, replays, computed, shapes, rows in results:
-        assert same
-        assert apart < 1e-4
-        assert rows == 48
-        assert len(shapes) > 4  # rows 1, 2, 4, 8 and columns 128, 256
-        # A shape is computed once as it is, once to be captured and twice to be held against the graph, for each cache
-        # that it is met with.
-        assert computed <= 4 * 2 * len(shapes)
-        assert replays > 2 * computed
+    for first, second in (results[:2], results[2:]):
+        for same, apart, replays, _, _ in (first, second):
+            assert same
+            assert apart < 1e-4
+            assert replays > 40
+        assert 1 < first[4] <= 12  # shapes: rows in multiples of 8 up to 48, places in 128, 192
+        assert second[3] + first[3] <= second[4]  # captured once, whichever rollout
 
 
-def test_weights_changed_in_place_are_seen_and_a_graph_reads_what_was_copied_in(answer):
+def test_a_step_reads_nothing_back(answer):
+    """After a first rollout, in which graphs are captured and checked: the host reads what an event says has come."""
+    found = answer(
+        DECODE
+        + """
+    model = tiny().to("npu:0")
+    counts = []
+    for capture_graphs in (False, True):
+        machine = decoder(model, capture=capture_graphs, eos_token_ids=frozenset())
+        for longest in (8, 8, 40):
+            machine.complete(make_sequences(prompts(3), group_size=2, max_new_tokens=longest), Sampling(top_p=0.9))
+            reads = []
+            item, tolist, cpu = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu
+            def counted(name, function):
+                def call(tensor, *args):
+                    if tensor.device.type == "npu":
+                        reads.append(name)
+                    return function(tensor, *args)
+                return call
+            torch.Tensor.item, torch.Tensor.tolist = counted("item", item), counted("tolist", tolist)
+            torch.Tensor.cpu = counted("cpu", cpu)
+            machine.complete(make_sequences(prompts(3), group_size=2, max_new_tokens=longest), Sampling(top_p=0.9))
+            torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu = item, tolist, cpu
+            counts.append(len(reads))
+    answer = counts
+    """
+    )
+    assert found == [0] * 6
+
+
+def test_no_cache_is_alive_outside_the_decoder(answer):
+    """The review's: each rollout's captured graphs kept its cache until the oldest generation was collected."""
+    found = answer(
+        DECODE
+        + """
+    import gc, weakref
+    from perl.engines import cache
+    made = []
+    init = cache.KVCache.__init__
+    def noted(self, *args):
+        init(self, *args)
+        made.append(weakref.ref(self))
+    cache.KVCache.__init__ = noted
+    machine = decoder(tiny().to("npu:0"), capture=True)
+    gc.collect(); gc.disable()
+    alive = []
+    for _ in range(3):
+        machine.complete(make_sequences(prompts(4), group_size=2, max_new_tokens=20), Sampling())
+        alive.append(sum(ref() is not None for ref in made))
+    machine.release()
+    answer = [len(made), alive, sum(ref() is not None for ref in made)]
+    """
+    )
+    assert found == [1, [1, 1, 1], 0]
+
+
+def test_weights_changed_in_place_are_seen_and_a_graph_reads_what_was_written(answer):
     found = answer(
         DECODE
         + """
     weight = torch.ones(3, device="npu:0")
-    def compute(tokens, lengths, width):
-        return (tokens.float() * weight[0] + lengths * width)[:, None]
+    tokens = torch.zeros(20, dtype=torch.long, device="npu:0")
+    def compute(rows, width):
+        logits = (tokens[:rows].float() * weight[0] + width)[:, None]
+        tokens[:rows].add_(1)
+        return torch.stack([tokens[:rows].float(), logits[:, 0]]), logits
     graphs.CHECKED_REPLAYS = 0
-    steps = graphs.StepGraphs(compute, 6, 300, 7, torch.device("npu:0"))
-    def call(tokens, lengths, width):
-        t = lambda values: torch.tensor(values, device="npu:0")
-        return steps(t(tokens), t(lengths), width)[:, 0].tolist()
+    steps = graphs.StepGraphs("key", [tokens], 20, 300)
+    step = steps.bind(compute)
+    def call(rows, width):
+        result, logits = step(rows, width)
+        return result.tolist()
     with torch.no_grad():
-        answer = [call([1, 2, 3], [1, 1, 1], 5), call([1, 2, 3], [2, 2, 2], 5)]  # as it is, captured
+        answer = [call(3, 5), call(3, 5)]  # as it is, captured
         weight.mul_(10)
-        answer += [call([4, 5, 6], [1, 2, 3], 128), call([4, 5, 6, 7, 8], [1] * 5, 129), steps.shape(3, 290)]
-    answer += [len(replays), lines]
+        answer += [call(2, 128), tokens[:9].tolist()]
+    answer += [steps.shape(3, 290), steps.shape(17, 129), steps.shape(1, 257), len(replays), lines]
     """
     )
-    # Three rows are computed as four, 5 columns as 128; five as the six slots that there are; 290 columns as 300.
-    assert found == [[129, 130, 131], [257, 258, 259], [168, 306, 444], [296, 306, 316, 326, 336], [4, 300], 2, []]
+    # Three rows are computed as eight, 5 places as 128, 17 rows as the twenty that there are.
+    first, second, third, tokens = found[:4]
+    assert first == [[1, 1, 1], [128, 128, 128]]
+    assert second == [[2, 2, 2], [129, 129, 129]]
+    assert third == [[3, 3], [148, 148]]
+    assert tokens == [3] * 8 + [0]
+    assert found[4:] == [[8, 300], [20, 192], [8, 300], 2, []]
 
 
 def test_a_graph_that_goes_on_with_old_numbers_is_not_used(answer):
@@ -91,9 +156,9 @@ def test_a_graph_that_goes_on_with_old_numbers_is_not_used(answer):
         + """
     torch.npu.NPUGraph.replay = lambda graph: (replays.append(1), original(graph) if len(replays) == 1 else None)
     model = tiny().to("npu:0")
-    job = make_job(prompts(4), max_new_tokens=12)
-    plain, _ = decode(model, job)
-    captured, _ = decode(model, replace(job, capture=True))
+    given = ([prompts(4)], {"max_new_tokens": 12})
+    plain, _ = decode(decoder(model), given, Sampling(temperature=0))
+    captured, _ = decode(decoder(model, capture=True), given, Sampling(temperature=0))
     answer = [plain == captured, len(replays), lines]
     """
     )
@@ -149,13 +214,13 @@ def test_a_model_that_cannot_be_captured_decodes_without_and_says_so(answer):
             return inner(*args, **kwargs)
 
     model = tiny().to("npu:0")
-    job = make_job(prompts(4), max_new_tokens=12)
-    plain, _ = decode(model, job)
+    given = ([prompts(4)], {"max_new_tokens": 12})
+    plain, _ = decode(decoder(model), given, Sampling(temperature=0))
     inner = model.forward
     model.forward = Reads().forward
     import inspect
     model.forward.__func__.__signature__ = inspect.signature(inner)
-    captured, _ = decode(model, replace(job, capture=True))
+    captured, _ = decode(decoder(model, capture=True), given, Sampling(temperature=0))
     answer = [plain == captured, len(replays), sorted(set(lines))]
     """
     )

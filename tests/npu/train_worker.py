@@ -49,18 +49,26 @@ def main() -> None:
             generating = False
 
     trainer._generate_single_turn = generate
-    folded: list[bool] = []
-    complete = trainer.behaviour._complete
+    merged: list[set[bool]] = []
+    drawing = False
+    complete = trainer.sampler.complete
 
-    def record(*args, **kwargs):
-        folded.append(trainer.behaviour.fold.folded)
-        return complete(*args, **kwargs)
+    def watched(request):
+        nonlocal drawing
+        drawing = True
+        merged.append(set())
+        try:
+            return complete(request)
+        finally:
+            drawing = False
 
-    trainer.behaviour._complete = record
+    trainer.sampler.complete = watched
     for name, module in trainer.accelerator.unwrap_model(trainer.model).named_modules():
         if name.endswith("0.post_attention_layernorm"):
 
             def look(m, _):
+                if drawing:
+                    merged[-1].add(trainer.sampler.merge.folded)
                 if not (hasattr(torch, "npu") and torch.npu.is_current_stream_capturing()):
                     seen["generate" if generating else "loss"].append(full(m.weight))
 
@@ -81,8 +89,8 @@ def main() -> None:
         "losses": [row["loss"] for row in logs],
         "rewards": [row["reward"] for row in logs],
         "sigma": [row["aqn/sigma"] for row in logs],
-        "folded": folded,
-        "proved": trainer.behaviour._proved,
+        "merged": [sorted(rollout) for rollout in merged],
+        "tolerance": trainer.tolerance,
         "graphs": len(captured),
     }
     (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))

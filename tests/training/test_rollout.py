@@ -1,9 +1,26 @@
-"""Seeds and sampling of the fast rollout."""
+"""The policy that samples: its seeds and distribution, the adapter merged into it, and how far it is from the trained
+one."""
 
-from transformers import GenerationConfig
+import json
+import logging
 
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
+
+from perl.adapters.layers import adapted_layers
+from perl.errors import RankError, UserError
 from perl.records import Sampling
-from perl.training.rollout import rollout_seeds, sampling_of
+from perl.training.callbacks import MetricsWriter
+from perl.training.rollout import evaluation_mode, rollout_seeds, sampling_of
+from tests.engines.models import SHAPE
+from tests.training.test_trainer import adapter_state, guide_noise, make_trainer
+
+
+def metrics(folder, name):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row[name] for row in map(json.loads, lines) if name in row]
 
 
 def test_seeds_do_not_depend_on_the_number_of_ranks():
@@ -39,3 +56,232 @@ def test_trls_generation_configuration_is_read_whole():
     assert sampling_of(GenerationConfig(max_new_tokens=4)) == Sampling(
         temperature=1.0, top_p=1.0, top_k=sampling_of(GenerationConfig()).top_k, max_new_tokens=4
     )
+    assert sampling_of(GenerationConfig(do_sample=False, temperature=0.7, max_new_tokens=4)) == Sampling(
+        temperature=0.0, max_new_tokens=4
+    )
+
+
+def test_evaluation_mode_gives_each_module_its_own_flag_back():
+    base = MistralForCausalLM(MistralConfig(**SHAPE, attention_dropout=0.5))
+    model = get_peft_model(base, LoraConfig(target_modules="all-linear", lora_dropout=0.5)).train()
+    base.model.norm.eval()
+
+    def stop():
+        raise RuntimeError("stop")
+
+    for body in (lambda: None, stop):
+        try:
+            with evaluation_mode(model):
+                assert not any(module.training for module in model.modules())
+                body()
+        except RuntimeError:
+            pass
+        off = {name for name, module in model.named_modules() if not module.training}
+        assert off == {"base_model.model.model.norm"}
+
+
+def merged_while_sampling(trainer):
+    """Whether all layers were merged while tokens were drawn, rollout by rollout, filled while it trains."""
+    seen = []
+
+    def look(*_):
+        if drawing:
+            seen[-1].append(all(adapted.layer.merged for adapted in adapted_layers(trainer.model)))
+
+    drawing = []
+    complete = trainer.sampler.complete
+
+    def watched(request):
+        seen.append([])
+        drawing.append(True)
+        try:
+            return complete(request)
+        finally:
+            drawing.clear()
+
+    trainer.sampler.complete = watched
+    trainer.model.get_base_model().model.register_forward_pre_hook(look)
+    return seen
+
+
+@pytest.mark.parametrize("engine", ["fast", "generate"])
+def test_rollouts_with_a_merged_adapter_teach_what_those_without_do(tmp_path, engine):
+    """Three steps with noise: the same tokens, so the same adapter up to rounding; the base stays bit for bit."""
+    adapters = {}
+    for merge in (True, False):
+        writer = MetricsWriter(tmp_path / "metrics.jsonl")
+        settings = {"noise": guide_noise(), "max_steps": 3, "callbacks": [writer], "rollout": {"merge_adapter": merge}}
+        trainer = make_trainer(tmp_path, engine=engine, **settings)
+        base = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+        seen = merged_while_sampling(trainer)
+        trainer.train()
+        assert [set(rollout) for rollout in seen] == [{merge}] * 3
+        assert all(torch.equal(p, base[n]) for n, p in trainer.model.named_parameters() if n in base)
+        assert not any(adapted.layer.merged for adapted in adapted_layers(trainer.model))
+        adapters[merge] = adapter_state(trainer)
+    moved = {name: tensor for name, tensor in adapters[True].items() if "lora_B" in name}
+    assert all(tensor.abs().max() > 1e-3 for tensor in moved.values())
+    for name, tensor in adapters[True].items():
+        assert torch.allclose(tensor, adapters[False][name], atol=1e-5), name
+    assert metrics(tmp_path, "rollout/merge_share_lost") == [0.0] * 3  # float32: nothing is rounded away; False: none
+
+
+def in_bfloat16(trainer):
+    """The base in bfloat16 and the adapter in float32, as on an accelerator."""
+    for parameter in trainer.model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    return trainer
+
+
+def trained_by(folder, *, steps=3, dtype="float32", **settings):
+    """A trainer whose adapter moves fast."""
+    settings["rollout"] = {"merge_adapter": True} | settings.get("rollout", {})
+    trainer = make_trainer(folder, max_steps=steps, learning_rate=5e-2, **({"engine": "fast"} | settings))
+    return in_bfloat16(trainer) if dtype == "bfloat16" else trainer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", ["fast", "generate"])
+def test_sampler_and_trainer_agree_before_the_first_step(tmp_path, engine, dtype, caplog):
+    trainer = trained_by(tmp_path, engine=engine, dtype=dtype, noise=guide_noise())
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert trainer.tolerance == {"float32": 1e-3, "bfloat16": 0.2}[dtype]
+    assert sum("sampler and trainer agree" in record.message for record in caplog.records) == 1
+
+
+def test_a_float32_base_under_autocast_is_compared_as_bfloat16(tmp_path, caplog):
+    """The review's: the trainer's forward runs under autocast, the decode loop does not, and the run was stopped."""
+    trainer = trained_by(tmp_path, steps=2, bf16=True)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert trainer.tolerance == 0.2
+    (line,) = [record.message for record in caplog.records if "sampler and trainer agree" in record.message]
+    assert float(line.split()[-3]) > 1e-3  # what float32's tolerance would have refused
+
+
+def test_another_models_log_probabilities_stop_the_run(tmp_path):
+    """Sampled without the noise that the trainer believes in."""
+    trainer = trained_by(tmp_path, noise=guide_noise())
+    complete = trainer.sampler.complete
+    trainer.sampler.complete = lambda request: complete(without_noise(request))
+    with pytest.raises(RankError, match="does not run the policy that is trained"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def without_noise(request):
+    return type(request)(
+        prompt_ids=request.prompt_ids, seeds=request.seeds, weights=request.weights._replace(sigma=0.0)
+    )
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_an_adapter_that_is_off_while_sampling_stops_a_run_that_goes_on_with_one(tmp_path, merge):
+    """At the start of a run with a trained adapter; a fresh one changes nothing yet."""
+    trainer = trained_by(tmp_path, rollout={"merge_adapter": merge})
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    complete = trainer.sampler.complete
+
+    def without(request):
+        with trainer.model.disable_adapter():
+            return complete(request)
+
+    trainer.sampler.complete = without
+    with pytest.raises(RankError, match="does not run the policy that is trained"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_sampler_that_misses_the_adapter_later_shows_in_the_metric_and_is_said(tmp_path, caplog):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    settings = {"callbacks": [writer], "lr_scheduler_type": "constant"}
+    trainer = trained_by(tmp_path, rollout={"merge_adapter": False}, **settings)
+    complete = trainer.sampler.complete
+
+    def without(request):
+        with trainer.model.disable_adapter():
+            return complete(request)
+
+    trainer.sampler.complete = without
+    trainer.train()
+    found = metrics(tmp_path, "rollout/logp_mismatch")
+    assert found[0] < 1e-4
+    assert min(found[1:]) > 1e-3
+    assert any("it may have missed the adapter" in record.message for record in caplog.records)
+
+
+def test_generation_kwargs_reach_the_rollout(tmp_path):
+    """The review's: the fast engine dropped them."""
+    trainer = make_trainer(tmp_path, engine="fast", generation_kwargs={"min_new_tokens": 8})
+    lengths = []
+    complete = trainer.sampler.complete
+
+    def watched(request):
+        found = complete(request)
+        lengths.extend(map(len, found.token_ids))
+        return found
+
+    trainer.sampler.complete = watched
+    trainer.train()
+    assert lengths == [8] * 16
+
+
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences", "stop_strings"])
+def test_generation_kwargs_that_no_rollout_can_have_are_refused(tmp_path, name):
+    value = "stop" if name == "stop_strings" else 2
+    with pytest.raises(UserError, match=f"--config.training.generation_kwargs: {name}"):
+        make_trainer(tmp_path, engine="fast", generation_kwargs={name: value})
+
+
+def test_the_cache_lives_on_from_rollout_to_rollout_and_nowhere_else(tmp_path):
+    trainer = make_trainer(tmp_path, engine="fast", max_steps=4)
+    caches = []
+    complete = trainer.sampler.complete
+
+    def watched(request):
+        found = complete(request)
+        caches.append(trainer.sampler.decoder.cache)
+        return found
+
+    trainer.sampler.complete = watched
+    trainer.train()
+    assert len(caches) == 4
+    assert all(cache is caches[0] for cache in caches)
+
+
+def test_the_mismatch_is_rounding_without_noise_and_more_with_it(tmp_path):
+    for name, noise in (("clean", None), ("noisy", guide_noise()), ("old", guide_noise(old_logps="noisy"))):
+        (tmp_path / name).mkdir()
+        writer = MetricsWriter(tmp_path / name / "metrics.jsonl")
+        trained_by(tmp_path / name, noise=noise, callbacks=[writer]).train()
+    found = {name: metrics(tmp_path / name, "rollout/logp_mismatch") for name in ("clean", "noisy", "old")}
+    assert [len(values) for values in found.values()] == [3, 3, 3]
+    assert max(found["clean"] + found["old"]) < 1e-4  # against the noisy policy, the noise is on both sides
+    assert min(found["noisy"]) > 1e-2
+    assert min(metrics(tmp_path / "noisy", "rollout/logp_kl")) > 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_correction_weights_the_loss(tmp_path, level):
+    """One step on the same samples: a bound of 1/2 below and above halves the gradient of plain SGD exactly."""
+    moved = {}
+    for name, rollout, bounds in (
+        ("none", {}, {}),
+        ("half", {"importance_correction": level}, {"clip_min": 0.49999999, "clip_max": 0.5}),
+        ("one", {"importance_correction": level}, {"clip_max": 3.0}),
+    ):
+        extra = {f"vllm_importance_sampling_{key}": value for key, value in bounds.items()}
+        plain = {"optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+        trainer = trained_by(tmp_path / name, steps=1, rollout=rollout, **plain, **extra)
+        before = adapter_state(trainer)
+        trainer.train()
+        assert trainer.use_vllm is False
+        moved[name] = torch.cat([(t - before[n]).flatten() for n, t in adapter_state(trainer).items()])
+    assert moved["none"].abs().max() > 1e-4
+    assert torch.allclose(moved["half"], moved["none"] / 2, atol=1e-7)
+    assert torch.allclose(moved["one"], moved["none"], atol=1e-7)  # the sampler is the policy: all ratios are 1

@@ -150,7 +150,8 @@ def test_each_rollout_has_its_own_noise_of_the_stages_sigma(tmp_path):
     applied = trainer.noise.applied
     trainer.noise.applied = lambda sigma, draw: drawn.append((sigma, draw)) or applied(sigma, draw)
     trainer.train()
-    assert drawn == [(0.5, (0, 0)), (0.1, (1, 0))]
+    # The first one twice: sampler and trainer are compared under the same noise.
+    assert drawn == [(0.5, (0, 0)), (0.5, (0, 0)), (0.1, (1, 0))]
     logged = [(r["aqn/sigma"], r["aqn/stage"], r["aqn/num_modules"]) for r in rows(tmp_path) if "aqn/sigma" in r][:2]
     assert logged == [(0.5, 0, 2), (0.1, 1, 2)]
     # 128 numbers: the standard error of their RMS is 6 %

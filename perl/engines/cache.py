@@ -1,0 +1,333 @@
+"""The KV cache of a decoder: keys and values of the sequences in flight, row i of a decode step being sequence i.
+
+transformers' DynamicCache aligns sequences at their right edge and is copied whole at every step; StaticCache has one
+write position for all. Here each row has its own length, and a step writes one token a row in place. Two layouts:
+
+- blocks (on accelerators; PagedAttention, arXiv 2309.06180): a row owns a list of blocks, and rows of one prompt share
+  the blocks that the prompt fills. Memory is what the sequences are, not what they may become, and no tensor moves.
+- rows (on a CPU): row i owns `max_seq_len` places of its own. What attention reads is a view, where blocks would have
+  to be copied together in each layer; memory that no token was written to is never touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+"""Of each layer: [heads, tokens, head_dim] both."""
+
+BLOCK_SIZE = 128
+"""Tokens of a block: what Ascend's kernel wants; half of it is lost at the end of each sequence on average."""
+GROWTH = 16
+"""Tokens by which each sequence can grow when another one is let in."""
+SCRATCH = 0
+"""The block that rows without a sequence write to."""
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The keys and values of a prompt, kept for the sequences that begin with it."""
+
+    length: int
+    states: KeysAndValues
+    """Layout by rows, and by blocks the tokens after the last full block."""
+    blocks: list[int]
+    """Full blocks, which the sequences share."""
+
+    own: bool = False
+    """`states` are not a part of the batch that the prompt was computed in."""
+
+    def keep_own_copy(self) -> None:
+        """Let go of that batch."""
+        if not self.own:
+            self.states = [(keys.clone(), values.clone()) for keys, values in self.states]
+            self.own = True
+
+
+@dataclass(slots=True)
+class Step:
+    """Where the decode step in progress writes and what it reads; shared by all layers."""
+
+    first: torch.Tensor
+    """int64 [rows]: the row, or the block, that each row's new token goes to."""
+    second: torch.Tensor
+    """int64 [rows]: its place in there."""
+    width: int
+    """Places that are read of each row."""
+    blocks: torch.Tensor | None
+    """int32 [rows, blocks to read]; None in the layout by rows."""
+
+
+class KVLayer(CacheLayerMixin):
+    """Keys and values of one layer, [rows or blocks, tokens, heads, head_dim], zero where nothing was written yet: a
+    masked place still meets a product with 0, which must not be NaN."""
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        super().__init__()
+        self.keys: torch.Tensor = keys  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.values: torch.Tensor = values  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.is_initialized = True
+        self.step: Step | None = None
+        self.whole = False
+        """Attention gets all blocks and finds its own (Layout of the step)."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise AssertionError("a KVLayer is made initialised")
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token a row ([rows, heads, 1, head_dim]); return what the rows have so far, [rows, heads, width,
+        head_dim]."""
+        step = self._current()
+        self.keys[step.first, step.second] = key_states[:, :, 0]
+        self.values[step.first, step.second] = value_states[:, :, 0]
+        if self.whole:
+            return self.keys, self.values
+        return self._read(self.keys, step), self._read(self.values, step)
+
+    def _read(self, states: torch.Tensor, step: Step) -> torch.Tensor:
+        if step.blocks is None:
+            return states[: len(step.first), : step.width].transpose(1, 2)
+        rows, blocks = step.blocks.shape
+        found = states.index_select(0, step.blocks.flatten())
+        return found.view(rows, blocks * states.shape[1], *states.shape[2:]).transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._current().width, 0
+
+    def get_seq_length(self) -> int:
+        return self._current().width - 1
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # what transformers before 5.17 calls get_max_length
+        return -1
+
+    def _current(self) -> Step:
+        assert self.step is not None, "KVCache.begin comes before each decode step"
+        return self.step
+
+
+class KVCache(Cache):
+    """
+    Args:
+        like: keys and values of each layer, for heads, head_dim, dtype and device.
+        max_num_seqs: rows.
+        max_seq_len: most tokens of a sequence.
+        max_tokens: most tokens held; a single sequence is held whatever its length.
+        block_size: tokens of a block; None is the layout by rows.
+    """
+
+    def __init__(
+        self, like: KeysAndValues, max_num_seqs: int, max_seq_len: int, max_tokens: int, block_size: int | None
+    ):
+        self.max_num_seqs, self.max_seq_len, self.max_tokens = max_num_seqs, max_seq_len, max_tokens
+        self.block_size = block_size
+        self.held: list[int] = []
+        """Tokens of each row."""
+        shape = self._shape(max_num_seqs, max_seq_len)
+        if block_size is not None:
+            self.rows: list[list[int]] = []
+            """Blocks of each row."""
+            self.free = list(range(shape[0] - 1, SCRATCH, -1))
+            self.users = [0] * shape[0]
+            self.table = self._blank_table(like[0][0].device)
+        self.kv_layers = [KVLayer(_zeros(shape, keys), _zeros(shape, values)) for keys, values in like]
+        super().__init__(layers=list(self.kv_layers))
+
+    def _shape(self, max_num_seqs: int, max_seq_len: int) -> tuple[int, int]:
+        """Rows and their places, or blocks and theirs."""
+        if self.block_size is None:
+            return max_num_seqs, max_seq_len
+        a_row = self._blocks_of(max_seq_len)
+        # Two rows at least: one that is decoded alone, and the prompt of another that waits.
+        return 1 + max(2 * a_row, min(self.max_tokens // self.block_size, max_num_seqs * a_row)), self.block_size
+
+    def _blank_table(self, where: torch.device) -> torch.Tensor:
+        size = self.max_num_seqs, self._blocks_of(self.max_seq_len)
+        return torch.full(size, SCRATCH, dtype=torch.int32, device=where)
+
+    def extend(self, max_num_seqs: int, max_seq_len: int) -> None:
+        """Make room for more rows or longer ones, layer by layer, keeping what is held."""
+        self.max_num_seqs = max(max_num_seqs, self.max_num_seqs)
+        self.max_seq_len = max(max_seq_len, self.max_seq_len)
+        shape = self._shape(self.max_num_seqs, self.max_seq_len)
+        for layer in self.kv_layers:
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                if self.block_size is not None and len(old) >= shape[0]:
+                    continue
+                new = _zeros(shape, old.transpose(1, 2))
+                if self.block_size is None:
+                    for row, held in enumerate(self.held):
+                        new[row, :held] = old[row, :held]
+                else:
+                    new[: len(old)] = old
+                setattr(layer, name, new)
+                del old, new
+        if self.block_size is not None:
+            more = range(len(self.users), shape[0])
+            self.users += [0] * len(more)
+            self.free = [*reversed(more), *self.free]
+            old_table, self.table = self.table, self._blank_table(self.table.device)
+            self.table[: old_table.shape[0], : old_table.shape[1]] = old_table
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.kv_layers for tensor in (layer.keys, layer.values))
+
+    @property
+    def room(self) -> int:
+        """Tokens, or blocks, that new sequences may take, so that each row can still grow by GROWTH tokens."""
+        growth = len(self.held) * GROWTH
+        if self.block_size is None:
+            return self.max_tokens - sum(self.held) - growth
+        return len(self.free) - self._blocks_of(growth)
+
+    def cost(self, length: int, shared: int) -> int:
+        """What a new sequence of `length` tokens takes of `room`; `shared` of its tokens are held for another one."""
+        if self.block_size is None:
+            return length + GROWTH
+        return self._blocks_of(length + GROWTH) - shared // self.block_size
+
+    def keep(self, states: KeysAndValues, length: int) -> Prefix:
+        """Keep a prompt: [heads, length, head_dim] of each layer. Blocks that it fills are written here, once."""
+        if self.block_size is None:
+            return Prefix(length, states, [])
+        full = length // self.block_size
+        blocks = [self._take_block() for _ in range(min(full, len(self.free)))]
+        if len(blocks) < full:  # the rows in flight leave no room for sharing: each sequence gets a copy of its own
+            self._let_go(blocks)
+            return Prefix(length, states, [])
+        for place, block in enumerate(blocks):
+            self._write(block, states, place * self.block_size, self.block_size)
+        rest = full * self.block_size
+        return Prefix(
+            length, [(keys[:, rest:].clone(), values[:, rest:].clone()) for keys, values in states], blocks, True
+        )
+
+    def drop(self, prefix: Prefix) -> None:
+        """No further sequence begins with it."""
+        if self.block_size is not None:
+            self._let_go(prefix.blocks)
+        prefix.states, prefix.blocks = [], []
+
+    def append(self, prefix: Prefix) -> None:
+        """A new row after the last one, which holds the prompt."""
+        row = len(self.held)
+        self.held.append(prefix.length)
+        if self.block_size is None:
+            self._write(row, prefix.states, 0, prefix.length)
+            return
+        own = self._blocks_of(prefix.length) - len(prefix.blocks)
+        blocks = [*prefix.blocks, *(self._take_block() for _ in range(own))]
+        for block in prefix.blocks:
+            self.users[block] += 1
+        for place, block in enumerate(blocks[len(prefix.blocks) :]):
+            start = place * self.block_size
+            length = prefix.length - len(prefix.blocks) * self.block_size
+            self._write(block, prefix.states, start, min(self.block_size, length - start))
+        self.rows.append(blocks)
+        self.table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32).to(self.table.device)
+
+    def grow(self) -> bool:
+        """Make room for one more token of each row; False when there is none."""
+        if self.block_size is None:
+            if len(self.held) > 1 and sum(self.held) + len(self.held) > self.max_tokens:
+                return False
+        else:
+            short = [row for row, held in enumerate(self.held) if held == len(self.rows[row]) * self.block_size]
+            if len(short) > len(self.free):
+                return False
+            for row in short:
+                block = self._take_block()
+                self.table[row, len(self.rows[row])] = block  # a fill: nothing is copied from the host
+                self.rows[row].append(block)
+        self.held = [held + 1 for held in self.held]
+        return True
+
+    def remove(self, count: int, moves: List[tuple[int, int]]) -> None:
+        """Keep the first `count` rows; first each of `moves` takes a row from where it is to the place of one that
+        ended."""
+        if self.block_size is not None:
+            targets = {target for _, target in moves}
+            sources = {source for source, _ in moves}
+            for row, blocks in enumerate(self.rows):
+                if row in targets or (row >= count and row not in sources):
+                    self._let_go(blocks)
+            for source, target in moves:
+                self.rows[target] = self.rows[source]
+                self.table[target].copy_(self.table[source])
+            if len(self.rows) > count:
+                self.table[count : len(self.rows)].fill_(SCRATCH)
+            del self.rows[count:]
+        elif moves:
+            source, target = ([move[side] for move in moves] for side in (0, 1))
+            width = max(self.held[row] for row in source)
+            for layer in self.kv_layers:
+                layer.keys[target, :width] = layer.keys[source, :width]
+                layer.values[target, :width] = layer.values[source, :width]
+        for source, target in moves:
+            self.held[target] = self.held[source]
+        del self.held[count:]
+
+    def begin(self, positions: torch.Tensor, width: int, whole: bool = False) -> int:
+        """Have the next forward write each row's token at `positions` (int64 [rows]) and read `width` places of each
+        row, or the next larger number of them, which is returned; with `whole`, attention gets all blocks."""
+        rows = torch.arange(len(positions), device=positions.device)
+        step = Step(rows, positions, width, None)
+        if self.block_size is not None:
+            width = self._blocks_of(width) * self.block_size
+            table = self.table[: len(positions)]
+            block = table.gather(1, (positions // self.block_size)[:, None])[:, 0].long()
+            step = Step(block, positions % self.block_size, width, table[:, : self._blocks_of(width)])
+        for layer in self.kv_layers:
+            layer.step, layer.whole = step, whole
+        return width
+
+    def clear(self) -> None:
+        """Forget all rows and prompts; the memory stays."""
+        self.remove(0, [])
+        if self.block_size is not None:
+            self.users = [0] * len(self.users)
+            self.free = list(range(len(self.users) - 1, SCRATCH, -1))
+
+    def _blocks_of(self, tokens: int) -> int:
+        assert self.block_size is not None
+        return math.ceil(tokens / self.block_size)
+
+    def _take_block(self) -> int:
+        block = self.free.pop()
+        self.users[block] = 1
+        return block
+
+    def _let_go(self, blocks: List[int]) -> None:
+        for block in blocks:
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free.append(block)
+
+    def _write(self, index: int, states: KeysAndValues, start: int, length: int) -> None:
+        """To the first `length` places of row or block `index`: tokens from `start` on."""
+        for layer, (keys, values) in zip(self.kv_layers, states, strict=True):
+            layer.keys[index, :length] = keys[:, start : start + length].transpose(0, 1)
+            layer.values[index, :length] = values[:, start : start + length].transpose(0, 1)
+
+
+def _zeros(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """[*shape, heads, head_dim] of zeros. On a CPU numpy's, whose pages take no memory until they are written to."""
+    size = (*shape, like.shape[-3], like.shape[-1])
+    if like.device.type != "cpu":
+        return like.new_zeros(size)
+    return torch.from_numpy(np.zeros(math.prod(size) * like.element_size(), dtype=np.uint8)).view(like.dtype).view(size)

@@ -1,0 +1,76 @@
+"""The loss's own parts, by hand: equal rewards, importance ratio, the difference between sampler and trainer."""
+
+import math
+
+import pytest
+import torch
+
+from perl.engines.base import warn_once
+from perl.errors import RankError
+from perl.training.loss import (
+    Difference,
+    SamplerDifference,
+    equal_rewards,
+    importance_ratio,
+    pad_right,
+    require_same_policy,
+    warn_of_difference,
+)
+
+
+def test_equal_rewards_are_found_exactly():
+    nan = float("nan")
+    rewards = torch.tensor([[1.0, 1.0]] * 8 + [[1.0, 1.0]] * 7 + [[1.0, 0.0]] + [[nan, nan]] * 8)
+    weights = torch.tensor([1.0, 0.2])
+    assert equal_rewards(rewards, weights, 8).tolist() == [True] * 8 + [False] * 8 + [True] * 8
+    # What it is for: in floating point the mean of eight 1.2 is not 1.2.
+    total = (rewards[:8] * weights).sum(dim=1)
+    assert ((total - total.mean()) / (total.std() + 1e-4)).abs().max() > 1e-3
+
+
+def taken(difference):
+    return difference.take(lambda sums: sums, torch.device("cpu"))
+
+
+def test_difference_and_kl_by_hand():
+    difference = SamplerDifference()
+    difference.add(torch.tensor([[0.0, -1.0]]), torch.tensor([[-0.5, -1.0]]), torch.tensor([[1, 1]]))
+    difference.add(torch.tensor([[-2.0, 7.0]]), torch.tensor([[-1.5, float("nan")]]), torch.tensor([[1, 1]]))
+    difference.add(torch.tensor([[-2.0]]), torch.tensor([[-9.0]]), torch.tensor([[0]]))
+    k3 = (math.exp(0.5) - 1 - 0.5) + (math.exp(-0.5) - 1 + 0.5)
+    assert taken(difference) == pytest.approx(Difference(1 / 3, k3 / 3))
+    assert taken(difference) is None
+
+
+def test_another_policy_is_refused_and_rounding_is_not():
+    require_same_policy(None, 1e-3)
+    require_same_policy(Difference(1e-3, 0.0), 1e-3)
+    for absolute in (2e-3, math.nan):
+        with pytest.raises(RankError, match="the sampler does not run the policy that is trained"):
+            require_same_policy(Difference(absolute, 0.0), 1e-3)
+
+
+def test_a_difference_that_grows_is_said_once(caplog):
+    warn_once.cache_clear()
+    warn_of_difference(Difference(5.0, 1.0), None)  # nothing was compared at the start
+    warn_of_difference(Difference(1e-4, 0.0), 1e-3)
+    assert caplog.records == []
+    for _ in range(2):
+        warn_of_difference(Difference(0.25, 0.0), 1e-3)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["rollout"]
+    assert "0.25 nats from the trainer's" in caplog.records[0].message
+
+
+def test_lists_are_padded_and_a_missing_number_is_nan():
+    """TRL writes None where vLLM has no number."""
+    padded = pad_right([[-1.0], [-2.0, None]], torch.device("cpu"))
+    assert padded.nan_to_num(nan=9.0).tolist() == [[-1.0, 0.0], [-2.0, 9.0]]
+
+
+def test_importance_ratio_by_hand():
+    trainer = torch.log(torch.tensor([[0.5, 0.2, 0.9]]))
+    sampler = torch.log(torch.tensor([[0.25, 0.4, 0.1]]))
+    mask = torch.tensor([[1, 1, 0]])
+    assert importance_ratio(trainer, sampler, mask, "token", None, 3.0).tolist() == [pytest.approx([2.0, 0.5, 1.0])]
+    assert importance_ratio(trainer, sampler, mask, "token", 0.8, 1.5).tolist() == [pytest.approx([1.5, 0.8, 1.0])]
+    assert importance_ratio(trainer, sampler, mask, "sequence", None, 3.0).tolist() == [pytest.approx([1.0])]
