@@ -18,12 +18,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from perl.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from perl.kernels import Kernel
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["npu", "cuda", "cpu"]
-Tensors = TypeVar("Tensors")
 
 VISIBILITY_VARIABLE: dict[Kind, str | None] = {
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
@@ -181,6 +186,14 @@ def available_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised host tensor that an accelerator copies from and to without the host waiting (non_blocking=True);
+    on a CPU a plain one. Page-locked memory is scarce: keep the tensor, don't make one a step."""
+    import torch
+
+    return torch.empty(shape, dtype=dtype, pin_memory=detect().kind != "cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """A tensor on its way to the host."""
@@ -189,6 +202,10 @@ class Read:
     event: Any
     """What the device reaches when it has come; None on a CPU."""
 
+    def ready(self) -> bool:
+        """Whether it has come, without waiting for it."""
+        return self.event is None or self.event.query()
+
     def wait(self) -> torch.Tensor:
         """The tensor on the host."""
         if self.event is not None:
@@ -196,15 +213,18 @@ class Read:
         return self.value
 
 
-def start_read(tensor: torch.Tensor) -> Read:
-    """Begin to copy a tensor to the host, behind all that the device was given so far, without waiting for it."""
-    if tensor.device.type == "cpu":
-        return Read(tensor, None)
-    import torch
+def start_read(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Read:
+    """Begin to copy a tensor to the host, behind all that the device was given so far, without waiting for it.
 
+    Args:
+        tensor: on the device; it may be written to as soon as this returns, which on a CPU is not so without `into`.
+        into: a `pinned` tensor to copy to, which is not read or written to until the copy has come.
+    """
+    if tensor.device.type == "cpu":
+        return Read(tensor if into is None else into.copy_(tensor), None)
     module = _backend(detect().kind)
     assert module is not None
-    value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    value = pinned(tensor.shape, tensor.dtype) if into is None else into
     value.copy_(tensor, non_blocking=True)
     event = module.Event()
     event.record()
@@ -288,15 +308,64 @@ def graph_pool() -> Any:
     return module.graph_pool_handle()
 
 
-def capture(function: Callable[[], Tensors], pool: Any) -> tuple[Any, Tensors]:
-    """A graph of what `function` launches on this process's accelerator, and the tensors that each `graph.replay()`
-    writes its result to. Nothing is computed now. Raises RuntimeError where `function` does what a graph can't hold.
-    Other threads (a dataloader's, a collective's watchdog) may go on using the device meanwhile.
+class Graph:
+    """What was captured by `capture`."""
+
+    def __init__(self, graph: Any, module: ModuleType, waits_for_update: bool):
+        self._graph, self._module = graph, module
+        self._waits = self._must_update = waits_for_update
+
+    def update_lengths(self, lengths: list[int]) -> None:
+        """The lengths that the next replay's paged attention computes with, in every layer; before each replay.
+
+        Does nothing where the kernel reads them from the device, as on CUDA. Never waits for the device.
+        """
+        if not self._waits:
+            return
+        # An update ends with an event that the replay waits for and then resets. So it may not come before the
+        # previous replay is through, which would reset the new event: the update's stream waits for it, not the host.
+        stream = self._graph.graph_dispatch_mode.update_stream
+        stream.wait_stream(self._module.current_stream())
+        self._graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
+        self._must_update = False
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        if self._must_update:
+            raise RuntimeError("a captured graph with lengths of the host needs update_lengths() before each replay")
+        self._graph.replay()
+        self._must_update = self._waits
+
+
+def capture(function: Callable[[], Result], pool: Any, host_lengths: bool = False) -> tuple[Graph, Result]:
+    """A graph of what `function` launches on this process's accelerator, and what it returned: the tensors that each
+    `graph.replay()` writes its results to. Nothing is computed now. Raises RuntimeError where `function` does what a
+    graph can't hold. Other threads (a dataloader's, a collective's watchdog) may go on using the device meanwhile.
+
+    Args:
+        host_lengths: whether it calls a kernel whose `host_lengths` is true, so that `graph.update_lengths` comes
+            before each replay.
     """
     kind = detect().kind
     module = _backend(kind)
     assert module is not None
     graph = module.CUDAGraph() if kind == "cuda" else module.NPUGraph()
-    with module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    updates = host_lengths and kind == "npu"
+    more = {"auto_dispatch_capture": True} if updates else {}
+    with module.graph(graph, pool=pool, capture_error_mode="thread_local", **more):
         result = function()
-    return graph, result
+    return Graph(graph, module, updates), result
+
+
+def paged_attention() -> Kernel:
+    """Attention of a decode step over a paged KV cache; off unless asked for. See perl.kernels.PAGED."""
+    from perl import kernels
+
+    return kernels.PAGED[detect().kind]
+
+
+def varlen_attention() -> Kernel:
+    """Causal attention of packed rows without a mask; off unless asked for. See perl.kernels.VARLEN."""
+    from perl import kernels
+
+    return kernels.VARLEN[detect().kind]

@@ -20,7 +20,7 @@ DECODE = """
     original = torch.npu.NPUGraph.replay
     torch.npu.NPUGraph.replay = lambda graph: (replays.append(1), original(graph))
     capture = device.capture
-    device.capture = lambda *args: (captures.append(1), capture(*args))[1]
+    device.capture = lambda *args, **kwargs: (captures.append(1), capture(*args, **kwargs))[1]
     lines = []
     graphs.warn_once = lines.append
 
@@ -63,33 +63,25 @@ def test_sequences_are_those_of_steps_without_graphs(answer):
 
 
 def test_a_step_reads_nothing_back(answer):
-    """After a first rollout, in which graphs are captured and checked: the host reads what an event says has come."""
+    """The host reads what an event says has come. In a first rollout graphs are captured and checked."""
     found = answer(
         DECODE
         + """
+    import torch_npu
     model = tiny().to("npu:0")
     counts = []
     for capture_graphs in (False, True):
         machine = decoder(model, capture=capture_graphs, eos_token_ids=frozenset())
         for longest in (8, 8, 40):
             machine.complete(make_sequences(prompts(3), group_size=2, max_new_tokens=longest), Sampling(top_p=0.9))
-            reads = []
-            item, tolist, cpu = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu
-            def counted(name, function):
-                def call(tensor, *args):
-                    if tensor.device.type == "npu":
-                        reads.append(name)
-                    return function(tensor, *args)
-                return call
-            torch.Tensor.item, torch.Tensor.tolist = counted("item", item), counted("tolist", tolist)
-            torch.Tensor.cpu = counted("cpu", cpu)
+            before = torch_npu._emulator_counters()["blocking"]
             machine.complete(make_sequences(prompts(3), group_size=2, max_new_tokens=longest), Sampling(top_p=0.9))
-            torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu = item, tolist, cpu
-            counts.append(len(reads))
+            counts.append(torch_npu._emulator_counters()["blocking"] - before)
     answer = counts
     """
     )
-    assert found == [0] * 6
+    assert len(set(found)) == 1  # 8 tokens or 40
+    assert found[0] <= 2  # for the prompts
 
 
 def test_no_cache_is_alive_outside_the_decoder(answer):

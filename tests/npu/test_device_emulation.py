@@ -144,6 +144,66 @@ def test_fused_attention_masks_as_documented(answer):
     assert found == {"top_left": True, "bottom_right": True, "differ": True, "packed": True}
 
 
+# ---------------------------------------------------------------------------------------------- waits of the host
+
+
+def test_the_waits_of_the_host_are_counted_by_kind(answer):
+    """What does not wait is not counted: copies with non_blocking=True to and from pinned memory, events recorded."""
+    found = answer("""
+        import torch_npu
+        def counted(function):
+            before = torch_npu._emulator_counters()
+            function()
+            after = torch_npu._emulator_counters()
+            return {kind: after[kind] - before[kind] for kind in after if after[kind] != before[kind]}
+        x, two = torch.arange(6.0, device="npu").view(2, 3), torch.tensor([1, 2], device="npu")
+        plain, pinned, event = torch.empty(2, 3), torch.empty(2, 3, pin_memory=True), torch.npu.Event()
+        stream = torch.npu.Stream()
+        calls = dict(
+            item=lambda: x.sum().item(), truth=lambda: bool(x.any()), equal=lambda: torch.equal(x, x),
+            tolist=lambda: x.tolist(), cpu=lambda: x.cpu(), to_pinned=lambda: pinned.copy_(x),
+            to_plain_unasked=lambda: plain.copy_(x, non_blocking=True),
+            nonzero=lambda: x.nonzero(), boolean_index=lambda: x[x > 2], unique=lambda: x.unique(),
+            repeats=lambda: two.repeat_interleave(two), synchronize=torch.npu.synchronize,
+            stream=lambda: stream.synchronize(), event=lambda: (event.record(), event.synchronize()),
+            upload=lambda: x.copy_(plain), new=lambda: torch.tensor([1.0], device="npu"),
+            asynchronous=lambda: pinned.copy_(x, non_blocking=True),
+            part=lambda: pinned[1].copy_(x[1], non_blocking=True),
+            to=lambda: x.to("cpu", non_blocking=True), up=lambda: x.copy_(pinned, non_blocking=True),
+            events=lambda: (event.record(stream), event.wait(), event.query(), stream.wait_event(event)),
+            on_the_device=lambda: (x[two - 1] + 1, two.repeat_interleave(two, output_size=3), x.clone().copy_(x)))
+        answer = {name: counted(function) for name, function in calls.items()}
+        answer["pinned"] = [x.to("cpu", non_blocking=True).is_pinned(), plain.pin_memory().is_pinned()]
+    """)
+    assert found.pop("pinned") == [True, True]
+    item, copy, nonzero, synchronize, upload = (
+        {"item": 1, "blocking": 1},
+        {"copy": 1, "blocking": 1},
+        {"nonzero": 1, "blocking": 1},
+        {"synchronize": 1, "blocking": 1},
+        {"upload": 1},
+    )
+    assert found == {
+        "item": item,
+        "truth": item,
+        "equal": item,
+        "tolist": copy,
+        "cpu": copy,
+        "to_pinned": copy,
+        "to_plain_unasked": copy,
+        "nonzero": nonzero,
+        "boolean_index": nonzero,
+        "unique": nonzero,
+        "repeats": nonzero,
+        "synchronize": synchronize,
+        "stream": synchronize,
+        "event": {"event": 1},
+        "upload": upload,
+        "new": upload,
+        **{name: {} for name in ("asynchronous", "part", "to", "up", "events", "on_the_device")},
+    }
+
+
 # ---------------------------------------------------------------------------------------------- memory
 
 

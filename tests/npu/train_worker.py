@@ -75,7 +75,7 @@ def main() -> None:
             module.register_forward_pre_hook(look)
     captured: list[object] = []
     capture = device.capture
-    device.capture = lambda *args: captured.append(args) or capture(*args)
+    device.capture = lambda *args, **kwargs: captured.append(args) or capture(*args, **kwargs)
     trainer.train()
     adapter_file = out / "adapter"
     trainer.save_model(str(adapter_file))

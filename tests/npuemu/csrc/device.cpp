@@ -138,6 +138,11 @@ void check_usable(DeviceIndex device) {
 
 int physical_id(DeviceIndex device) { return g_visible[device]; }
 
+static void wait_for(DeviceIndex device) {
+  check_usable(device);
+  count_wait("synchronize");
+}
+
 // ------------------------------------------------------------------------------------------------ hooks and guard
 
 struct NpuHooks final : at::PrivateUse1HooksInterface {
@@ -209,8 +214,8 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id() + 1); }
   bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream& stream) const override { check_usable(stream.device_index()); }
-  void synchronizeDevice(const DeviceIndex device) const override { check_usable(device); }
+  void synchronizeStream(const Stream& stream) const override { wait_for(stream.device_index()); }
+  void synchronizeDevice(const DeviceIndex device) const override { wait_for(device); }
 
   // An event is the time at which it was recorded, in milliseconds.
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
@@ -225,7 +230,7 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<double*>(event); }
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void*) const override { count_wait("event"); }
 };
 
 static const bool g_registered = [] {
@@ -244,7 +249,7 @@ TORCH_LIBRARY(npuemu, m) {
     return int64_t(t_device);
   });
   m.def("set_device(int device) -> ()", [](int64_t device) { set_current_device(DeviceIndex(device)); });
-  m.def("synchronize(int device) -> ()", [](int64_t device) { check_usable(DeviceIndex(device)); });
+  m.def("synchronize(int device) -> ()", [](int64_t device) { wait_for(DeviceIndex(device)); });
   m.def("initialize() -> ()", [] { initialize(); });
   m.def("is_initialized() -> bool", [] { return g_initialized && !g_bad_fork; });
   m.def("is_in_bad_fork() -> bool", [] { return g_bad_fork.load(); });

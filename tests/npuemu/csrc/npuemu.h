@@ -47,6 +47,9 @@ c10::DataPtr charge_to_device(c10::DataPtr host, size_t bytes, c10::DeviceIndex 
 // ---- observation.cpp: every operator that does work on a device passes here first
 void enter_operator(const std::string& name, c10::DeviceIndex device);
 void warn_once(const std::string& text);  // on stderr, as the real plugin warns
+// The host waits for a device here: counted by kind, and an error where the device would wait for ever.
+void count_wait(const std::string& kind);
+void check_not_stuck();
 
 // ---- operators.cpp
 // CPU tensor over the same bytes (identity for tensors that are not on an npu).

@@ -1,5 +1,5 @@
 // What is noticed about each operator before it runs: that its device still answers, whether it was declared
-// unsupported, and how often it was called.
+// unsupported, how often it was called, and whether the host waits for it.
 #include <torch/library.h>
 #include <unistd.h>
 
@@ -94,14 +94,40 @@ static void npu_cpu_fallback(const std::string& name) {
             "run on the CPU. This may have performance implications. (function npu_cpu_fallback)");
 }
 
+// ------------------------------------------------------------------------------------------------ waits of the host
+
+// A replay that waits for an update which nobody made yet: everything behind it waits too, and here nothing can be
+// queued. The text names it; empty where there is none.
+static std::string g_stuck;
+
+void check_not_stuck() { TORCH_CHECK(g_stuck.empty(), g_stuck); }
+
+static std::mutex g_waits_mutex;
+static std::map<std::string, int64_t> g_waits;
+
+void count_wait(const std::string& kind) {
+  check_not_stuck();
+  std::lock_guard<std::mutex> lock(g_waits_mutex);
+  ++g_waits[kind];
+}
+
 void enter_operator(const std::string& name, DeviceIndex device) {
   check_usable(device);
+  check_not_stuck();
   if (is_unsupported(name)) npu_cpu_fallback(name);
   operator_log().add(name, device);
 }
 
 TORCH_LIBRARY_FRAGMENT(npuemu, m) {
   m.def("operator_calls() -> Dict(str, int)", [] { return operator_log().by_name(); });
+  m.def("waits() -> Dict(str, int)", [] {
+    c10::Dict<std::string, int64_t> found;
+    std::lock_guard<std::mutex> lock(g_waits_mutex);
+    for (const auto& [kind, number] : g_waits) found.insert(kind, number);
+    return found;
+  });
+  m.def("check_not_stuck() -> ()", [] { check_not_stuck(); });
+  m.def("set_stuck(str text) -> ()", [](const std::string& text) { g_stuck = text; });
 }
 
 }  // namespace npuemu

@@ -156,6 +156,24 @@ static bool accepts_cpu_tensors(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// Operators whose result's shape, or whose result, the host has to learn from the device before it goes on.
+static const char* wait_of(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
+  static const std::set<std::string> shapes = {
+      "aten::nonzero",           "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+      "aten::unique_consecutive", "aten::bincount",     "aten::repeat_interleave.Tensor"};
+  static const std::set<std::string> indexing = {"aten::index.Tensor", "aten::index_put", "aten::index_put_",
+                                                 "aten::_index_put_impl_"};
+  if (name == "aten::_local_scalar_dense" || name == "aten::equal") return "item";
+  if (name == "aten::repeat_interleave.Tensor" && arguments.size() > 1 && !arguments[1].isNone()) return nullptr;
+  if (shapes.count(name)) return "nonzero";
+  if (indexing.count(name))  // an index of booleans is looked up as nonzero() does
+    for (const std::optional<Tensor> index : arguments[1].toOptionalTensorList())
+      if (index && index->defined() && index->is_privateuseone() &&
+          (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
+        return "nonzero";
+  return nullptr;
+}
+
 static void argument_to_cpu(c10::IValue& value, Aliases& aliases) {
   if (value.isTensor()) {
     value = aliases.to_cpu(value.toTensor());
@@ -199,6 +217,7 @@ static void alias_fallback(const c10::OperatorHandle& op, DispatchKeySet, torch:
   const std::string name = c10::toString(op.operator_name());
   const size_t first = stack->size() - schema.arguments().size();
   Aliases aliases(name);
+  if (const char* wait = wait_of(name, c10::ArrayRef<c10::IValue>(*stack).slice(first))) count_wait(wait);
   for (size_t i = first; i < stack->size(); ++i) argument_to_cpu((*stack)[i], aliases);
   TORCH_CHECK(!aliases.saw_npu_and_cpu_tensors() || accepts_cpu_tensors(name), "Expected all tensors to be on the same ",
               "device, but found at least two devices, npu:", int(aliases.device()), " and cpu! (operator ", name, ")");
@@ -229,9 +248,13 @@ static Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<
                                            c10::dtype_or_default(dtype));
 }
 
-static Tensor copy_from(const Tensor& self, const Tensor& dst, bool) {
+// A copy from or to the host is awaited, unless it was asked not to and the host's memory is pinned.
+static Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   for (const Tensor& tensor : {self, dst})
     if (tensor.device().type() == kNPU) enter_operator("aten::_copy_from", tensor.device().index());
+  const bool down = dst.is_cpu(), up = self.is_cpu();
+  if ((down || up) && self.numel() > 0 && !(non_blocking && is_pinned((down ? dst : self).storage().data())))
+    count_wait(down ? "copy" : "upload");
   cpu_alias(dst).copy_(cpu_alias(self));
   return dst;
 }

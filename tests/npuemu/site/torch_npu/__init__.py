@@ -40,6 +40,26 @@ if not hasattr(torch, "npu"):
     _start()
 
 from . import npu  # noqa: E402  # needs the library
-from .attention import npu_fusion_attention  # noqa: E402
+from .attention import (  # noqa: E402
+    _npu_fused_infer_attention_score_get_max_workspace,  # noqa: F401
+    _npu_fused_infer_attention_score_infer_output,  # noqa: F401
+    npu_fused_infer_attention_score,
+    npu_fusion_attention,
+)
 
-__all__ = ["IS_EMULATED", "npu", "npu_fusion_attention"]
+
+def _emulator_counters():
+    """Of the emulation only: how often the host has waited for a device in this process, by what it did.
+
+    "item" (item(), tolist() of one number, bool()), "nonzero" (and others whose result's shape has to be known),
+    "copy" (to host memory; not with non_blocking=True to pinned memory), "synchronize" (of a device or a stream),
+    "event" (synchronised with), "upload" (host memory to the device; likewise). "blocking" sums the first four: what
+    waits for everything that the device was given.
+    """
+    waits = dict(torch.ops.npuemu.waits())
+    counters = {kind: waits.get(kind, 0) for kind in ("item", "nonzero", "copy", "synchronize", "event", "upload")}
+    counters["blocking"] = sum(counters[kind] for kind in ("item", "nonzero", "copy", "synchronize"))
+    return counters
+
+
+__all__ = ["IS_EMULATED", "npu", "npu_fused_infer_attention_score", "npu_fusion_attention"]
