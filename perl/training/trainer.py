@@ -184,9 +184,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
         had? Afterwards the loss compares them at no cost (`_weigh`)."""
         itemsize, scaled = self._vllm_numbers() if self.use_vllm else (4, True)
-        mixed = (
-            4 if self.accelerator.mixed_precision == "no" else 2
-        )  # autocast computes in it, whatever the weights are
+        scaled = scaled or self.temperature == 1.0
+        mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
         self.tolerance = TOLERANCE[min(itemsize, mixed, self._policy().dtype.itemsize)]
         whole = self.top_p == 1.0 and not self.top_k and not self.min_p and self.repetition_penalty == 1.0
         own = self.rollout_config.engine in ("fast", "generate")
