@@ -7,12 +7,17 @@ once for them, longest first, so that neighbours are alike; and rows that carry 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from perl.training.packing import enable_packing
+
+log = logging.getLogger(__name__)
 
 MicroBatch = dict[str, Any]
 """What TRL's loss takes: tensors whose first dimension is rows, and scalars. Ours adds SCALE and TOKENS."""
@@ -31,7 +36,7 @@ LOSS_TYPES = (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS, "bnpo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dealer:
+class MicroBatcher:
     """Deals the rows of a generation batch out to its micro-batches."""
 
     loss_type: str
@@ -45,13 +50,15 @@ class Dealer:
     fixed: str | None = None
     """Why every micro-batch must have the rows that TRL gave it, or None."""
 
-    def arrange(self, micro_batches: Sequence[MicroBatch], most: Callable[[list[int]], list[int]]) -> list[MicroBatch]:
+    def arrange(
+        self, micro_batches: Sequence[MicroBatch], all_reduce_max: Callable[[list[int]], list[int]]
+    ) -> list[MicroBatch]:
         """As many micro-batches as before, the rows dealt out anew among those that surely belong to one update: TRL
         samples every len(micro_batches) micro-batches and updates after every `accumulation`.
 
         Args:
-            most: from one number per window of this process to the largest among all processes. TRL gathers metrics
-                by row, so the i-th micro-batch has as many rows on every process.
+            all_reduce_max: from one number per window of this process to the largest among all processes. TRL gathers
+                metrics by row, so the i-th micro-batch has as many rows on every process.
         """
         size = math.gcd(len(micro_batches), self.accumulation)
         windows = [micro_batches[start : start + size] for start in range(0, len(micro_batches), size)]
@@ -60,7 +67,9 @@ class Dealer:
         stacked = [_stack(window) for window in windows]
         kept = [self._kept(rows) for rows in stacked]
         arranged = []
-        for window, rows, mine, count in zip(windows, stacked, kept, most([len(k) for k in kept]), strict=True):
+        for window, rows, mine, count in zip(
+            windows, stacked, kept, all_reduce_max([len(k) for k in kept]), strict=True
+        ):
             dealt = self._deal(rows, mine, count, len(window))
             arranged += [batch | {TOKENS: 0 if i else _tokens(window)} for i, batch in enumerate(dealt)]
         return arranged
@@ -86,10 +95,65 @@ class Dealer:
             chunk = _select(rows, places[start : start + size])
             fillers = max(0, min(start + size, count) - max(start, len(kept)))
             scale = len(chunk["advantages"]) / size if self.loss_type in MEAN_OVER_ROWS else 1.0
-            dealt.append(_silence(chunk, fillers) | {SCALE: scale})
+            dealt.append(pad_rows(chunk, fillers) | {SCALE: scale})
         while len(dealt) < micro_batches:
-            dealt.append(_silence(_select(rows, [0]), 1) | {SCALE: 0.0})
+            dealt.append(pad_rows(_select(rows, [0]), 1) | {SCALE: 0.0})
         return dealt
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """How an update's forwards are computed."""
+
+    packed: bool
+    """Micro-batches are packed (perl.training.packing), not padded."""
+    batcher: MicroBatcher
+
+
+def plan_update(
+    policy: Any,
+    *,
+    loss_type: str,
+    accumulation: int,
+    beta: float,
+    top_entropy_quantile: float,
+    entropy_bonus: bool,
+    aux_loss: bool,
+    torch_compile: bool,
+    main_process: bool,
+) -> UpdatePlan:
+    """Whether the micro-batches of `policy` (a transformers model or a PeftModel) are packed, which it is prepared for,
+    and how their rows are dealt; the main process logs one line for what is not done, and why.
+
+    Args:
+        loss_type, beta, top_entropy_quantile, torch_compile: fields of GRPOConfig.
+        accumulation: its gradient_accumulation_steps.
+        entropy_bonus: the loss has one.
+        aux_loss: the loss has a router's auxiliary loss.
+    """
+    if aux_loss or torch_compile:
+        padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
+    else:
+        padded = enable_packing(policy)
+    fixed = None
+    if loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
+        fixed = f"loss_type {loss_type}"
+    elif top_entropy_quantile < 1.0:
+        fixed = "top_entropy_quantile below 1"
+    elif entropy_bonus or aux_loss:
+        fixed = "the entropy bonus" if entropy_bonus else "the router's auxiliary loss"
+    if padded and main_process:
+        log.info("micro-batches are padded, not packed: %s", padded)
+    if fixed and main_process:
+        log.info("micro-batches have the rows that TRL gives them: %s depends on their make-up", fixed)
+    batcher = MicroBatcher(
+        loss_type=loss_type,
+        accumulation=accumulation,
+        leave_out_zero=beta == 0.0,
+        group=padded is None,
+        fixed=fixed,
+    )
+    return UpdatePlan(padded is None, batcher)
 
 
 def _tokens(batches: Sequence[MicroBatch]) -> int:
@@ -125,7 +189,7 @@ def _select(rows: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
     return {name: value[index] if _by_row(value) else value for name, value in rows.items()}
 
 
-def _silence(batch: MicroBatch, count: int) -> MicroBatch:
+def pad_rows(batch: MicroBatch, count: int) -> MicroBatch:
     """`batch` with its last `count` rows taking part in the forward, as every rank must, and contributing an exact 0:
     no advantage, no token of the completion."""
     first = len(batch["advantages"]) - count

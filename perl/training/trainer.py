@@ -28,9 +28,9 @@ from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import stage_at
 from perl.training.behaviour import BehaviourPolicy, Rollout
 from perl.training.metrics import StepClock, model_size, sequences
-from perl.training.microbatches import MEAN_OVER_ROWS, SCALE, SUM_OVER_TOKENS, TOKENS, Dealer, equal_rewards
+from perl.training.microbatches import SCALE, TOKENS, equal_rewards, plan_update
 from perl.training.mismatch import Mismatch, importance_ratio
-from perl.training.packing import enable_packing, log_probs
+from perl.training.packing import log_probs
 from perl.training.proof import DrawnRows, rows_of_lists
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,17 @@ class PerlGRPOTrainer(GRPOTrainer):
             self.noise = NoiseInjector(self._policy(), noise.target_modules, noise.exclude_patterns, noise.seed)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
-        self.packs, self.dealer = self._plan_update()
+        self.plan = plan_update(
+            self._policy(),
+            loss_type=self.loss_type,
+            accumulation=self.args.gradient_accumulation_steps,
+            beta=self.beta,
+            top_entropy_quantile=self.top_entropy_quantile,
+            entropy_bonus=self._entropy_bonus_enabled,
+            aux_loss=self.aux_loss_enabled,
+            torch_compile=self.args.torch_compile,
+            main_process=self.accelerator.is_main_process,
+        )
         self._no_advantage: torch.Tensor | None = None
         self.mismatch = Mismatch()
         self._loss_inputs: dict[str, Any] = {}
@@ -100,9 +110,9 @@ class PerlGRPOTrainer(GRPOTrainer):
         with self.clock("prepare"):
             inputs = super()._prepare_inputs(generation_batch)
             if self._buffered_inputs is not buffered:  # a new generation batch
-                left_out = self._of_all_processes([self.dealer.share_left_out(self._buffered_inputs)])
+                left_out = self._of_all_processes([self.plan.batcher.share_left_out(self._buffered_inputs)])
                 self._metrics["train"]["update/rows_left_out"].append(left_out.mean().item())
-                self._buffered_inputs = self.dealer.arrange(
+                self._buffered_inputs = self.plan.batcher.arrange(
                     self._buffered_inputs, lambda counts: self._of_all_processes(counts).amax(dim=0).tolist()
                 )
                 inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
@@ -218,33 +228,6 @@ class PerlGRPOTrainer(GRPOTrainer):
 
     # Update
 
-    def _plan_update(self) -> tuple[bool, Dealer]:
-        """Whether micro-batches are packed, and how their rows are dealt; a line says why where they are not."""
-        policy = self._policy()
-        if self.aux_loss_enabled or self.args.torch_compile:
-            padded = "the router's auxiliary loss" if self.aux_loss_enabled else "torch_compile wants one shape"
-        else:
-            padded = enable_packing(policy)
-        fixed = None
-        if self.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
-            fixed = f"loss_type {self.loss_type}"
-        elif self.top_entropy_quantile < 1.0:
-            fixed = "top_entropy_quantile below 1"
-        elif self._entropy_bonus_enabled or self.aux_loss_enabled:
-            fixed = "the entropy bonus" if self._entropy_bonus_enabled else "the router's auxiliary loss"
-        if padded and self.accelerator.is_main_process:
-            log.info("micro-batches are padded, not packed: %s", padded)
-        if fixed and self.accelerator.is_main_process:
-            log.info("micro-batches have the rows that TRL gives them: %s depends on their make-up", fixed)
-        dealer = Dealer(
-            loss_type=self.loss_type,
-            accumulation=self.args.gradient_accumulation_steps,
-            leave_out_zero=self.beta == 0.0,
-            group=padded is None,
-            fixed=fixed,
-        )
-        return padded is None, dealer
-
     def _of_all_processes(self, numbers: list) -> torch.Tensor:
         """[processes, numbers]: the same numbers of every process."""
         return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))  # type: ignore[return-value]
@@ -270,7 +253,13 @@ class PerlGRPOTrainer(GRPOTrainer):
             size = batch_size or len(input_ids)
             for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
                 part, work = log_probs(
-                    model, ids, mask, logits_to_keep, padded, pack_rows=self.packs, compute_entropy=compute_entropy
+                    model,
+                    ids,
+                    mask,
+                    logits_to_keep,
+                    padded,
+                    pack_rows=self.plan.packed,
+                    compute_entropy=compute_entropy,
                 )
                 parts.append(part)
                 (self.clock.count_update if training else self.clock.count_forward)(work)

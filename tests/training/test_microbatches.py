@@ -4,7 +4,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from perl.training.microbatches import SCALE, TOKENS, Dealer, equal_rewards
+from perl.training.microbatches import SCALE, TOKENS, MicroBatcher, equal_rewards
 from tests.training.test_trainer import make_trainer
 
 
@@ -32,14 +32,14 @@ def first_ids(batches):
 WINDOW = [batch([1, 2], [1, 4], [0.5, -1.0]), batch([1, 2], [3, 2], [0.0, 1.0])]
 
 
-def dealer(**changes):
+def batcher(**changes):
     settings = {"loss_type": "grpo", "accumulation": 2, "leave_out_zero": False, "group": False}
-    return Dealer(**(settings | changes))
+    return MicroBatcher(**(settings | changes))
 
 
 def test_rows_are_ordered_by_length_or_prompt_by_prompt():
-    assert first_ids(dealer().arrange(WINDOW, alone)) == [[40, 30], [20, 10]]
-    grouped = dealer(group=True).arrange(WINDOW, alone)
+    assert first_ids(batcher().arrange(WINDOW, alone)) == [[40, 30], [20, 10]]
+    grouped = batcher(group=True).arrange(WINDOW, alone)
     assert first_ids(grouped) == [[40, 20], [30, 10]]  # prompt 2, which has the longest, then prompt 1
     assert grouped[0]["advantages"].tolist() == [-1.0, 1.0]
     assert [b[SCALE] for b in grouped] == [1.0, 1.0]
@@ -48,32 +48,32 @@ def test_rows_are_ordered_by_length_or_prompt_by_prompt():
 
 
 def test_rows_without_gradient_are_left_out_and_the_loss_scaled():
-    left = dealer(leave_out_zero=True, group=True).arrange(WINDOW, alone)
+    left = batcher(leave_out_zero=True, group=True).arrange(WINDOW, alone)
     assert first_ids(left) == [[40, 20], [10]]
     assert [b[SCALE] for b in left] == [1.0, 0.5]  # a mean over 1 row stands for a mean over 2
-    assert [b[SCALE] for b in dealer(leave_out_zero=True, loss_type="dapo").arrange(WINDOW, alone)] == [1.0, 1.0]
+    assert [b[SCALE] for b in batcher(leave_out_zero=True, loss_type="dapo").arrange(WINDOW, alone)] == [1.0, 1.0]
     assert left[0][TOKENS] == 18
-    assert dealer(leave_out_zero=True).share_left_out(WINDOW) == 0.25
-    assert dealer().share_left_out(WINDOW) == 0.0
+    assert batcher(leave_out_zero=True).share_left_out(WINDOW) == 0.25
+    assert batcher().share_left_out(WINDOW) == 0.0
 
 
 def test_micro_batches_have_as_many_rows_on_every_process():
     """Another process has three rows to compute, this one has two: a row that says nothing makes up for it."""
     two = [WINDOW[0] | {"advantages": torch.tensor([0.0, -1.0])}, WINDOW[1]]
-    mine = dealer(leave_out_zero=True).arrange(two, lambda counts: [3])
+    mine = batcher(leave_out_zero=True).arrange(two, lambda counts: [3])
     assert first_ids(mine) == [[40, 20], [20]]
     assert [b[SCALE] for b in mine] == [1.0, 0.5]
     assert mine[1]["completion_mask"].sum() == 0
     assert mine[1]["advantages"].tolist() == [0.0]
     none = [b | {"advantages": b["advantages"] * 0} for b in WINDOW]
-    quiet = dealer(leave_out_zero=True).arrange(none, lambda counts: [3])
+    quiet = batcher(leave_out_zero=True).arrange(none, lambda counts: [3])
     assert [b[SCALE] for b in quiet] == [1.0, 0.5]
     assert [int(b["completion_mask"].sum()) for b in quiet] == [0, 0]
 
 
 def test_a_window_without_any_gradient_keeps_its_micro_batches():
     zeros = [b | {"advantages": b["advantages"] * 0} for b in WINDOW]
-    left = dealer(leave_out_zero=True).arrange(zeros, alone)
+    left = batcher(leave_out_zero=True).arrange(zeros, alone)
     assert [b[SCALE] for b in left] == [0.0, 0.0]
     assert [len(b["completion_ids"]) for b in left] == [1, 1]
     assert left[0]["completion_mask"].sum() == 0
@@ -81,15 +81,15 @@ def test_a_window_without_any_gradient_keeps_its_micro_batches():
 
 def test_rows_stay_within_their_update():
     four = [*WINDOW, batch([1, 2], [4, 4], [1.0, 1.0]), batch([1, 2], [1, 1], [1.0, 1.0])]
-    assert first_ids(dealer().arrange(four, alone)) == [[40, 30], [20, 10], [40, 40], [10, 10]]
+    assert first_ids(batcher().arrange(four, alone)) == [[40, 30], [20, 10], [40, 40], [10, 10]]
     # 3 accumulated, 4 a generation batch: no two micro-batches surely belong together.
-    assert first_ids(dealer(accumulation=3).arrange(four, alone))[0] == [40, 10]
+    assert first_ids(batcher(accumulation=3).arrange(four, alone))[0] == [40, 10]
     # Two generation batches an update: each one is within it whole.
-    assert first_ids(dealer(accumulation=8).arrange(four, alone))[0] == [40, 40]
+    assert first_ids(batcher(accumulation=8).arrange(four, alone))[0] == [40, 40]
 
 
 def test_fixed_micro_batches_stay():
-    same = dealer(fixed="loss_type bnpo", leave_out_zero=True).arrange(WINDOW, alone)
+    same = batcher(fixed="loss_type bnpo", leave_out_zero=True).arrange(WINDOW, alone)
     assert first_ids(same) == first_ids(WINDOW)
     assert [b[TOKENS] for b in same] == [4 + 5, 4 + 5]
 
@@ -136,8 +136,8 @@ def test_the_update_is_that_of_trl_for_every_loss(tmp_path, loss_type, beta):
     trainer.model.train()
     rows = next(iter(trainer.get_train_dataloader()))
     theirs = trainer_batches(trainer, rows)
-    ours = trainer.dealer.arrange(theirs, alone)
-    assert (trainer.dealer.fixed is None) == (loss_type != "bnpo")
+    ours = trainer.plan.batcher.arrange(theirs, alone)
+    assert (trainer.plan.batcher.fixed is None) == (loss_type != "bnpo")
     computed = sum(len(b["advantages"]) for b in ours if b[SCALE])
     assert computed == (12 if beta == 0.0 and loss_type != "bnpo" else 16)
 

@@ -58,7 +58,7 @@ def test_continuous_batching_is_proved_at_every_rollout(tmp_path):
     trainer.train()
     assert proved == [0, 1, 2]
     assert max(metrics(tmp_path, "rollout/logp_mismatch")) < 1e-4
-    assert trainer.packs  # the update's attention, which continuous batching does not know, is back
+    assert trainer.plan.packed  # the update's attention, which continuous batching does not know, is back
     assert trainer.model.config._attn_implementation == ATTENTION
 
 
