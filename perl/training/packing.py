@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -364,10 +365,43 @@ def enable_packing(model: Any) -> str | None:
     """
     if reason := unsupported_reason(model) or adopt(model):
         return reason
-    backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if reason := _lost_layout(inner):
+        return reason
+    backbone = inner.base_model
     if _keep_scored not in backbone._forward_hooks.values():
         backbone.register_forward_hook(_keep_scored, with_kwargs=True)
     return None
+
+
+class _Reached(Exception):
+    """An attention layer was given the layout."""
+
+
+class _Probe:
+    """A layout that ends the forward at the first attention layer that is given it."""
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        raise _Reached
+
+
+def _lost_layout(model: Any) -> str | None:
+    """Why the attention layers of `model` can't be given a layout, or None where they can.
+
+    Asked of a copy without weights on the meta device, since some of the model's own may lie on other processes, which
+    would have to take part in a forward.
+    """
+    try:
+        with torch.device("meta"):
+            copy = type(model)(deepcopy(model.config)).base_model
+            ids = torch.zeros(1, 2, dtype=torch.long)
+            mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+            copy(input_ids=ids, position_ids=ids, attention_mask=mask, layout=_Probe(), use_cache=False)
+    except _Reached:
+        return None
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        return f"its attention takes no layout: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return "its layers do not hand arguments on to attention"
 
 
 def _keep_scored(backbone: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -5,7 +5,18 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from perl.training.metrics import Work
@@ -233,3 +244,15 @@ def test_a_micro_batch_without_any_completion_token_has_zero_gradients():
     assert not found.any()
     found.sum().backward()
     assert not model.model.layers[0].self_attn.q_proj.weight.grad.any()
+
+
+def test_a_model_that_drops_arguments_of_attention_is_told_at_the_start():
+    """Its first packed forward would have stopped the run."""
+    config = NemotronConfig(**SIZES, attn_implementation="sdpa")
+    model = NemotronForCausalLM(config)
+    assert enable_packing(model) == "its layers do not hand arguments on to attention"
+    softcapped = Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, attn_implementation="sdpa", layer_types=["full_attention"] * 3)
+    )
+    assert "softcap" in enable_packing(softcapped)
+    assert model(input_ids=torch.tensor([[5, 6]])).logits.shape == (1, 2, 50)
