@@ -400,7 +400,8 @@ def _lost_layout(model: Any) -> str | None:
     except _Reached:
         return None
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        return f"its attention takes no layout: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        said = str(error).partition("\n")[0] or type(error).__name__
+        return f"its attention could not be tried with a layout: {said}"
     return "its layers do not hand arguments on to attention"
 
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.training import TrainingConfig
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import stage_at
 from perl.training.behaviour import BehaviourPolicy, Rollout
@@ -47,7 +48,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
     """
 
-    args: GRPOConfig
+    args: TrainingConfig
     model: Any
 
     def __init__(
@@ -82,6 +83,8 @@ class PerlGRPOTrainer(GRPOTrainer):
             entropy_bonus=self._entropy_bonus_enabled,
             aux_loss=self.aux_loss_enabled,
             torch_compile=self.args.torch_compile,
+            max_tokens=self.args.max_tokens_per_microbatch,
+            size=model_size(self.model),
             main_process=self.accelerator.is_main_process,
         )
         self._no_advantage: torch.Tensor | None = None
