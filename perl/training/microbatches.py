@@ -7,12 +7,20 @@ once for them, longest first, so that neighbours are alike; and rows that carry 
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from perl.training.metrics import ModelSize, Work, update_flops
+from perl.training.packing import enable_packing, prompt_work, row_work
+
+log = logging.getLogger(__name__)
 
 MicroBatch = dict[str, Any]
 """What TRL's loss takes: tensors whose first dimension is rows, and scalars. Ours adds SCALE and TOKENS."""
@@ -31,8 +39,14 @@ LOSS_TYPES = (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS, "bnpo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dealer:
-    """Deals the rows of a generation batch out to its micro-batches."""
+class MicroBatcher:
+    """Deals the rows of a generation batch out to its micro-batches.
+
+    TRL takes per_device_train_batch_size rows for each. With `max_tokens` it is as many as their packed sequence has
+    room for, in as few micro-batches as that needs on the process that needs most; each process spreads its own rows
+    evenly over these, by cost, so that none waits for another longer than it must. Rows do not move between processes.
+    TRL's other micro-batches remain, as its count of calls is fixed, with a sequence of one token.
+    """
 
     loss_type: str
     """One of MEAN_OVER_ROWS and SUM_OVER_TOKENS, unless `fixed`."""
@@ -44,52 +58,218 @@ class Dealer:
     """Rows of one prompt stay together; otherwise rows are ordered by length alone."""
     fixed: str | None = None
     """Why every micro-batch must have the rows that TRL gave it, or None."""
+    max_tokens: int | None = None
+    """Tokens of a micro-batch's packed sequence; more only for a single row, or where the rows need more micro-batches
+    than there are: then as few as will do. Needs `group`."""
+    size: ModelSize | None = None
+    """What a row costs is counted from; None: its tokens."""
 
-    def arrange(self, micro_batches: Sequence[MicroBatch], most: Callable[[list[int]], list[int]]) -> list[MicroBatch]:
+    def arrange(
+        self, micro_batches: Sequence[MicroBatch], all_reduce_max: Callable[[list[int]], list[int]]
+    ) -> list[MicroBatch]:
         """As many micro-batches as before, the rows dealt out anew among those that surely belong to one update: TRL
         samples every len(micro_batches) micro-batches and updates after every `accumulation`.
 
         Args:
-            most: from one number per window of this process to the largest among all processes. TRL gathers metrics
-                by row, so the i-th micro-batch has as many rows on every process.
+            all_reduce_max: from numbers of this process to the largest of each among all processes, which have as many.
+                TRL gathers metrics by row, so the i-th micro-batch has as many rows on every process.
         """
-        size = math.gcd(len(micro_batches), self.accumulation)
-        windows = [micro_batches[start : start + size] for start in range(0, len(micro_batches), size)]
         if self.fixed:
             return [batch | {SCALE: 1.0, TOKENS: _tokens([batch])} for batch in micro_batches]
+        size = math.gcd(len(micro_batches), self.accumulation)
+        windows = [micro_batches[start : start + size] for start in range(0, len(micro_batches), size)]
         stacked = [_stack(window) for window in windows]
-        kept = [self._kept(rows) for rows in stacked]
+        chunks = self._chunks(stacked, size, all_reduce_max)
+        counts = all_reduce_max([len(chunk) for window in chunks for chunk in window])
         arranged = []
-        for window, rows, mine, count in zip(windows, stacked, kept, most([len(k) for k in kept]), strict=True):
-            dealt = self._deal(rows, mine, count, len(window))
-            arranged += [batch | {TOKENS: 0 if i else _tokens(window)} for i, batch in enumerate(dealt)]
+        for index, (window, rows) in enumerate(zip(windows, stacked, strict=True)):
+            per_row = len(rows["advantages"]) // size
+            dealt = zip(chunks[index], counts[index * size : (index + 1) * size], strict=True)
+            batches = [self._micro_batch(rows, chunk, count, per_row) for chunk, count in dealt]
+            arranged += [batch | {TOKENS: 0 if i else _tokens(window)} for i, batch in enumerate(batches)]
         return arranged
 
     def share_left_out(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Of the rows that `arrange` is given, how many it leaves out."""
-        if self.fixed or not self.leave_out_zero:
+        if self.fixed:
             return 0.0
-        zero = [float((batch["advantages"] == 0).float().mean()) for batch in micro_batches]
-        return sum(zero) / len(zero)
+        shares = [1.0 - float(self._computed(batch).float().mean()) for batch in micro_batches]
+        return sum(shares) / len(shares)
 
-    def _kept(self, rows: MicroBatch) -> list[int]:
-        """The rows to compute, in the order in which they are dealt."""
-        order = _order(rows, self.group)
-        return [row for row in order if not self.leave_out_zero or rows["advantages"][row] != 0]
+    def _computed(self, rows: MicroBatch) -> torch.Tensor:
+        """bool [rows]: whether anything of the row enters the loss. Where all its tokens are masked (a completion that
+        was cut off, or a tool's output) neither advantage nor KL does; it counts in a mean over rows, as SCALE says."""
+        mask = rows["completion_mask"] * rows.get("tool_mask", 1)
+        computed = mask.any(dim=1)
+        return computed & (rows["advantages"] != 0) if self.leave_out_zero else computed
 
-    def _deal(self, rows: MicroBatch, kept: list[int], count: int, micro_batches: int) -> list[MicroBatch]:
-        """`kept`, filled up to `count` rows with some that contribute nothing, in so many micro-batches."""
-        size = len(rows["advantages"]) // micro_batches
-        places = [*kept, *[kept[-1] if kept else 0] * (count - len(kept))]
-        dealt = []
-        for start in range(0, count, size):
-            chunk = _select(rows, places[start : start + size])
-            fillers = max(0, min(start + size, count) - max(start, len(kept)))
-            scale = len(chunk["advantages"]) / size if self.loss_type in MEAN_OVER_ROWS else 1.0
-            dealt.append(_silence(chunk, fillers) | {SCALE: scale})
-        while len(dealt) < micro_batches:
-            dealt.append(_silence(_select(rows, [0]), 1) | {SCALE: 0.0})
-        return dealt
+    def _chunks(
+        self, stacked: Sequence[MicroBatch], size: int, all_reduce_max: Callable[[list[int]], list[int]]
+    ) -> list[list[list[int]]]:
+        """For each window of `size` micro-batches the rows of each, those that are computed alone."""
+        kept = []
+        for rows in stacked:
+            computed = self._computed(rows).tolist()
+            kept.append([row for row in _order(rows, self.group) if computed[row]])
+        if self.max_tokens is None:
+            sizes = [len(rows["advantages"]) // size for rows in stacked]
+            cut = [
+                [mine[start : start + step] for start in range(0, len(mine), step)]
+                for mine, step in zip(kept, sizes, strict=True)
+            ]
+        else:
+            sequences = [self._sequence(rows, mine) for rows, mine in zip(stacked, kept, strict=True)]
+            limits = [smallest_limit(sequence, self.max_tokens, size) for sequence in sequences]
+            if max(limits) > self.max_tokens:
+                _say_what_is_exceeded(self.max_tokens, size)
+            needed = [len(cut_by_tokens(mine, limit)) for mine, limit in zip(sequences, limits, strict=True)]
+            needed = all_reduce_max(needed)
+            cut = [spread(*each) for each in zip(sequences, limits, needed, strict=True)]
+        return [[*chunks, *[[] for _ in range(size - len(chunks))]] for chunks in cut]
+
+    def _sequence(self, rows: MicroBatch, kept: Sequence[int]) -> list[Piece]:
+        prompts = rows["prompt_mask"].sum(dim=1).tolist()
+        completions = rows["completion_mask"].sum(dim=1).tolist()
+        pieces = []
+        for row in kept:
+            shared, own = prompt_work(prompts[row]), row_work(prompts[row], completions[row])
+            key = tuple(rows["prompt_ids"][row].tolist())
+            pieces.append(Piece(row, key, shared.tokens, own.tokens, self._cost(shared), self._cost(own)))
+        return pieces
+
+    def _cost(self, work: Work) -> int:
+        """In tokens that attend to nothing."""
+        if self.size is None:
+            return work.tokens
+        return round(update_flops(self.size, work) / update_flops(self.size, Work(1, 0)))
+
+    def _micro_batch(self, rows: MicroBatch, chunk: Sequence[int], count: int, per_row: int) -> MicroBatch:
+        """`chunk`, filled up to `count` rows with some that contribute nothing; one such row where `count` is 0."""
+        fillers = max(count, 1) - len(chunk)
+        filled = pad_rows(_select(rows, [*chunk, *[chunk[-1] if chunk else 0] * fillers]), fillers)
+        scale = count / per_row if self.loss_type in MEAN_OVER_ROWS else float(count > 0)
+        return filled | {SCALE: scale}
+
+
+class Piece(NamedTuple):
+    """What a row adds to a packed sequence, and what its prompt does, once for all of its rows."""
+
+    row: int
+    prompt: tuple[int, ...]
+    prompt_tokens: int
+    tokens: int
+    prompt_cost: int
+    cost: int
+
+
+def cut_by_tokens(pieces: Sequence[Piece], max_tokens: int, max_cost: float = math.inf) -> list[list[int]]:
+    """The rows of `pieces` in their order, cut wherever one more row would make the sequence longer than `max_tokens`
+    or dearer than `max_cost`. A row that is so by itself is alone."""
+    chunks: list[list[int]] = []
+    prompts: set[tuple[int, ...]] = set()
+    tokens = cost = 0
+    for piece in pieces:
+        known = piece.prompt in prompts
+        tokens += piece.tokens + (0 if known else piece.prompt_tokens)
+        cost += piece.cost + (0 if known else piece.prompt_cost)
+        if not chunks or tokens > max_tokens or cost > max_cost:
+            chunks.append([])
+            prompts = set()
+            tokens, cost = piece.tokens + piece.prompt_tokens, piece.cost + piece.prompt_cost
+        chunks[-1].append(piece.row)
+        prompts.add(piece.prompt)
+    return chunks
+
+
+def smallest_limit(pieces: Sequence[Piece], max_tokens: int, micro_batches: int) -> int:
+    """`max_tokens`, or the smallest number above it that needs no more than so many micro-batches."""
+    whole = sum(piece.prompt_tokens + piece.tokens for piece in pieces)
+    fits = range(max_tokens, max(max_tokens, whole) + 1)
+    return fits[bisect_left(fits, True, key=lambda limit: len(cut_by_tokens(pieces, limit)) <= micro_batches)]
+
+
+def spread(pieces: Sequence[Piece], max_tokens: int, micro_batches: int) -> list[list[int]]:
+    """The rows of `pieces` in so many micro-batches of at most `max_tokens`, the dearest as cheap as can be."""
+    whole = sum(piece.prompt_cost + piece.cost for piece in pieces)
+    costs = range(whole + 1)
+    best = bisect_left(costs, True, key=lambda cost: len(cut_by_tokens(pieces, max_tokens, cost)) <= micro_batches)
+    return cut_by_tokens(pieces, max_tokens, costs[best])
+
+
+@functools.cache  # once a run
+def _say_what_is_exceeded(max_tokens: int, micro_batches: int) -> None:
+    log.warning(
+        "training.max_tokens_per_microbatch %d: the rows of an update need more than its %d micro-batches"
+        " (gradient_accumulation_steps), which get more tokens, as few as will do",
+        max_tokens,
+        micro_batches,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """How an update's forwards are computed."""
+
+    packed: bool
+    """Micro-batches are packed (perl.training.packing), not padded."""
+    batcher: MicroBatcher
+
+
+def plan_update(
+    policy: Any,
+    *,
+    loss_type: str,
+    accumulation: int,
+    beta: float,
+    top_entropy_quantile: float,
+    entropy_bonus: bool,
+    aux_loss: bool,
+    torch_compile: bool,
+    max_tokens: int | None,
+    size: ModelSize | None,
+    main_process: bool,
+) -> UpdatePlan:
+    """Whether the micro-batches of `policy` (a transformers model or a PeftModel) are packed, which it is prepared for,
+    and how their rows are dealt; the main process logs one line for what is not done, and why.
+
+    Args:
+        loss_type, beta, top_entropy_quantile, torch_compile: fields of GRPOConfig.
+        accumulation: its gradient_accumulation_steps.
+        entropy_bonus: the loss has one.
+        aux_loss: the loss has a router's auxiliary loss.
+        max_tokens: training.max_tokens_per_microbatch.
+        size: of `policy`; None where its FLOPs can't be counted.
+    """
+    if aux_loss or torch_compile:
+        padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
+    else:
+        padded = enable_packing(policy)
+    fixed = None
+    if loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
+        fixed = f"loss_type {loss_type}"
+    elif top_entropy_quantile < 1.0:
+        fixed = "top_entropy_quantile below 1"
+    elif entropy_bonus or aux_loss:
+        fixed = "the entropy bonus" if entropy_bonus else "the router's auxiliary loss"
+    if padded and main_process:
+        log.info("micro-batches are padded, not packed: %s", padded)
+    if fixed and main_process:
+        log.info("micro-batches have the rows that TRL gives them: %s depends on their make-up", fixed)
+    if max_tokens is not None and (padded or fixed) and main_process:
+        log.warning(
+            "training.max_tokens_per_microbatch has no effect: micro-batches are %s",
+            "padded" if padded else "those of TRL",
+        )
+    batcher = MicroBatcher(
+        loss_type=loss_type,
+        accumulation=accumulation,
+        leave_out_zero=beta == 0.0,
+        group=padded is None,
+        fixed=fixed,
+        max_tokens=None if padded else max_tokens,
+        size=size,
+    )
+    return UpdatePlan(padded is None, batcher)
 
 
 def _tokens(batches: Sequence[MicroBatch]) -> int:
@@ -125,11 +305,14 @@ def _select(rows: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
     return {name: value[index] if _by_row(value) else value for name, value in rows.items()}
 
 
-def _silence(batch: MicroBatch, count: int) -> MicroBatch:
-    """`batch` with its last `count` rows taking part in the forward, as every rank must, and contributing an exact 0:
-    no advantage, no token of the completion."""
+def pad_rows(batch: MicroBatch, count: int) -> MicroBatch:
+    """`batch` with its last `count` rows taking part in the forward, as every rank must, and contributing an exact 0
+    at the price of a token: no advantage, no token of the completion, the last one of the prompt."""
+    if not count:
+        return batch
     first = len(batch["advantages"]) - count
-    quiet = {name: batch[name].clone() for name in ("advantages", "completion_mask")}
-    for value in quiet.values():
-        value[first:] = 0
+    quiet = {name: batch[name].clone() for name in ("advantages", "completion_mask", "prompt_mask")}
+    quiet["advantages"][first:] = 0
+    quiet["completion_mask"][first:] = 0
+    quiet["prompt_mask"][first:, :-1] = 0
     return batch | quiet

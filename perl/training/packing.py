@@ -7,7 +7,12 @@ A padded micro-batch of B rows is B x (longest prompt + longest completion) toke
 in which linear layers meet every token once and no padding. The last prompt token is repeated, so that the hidden
 state before each completion token is the one that predicts it. Attention alone needs to know which tokens belong
 together: a prompt attends to itself, a row to its prompt and itself. The forward is given that as its `layout`
-(perl.engines.attention), so the model's code stays as it is, gradient checkpointing included.
+(perl.engines.attention), so the model's code stays as it is, gradient checkpointing included. The output layer gets
+the hidden states that predict a completion token and no others.
+
+Attention makes no mask of it: all of it is causal, the last query with the last key ("bottom right"). A kernel for
+sequences of different lengths computes that where there is one, sdpa row by row otherwise; on a CPU, where sdpa would
+need a mask, a row's attention to its prompt and to itself are computed apart and merged (arXiv 2402.05099, Hydragen).
 
 The numbers are those of the padded forward up to floating-point order: each token sees the same keys at the same
 positions. Sharing prefixes in training: arXiv 2506.05433 (Prefix Grouper).
@@ -15,105 +20,265 @@ positions. Sharing prefixes in training: arXiv 2506.05433 (Prefix Grouper).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-from perl.engines.attention import adopt, sdpa_without_copies
+from perl.engines.attention import adopt
 from perl.engines.decoder import unsupported_reason
 from perl.training.metrics import Work, sequences
 
 
-class Uses:
-    """How often attention has used a Packing. An object of its own: FSDP2 hands on copies of dataclasses."""
+class VarlenAttention(Protocol):
+    """Causal attention of sequences that stand behind one another, the last query of each with its last key."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_query: list[int],
+        cu_key: list[int],
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """From query [tokens, heads, head_dim], key and value [keys, key heads, head_dim] to [tokens, heads, head_dim].
+        Sequence i has the queries cu_query[i]:cu_query[i + 1] and the keys cu_key[i]:cu_key[i + 1]."""
+        ...
 
 
-@dataclass(frozen=True)
+def _flash_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_query: list[int],
+    cu_key: list[int],
+    scaling: float | None,
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    bounds = [torch.tensor(cu, dtype=torch.int32, device=query.device) for cu in (cu_query, cu_key)]
+    longest = [max(stop - start for start, stop in itertools.pairwise(cu)) for cu in (cu_query, cu_key)]
+    return flash_attn_varlen_func(query, key, value, *bounds, *longest, softmax_scale=scaling, causal=True)
+
+
+VARLEN: dict[str, VarlenAttention] = {"cuda": _flash_attn} if importlib.util.find_spec("flash_attn") else {}
+"""By type of device; called with numbers of 16 bits."""
+
+
+class Group(NamedTuple):
+    """Where a prompt and its rows stand in the sequence, behind one another."""
+
+    prefix: slice
+    """The prompt without its last token, which may be nothing."""
+    rows: list[slice]
+    """Each the last prompt token and a completion."""
+
+
 class Packing:
     """Which tokens of one sequence of L tokens attend to which: prompts to themselves, rows to their prompt and
-    themselves. All int64 on the model's device unless said otherwise."""
+    themselves. Not a dataclass: FSDP2 hands on copies of those, and `uses` must count.
 
-    prefixes: torch.Tensor
-    """[prompts, longest prefix]: place in the sequence of each prompt's tokens but the last, padded with 0."""
-    rows: torch.Tensor
-    """[rows, 1 + longest completion]: place of the last prompt token and the completion, padded with 0."""
-    prompt_of: torch.Tensor
-    """[rows]: index into `prefixes`."""
-    visible: torch.Tensor
-    """bool [rows, 1, 1 + longest completion, longest prefix + 1 + longest completion]: keys that a token sees."""
-    back: torch.Tensor
-    """[L]: for each token, its place among all results: those of `prefixes` first, then those of `rows`."""
-    uses: Uses = field(default_factory=Uses)
-    """A model that drops the argument on its way would compute nonsense."""
+    Args:
+        groups: cover the sequence, in its order.
+        scored: int64 [completion tokens], on the model's device: places whose hidden states the output layer gets.
+    """
+
+    def __init__(self, groups: Sequence[Group], scored: torch.Tensor):
+        self.groups, self.scored = groups, scored
+        self.uses = 0
+        """Attention layers that were given this. A model that drops it on its way would compute nonsense."""
+        self._keys: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
     ) -> torch.Tensor:
         """See perl.engines.attention.Layout; rows is 1, tokens and columns are L."""
-        self.uses.count += 1
-        parts = []
-        if self.prefixes.shape[1]:
-            # Padded on the right, where causality hides the padding from every real token.
-            q, k, v = (_take(states[0], self.prefixes) for states in (query, key, value))
-            k, v = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (k, v))
-            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scaling)
-            parts.append(found.transpose(1, 2))
-        seen = torch.cat([self.prefixes[self.prompt_of], self.rows], dim=1)
-        k, v = (_take(states[0], seen) for states in (key, value))
-        parts.append(sdpa_without_copies(_take(query[0], self.rows), k, v, self.visible, dropout, scaling))
-        return torch.cat([part.flatten(0, 1) for part in parts])[self.back][None]
+        self.uses += 1
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):  # which casts for sdpa, and not for the functions below
+            query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
+        plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
+        if plain and query.dtype.itemsize == 2 and (kernel := VARLEN.get(kind)):
+            return self._by_kernel(kernel, query, key, value, scaling)
+        if plain and kind == "cpu":
+            return _CpuAttention.apply(query, key, value, self.groups, scaling)
+        return self._by_row(query, key, value, dropout, scaling)
+
+    def _sequences(self) -> Iterator[tuple[slice, slice]]:
+        """Each as (keys before its own tokens, its tokens), in the order of the tokens."""
+        for prefix, rows in self.groups:
+            if prefix.start < prefix.stop:
+                yield slice(prefix.start, prefix.start), prefix
+            yield from ((prefix, row) for row in rows)
+
+    def _by_kernel(
+        self,
+        kernel: VarlenAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        cu_query, cu_key = [0], [0]
+        for before, own in self._sequences():
+            cu_query.append(own.stop)
+            cu_key.append(cu_key[-1] + _length(before) + _length(own))
+        if self._keys is None:  # for the first layer
+            spans = [range(part.start, part.stop) for pair in self._sequences() for part in pair]
+            self._keys = torch.tensor([place for span in spans for place in span], device=query.device)
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        key, value = key[self._keys], value[self._keys]
+        return kernel(query.contiguous(), key, value, cu_query, cu_key, scaling)[None]
+
+    def _by_row(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
+    ) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        found = []
+        for before, own in self._sequences():
+            seen = (torch.cat([states[:, :, before], states[:, :, own]], dim=2) for states in (key, value))
+            k, v = (states.repeat_interleave(group, dim=1) for states in seen)
+            causal = _length(before) == 0
+            mask = None if causal else self._bottom_right(_length(before), _length(own), query.device)
+            found.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, own], k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scaling
+                )
+            )
+        return torch.cat(found, dim=2).transpose(1, 2)
+
+    def _bottom_right(self, before: int, own: int, device: torch.device) -> torch.Tensor:
+        """What sdpa takes for `own` queries that see `before` keys and those of their own up to themselves: on CUDA a
+        word for it, elsewhere a part of one mask [longest row, longest prefix + longest row] of all rows and layers."""
+        if device.type == "cuda":
+            return causal_lower_right(own, before + own)
+        prefix = max(_length(group.prefix) for group in self.groups)
+        if self._mask is None:
+            row = max(_length(row) for group in self.groups for row in group.rows)
+            self._mask = torch.ones(row, prefix + row, dtype=torch.bool, device=device).tril(diagonal=prefix)
+        return self._mask[:own, prefix - before : prefix + own]
 
 
-def _take(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[heads, L, head_dim] at places [batch, tokens]: [batch, heads, tokens, head_dim]."""
-    taken = states.index_select(1, places.flatten())
-    return taken.unflatten(1, tuple(places.shape)).transpose(0, 1)
+def _length(span: slice) -> int:
+    return span.stop - span.start
+
+
+class _CpuAttention(torch.autograd.Function):
+    """`Packing.attend` by torch's flash attention for CPUs, which knows causality without a mask only where there are
+    as many queries as keys.
+
+    softmax over two sets of keys is the mean of the softmax over each, weighted by the sums of exponentials, whose
+    logarithms the kernel returns. Its backward takes each set by itself, given the merged result and logarithm: both
+    enter a key's gradient as constants of the query.
+
+    The query heads that share a key head become a dimension of their own, along which keys are seen again at the same
+    place in memory: no copy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: Sequence[Group],
+        scaling: float | None,
+    ) -> torch.Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        _, heads, tokens, head_dim = query.shape
+        q, k, v = _by_key_head(query, key, value)
+        result = query.new_empty(1, tokens, heads, head_dim)
+        out = _split_heads(result.transpose(1, 2), len(k))
+        lse = query.new_empty(q.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+
+        def attend(queries: slice, keys: slice, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            return kernel(q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, causal, scale=scaling)
+
+        for prefix, rows in groups:
+            for own in [prefix, *rows] if _length(prefix) else rows:
+                out[:, :, own], lse[:, :, own] = attend(own, own, causal=True)
+            if _length(prefix):
+                every = slice(rows[0].start, rows[-1].stop)
+                to_prompt, lse_prompt = attend(every, prefix, causal=False)
+                share = torch.sigmoid(lse_prompt - lse[:, :, every])[..., None]
+                out[:, :, every] = torch.lerp(out[:, :, every].to(lse.dtype), to_prompt.to(lse.dtype), share)
+                lse[:, :, every] = torch.logaddexp(lse_prompt, lse[:, :, every])
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.groups, ctx.scaling = groups, scaling
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        query, key, value, result, lse = ctx.saved_tensors
+        q, k, v = _by_key_head(query, key, value)
+        out, grad = (_split_heads(states.transpose(1, 2), len(k)) for states in (result, grads[0]))
+        of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        to_query = _split_heads(of_query, len(k))
+
+        def attend(queries: slice, keys: slice, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            found = kernel(
+                grad[:, :, queries],
+                q[:, :, queries],
+                k[:, :, keys],
+                v[:, :, keys],
+                out[:, :, queries],
+                lse[:, :, queries],
+                0.0,
+                causal,
+                scale=ctx.scaling,
+            )
+            return found[0], found[1].sum(dim=1), found[2].sum(dim=1)
+
+        for prefix, rows in ctx.groups:
+            for own in [prefix, *rows] if _length(prefix) else rows:
+                to_query[:, :, own], of_key[0, :, own], of_value[0, :, own] = attend(own, own, causal=True)
+            if _length(prefix):
+                every = slice(rows[0].start, rows[-1].stop)
+                found, keys, values = attend(every, prefix, causal=False)
+                to_query[:, :, every] += found
+                of_key[0, :, prefix] += keys
+                of_value[0, :, prefix] += values
+        return of_query, of_key, of_value, None, None
+
+
+def _split_heads(states: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """[1, heads, tokens, head_dim] as [key heads, query heads of each, tokens, head_dim]."""
+    return states[0].unflatten(0, (key_heads, -1))
+
+
+def _by_key_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views [key heads, query heads of each, tokens, head_dim]."""
+    q = _split_heads(query, key.shape[1])
+    return q, *(states[0][:, None].expand(-1, q.shape[1], -1, -1) for states in (key, value))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A micro-batch as one sequence of L tokens."""
+    """A micro-batch as one sequence of L tokens, N of which are of completions."""
 
     input_ids: torch.Tensor
     """int64 [1, L]."""
     position_ids: torch.Tensor
     """int64 [1, L]: each token's position in its own row."""
-    labels: torch.Tensor
-    """int64 [1, L]: the token where it is one of a completion, else -100."""
+    targets: torch.Tensor
+    """int64 [1, N]: the completions' tokens, row by row, which the hidden states at `packing.scored` predict."""
     packing: Packing
     completions: torch.Tensor
-    """int64 [rows, completion width]: place of each completion token in the sequence, 0 where there is none."""
-    pairs: int
-    """Query-key pairs that attention computes."""
+    """int64 [rows, completion width]: 1 + each completion token's place in `targets`, 0 where there is none."""
+    work: Work
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """From [1, L - 1], what was computed for each token but the first, to [rows, completion width], 0 where
-        there is no token."""
-        there = self.completions > 0
-        return values[0][(self.completions - 1).clamp(min=0)].where(there, values.new_zeros(()))
-
-
-@dataclass
-class _Builder:
-    """Tokens, positions and labels of the sequence as it grows."""
-
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-
-    def add(self, tokens: Sequence[int], start: int, scored: bool) -> list[int]:
-        """Append tokens whose positions begin at `start`; return their places."""
-        places = range(len(self.ids), len(self.ids) + len(tokens))
-        self.ids += tokens
-        self.positions += range(start, start + len(tokens))
-        self.labels += tokens if scored else [-100] * len(tokens)
-        return list(places)
+        """From [1, N], what was computed for each target, to [rows, completion width], 0 where there is no token."""
+        return F.pad(values[0], (1, 0))[self.completions]
 
 
 class Row(NamedTuple):
@@ -135,66 +300,60 @@ def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion
     return rows
 
 
-def packed_length(rows: Sequence[Row]) -> int:
-    """Tokens of the packed sequence."""
-    prompts = {row.prompt for row in rows}
-    return sum(len(prompt) - 1 for prompt in prompts) + sum(1 + len(row.completion) for row in rows)
+def prompt_work(prompt: int) -> Work:
+    """What a packed sequence takes for a prompt of so many tokens, whatever its rows."""
+    return sequences([prompt - 1])
+
+
+def row_work(prompt: int, completion: int) -> Work:
+    """What a packed sequence takes for each row, beside its prompt's own."""
+    whole, before = sequences([prompt + completion]), sequences([prompt - 1])
+    return Work(whole.tokens - before.tokens, whole.pairs - before.pairs)
+
+
+def packed_work(rows: Sequence[Row]) -> Work:
+    """What the packed sequence of these rows takes."""
+    works = [prompt_work(len(prompt)) for prompt in {row.prompt for row in rows}]
+    works += [row_work(len(row.prompt), len(row.completion)) for row in rows]
+    return Work(sum(work.tokens for work in works), sum(work.pairs for work in works))
 
 
 def pack(rows: Sequence[Row], completion_width: int, device: torch.device | str) -> Packed:
     """Lay `rows`, each with a prompt of at least one token, out as one sequence."""
-    builder = _Builder()
-    prompts = list(dict.fromkeys(prompt for prompt, _ in rows))
-    number = {prompt: index for index, prompt in enumerate(prompts)}
-    prefixes: list[list[int]] = [[] for _ in prompts]
-    own: list[list[int]] = [[] for _ in rows]
-    for index, prompt in enumerate(prompts):
-        prefixes[index] = builder.add(prompt[:-1], 0, scored=False)
-        for row, (other, completion) in enumerate(rows):
-            if other == prompt:
-                last = builder.add(prompt[-1:], len(prompt) - 1, scored=False)
-                own[row] = last + builder.add(completion, len(prompt), scored=True)
+    ids: list[int] = []
+    positions: list[int] = []
 
-    prefix_width, row_width = max(map(len, prefixes)), max(map(len, own))
-    back = [0] * len(builder.ids)
-    for index, places in enumerate([*prefixes, *own]):
-        first = index < len(prefixes)
-        start = index * prefix_width if first else len(prefixes) * prefix_width + (index - len(prefixes)) * row_width
-        for offset, place in enumerate(places):
-            back[place] = start + offset
+    def add(tokens: Sequence[int], start: int) -> slice:
+        ids.extend(tokens)
+        positions.extend(range(start, start + len(tokens)))
+        return slice(len(ids) - len(tokens), len(ids))
+
+    own: dict[int, slice] = {}
+    groups = []
+    for prompt in dict.fromkeys(row.prompt for row in rows):
+        prefix = add(prompt[:-1], 0)
+        members = [index for index, row in enumerate(rows) if row.prompt == prompt]
+        for index in members:
+            own[index] = add([prompt[-1], *rows[index].completion], len(prompt) - 1)
+        groups.append(Group(prefix, [own[index] for index in members]))
 
     def tensor(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
-    def padded(lists: list[list[int]], width: int) -> torch.Tensor:
-        return tensor([places + [0] * (width - len(places)) for places in lists]).view(len(lists), width)
-
-    prompt_of = tensor([number[prompt] for prompt, _ in rows])
-    lengths = tensor([len(places) for places in prefixes])[prompt_of]
-    in_prefix = torch.arange(prefix_width, device=device) < lengths[:, None]
-    causal = torch.ones(row_width, row_width, dtype=torch.bool, device=device).tril()
-    visible = torch.cat([in_prefix[:, None].expand(-1, row_width, -1), causal.expand(len(rows), -1, -1)], dim=2)
-    packing = Packing(
-        prefixes=padded(prefixes, prefix_width),
-        rows=padded(own, row_width),
-        prompt_of=prompt_of,
-        visible=visible[:, None],
-        back=tensor(back),
-    )
+    scored = [place for index in range(len(rows)) for place in range(own[index].start, own[index].stop - 1)]
+    completions, targets = [], 0
+    for row in rows:
+        tokens = len(row.completion)
+        completions.append([*range(targets + 1, targets + tokens + 1), *[0] * (completion_width - tokens)])
+        targets += tokens
     return Packed(
-        input_ids=tensor([builder.ids]),
-        position_ids=tensor([builder.positions]),
-        labels=tensor([builder.labels]),
-        packing=packing,
-        completions=padded([places[1:] for places in own], completion_width),
-        pairs=sum(_pairs(0, len(places)) for places in prefixes)
-        + sum(_pairs(len(prompt) - 1, len(places)) for (prompt, _), places in zip(rows, own, strict=True)),
+        input_ids=tensor([ids]),
+        position_ids=tensor([positions]),
+        targets=tensor([[token for row in rows for token in row.completion]]),
+        packing=Packing(groups, tensor(scored)),
+        completions=tensor(completions),
+        work=packed_work(rows),
     )
-
-
-def _pairs(before: int, length: int) -> int:
-    """Query-key pairs of `length` tokens after `before` others."""
-    return length * before + length * (length + 1) // 2
 
 
 def enable_packing(model: Any) -> str | None:
@@ -204,7 +363,54 @@ def enable_packing(model: Any) -> str | None:
     Returns:
         None, or why its micro-batches can't be packed.
     """
-    return unsupported_reason(model) or adopt(model)
+    if reason := unsupported_reason(model) or adopt(model):
+        return reason
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if reason := _lost_layout(inner):
+        return reason
+    backbone = inner.base_model
+    if _keep_scored not in backbone._forward_hooks.values():
+        backbone.register_forward_hook(_keep_scored, with_kwargs=True)
+    return None
+
+
+class _Reached(Exception):
+    """An attention layer was given the layout."""
+
+
+class _Probe:
+    """A layout that ends the forward at the first attention layer that is given it."""
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        raise _Reached
+
+
+def _lost_layout(model: Any) -> str | None:
+    """Why the attention layers of `model` can't be given a layout, or None where they can.
+
+    Asked of a copy without weights on the meta device, since some of the model's own may lie on other processes, which
+    would have to take part in a forward.
+    """
+    try:
+        with torch.device("meta"):
+            copy = type(model)(deepcopy(model.config)).base_model
+            ids = torch.zeros(1, 2, dtype=torch.long)
+            mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+            copy(input_ids=ids, position_ids=ids, attention_mask=mask, layout=_Probe(), use_cache=False)
+    except _Reached:
+        return None
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        return f"its attention could not be tried with a layout: {said}"
+    return "its layers do not hand arguments on to attention"
+
+
+def _keep_scored(backbone: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Of a packed forward's hidden states those that predict a completion token: TRL's fused head computes all that it
+    gets, but on CUDA and CPUs, where it selects by label itself."""
+    if isinstance(layout := kwargs.get("layout"), Packing):
+        output.last_hidden_state = output.last_hidden_state[:, layout.scored]
+    return output
 
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -234,13 +440,13 @@ def log_probs(
     rows = split_rows(input_ids, attention_mask, width)
     prompt = max(len(row.prompt) for row in rows)
     completion = max(1, *(len(row.completion) for row in rows))
-    if pack_rows and packed_length(rows) < len(rows) * (prompt + completion):
+    if pack_rows and packed_work(rows).tokens < len(rows) * (prompt + completion):
         packed = pack(rows, width, input_ids.device)
-        output = model(**forward_arguments(packed), labels=packed.labels, fused_lm_head=True)
-        if not packed.packing.uses.count:
+        output = model(**forward_arguments(packed))
+        if not packed.packing.uses:
             raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
         entropies = packed.unpack(output.entropy) if compute_entropy else None
-        return (packed.unpack(output.log_probs), entropies, None), Work(packed.input_ids.shape[1], packed.pairs)
+        return (packed.unpack(output.log_probs), entropies, None), packed.work
     columns = slice(input_ids.shape[1] - width - prompt, input_ids.shape[1] - width + completion)
     found = padded(input_ids[:, columns], attention_mask[:, columns], completion)
     logps, entropies, aux_loss = found
@@ -250,11 +456,14 @@ def log_probs(
 
 
 def forward_arguments(packed: Packed) -> dict[str, Any]:
-    """Arguments of the model's forward. A mask of four dimensions is what transformers hands on as it is."""
+    """Arguments of the model's forward, whose output has log-probabilities and entropies [1, N]. A mask of four
+    dimensions is what transformers hands on as it is."""
     nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=packed.input_ids.device)
     return {
         "input_ids": packed.input_ids,
         "position_ids": packed.position_ids,
         "attention_mask": nothing,
         "layout": packed.packing,
+        "shift_labels": packed.targets,
+        "fused_lm_head": True,
     }

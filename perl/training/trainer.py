@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch.nn.utils.rnn import pad_sequence
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
 from perl.noise.callback import NoiseStage
@@ -45,8 +46,8 @@ from perl.training.loss import (
     warn_of_difference,
 )
 from perl.training.metrics import StepClock, model_size, sequences
-from perl.training.microbatches import MEAN_OVER_ROWS, SCALE, SUM_OVER_TOKENS, TOKENS, Dealer
-from perl.training.packing import enable_packing, log_probs
+from perl.training.microbatches import SCALE, TOKENS, plan_update
+from perl.training.packing import log_probs
 from perl.training.rollout import Completions, RolloutPolicy, RolloutRequest, Weights, rollout_seeds, sampling_weights
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
     """
 
-    args: GRPOConfig
+    args: TrainingConfig
     model: Any
 
     def __init__(
@@ -117,7 +118,19 @@ class PerlGRPOTrainer(GRPOTrainer):
             )
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
-        self.packs, self.dealer = self._plan_update()
+        self.plan = plan_update(
+            self._policy(),
+            loss_type=self.loss_type,
+            accumulation=self.args.gradient_accumulation_steps,
+            beta=self.beta,
+            top_entropy_quantile=self.top_entropy_quantile,
+            entropy_bonus=self._entropy_bonus_enabled,
+            aux_loss=self.aux_loss_enabled,
+            torch_compile=self.args.torch_compile,
+            max_tokens=self.args.max_tokens_per_microbatch,
+            size=model_size(self.model),
+            main_process=self.accelerator.is_main_process,
+        )
         self.rollout = Rollout(Weights(-1, 0, 0.0))
         """The last one."""
         self.tolerance: float | None = None
@@ -138,9 +151,9 @@ class PerlGRPOTrainer(GRPOTrainer):
             inputs = super()._prepare_inputs(generation_batch)
             fresh: Any = self._buffered_inputs
             if fresh is not buffered:  # a new generation batch
-                left_out = self._of_all_processes([self.dealer.share_left_out(fresh)])
+                left_out = self._of_all_processes([self.plan.batcher.share_left_out(fresh)])
                 self._metrics["train"]["update/rows_left_out"].append(left_out.mean().item())
-                self._buffered_inputs = self.dealer.arrange(
+                self._buffered_inputs = self.plan.batcher.arrange(
                     fresh, lambda counts: self._of_all_processes(counts).amax(dim=0).tolist()
                 )
                 inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
@@ -277,33 +290,6 @@ class PerlGRPOTrainer(GRPOTrainer):
 
     # Update
 
-    def _plan_update(self) -> tuple[bool, Dealer]:
-        """Whether micro-batches are packed, and how their rows are dealt; a line says why where they are not."""
-        policy = self._policy()
-        if self.aux_loss_enabled or self.args.torch_compile:
-            padded = "the router's auxiliary loss" if self.aux_loss_enabled else "torch_compile wants one shape"
-        else:
-            padded = enable_packing(policy)
-        fixed = None
-        if self.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
-            fixed = f"loss_type {self.loss_type}"
-        elif self.top_entropy_quantile < 1.0:
-            fixed = "top_entropy_quantile below 1"
-        elif self._entropy_bonus_enabled or self.aux_loss_enabled:
-            fixed = "the entropy bonus" if self._entropy_bonus_enabled else "the router's auxiliary loss"
-        if padded and self.accelerator.is_main_process:
-            log.info("micro-batches are padded, not packed: %s", padded)
-        if fixed and self.accelerator.is_main_process:
-            log.info("micro-batches have the rows that TRL gives them: %s depends on their make-up", fixed)
-        dealer = Dealer(
-            loss_type=self.loss_type,
-            accumulation=self.args.gradient_accumulation_steps,
-            leave_out_zero=self.beta == 0.0,
-            group=padded is None,
-            fixed=fixed,
-        )
-        return padded is None, dealer
-
     def _of_all_processes(self, numbers: list) -> torch.Tensor:
         """[processes, numbers]: the same numbers of every process."""
         return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))  # type: ignore[return-value]
@@ -331,7 +317,13 @@ class PerlGRPOTrainer(GRPOTrainer):
             size = batch_size or len(input_ids)
             for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
                 part, work = log_probs(
-                    model, ids, mask, logits_to_keep, padded, pack_rows=self.packs, compute_entropy=compute_entropy
+                    model,
+                    ids,
+                    mask,
+                    logits_to_keep,
+                    padded,
+                    pack_rows=self.plan.packed,
+                    compute_entropy=compute_entropy,
                 )
                 parts.append(part)
                 (self.clock.count_update if training else self.clock.count_forward)(work)

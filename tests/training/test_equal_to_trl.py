@@ -18,6 +18,7 @@ from tests.training.injected import LONGEST, completion, learn, reward
 
 ROOT = Path(__file__).parents[2]
 LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
 VARIANTS = {
     "one micro-batch a step": {"gradient_accumulation_steps": 1},
     "groups cut by micro-batches": {"num_generations": 8, "gradient_accumulation_steps": 4},
@@ -33,6 +34,17 @@ VARIANTS = {
     "entropy bonus": {"entropy_coef": 0.1},
     "bias-corrected KL": {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2},
     "gradient checkpointing": {"gradient_checkpointing": True},
+    "truncated completions masked, with KL": {"mask_truncated_completions": True, "beta": 0.1, "loss_type": "dr_grpo"},
+    "micro-batches by tokens": {"max_tokens_per_microbatch": 150, **ONE_ROW, "loss_type": "grpo"},
+    "micro-batches by tokens, cut": {"max_tokens_per_microbatch": 60, **ONE_ROW, "loss_type": "dr_grpo", "beta": 0.1},
+    "micro-batches by too few tokens": {"max_tokens_per_microbatch": 20, "gradient_accumulation_steps": 2},
+    "micro-batches by tokens, rows masked": {
+        "max_tokens_per_microbatch": 100,
+        **ONE_ROW,
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+        "mask_truncated_completions": True,
+    },
     "groups without gradient": {"rewards": "ties", "loss_type": "grpo", "max_steps": 4},
     "groups without gradient, by tokens": {"rewards": "ties", "loss_type": "dapo", "max_steps": 4},
 }
@@ -129,6 +141,8 @@ def test_two_ranks(tmp_path):
         {"loss_type": "dapo", "gradient_accumulation_steps": 4},
         {"loss_type": "grpo", "beta": 0.1},
         {"loss_type": "dr_grpo", "num_generations": 8},  # each rank holds half of a group
+        {"loss_type": "dapo", "max_tokens_per_microbatch": 80, **ONE_ROW},
+        {"loss_type": "grpo", "max_tokens_per_microbatch": 80, "rewards": "ties", "max_steps": 4, **ONE_ROW},
         {"loss_type": "grpo", "rewards": "ties", "max_steps": 6},  # at times one rank alone has rows to compute
     ]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]

@@ -44,7 +44,7 @@ def test_continuous_batching_agrees_with_the_trainer(tmp_path):
     assert trainer.tolerance == 1e-3
     assert len(mismatches(trainer)) == 3
     assert max(mismatches(trainer)) < 1e-4
-    assert trainer.packs  # the update's attention, which continuous batching does not know, is back
+    assert trainer.plan.packed  # the update's attention, which continuous batching does not know, is back
     assert trainer.model.config._attn_implementation == ATTENTION
 
 

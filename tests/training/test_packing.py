@@ -1,15 +1,31 @@
 """Packed micro-batches: the layout by hand, and the same numbers as the padded forward's."""
 
+import itertools
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import torch.nn.functional as F
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from trl.trainer.utils import add_fused_lm_head
 
+from perl.training.metrics import Work
 from perl.training.packing import (
+    Row,
     enable_packing,
     forward_arguments,
     pack,
-    packed_length,
+    packed_work,
     split_rows,
 )
 
@@ -55,19 +71,24 @@ def test_layout_by_hand():
     #                           0  1  2   3   4  5   6   7   8   9  10  11  12  13 14 15 16
     assert packed.input_ids.tolist() == [[5, 6, 7, 11, 12, 7, 13, 14, 15, 16, 9, 17, 18, 19, 5, 6, 8, 7]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 2, 3, 0, 1, 2, 3]]
-    no = -100
-    assert packed.labels.tolist() == [[no, no, no, 11, 12, no, 13, 14, 15, 16, no, 17, 18, 19, no, no, no, no]]
-    assert packed_length(rows) == 18  # padded: 4 rows of 8
-    assert packed.completions.tolist() == [[3, 4, 0, 0], [6, 7, 8, 9], [11, 12, 13, 0], [0, 0, 0, 0]]
-    values = torch.arange(100.0, 117.0)[None]  # the value of token i stands at i - 1
+    assert packed.targets.tolist() == [[11, 12, 13, 14, 15, 16, 17, 18, 19]]
+    assert packed.packing.scored.tolist() == [2, 3, 5, 6, 7, 8, 10, 11, 12]
+    assert packed.packing.groups == [
+        (slice(0, 2), [slice(2, 5), slice(5, 10)]),
+        (slice(10, 10), [slice(10, 14)]),
+        (slice(14, 17), [slice(17, 18)]),
+    ]
+    assert packed.completions.tolist() == [[1, 2, 0, 0], [3, 4, 5, 6], [7, 8, 9, 0], [0, 0, 0, 0]]
+    values = torch.arange(102.0, 111.0)[None]
     assert packed.unpack(values).tolist() == [
         [102, 103, 0, 0],
-        [105, 106, 107, 108],
-        [110, 111, 112, 0],
+        [104, 105, 106, 107],
+        [108, 109, 110, 0],
         [0, 0, 0, 0],
     ]
     # Pairs: prefixes 3 + 0 + 6; rows of 3, 5, 4, 1 tokens after 2, 2, 0, 3 others.
-    assert packed.pairs == 9 + (6 + 6) + (10 + 15) + 10 + (3 + 1)
+    pairs = 9 + (6 + 6) + (10 + 15) + 10 + (3 + 1)
+    assert packed.work == packed_work(rows) == Work(18, pairs)  # padded: 4 rows of 8
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,8 +113,8 @@ def test_log_probabilities_and_gradients_equal_the_padded_forward(name, checkpoi
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     packed = pack(split_rows(ids, mask, width), width, "cpu")
-    output = model(**forward_arguments(packed), labels=packed.labels, fused_lm_head=True)
-    assert packed.packing.uses.count == SIZES["num_hidden_layers"]
+    output = model(**forward_arguments(packed))
+    assert packed.packing.uses == SIZES["num_hidden_layers"]
     torch.testing.assert_close(packed.unpack(output.log_probs), expected[0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(packed.unpack(output.entropy), expected[1], atol=1e-6, rtol=1e-6)
     (packed.unpack(output.log_probs) * weights).sum().backward()
@@ -118,3 +139,120 @@ def test_what_cannot_be_packed_says_why():
     assert enable_packing(eager) == "attention is eager, not sdpa"
     sliding = MODELS["qwen2"](use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert "SlidingWindow" in enable_packing(sliding)
+
+
+def attention_by_hand(query, key, value, packing):
+    """softmax(q k) v with a mask of everything: [1, heads, L, L]."""
+    tokens = query.shape[2]
+    mask = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for prefix, rows in packing.groups:
+        for own in [prefix, *rows]:
+            mask[own, own] = torch.ones(own.stop - own.start, own.stop - own.start, dtype=torch.bool).tril()
+            if own != prefix:
+                mask[own, prefix] = True
+    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf"))
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2)
+
+
+def varlen(query, key, value, cu_query, cu_key, scaling):
+    """A kernel for sequences of different lengths, one after the other."""
+    parts = []
+    for (start, stop), (first, last) in zip(itertools.pairwise(cu_query), itertools.pairwise(cu_key), strict=True):
+        q, k, v = (s.transpose(0, 1)[None] for s in (query[start:stop], key[first:last], value[first:last]))
+        mask = torch.ones(stop - start, last - first, dtype=torch.bool).tril(last - first - (stop - start))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+        parts.append(found[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("way", ["attend", "_by_row", "_by_kernel"])
+def test_each_way_to_attend_gives_the_numbers_and_gradients_of_a_mask(way):
+    torch.manual_seed(0)
+    ids, mask, width = micro_batch()
+    packing = pack(split_rows(ids, mask, width), width, "cpu").packing
+    states = [torch.randn(1, heads, 18, 16, requires_grad=True) for heads in (4, 2, 2)]
+    weights = torch.randn(1, 18, 4, 16)
+    expected = attention_by_hand(*states, packing)
+    gradients = torch.autograd.grad((expected * weights).sum(), states)
+    ways = {
+        "attend": lambda: packing.attend(*states, 0.0, 0.3),
+        "_by_row": lambda: packing._by_row(*states, 0.0, 0.3),
+        "_by_kernel": lambda: packing._by_kernel(varlen, *states, 0.3),
+    }
+    found = ways[way]()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    for got, wanted in zip(torch.autograd.grad((found * weights).sum(), states), gradients, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_autocast_reaches_the_attention_of_a_packed_forward():
+    """float32 weights under bfloat16, as --config.training.bf16 with --config.model.dtype float32."""
+    torch.manual_seed(0)
+    model = MODELS["qwen2"]()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    enable_packing(model)
+    ids, mask, width = micro_batch()
+    packed = pack(split_rows(ids, mask, width), width, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        lower = model(**forward_arguments(packed)).log_probs
+    assert 0 < (lower - model(**forward_arguments(packed)).log_probs).abs().max() < 0.02
+    lower.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
+
+
+def test_on_a_cpu_attention_takes_no_mask(monkeypatch):
+    """It was repeated for every query head that shares a key head, in every layer."""
+    masks = []
+    theirs = F.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask)
+        return theirs(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    model = MODELS["qwen2"]()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    enable_packing(model)
+    ids, mask, width = micro_batch()
+    model(**forward_arguments(pack(split_rows(ids, mask, width), width, "cpu")))
+    assert [m for m in masks if m is not None] == []
+
+
+def test_the_output_layer_meets_completion_tokens_only():
+    model = MODELS["llama"]()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    enable_packing(model)
+    enable_packing(model)  # as often as one likes
+    met = []
+    model.model.register_forward_hook(lambda module, args, output: met.append(output.last_hidden_state.shape[1]))
+    ids, mask, width = micro_batch()
+    model(**forward_arguments(pack(split_rows(ids, mask, width), width, "cpu")))
+    assert met == [9]
+    model(input_ids=ids, attention_mask=mask)
+    assert met == [9, ids.shape[1]]
+
+
+def test_a_micro_batch_without_any_completion_token_has_zero_gradients():
+    model = MODELS["llama"]()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    enable_packing(model)
+    packed = pack([Row((5,), []), Row((5,), [])], 4, "cpu")
+    assert packed.work.tokens == 2
+    found = packed.unpack(model(**forward_arguments(packed)).log_probs)
+    assert found.shape == (2, 4)
+    assert not found.any()
+    found.sum().backward()
+    assert not model.model.layers[0].self_attn.q_proj.weight.grad.any()
+
+
+def test_a_model_that_drops_arguments_of_attention_is_told_at_the_start():
+    """Its first packed forward would have stopped the run."""
+    config = NemotronConfig(**SIZES, attn_implementation="sdpa")
+    model = NemotronForCausalLM(config)
+    assert enable_packing(model) == "its layers do not hand arguments on to attention"
+    softcapped = Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, attn_implementation="sdpa", layer_types=["full_attention"] * 3)
+    )
+    assert "softcap" in enable_packing(softcapped)
+    assert model(input_ids=torch.tensor([[5, 6]])).logits.shape == (1, 2, 50)
