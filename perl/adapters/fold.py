@@ -23,6 +23,7 @@ from perl.adapters.batched import batched
 from perl.adapters.layers import adapted_layers, expected
 from perl.adapters.merge import ACCEPTED_LOSS
 from perl.errors import RankError
+from perl.sharding import resharded
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +61,16 @@ class AdapterFold:
         """The base's weights hold the adapter inside this context, unless something stands against it, which one line
         in the log says; the saved bits return at its end, also on an exception. An adapter that stays apart computes
         its updates in fewer products (perl.adapters.batched)."""
-        if not self._wanted():
-            with batched(self.layers):
+        with resharded(self.model):
+            if not self._wanted():
+                with batched(self.layers):
+                    yield
+                return
+            try:
+                self._fold()
                 yield
-            return
-        try:
-            self._fold()
-            yield
-        finally:
-            self._restore()
+            finally:
+                self._restore()
 
     @torch.no_grad()
     def check(self) -> None:

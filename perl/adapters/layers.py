@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from perl.sharding import is_split, local, whole
+
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -49,7 +51,7 @@ class AdaptedLayer:
                     f"{self.name} is not gathered while completions are sampled"
                     " (--config.training.ds3_gather_for_generation)"
                 )
-            if _is_split(parameter) and (why := self._cannot_merge_a_shard()):
+            if is_split(parameter) and (why := self._cannot_merge_a_shard()):
                 return f"{self.name} is split over the devices, {why}"
         return None
 
@@ -125,22 +127,6 @@ def expected(adapted: AdaptedLayer, name: str, base: torch.Tensor) -> Expected |
     factor = magnitude / torch.linalg.vector_norm(total, dim=dim, keepdim=True)
     # A norm over n squares is off by less than n / 2 units, in practice by its root.
     return Expected(factor * total, factor.abs() * (slack + total.abs() * total.shape[dim] ** 0.5 * 2.0**-22))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that lies on this rank: itself, or the local shard of a DTensor (FSDP2)."""
-    data = tensor.detach()
-    return data.to_local() if hasattr(data, "to_local") else data  # type: ignore[operator]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of `tensor`: itself, or what the ranks hold of a DTensor together, which every rank must ask for."""
-    data = tensor.detach()
-    return data.full_tensor() if hasattr(data, "full_tensor") else data  # type: ignore[operator]
-
-
-def _is_split(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "placements")
 
 
 @contextlib.contextmanager

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from perl.engines.rows import Finished, Job, Row, arrived, left_pad, mark_seen
 from perl.engines.sampling import choose, uniforms
 from perl.records import Sampling
+from perl.sharding import is_sharded as is_sharded
 
 if TYPE_CHECKING:
     from transformers.generation.logits_process import LogitsProcessor as Processor
@@ -64,16 +62,6 @@ def generation_config(job: Job, rows: Sequence[Row]) -> GenerationConfig:
         max_new_tokens=max((row.max_new_tokens for row in rows), default=1),
         eos_token_id=sorted(job.eos_token_ids) or None,
         pad_token_id=job.pad_token_id,
-    )
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether each forward gathers parameters from other ranks (FSDP, FSDP2, or ZeRO-3 outside of a gather), so that
-    all ranks must run the same number of forwards."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) or parameter.numel() == 0 for parameter in model.parameters()
     )
 
 

@@ -18,10 +18,10 @@ import torch
 
 from perl import device
 from perl.adapters.fold import AdapterFold
-from perl.adapters.layers import local
 from perl.config.schema import RolloutConfig
 from perl.engines.attention import stock_attention
 from perl.noise.injector import NoiseInjector
+from perl.sharding import local
 from perl.training.proof import DrawnRows, Evidence, drawn_rows, require_same_policy
 from perl.training.rollout import generate_fast, rollout_seeds
 
