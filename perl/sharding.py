@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,6 +42,7 @@ def is_split(tensor: torch.Tensor) -> bool:
 def is_sharded(model: nn.Module) -> bool:
     """Whether each forward gathers parameters from other ranks (FSDP, FSDP2, or ZeRO-3 outside of a gather), so that
     all ranks must run the same number of forwards."""
+    import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

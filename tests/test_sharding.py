@@ -12,7 +12,7 @@ import datetime, json, sys
 import torch, torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
-from perl.adapters.fold import AdapterFold
+from perl.adapters.rollout_merge import RolloutMerge
 from perl.noise.injector import NoiseInjector
 from perl.sharding import is_sharded, local, resharded, shard_of, whole
 from tests.tiny import tiny_model
@@ -63,7 +63,7 @@ model = shard(make())
 assert is_sharded(model)
 before = state(model)
 assert torch.equal(logits(model), clean)  # some modules are gathered from here on
-noise, merge = NoiseInjector(model, everywhere, [], seed=1), AdapterFold(model, True)
+noise, merge = NoiseInjector(model, everywhere, [], seed=1), RolloutMerge(model, True)
 for _ in range(2):
     with noise.applied(0.5, (0, 0)), merge.applied():
         found["rollout"] = float((logits(model) - want).abs().max())

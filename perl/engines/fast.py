@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from perl.engines.linear import laid_out
+from perl.engines.linear import prepacked
 from perl.engines.loop import Decoder
 from perl.engines.rows import Finished, Job, left_pad
 from perl.engines.stock import generation_config, is_sharded
@@ -71,7 +71,7 @@ def decode_fast(
         rows = Decoder(model, job, logits_processor, model_kwargs.get("logits_to_keep"), lockstep).run()
         if stream:
             return rows
-        with laid_out(model):  # not while streaming: a caller may change the weights between two rows
+        with prepacked(model):  # not while streaming: a caller may change the weights between two rows
             return iter(list(rows))
 
     prompt, mask = left_pad([(job.pad_token_id,)], job.pad_token_id, model.device)

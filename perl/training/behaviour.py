@@ -1,5 +1,5 @@
 """The policy that samples: the trained one without dropout, with noise on its norm weights and, while tokens are
-drawn, with the adapter folded into the base. It knows transformers' `generate` and nothing of TRL.
+drawn, with the adapter merged into the base. It knows transformers' `generate` and nothing of TRL.
 
 A rollout is `with behaviour.in_generate(rollout): …`, in which the model's own `generate` does all this. It is wrapped
 there, rather than its caller, because the weights of ZeRO-3 are gathered right around it: what is added to a weight
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from perl import device
-from perl.adapters.fold import AdapterFold
+from perl.adapters.rollout_merge import RolloutMerge
 from perl.config.schema import RolloutConfig
 from perl.engines.attention import stock_attention
 from perl.noise.injector import NoiseInjector
@@ -75,7 +75,7 @@ class BehaviourPolicy:
     ):
         self.model, self.config, self.noise = model, config, noise
         self.log_probs, self.seed, self.rank = log_probs, seed, rank
-        self.fold = AdapterFold(model, config.merge_adapter)
+        self.merge = RolloutMerge(model, config.merge_adapter)
         self.logps: list[list[float]] | None = None
         """Log-probabilities of the tokens of the last rollout when they were drawn, where the engine gives them."""
         self._proved: int | None = None
@@ -125,10 +125,9 @@ class BehaviourPolicy:
 
     def _sample(self, rollout: Rollout, **inputs: Any) -> torch.Tensor:
         rows, evidence = None, None
-        with self.fold.applied():
+        with self.merge.applied():
             output = self._complete(rollout, **inputs)
             if self.proof_is_due(rollout):
-                self.fold.check()
                 rows = drawn_rows(
                     inputs["input_ids"],
                     inputs["attention_mask"],
@@ -194,7 +193,7 @@ class BehaviourPolicy:
                 base=base,
                 itemsize=min(itemsize or 4, self.model.dtype.itemsize),
                 largest_b=self._largest_b(),
-                share_lost=self.fold.share_lost or 0.0,
+                share_lost=self.merge.rounding_error or 0.0,
                 comparable=comparable,
                 merges=self.config.engine in ("fast", "generate"),
             )

@@ -2,7 +2,7 @@
 
 One update of GRPO (arXiv 2402.03300), and where this class adds to it:
 
-    prompts -> _generate_single_turn      completions   + noise while `generate` runs, adapter folded in, dropout off
+    prompts -> _generate_single_turn      completions   + noise while `generate` runs, adapter merged, dropout off
             -> _calculate_rewards         rewards
             -> _generate_and_score_…      advantages    + old log-probabilities of the noisy policy, on request
             -> compute_loss, optimizer    adapter       + the adapter method's own optimizer
@@ -119,8 +119,8 @@ class PerlGRPOTrainer(GRPOTrainer):
             logps = self.behaviour.logps if logps is None else logps
             if logps is not None and self.behaviour.proof_is_due(rollout):  # not `generate`, which proves itself
                 self._prove_other_engine(rollout, prompt_ids, completion_ids, logps)
-        if (lost := self.behaviour.fold.share_lost) is not None:
-            self._metrics["train" if self.model.training else "eval"]["rollout/merge_share_lost"].append(lost)
+        if (error := self.behaviour.merge.rounding_error) is not None:
+            self._metrics["train" if self.model.training else "eval"]["rollout/merge_rounding_error"].append(error)
         if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
             lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
             self.clock.count_forward(sequences(lengths))

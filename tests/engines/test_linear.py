@@ -1,4 +1,4 @@
-"""Weights laid out once for a rollout on a CPU: the same numbers, and nothing left behind."""
+"""Weights packed once for a rollout on a CPU: the same numbers, and nothing left behind."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 from perl.engines import linear
 from perl.engines.fast import decode_fast
-from perl.engines.linear import laid_out
+from perl.engines.linear import prepacked
 from tests.engines.models import make_job, prompts, tiny
 
 
@@ -18,7 +18,7 @@ def test_the_product_is_the_same(rows, bias):
     layer, x = nn.Linear(96, 160, bias=bias), torch.randn(rows, 5, 96)
     with torch.no_grad():
         expected = layer(x)
-        with laid_out(layer):
+        with prepacked(layer):
             assert "forward" in vars(layer)
             assert torch.allclose(layer(x), expected, atol=1e-5)
     assert "forward" not in vars(layer)
@@ -27,30 +27,48 @@ def test_the_product_is_the_same(rows, bias):
 def test_weights_of_now_are_used_each_time():
     layer, x = nn.Linear(32, 32, bias=False), torch.randn(2, 32)
     with torch.no_grad():
-        with laid_out(layer):
+        with prepacked(layer):
             before = layer(x)
         layer.weight.mul_(2)
-        with laid_out(layer):
+        with prepacked(layer):
             assert torch.allclose(layer(x), 2 * before, atol=1e-5)
 
 
 def test_other_dtypes_and_layers_stay():
     half, embedding = nn.Linear(8, 8).bfloat16(), nn.Embedding(8, 8)
-    with laid_out(nn.ModuleList([half, embedding])):
+    with prepacked(nn.ModuleList([half, embedding])):
         assert "forward" not in vars(half)
+
+
+def test_what_is_packed_is_not_packed_again():
+    layer = nn.Linear(8, 8)
+    with prepacked(layer):
+        packed = vars(layer)["forward"]
+        with prepacked(layer):
+            assert vars(layer)["forward"] is packed
+        assert vars(layer)["forward"] is packed
+
+
+def test_autocast_computes_as_it_does_without():
+    layer, x = nn.Linear(32, 32), torch.randn(2, 32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = layer(x)
+        with prepacked(layer):
+            assert torch.equal(layer(x), expected)
+            assert torch.equal(layer(x.bfloat16()), expected)
 
 
 def test_no_copy_that_would_take_the_memory(monkeypatch):
     monkeypatch.setattr(linear, "SHARE_OF_FREE_MEMORY", 0.0)
     layer = nn.Linear(8, 8)
-    with laid_out(layer):
+    with prepacked(layer):
         assert "forward" not in vars(layer)
 
 
 def test_a_rollout_uses_it_and_a_stream_does_not(monkeypatch):
     calls = []
-    product = linear._product
-    monkeypatch.setattr(linear, "_product", lambda *args: calls.append(1) or product(*args))
+    product = linear._Product.__call__
+    monkeypatch.setattr(linear._Product, "__call__", lambda *args: calls.append(1) or product(*args))
     model = get_peft_model(tiny(), LoraConfig(r=2, target_modules="all-linear")).eval()
     job = make_job(prompts(3), max_new_tokens=4)
     streamed = sorted(decode_fast(model, job), key=lambda row: row.index)

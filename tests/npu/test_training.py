@@ -1,4 +1,4 @@
-"""GRPO with AQN, the adapter folded in while sampling, on two emulated NPUs: DDP, ZeRO-2, ZeRO-3 and FSDP2.
+"""GRPO with AQN, the adapter merged while sampling, on two emulated NPUs: DDP, ZeRO-2, ZeRO-3 and FSDP2.
 
 The emulation shows the control flow: which weights are whole, sharded or gathered when the noise is added. It shows
 nothing of CANN's numerics.
@@ -66,7 +66,7 @@ def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path,
         for weights in rank["loss"]:
             assert torch.equal(torch.tensor(weights), clean)
         assert rank["sigma"] == [0.5, 0.1]
-        assert rank["folded"] == [True, True]
+        assert rank["merged"] == [True, True]
         assert rank["proved"] == 1
     assert ranks[0]["generate"] == ranks[1]["generate"]
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

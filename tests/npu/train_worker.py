@@ -49,11 +49,11 @@ def main() -> None:
             generating = False
 
     trainer._generate_single_turn = generate
-    folded: list[bool] = []
+    merged: list[bool] = []
     complete = trainer.behaviour._complete
 
     def record(*args, **kwargs):
-        folded.append(trainer.behaviour.fold.folded)
+        merged.append(trainer.behaviour.merge.merged)
         return complete(*args, **kwargs)
 
     trainer.behaviour._complete = record
@@ -81,7 +81,7 @@ def main() -> None:
         "losses": [row["loss"] for row in logs],
         "rewards": [row["reward"] for row in logs],
         "sigma": [row["aqn/sigma"] for row in logs],
-        "folded": folded,
+        "merged": merged,
         "proved": trainer.behaviour._proved,
         "graphs": len(captured),
     }
