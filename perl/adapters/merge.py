@@ -18,17 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perl.adapters.checkpoint import (
+from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError
+from perl.adapters.probe import float32_logits, probe_tokens
+from perl.checkpoints import (
     ADAPTER_WEIGHTS,
     INDEX,
     Checkpoint,
     content_hash,
     copy_side_files,
+    load_model,
     require_adapter,
     written_whole,
 )
-from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError
-from perl.adapters.probe import float32_logits, probe_tokens
 from perl.errors import UserError, lookup
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
         write_merged(wrapped, checkpoint, written, folder)
         copy_side_files(model, folder)
         del wrapped
-        written_logits = float32_logits(load_model(folder, written), tokens)
+        written_logits = float32_logits(load_model(folder, local_files_only=True, dtype=written).eval(), tokens)
         written_error = require_equal(
             written_logits, peft_logits, effect, f"written in {_name(written)}", rounded=written.itemsize < 4
         )
@@ -129,7 +130,7 @@ def adapter_effect(model: Path, adapter: Path) -> float:
 
 def wrap(model: Path, adapter: Path) -> tuple[Any, torch.Tensor, torch.Tensor, float]:
     """The PeftModel, the probe's tokens, its logits for them in float32, and the adapter's effect on these."""
-    base = load_model(model)
+    base = load_model(model, local_files_only=True, dtype="auto").eval()
     tokens = probe_tokens(base.get_input_embeddings().num_embeddings)
     base_logits = float32_logits(base, tokens)
     wrapped = load_adapter(base, adapter)
@@ -161,18 +162,6 @@ def warn_of_other_base(config: dict[str, Any], model: Path) -> None:
 def _plain(name: str) -> str:
     """A folder's name without what ModelScope does to it (Qwen2___5-7B for Qwen2.5-7B)."""
     return name.replace("___", ".").lower()
-
-
-def load_model(model: Path, dtype: torch.dtype | str = "auto") -> Any:
-    """The causal language model in `model`, on the CPU."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True).eval()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model}: cannot be loaded as a causal language model: {error}") from error
 
 
 def load_adapter(base: Any, adapter: Path) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from perl.adapters.checkpoint import resolve_model
 from perl.adapters.merge import DTYPES, merge_adapter
+from perl.checkpoints import resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

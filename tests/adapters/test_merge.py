@@ -12,8 +12,8 @@ from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from perl.adapters.checkpoint import Checkpoint, content_hash, resolve_model
 from perl.adapters.merge import merge_adapter, read_report
+from perl.checkpoints import Checkpoint, content_hash, resolve_model
 from perl.errors import UserError
 
 TOKENS = torch.tensor([[5, 17, 300, 2, 99, 511, 64, 8]])
