@@ -97,7 +97,7 @@ class RolloutConfig:
         capture_graphs: run decode steps as captured graphs, so that they are not bound by kernel launches; with
             attention sdpa and weights that are whole on each device; auto does so on CUDA (fast only). Not measured
             yet.
-        merge_adapter: fold the adapter into the base's weights while completions are sampled; auto does so unless
+        merge_adapter: merge the adapter into the weights while completions are sampled; auto does so unless
             rounding to the weights' dtype would lose more than a tenth of the update (fast and generate).
         verify_steps: the first rollout of a run is proved to come from the policy that is trained, and then one every
             so many steps; 0 is the first alone.

@@ -81,7 +81,7 @@ def _available() -> bool:
         hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
     )
     if not there:
-        logger.info("this torch has no oneDNN: weights are laid out anew in each product")
+        logger.info("this torch has no oneDNN: weights are not prepacked")
     return there
 
 
