@@ -1,8 +1,8 @@
-"""LoRA kept apart from the weights, with one product where PEFT makes one a layer.
+"""Unmerged LoRA, with one product where PEFT makes one a layer.
 
 The layers that read one hidden state (query, key and value; gate and up) share their products: A of all of them is one
 matrix, B of all of them a block-diagonal one. A decoded token costs two small products a hidden state instead of two a
-layer, and the update stays in the adapter's own dtype, where folding it into bfloat16 weights would round it away.
+layer, and the update stays in the adapter's own dtype, where merging it into bfloat16 weights would round it away.
 """
 
 from __future__ import annotations

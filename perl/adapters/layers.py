@@ -1,21 +1,22 @@
-"""The weights that an adapter changes, and what it makes of each of them in float32.
-
-Two ways to the same numbers: PEFT's own merge, whatever the method, and the formula written out for LoRA and DoRA,
-which proves the first. Where FSDP2 has split the weights, both give this rank's shard.
-"""
+"""The weights that an adapter changes, and what it makes of each of them in float32: PEFT's own merge, whatever the
+method. Where FSDP2 has split the weights, this rank's shard."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
+from perl.sharding import is_split, local, whole
 
 if TYPE_CHECKING:
+    import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
+
+
+ACCEPTED_ROUNDING_ERROR = 0.10
+"""Relative rounding error up to which merged weights take the base's dtype, unless the user says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,19 @@ class AdaptedLayer:
     layer: BaseTunerLayer
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The base layer's own weights by name, the storage itself: to write to one changes the model."""
-        return {
-            f"{self.name}.{own}": local(parameter) for own, parameter in self._base().named_parameters(recurse=False)
-        }
+        """The base layer's weights by their names in it ("weight"), the storage itself: to write to one changes the
+        model."""
+        return {own: local(parameter) for own, parameter in self._base().named_parameters()}
 
     def merged(self) -> dict[str, torch.Tensor]:
         """Each of `weights` with the active adapter in it, float32, by PEFT's own merge. The layer stays as it is."""
-        with _in_float32(self.layer) as base:
-            self.layer.merge()
-            self.layer.merged_adapters.clear()
-            return {f"{self.name}.{own}": parameter.data for own, parameter in base.named_parameters(recurse=False)}
+        import torch
+
+        with torch.no_grad(), merged_in_float32(self.layer):  # type: ignore[arg-type]  # a mix-in of Modules
+            return self.weights()
 
     def cannot_merge(self) -> str | None:
-        """Why the adapter can't be folded into this layer's weights, or None where it can."""
+        """Why the adapter can't be merged into this layer's weights, or None where it can."""
         for parameter in self._base().parameters():
             if not parameter.is_floating_point():
                 return f"{self.name} is quantized"
@@ -49,7 +49,7 @@ class AdaptedLayer:
                     f"{self.name} is not gathered while completions are sampled"
                     " (--config.training.ds3_gather_for_generation)"
                 )
-            if _is_split(parameter) and (why := self._cannot_merge_a_shard()):
+            if is_split(parameter) and (why := self._cannot_merge_a_shard()):
                 return f"{self.name} is split over the devices, {why}"
         return None
 
@@ -63,11 +63,11 @@ class AdaptedLayer:
         placements = {p for parameter in self.layer.parameters() for p in getattr(parameter, "placements", ())}
         return None if placements <= {Shard(0), Replicate()} else "and not by rows"
 
-    def _base(self) -> nn.Module:
+    def _base(self) -> torch.nn.Module:
         return self.layer.get_base_layer()
 
 
-def adapted_layers(model: nn.Module) -> list[AdaptedLayer]:
+def adapted_layers(model: torch.nn.Module) -> list[AdaptedLayer]:
     """The layers of `model` (a PeftModel) that have an adapter, in the model's order."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -78,86 +78,62 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayer]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a folded weight must be."""
+@contextlib.contextmanager
+def merged_in_float32(module: torch.nn.Module) -> Iterator[None]:
+    """As `in_float32`, with PEFT's active adapters inside `module` merged into the float32 copies, by PEFT's own merge.
+    The copies are thrown away: nothing is unmerged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    weight: torch.Tensor
-    """float32."""
-    slack: torch.Tensor
-    """float32, how far another order of the same sums may be off, before rounding to the weight's own dtype."""
-
-
-def expected(adapted: AdaptedLayer, name: str, base: torch.Tensor) -> Expected | None:
-    """The weight `name` of the layer with the adapter in it, from the papers' formulas: base + scale * BA for LoRA
-    (arXiv 2106.09685; rank-stabilised or not), magnitude * V / ||V|| with that sum for V and norms over rows for DoRA
-    (arXiv 2402.09353). None for any other method, and for several adapters at once.
-
-    Args:
-        name: one of `adapted.weights()`.
-        base: that weight without the adapter, any dtype.
-    """
-    from peft.tuners.lora import Linear
-    from peft.tuners.lora.variants import DoraLinearVariant
-
-    layer: Any = adapted.layer
-    if not isinstance(adapted.layer, Linear) or len(layer.active_adapters) != 1:
-        return None
-    (adapter,) = layer.active_adapters
-    if name.endswith(".bias") and not layer.lora_bias[adapter]:
-        return Expected(base.float(), torch.zeros_like(base, dtype=torch.float32))
-    variant = layer.lora_variant.get(adapter)
-    if variant not in (None, DoraLinearVariant) and not isinstance(variant, DoraLinearVariant):
-        return None
-    a, b = whole(layer.lora_A[adapter].weight).float(), local(layer.lora_B[adapter].weight).float()
-    scaled = b * layer.scaling[adapter]
-    total, size = torch.einsum("or,ri->oi", scaled, a), torch.einsum("or,ri->oi", scaled.abs(), a.abs())
-    if layer.fan_in_fan_out:
-        total, size = total.T, size.T
-    total = total + base.float()
-    # One unit in the last place for each of the sum's r terms and the final addition, or TF32's ten bits of mantissa.
-    exact = torch.get_float32_matmul_precision() == "highest"
-    slack = size * (a.shape[0] * 2.0**-23 if exact else 2.0**-9) + total.abs() * 2.0**-23
-    if variant is None:
-        return Expected(total, slack)
-    dim = 0 if layer.fan_in_fan_out else 1
-    magnitude = local(layer.lora_magnitude_vector[adapter].weight).float().unsqueeze(dim)
-    factor = magnitude / torch.linalg.vector_norm(total, dim=dim, keepdim=True)
-    # A norm over n squares is off by less than n / 2 units, in practice by its root.
-    return Expected(factor * total, factor.abs() * (slack + total.abs() * total.shape[dim] ** 0.5 * 2.0**-22))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that lies on this rank: itself, or the local shard of a DTensor (FSDP2)."""
-    data = tensor.detach()
-    return data.to_local() if hasattr(data, "to_local") else data  # type: ignore[operator]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of `tensor`: itself, or what the ranks hold of a DTensor together, which every rank must ask for."""
-    data = tensor.detach()
-    return data.full_tensor() if hasattr(data, "full_tensor") else data  # type: ignore[operator]
-
-
-def _is_split(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "placements")
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    with in_float32(module):
+        try:
+            for layer in layers:
+                layer.merge()
+            yield
+        finally:
+            for layer in layers:
+                layer.merged_adapters.clear()
 
 
 @contextlib.contextmanager
-def _in_float32(layer: Any) -> Iterator[nn.Module]:
-    """`layer` holds float32 copies of its parameters, of this rank's rows where they are split; gives the base layer.
-    Modules' parameters are exchanged and not their data: no tensor of the model moves."""
+def in_float32(module: torch.nn.Module) -> Iterator[None]:
+    """`module` holds float32 copies of its floating parameters, of this rank's rows where they are split. Parameters
+    are exchanged and not their data: no tensor of the model moves."""
+    import torch
+
     own = [
-        (module, name, parameter, path.startswith("lora_A"))
-        for path, module in layer.named_modules()
-        for name, parameter in list(module._parameters.items())
-        if parameter is not None
+        (inner, name, parameter, "lora_A" in path.split("."))
+        for path, inner in module.named_modules()
+        for name, parameter in list(inner._parameters.items())
+        if parameter is not None and parameter.is_floating_point()
     ]
     try:
-        for module, name, parameter, needed_whole in own:
+        for inner, name, parameter, needed_whole in own:
+            # A shard of rows of base + scale * BA needs all of A.
             tensor = whole(parameter) if needed_whole else local(parameter)
-            module._parameters[name] = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
-        yield layer.get_base_layer()
+            inner._parameters[name] = torch.nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
+        yield
     finally:
-        for module, name, parameter, _ in own:
-            module._parameters[name] = parameter
+        for inner, name, parameter, _ in own:
+            inner._parameters[name] = parameter
+
+
+@dataclass
+class RoundingError:
+    """How much of an adapter's update is lost where merged weights are rounded."""
+
+    lost: float = 0.0
+    """Sum of (round(merged) - merged)^2 so far."""
+    update: float = 0.0
+    """Sum of (merged - base)^2 so far."""
+
+    def add(self, base: torch.Tensor, merged: torch.Tensor, dtype: torch.dtype) -> None:
+        """Count one weight, `merged` in float32, rounded to `dtype`."""
+        self.lost += float((merged.to(dtype).float() - merged).square().sum())
+        self.update += float((merged - base).square().sum())
+
+    @property
+    def relative(self) -> float:
+        """||round(merged) - merged|| / ||merged - base||, Frobenius norms over all weights. 0: nothing of the update is
+        lost (or there is none yet); 1: as if the adapter had not been there."""
+        return (self.lost / self.update) ** 0.5 if self.update else 0.0

@@ -1,7 +1,7 @@
 """Merge an adapter into its base, prove that the result is what PEFT computes, and write it whole or not at all.
 
-    base logits, PEFT's logits  ->  merged in float32: equal to PEFT's?  ->  share lost to rounding  ->  written,
-    loaded again: still equal?
+    base logits, PEFT's logits  ->  merged in float32: equal to PEFT's?  ->  rounding error  ->  written, loaded
+    again: still equal?
 
 Weights are merged module by module in float32, whatever the method: PEFT's own `merge` does the arithmetic. The model
 itself stays in the dtype it is stored in, one copy at a time (see probe.py for how the logits are had in float32).
@@ -18,16 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perl.adapters.checkpoint import (
+from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError
+from perl.adapters.probe import float32_logits, probe_tokens
+from perl.checkpoints import (
     ADAPTER_WEIGHTS,
     INDEX,
     Checkpoint,
     content_hash,
     copy_side_files,
+    load_model,
     require_adapter,
     written_whole,
 )
-from perl.adapters.probe import float32_logits, merged_float32, probe_tokens
 from perl.errors import UserError, lookup
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ACCEPTED_LOSS = 0.10
-"""Share of the update that rounding may cost before `auto` writes float32 instead."""
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of float32 logits, as a share of the largest logit, that counts as equal."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -55,10 +55,11 @@ class MergeReport:
     dtype: str
     """What the merged model is written in. It must be loaded in this dtype: config.json is the base's own."""
     rounding_dtype: str
-    """The dtype that `share_lost` speaks of: the one asked for, the base's own under auto."""
-    share_lost: float
-    """||round(merged) - merged|| / ||merged - base||, Frobenius norms over all changed weights, `merged` in float32
-    and round() to `rounding_dtype`. 0: nothing of the update is lost; 1: as if the adapter had not been there."""
+    """The dtype that `rounding_error` speaks of: the one asked for, the base's own under auto."""
+    rounding_error: float
+    """Relative rounding error of the update: ||round(merged) - merged|| / ||merged - base||, Frobenius norms over all
+    changed weights, `merged` in float32 and round() to `rounding_dtype`. 0: nothing of the update is lost; 1: as if the
+    adapter had not been there."""
     effect: float
     """Largest difference between PEFT's logits and the base's on the probe prompt."""
     exact_error: float
@@ -77,7 +78,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
         adapter: folder of a PEFT adapter of any method that PEFT can merge.
         output: new folder, or one of an earlier merge, which is replaced.
         dtype: one of DTYPES; "auto" is the base's own dtype, or float32 where rounding to it would lose more than
-            ACCEPTED_LOSS of the update.
+            ACCEPTED_ROUNDING_ERROR of the update.
 
     Raises:
         UserError: no adapter, another base's adapter, an untrained one, or a method that cannot be merged.
@@ -92,14 +93,14 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
     exact_error = require_equal(float32_logits(wrapped, tokens, merged=True), peft_logits, effect, "merged in float32")
 
     asked = checkpoint.dtype() if dtype == "auto" else _torch_dtype(dtype)
-    tensors, share_lost = rounding_loss(wrapped, checkpoint, asked)
-    written, note = choose_dtype(dtype, asked, share_lost)
+    tensors, rounding_error = measure(wrapped, checkpoint, asked)
+    written, note = choose_dtype(dtype, asked, rounding_error)
 
     with written_whole(output) as folder:
         write_merged(wrapped, checkpoint, written, folder)
         copy_side_files(model, folder)
         del wrapped
-        written_logits = float32_logits(load_model(folder, written), tokens)
+        written_logits = float32_logits(load_model(folder, local_files_only=True, dtype=written).eval(), tokens)
         written_error = require_equal(
             written_logits, peft_logits, effect, f"written in {_name(written)}", rounded=written.itemsize < 4
         )
@@ -110,7 +111,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
             tensors=tensors,
             dtype=_name(written),
             rounding_dtype=_name(asked),
-            share_lost=share_lost,
+            rounding_error=rounding_error,
             effect=effect,
             exact_error=exact_error,
             written_error=written_error,
@@ -129,7 +130,7 @@ def adapter_effect(model: Path, adapter: Path) -> float:
 
 def wrap(model: Path, adapter: Path) -> tuple[Any, torch.Tensor, torch.Tensor, float]:
     """The PeftModel, the probe's tokens, its logits for them in float32, and the adapter's effect on these."""
-    base = load_model(model)
+    base = load_model(model, local_files_only=True, dtype="auto").eval()
     tokens = probe_tokens(base.get_input_embeddings().num_embeddings)
     base_logits = float32_logits(base, tokens)
     wrapped = load_adapter(base, adapter)
@@ -140,7 +141,12 @@ def wrap(model: Path, adapter: Path) -> tuple[Any, torch.Tensor, torch.Tensor, f
 def read_report(folder: Path) -> MergeReport | None:
     """The report of an earlier merge in `folder`, or None."""
     file = folder / "merge.json"
-    return MergeReport(**json.loads(file.read_text())) if file.is_file() else None
+    if not file.is_file():
+        return None
+    report = json.loads(file.read_text())
+    if "share_lost" in report:  # what rounding_error was called before
+        report["rounding_error"] = report.pop("share_lost")
+    return MergeReport(**report)
 
 
 def warn_of_other_base(config: dict[str, Any], model: Path) -> None:
@@ -156,18 +162,6 @@ def warn_of_other_base(config: dict[str, Any], model: Path) -> None:
 def _plain(name: str) -> str:
     """A folder's name without what ModelScope does to it (Qwen2___5-7B for Qwen2.5-7B)."""
     return name.replace("___", ".").lower()
-
-
-def load_model(model: Path, dtype: torch.dtype | str = "auto") -> Any:
-    """The causal language model in `model`, on the CPU."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True).eval()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model}: cannot be loaded as a causal language model: {error}") from error
 
 
 def load_adapter(base: Any, adapter: Path) -> Any:
@@ -210,9 +204,8 @@ def merged_weights(wrapped: Any) -> dict[str, Callable[[], torch.Tensor]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
-    def merged(layer: BaseTunerLayer, parameter: torch.nn.Parameter) -> torch.Tensor:
-        with merged_float32(layer):  # pyright: ignore[reportArgumentType]  # a mix-in: every layer is a Module
-            return parameter.data.clone()
+    def merged(layer: AdaptedLayer, own: str) -> torch.Tensor:
+        return layer.merged()[own]
 
     def trained(parameter: torch.nn.Parameter) -> torch.Tensor:
         return parameter.data.float()
@@ -225,8 +218,8 @@ def merged_weights(wrapped: Any) -> dict[str, Callable[[], torch.Tensor]]:
             continue
         if isinstance(module, BaseTunerLayer):
             outer = f"{name}."
-            for own, parameter in module.get_base_layer().named_parameters():
-                weights[f"{name.removesuffix('.token_adapter')}.{own}"] = partial(merged, module, parameter)
+            layer = AdaptedLayer(name.removesuffix(".token_adapter"), module)
+            weights |= {f"{layer.name}.{own}": partial(merged, layer, own) for own in layer.weights()}
         elif isinstance(module, ModulesToSaveWrapper):
             outer = f"{name}."
             for own, parameter in module.modules_to_save[module.active_adapters[0]].named_parameters():
@@ -236,9 +229,11 @@ def merged_weights(wrapped: Any) -> dict[str, Callable[[], torch.Tensor]]:
     return weights
 
 
-def rounding_loss(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, float]:
-    """How many weights change, and the share of the update that rounding to `dtype` loses (MergeReport.share_lost)."""
-    count, lost, update = 0, 0.0, 0.0
+def measure(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, float]:
+    """How many weights change, and the relative rounding error to `dtype` (MergeReport.rounding_error)."""
+    import torch
+
+    count, error = 0, RoundingError()
     for name, merge in merged_weights(wrapped).items():
         if name not in checkpoint:
             raise UserError(
@@ -246,20 +241,19 @@ def rounding_loss(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> t
                 " (tied to another weight, or fused); write --adapter_mode lora to serve it unmerged"
             )
         exact = merge()
-        change = exact - checkpoint.read(name).float()
-        count += bool(change.any())
-        update += float(change.double().square().sum())
-        lost += float((exact.to(dtype).float() - exact).double().square().sum())
-    return count, (lost / update) ** 0.5 if update else 0.0
+        base = checkpoint.read(name).float()
+        count += not torch.equal(exact, base)
+        error.add(base, exact, dtype)
+    return count, error.relative
 
 
-def choose_dtype(flag: str, asked: torch.dtype, share_lost: float) -> tuple[torch.dtype, str]:
+def choose_dtype(flag: str, asked: torch.dtype, rounding_error: float) -> tuple[torch.dtype, str]:
     """The dtype to write, and a note when that needs explaining (also logged)."""
     import torch
 
-    if share_lost <= ACCEPTED_LOSS:
+    if rounding_error <= ACCEPTED_ROUNDING_ERROR:
         return asked, ""
-    loss = f"rounding the merged weights to {_name(asked)} would lose {share_lost:.0%} of the adapter's update"
+    loss = f"rounding the merged weights to {_name(asked)} would lose {rounding_error:.0%} of the adapter's update"
     if flag == "auto":
         note = f"{loss}: written in float32 (--adapter_mode lora serves the adapter as it is)"
         logger.warning("%s", note)

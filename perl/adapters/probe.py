@@ -6,9 +6,10 @@ A 7B model stays at 14 GB; a block of it is 0.9 GB in float32, and 32 probe toke
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from perl.adapters.layers import in_float32, merged_in_float32
 
 if TYPE_CHECKING:
     import torch
@@ -43,38 +44,6 @@ def float32_logits(model: Any, tokens: torch.Tensor, *, merged: bool = False) ->
         return model(input_ids=tokens, use_cache=False).logits[0].float()
 
 
-@contextlib.contextmanager
-def float32(module: torch.nn.Module) -> Iterator[None]:
-    """Hold all floating parameters of `module` in float32 copies; on exit the original ones are back, untouched."""
-    import torch
-
-    saved = [(p, p.data) for p in module.parameters() if p.is_floating_point()]
-    for parameter, data in saved:
-        parameter.data = data.to(torch.float32, copy=True)
-    try:
-        yield
-    finally:
-        for parameter, data in saved:
-            parameter.data = data
-
-
-@contextlib.contextmanager
-def merged_float32(module: torch.nn.Module) -> Iterator[None]:
-    """As `float32`, with PEFT's adapters inside `module` merged into the float32 weights meanwhile."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-    with float32(module), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "unmerge can be inaccurate": the float32 copies are thrown away
-        for layer in layers:
-            layer.merge()
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.unmerge()
-
-
 def blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Modules that together hold every parameter: the decoder's layers, and what stands beside their list."""
     import torch
@@ -93,7 +62,7 @@ def _float32_while_called(block: torch.nn.Module, merged: bool) -> Iterator[None
     open_contexts: list[contextlib.AbstractContextManager[None]] = []
 
     def enter(*_: Any) -> None:
-        context = merged_float32(block) if merged else float32(block)
+        context = merged_in_float32(block) if merged else in_float32(block)
         context.__enter__()
         open_contexts.append(context)
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +71,3 @@ def require_room(prompts: Sequence[Prompt], max_model_len: int) -> None:
 def warn_once(message: str) -> None:
     """For fallbacks: a rollout is made many times a run."""
     logger.warning(message)
-
-
-def eos_token_ids(model_path: str, config: PreTrainedConfig, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a completion: those of generation_config.json, or of the configuration where there is no
-    such file, and the tokenizer's."""
-    from transformers import GenerationConfig
-
-    if (Path(model_path) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(model_path)
-    else:
-        generation = GenerationConfig.from_model_config(config)
-    ids: set[int] = set()
-    for named in (generation.eos_token_id, tokenizer.eos_token_id):
-        ids.update([named] if isinstance(named, int) else named or [])
-    return frozenset(ids)

@@ -37,8 +37,9 @@ from perl.engines.base import warn_once
 from perl.engines.cache import BLOCK_SIZE, KeysAndValues, KVCache, Prefix
 from perl.engines.sampling import sample, uniforms, validate
 from perl.engines.sequence import Sequence, left_pad, mark_seen
-from perl.engines.stock import generate_stock, is_sharded
+from perl.engines.stock import generate_stock
 from perl.records import Sampling
+from perl.sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor

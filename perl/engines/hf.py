@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from perl import device
-from perl.adapters.checkpoint import Checkpoint
-from perl.engines.base import Feed, eos_token_ids, require_room
+from perl.checkpoints import Checkpoint, eos_token_ids, load_config, load_model, load_tokenizer
+from perl.engines.base import Feed, require_room
 from perl.engines.decoder import Decoder
+from perl.engines.linear import prepacked
 from perl.engines.sampling import validate
 from perl.engines.sequence import Sequence
 from perl.errors import UserError, lookup
@@ -50,10 +49,10 @@ class HFEngine:
             )
         if max_batch_tokens is not None and max_batch_tokens < 1:
             raise UserError(f"max_batch_tokens: {max_batch_tokens} is not possible; write 1 or more")
-        config = _load(AutoConfig, model_path)
+        config = load_config(model_path)
         self.max_model_len = _context(config, max_model_len, model_path)
-        self.tokenizer: Any = _load(AutoTokenizer, model_path)
-        self.model: Any = _load(AutoModelForCausalLM, model_path, dtype=_dtype(dtype, config))
+        self.tokenizer: Any = load_tokenizer(model_path)
+        self.model: Any = load_model(model_path, dtype=_dtype(dtype, config))
         self.model.eval().to(device.torch_device())
         self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
         self.decoder: Any = Decoder(
@@ -73,11 +72,12 @@ class HFEngine:
         """Rows drawn from one distribution are decoded together; where another one comes, those under way end first.
         See `Engine.stream`."""
         stretches = Stretches(feed)
-        while (sampling := stretches.begin()) is not None:
-            validate(sampling)
-            first = stretches.taken
-            for sequence in self.decoder.run(self._sequences(stretches), sampling):
-                yield first + sequence.index, self._completion(sequence)
+        with prepacked(self.model):
+            while (sampling := stretches.begin()) is not None:
+                validate(sampling)
+                first = stretches.taken
+                for sequence in self.decoder.run(self._sequences(stretches), sampling):
+                    yield first + sequence.index, self._completion(sequence)
 
     def _sequences(self, stretch: Stretches) -> Iterator[Sequence | None]:
         """The sequences of one stretch."""
@@ -161,19 +161,6 @@ class Stretches:
 def pad_token_id(tokenizer: Any, eos: frozenset[int]) -> int:
     """A token to fill masked places with; which one changes nothing."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
-
-
-def _load(loader: Any, model_path: str, **options) -> Any:
-    """`loader.from_pretrained(model_path)`, with what goes wrong there said in one line."""
-    folder = Path(model_path)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise UserError(f"{model_path}: there is no config.json here; name the folder that holds a whole model")
-    transformers_logging.disable_progress_bar()
-    try:
-        return loader.from_pretrained(model_path, **options)
-    except (OSError, ValueError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{model_path}: no model could be loaded from here: {first}") from error
 
 
 def _dtype(name: str, config: Any) -> torch.dtype:

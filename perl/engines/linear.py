@@ -21,29 +21,51 @@ logger = logging.getLogger(__name__)
 ROWS = 16
 """Rows of a product for which oneDNN chooses its layout; others are computed with it as well."""
 SHARE_OF_FREE_MEMORY = 0.25
-"""Of the machine's free memory, how much the copies may take."""
+"""Of the machine's free memory, how much the packed copies may take."""
 
 
 @contextlib.contextmanager
-def laid_out(model: nn.Module) -> Iterator[None]:
+def prepacked(model: nn.Module) -> Iterator[None]:
     """Inside, the linear layers of a float32 model on a CPU use copies of their weights in oneDNN's layout. The weights
     must not change meanwhile, and nothing can be differentiated. Other layers, dtypes and devices stay as they are."""
-    layers = [module for module in model.modules() if type(module) is nn.Linear and _takes(module)]
-    size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    room = SHARE_OF_FREE_MEMORY * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if layers and size > room:
-        logger.info("rollout: no room to lay the weights out: %.1f GB, %.1f GB allowed", size / 1e9, room / 1e9)
-    if not layers or size > room:
-        yield
-        return
+    layers = packable(model)
     try:
         for layer in layers:
-            weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
-            layer.forward = functools.partial(_product, weight, layer.bias)  # pyright: ignore[reportAttributeAccessIssue]
+            pack(layer, layer.weight, layer.bias)
         yield
     finally:
         for layer in layers:
-            vars(layer).pop("forward", None)
+            unpack(layer)
+
+
+def packable(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers of `model` that can be packed: none where that is done already, nor, with a line in the log,
+    where memory is short."""
+    if any(isinstance(vars(module).get("forward"), _Product) for module in model.modules()):
+        return []
+    layers = [module for module in model.modules() if type(module) is nn.Linear and _takes(module)]
+    size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    room = SHARE_OF_FREE_MEMORY * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > room:
+        logger.info("weights are not prepacked: %.1f GB, %.1f GB allowed", size / 1e9, room / 1e9)
+        return []
+    return layers
+
+
+def pack(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Have `module` compute the product with a copy of `weight` in oneDNN's layout, until `unpack`.
+
+    Args:
+        module: a linear layer, or PEFT's layer around one, then with the merged weight.
+        weight: float32 [out, in] on the CPU; it may go, the copy stays.
+        bias: float32 [out], or None.
+    """
+    module.forward = _Product(module, weight, bias)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def unpack(module: nn.Module) -> None:
+    """Give `module` its own forward back."""
+    vars(module).pop("forward", None)
 
 
 def _takes(layer: nn.Linear) -> bool:
@@ -59,9 +81,20 @@ def _available() -> bool:
         hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
     )
     if not there:
-        logger.info("this torch has no oneDNN: weights are laid out anew in each product")
+        logger.info("this torch has no oneDNN: weights are not prepacked")
     return there
 
 
-def _product(weight: Any, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+class _Product:
+    """The forward of a packed layer."""
+
+    def __init__(self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.module, self.bias = module, None if bias is None else bias.detach()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+        self.has_adapter = hasattr(module, "disable_adapters")
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own = self.has_adapter and self.module.disable_adapters  # the module's own forward leaves the adapter out
+        if own or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return type(self.module).forward(self.module, x, *args, **kwargs)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

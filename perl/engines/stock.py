@@ -11,14 +11,12 @@ from collections.abc import Sequence as List
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from perl.engines.sampling import sample, uniforms
 from perl.engines.sequence import Sequence, left_pad, mark_seen
 from perl.records import Sampling
+from perl.sharding import is_sharded
 
 if TYPE_CHECKING:
     from perl.engines.decoder import Decoder
@@ -50,16 +48,6 @@ def generate_stock(decoder: Decoder, source: Iterable[Sequence | None], sampling
         batch, waiting = waiting[:size], waiting[size:]
         _generate_batch(decoder, batch, sampling)
         yield from batch
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether each forward gathers parameters from other ranks (FSDP, FSDP2, or ZeRO-3 outside of a gather), so that
-    all ranks must run the same number of forwards."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) or parameter.numel() == 0 for parameter in model.parameters()
-    )
 
 
 class LastLogits:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl import device
-from perl.engines.base import Feed, eos_token_ids, require_room
+from perl.checkpoints import eos_token_ids, load_config, load_tokenizer, require_adapter
+from perl.engines.base import Feed, require_room
 from perl.engines.sampling import validate
 from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
@@ -70,10 +71,8 @@ class VLLMEngine:
             UserError: vLLM is not installed.
         """
         require_vllm()
-        from transformers import AutoConfig, AutoTokenizer
-
-        config = AutoConfig.from_pretrained(model_path)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        config = load_config(model_path)
+        self.tokenizer: Any = load_tokenizer(model_path)
         self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
         options: dict[str, Any] = {
             "model": model_path,
@@ -216,8 +215,6 @@ def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
 def lora_rank(adapter: str) -> int:
     """The smallest rank that vLLM can be told of and that holds the adapter's. A UserError for what is more than plain
     LoRA."""
-    from perl.adapters.checkpoint import require_adapter
-
     config = require_adapter(Path(adapter))
     if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("modules_to_save"):
         raise UserError(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perl.adapters.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, content_hash, require_adapter
+from perl.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, content_hash, require_adapter
 from perl.errors import UserError
 
 logger = logging.getLogger(__name__)

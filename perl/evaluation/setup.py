@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perl.adapters.checkpoint import content_hash, resolve_model
 from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
+from perl.checkpoints import content_hash, load_config, load_tokenizer, resolve_model
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.evaluation.candidates import Candidate, find_candidates
@@ -44,8 +44,6 @@ class Setup:
 
     @classmethod
     def of(cls, config: EvalConfig) -> Setup:
-        from transformers import AutoConfig, AutoTokenizer
-
         model = resolve_model(config.model)
         candidates = find_candidates(config.adapter)
         if config.use_vllm:
@@ -53,11 +51,8 @@ class Setup:
 
             require_vllm()
         executor = EXECUTORS[config.executor](config)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model)
-            text_config = AutoConfig.from_pretrained(model).get_text_config()
-        except (OSError, ValueError) as error:
-            raise UserError(f"--model {config.model}: {error}") from error
+        tokenizer = load_tokenizer(model)
+        text_config = load_config(model).get_text_config()
         require_chat_template(tokenizer, str(config.model))
         allowed = getattr(text_config, "max_position_embeddings", None)
         if config.max_model_len and allowed and config.max_model_len > allowed:

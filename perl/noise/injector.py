@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from perl.errors import UserError
+from perl.sharding import local, resharded, shard_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class NoiseInjector:
     """
 
     def __init__(self, model: nn.Module, target_modules: Sequence[str], exclude_patterns: Sequence[str], seed: int):
-        self.seed = seed
+        self.model, self.seed = model, seed
         self.targets = find_targets(model, target_modules, exclude_patterns)
         self.realized_sigma = 0.0
         """Root mean square of what the last draw really changed: rounding to the weight's dtype eats small noise
@@ -65,31 +66,32 @@ class NoiseInjector:
             self.realized_sigma = 0.0
             yield
             return
-        weights = [target.weight for target in self.targets]
-        saved = [_local(weight).clone() for weight in weights]
-        try:
-            self._add(sigma, draw)
-            yield
-        finally:
-            with torch.no_grad():
-                for weight, clean in zip(weights, saved, strict=True):
-                    _local(weight).copy_(clean)
+        with resharded(self.model):
+            weights = [target.weight for target in self.targets]
+            saved = [local(weight).clone() for weight in weights]
+            try:
+                self._add(sigma, draw)
+                yield
+            finally:
+                with torch.no_grad():
+                    for weight, clean in zip(weights, saved, strict=True):
+                        local(weight).copy_(clean)
 
     @torch.no_grad()
     def _add(self, sigma: float, draw: tuple[int, ...]) -> None:
         squares, count = 0.0, 0
         for target in self.targets:
-            local = _local(target.weight)
+            weight = local(target.weight)
             if target.weight.numel() == 0:
                 raise UserError(
                     f"--config.noise_injection: {target.name} is not gathered while completions are generated;"
                     " set --config.training.ds3_gather_for_generation true"
                 )
-            noise = _shard_like(self._draw(target, draw), target.weight).to(local.device)
-            clean = local.to(torch.float32, copy=True)
-            local.copy_(clean + sigma * noise)
-            squares += float((local.float() - clean).square().sum())
-            count += local.numel()
+            noise = shard_of(self._draw(target, draw), target.weight).to(weight.device)
+            clean = weight.to(torch.float32, copy=True)
+            weight.copy_(clean + sigma * noise)
+            squares += float((weight.float() - clean).square().sum())
+            count += weight.numel()
         self.realized_sigma = (squares / max(count, 1)) ** 0.5
 
     def _draw(self, target: Target, draw: tuple[int, ...]) -> torch.Tensor:
@@ -122,21 +124,3 @@ def is_norm(module: nn.Module) -> bool:
     class) and it has a one-dimensional weight. Under ZeRO-3 the weight's own shape is (0,) until it is gathered."""
     weight = getattr(module, "weight", None)
     return "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter) and weight.ndim == 1
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    """The part of `weight` that lies on this rank: itself, or the local shard of a DTensor (FSDP2)."""
-    data = weight.detach()
-    return data.to_local() if hasattr(data, "to_local") else data  # type: ignore[operator]
-
-
-def _shard_like(full: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The part of `full` that corresponds to this rank's part of `weight`."""
-    placements = getattr(weight, "placements", None)
-    if placements is None:
-        return full
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = weight.device_mesh  # type: ignore[attr-defined]
-    # Every rank holds the same `full`, so nothing needs to be sent (src_data_rank None).
-    return distribute_tensor(full.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from perl.checkpoints import modelscope_variable
 from perl.errors import UserError
 from perl.tasks.files import Row
 
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
-_MODELSCOPE_VARIABLES = ("PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ def hub_rows(hub: Hub, split: str) -> Iterator[tuple[Row, str]]:
     splits = [name for name in dict.fromkeys((hub.train_split, hub.eval_split)) if name]
     if hub.known and split not in splits:
         raise UserError(f"{hub.repo}: no split {split!r}; splits: {', '.join(splits)}")
-    variable = next((v for v in _MODELSCOPE_VARIABLES if os.environ.get(v, "").lower() in ("1", "true", "yes")), None)
+    variable = modelscope_variable()
     rows = _modelscope_rows(hub, split, variable) if variable else _huggingface_rows(hub, split)
     for number, row in enumerate(rows, start=1):
         yield dict(row), f"{hub.repo} {split}:{number}"

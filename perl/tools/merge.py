@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from perl.adapters.checkpoint import resolve_model
 from perl.adapters.merge import DTYPES, merge_adapter
+from perl.checkpoints import resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     report = merge_adapter(resolve_model(args.model), Path(args.adapter), output, args.dtype)
     print(
         f"{output}: {report.method} merged into {report.tensors} weights, written in {report.dtype}; rounding to"
-        f" {report.rounding_dtype} loses {report.share_lost:.1%} of the update; probe logits: adapter's effect"
+        f" {report.rounding_dtype} loses {report.rounding_error:.1%} of the update; probe logits: adapter's effect"
         f" {report.effect:.3g}, error {report.exact_error:.1g} in float32, {report.written_error:.2g} as written"
     )
     return 0

@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from perl import device
-from perl.adapters.fold import AdapterFold
+from perl.adapters.rollout_merge import RolloutMerge
 from perl.config.schema import RolloutConfig
 from perl.engines.attention import stock_attention
 from perl.engines.decoder import Decoder
@@ -95,7 +95,7 @@ class RolloutPolicy:
                 " prompt, as long as max_completion_length); leave it out"
             )
         self.sampling = sampling_of(generation_config)
-        self.merge = AdapterFold(model, config.merge_adapter)
+        self.merge = RolloutMerge(model, config.merge_adapter)
         capture = config.capture_graphs
         self.decoder = Decoder(
             model,

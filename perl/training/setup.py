@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from perl import device
-from perl.adapters.checkpoint import resolve_model
+from perl import checkpoints, device
+from perl.checkpoints import resolve_model
 from perl.config.load import Config
 from perl.errors import UserError
 from perl.prompts import build_messages, encode, require_chat_template
@@ -31,14 +31,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of `model` (a folder or hub name), padding and cutting on the left; a missing model or chat
     template is a UserError."""
     folder = resolve_model(model, MODEL_FLAG)
-    try:
-        AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", truncation_side="left")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{MODEL_FLAG}: cannot load {model}: {str(error).splitlines()[0]};"
-            " give a folder with config.json, the tokenizer and the weights"
-        ) from error
+    checkpoints.load_config(folder, MODEL_FLAG)
+    tokenizer = checkpoints.load_tokenizer(folder, MODEL_FLAG, padding_side="left", truncation_side="left")
     require_chat_template(tokenizer, model)
     return tokenizer
 
@@ -57,10 +51,7 @@ def load_model(config: Config) -> PreTrainedModel:
     if config.model.attn_implementation is not None:
         extra["attn_implementation"] = config.model.attn_implementation
     name = config.model.model_name_or_path
-    try:
-        model = AutoModelForCausalLM.from_pretrained(resolve_model(name, MODEL_FLAG), dtype=dtype, **extra)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"--config.model: {str(error).splitlines()[0]}") from error
+    model = checkpoints.load_model(resolve_model(name, MODEL_FLAG), MODEL_FLAG, dtype=dtype, **extra)
     model.name_or_path = name  # PEFT writes it into adapter_config.json: the hub's name, not a cache's folder
     return model
 

@@ -180,8 +180,8 @@ class PerlGRPOTrainer(GRPOTrainer):
                     completions = self.sampler.complete(request)
             if self.model.training and self.tolerance is None:
                 self._compare_first(request, completions)
-        if self.sampler is not None and (error := self.sampler.merge.share_lost) is not None:
-            self._metrics["train" if self.model.training else "eval"]["rollout/merge_share_lost"].append(error)
+        if self.sampler is not None and (error := self.sampler.merge.rounding_error) is not None:
+            self._metrics["train" if self.model.training else "eval"]["rollout/merge_rounding_error"].append(error)
         if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
             lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)]
             self.clock.count_forward(sequences(lengths))

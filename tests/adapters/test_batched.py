@@ -1,13 +1,13 @@
-"""LoRA apart from the weights, in few products: the numbers that PEFT computes layer by layer."""
+"""LoRA unmerged, in few products: the numbers that PEFT computes layer by layer."""
 
 import pytest
 import torch
 from peft import LoraConfig
 
 from perl.adapters.batched import batched
-from perl.adapters.fold import AdapterFold
 from perl.adapters.layers import adapted_layers
-from tests.adapters.test_fold import logits, make
+from perl.adapters.rollout_merge import RolloutMerge
+from tests.adapters.test_rollout_merge import logits, make
 
 
 class Products:
@@ -81,7 +81,7 @@ def test_other_methods_of_peft_stay_right(method):
 
 
 def test_an_adapter_that_bfloat16_would_round_away_keeps_its_update():
-    """The update of a young adapter in bfloat16 weights: batched, it is PEFT's to float32's accuracy; folded, a
+    """The update of a young adapter in bfloat16 weights: batched, it is PEFT's to float32's accuracy; merged, a
     good part of it is gone."""
     model = make(dtype=torch.bfloat16, std=1e-3)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
@@ -90,7 +90,7 @@ def test_an_adapter_that_bfloat16_would_round_away_keeps_its_update():
     a, b = (part["default"].weight.float() for part in (layer.lora_A, layer.lora_B))
     update = 2.0 * x @ a.T @ b.T
     layer.base_layer.float()  # the product with the base in float32, so that the update shows
-    with AdapterFold(model, False).applied():
+    with RolloutMerge(model, False).applied():
         found = layer(x) - layer.base_layer(x)
     assert ((found - update).norm() / update.norm()) < 1e-3
     merged = (layer.base_layer.weight + 2.0 * b @ a).bfloat16().float()

@@ -12,8 +12,8 @@ from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from perl.adapters.checkpoint import Checkpoint, content_hash, resolve_model
 from perl.adapters.merge import merge_adapter, read_report
+from perl.checkpoints import Checkpoint, content_hash, resolve_model
 from perl.errors import UserError
 
 TOKENS = torch.tensor([[5, 17, 300, 2, 99, 511, 64, 8]])
@@ -90,7 +90,7 @@ def test_merged_model_on_disk_computes_what_peft_computes(method, tmp_path):
     expected = peft_logits(base, adapter)
     assert (folder_logits(tmp_path / "out") - expected).abs().max() < 1e-5
     assert (folder_logits(base) - expected).abs().max() > 1e-3
-    assert report.share_lost < 1e-4
+    assert report.rounding_error < 1e-4
     assert report.dtype == "float32"
     assert read_report(tmp_path / "out") == report
 
@@ -124,7 +124,7 @@ def test_a_young_adapter_is_written_in_float32(base, tmp_path, caplog):
         report = merge_adapter(base, adapter, tmp_path / "out")
     assert report.dtype == "float32"
     assert report.rounding_dtype == "bfloat16"
-    assert report.share_lost > 0.3
+    assert report.rounding_error > 0.3
     assert "written in float32" in report.note
     assert [r.message for r in caplog.records if "--adapter_mode lora" in r.message] == [report.note]
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
@@ -132,10 +132,10 @@ def test_a_young_adapter_is_written_in_float32(base, tmp_path, caplog):
     assert (folder_logits(tmp_path / "out") - expected).abs().max() < 1e-5
 
 
-def test_share_lost_is_one_when_rounding_returns_the_base(base, tmp_path, caplog):
+def test_rounding_error_is_one_when_rounding_returns_the_base(base, tmp_path, caplog):
     adapter = make_adapter(tmp_path / "adapter", base, std=1e-7)
     report = merge_adapter(base, adapter, tmp_path / "out")
-    assert report.share_lost == pytest.approx(1.0, abs=0.05)
+    assert report.rounding_error == pytest.approx(1.0, abs=0.05)
     assert report.dtype == "float32"
 
 
@@ -143,7 +143,7 @@ def test_the_asked_dtype_is_written_even_when_it_loses(base, tmp_path, caplog):
     adapter = make_adapter(tmp_path / "adapter", base, std=4e-4)
     report = merge_adapter(base, adapter, tmp_path / "out", "bfloat16")
     assert report.dtype == "bfloat16"
-    assert report.share_lost > 0.1
+    assert report.rounding_error > 0.1
     assert "because --dtype bfloat16 says so" in report.note
 
 

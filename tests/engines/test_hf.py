@@ -135,16 +135,16 @@ def test_wrong_options_are_user_errors(folder, options, message):
 
 
 def test_wrong_model_folders_are_user_errors(folder, tmp_path):
-    with pytest.raises(UserError, match=r"there is no config.json here; name the folder that holds a whole model"):
+    with pytest.raises(UserError, match=r"no config.json in this folder; name the folder that holds a whole model"):
         HFEngine(str(tmp_path))
-    with pytest.raises(UserError, match=r"/no/such/model: no model could be loaded from here"):
+    with pytest.raises(UserError, match=r"/no/such/model: cannot be loaded as a causal language model"):
         HFEngine("/no/such/model")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    with pytest.raises(UserError, match="no model could be loaded from here"):
+    with pytest.raises(UserError, match="cannot be loaded as a causal language model"):
         HFEngine(str(tmp_path))
     save_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="no model could be loaded from here"):
+    with pytest.raises(UserError, match="cannot be loaded as a causal language model"):
         HFEngine(str(tmp_path))
     with pytest.raises(UserError, match="top_p: 2 is not possible"):
         HFEngine(str(folder)).generate([], Sampling(top_p=2))

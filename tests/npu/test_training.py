@@ -36,9 +36,16 @@ def zero3_with_nothing_persistent(folder: Path) -> Path:
     return folder / "zero3.yaml"
 
 
-def launch(run_npu, folder, config, settings=None, processes=2, **variables):
+def fsdp2_without_resharding(folder: Path) -> Path:
+    config = yaml.safe_load((CONFIGS / "npu_fsdp2.yaml").read_text())
+    config["fsdp_config"]["fsdp_reshard_after_forward"] = False
+    (folder / "fsdp2.yaml").write_text(yaml.safe_dump(config))
+    return folder / "fsdp2.yaml"
+
+
+def launch(run_npu, folder, config, settings=None, processes=2, worker="train_worker", **variables):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command = [*launcher, "--num_processes", str(processes), "-m", "tests.npu.train_worker", str(folder)]
+    command = [*launcher, "--num_processes", str(processes), "-m", f"tests.npu.{worker}", str(folder)]
     # float32: two devices must then agree with a CPU to rounding
     settings = {"bf16": False, "per_device_train_batch_size": 2} | (settings or {})
     run_npu([*command, json.dumps(settings)], devices=processes, timeout=400, **variables)
@@ -73,6 +80,25 @@ def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path,
     moved = [tensor.abs().max().item() for name, tensor in adapter.items() if "lora_B" in name]
     assert len(moved) == 14  # 7 linears in each of 2 layers
     assert all(value > 0 for value in moved)
+
+
+@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2", "fsdp2"])
+def test_noise_and_merge_are_in_every_module_while_sampling_and_gone_bit_for_bit_in_the_loss(
+    run_npu, tmp_path, strategy
+):
+    """The final norm included, which FSDP2 keeps gathered after a forward, as it does everything without resharding."""
+    made = {"zero3": zero3_with_nothing_persistent, "fsdp2": fsdp2_without_resharding}
+    config = made[strategy](tmp_path) if strategy in made else CONFIGS / f"{strategy}.yaml"
+    for rank in launch(run_npu, tmp_path, config, {"engine": "fast"}, worker="noise_worker"):
+        assert len(rank["norms"]) == 5  # two in each of two layers, and the final one
+        assert len(rank["in_rollout"]) == 5 + 14
+        for name in rank["in_rollout"]:
+            assert rank["last_in_rollout"][name], name
+            if name in rank["norms"]:
+                assert rank["in_rollout"][name], name  # B is zero in the first rollout, so the others differ later
+            passes, exact = rank["exact_in_loss"][name]
+            assert passes >= 4, name
+            assert exact, name
 
 
 def cpu(folder, settings):

@@ -68,7 +68,7 @@ def main() -> None:
 
             def look(m, _):
                 if drawing:
-                    merged[-1].add(trainer.sampler.merge.folded)
+                    merged[-1].add(trainer.sampler.merge.merged)
                 if not (hasattr(torch, "npu") and torch.npu.is_current_stream_capturing()):
                     seen["generate" if generating else "loss"].append(full(m.weight))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from perl.checkpoints import MODELSCOPE_VARIABLES, modelscope_variable
 from perl.tools.doctor.findings import Finding, failure, ok, warning
 from perl.tools.doctor.machine import Machine
 
@@ -147,14 +148,14 @@ def hub(machine: Machine) -> Finding | None:
     if not targets:
         return None
     reached = [host for host, reason in targets.items() if not reason]
-    modelscope = any(machine.env.get(n) for n in ("PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE"))
+    modelscope = modelscope_variable(machine.env) is not None
     chosen = [host for host in targets if ("modelscope" in host) == modelscope]
     if any(host in reached for host in chosen):
         return ok(f"{', '.join(reached)} reached")
     reasons = ", ".join(f"{host} ({targets[host]})" for host in targets if host not in reached)
     why = "a model or a dataset given by name cannot be fetched; one on disk works"
     if reached:
-        fix = "unset PERL_USE_MODELSCOPE VERL_USE_MODELSCOPE" if modelscope else "export PERL_USE_MODELSCOPE=1"
+        fix = f"unset {' '.join(MODELSCOPE_VARIABLES)}" if modelscope else "export PERL_USE_MODELSCOPE=1"
         return warning(f"{reasons} not reached, {', '.join(reached)} is", why, fix)
     fix = "export HF_ENDPOINT=https://hf-mirror.com  # or give paths: --config.model.model_name_or_path /path/to/model"
     return warning(f"not reached: {reasons}", why, fix)

@@ -1,4 +1,5 @@
-"""A model folder on disk: where its tensors lie, what its content hashes to, how a new one is written whole or not."""
+"""Model folders on disk: how one is found and loaded, where its tensors lie, what its content hashes to, how a new one
+is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perl.errors import UserError
 
@@ -34,6 +35,14 @@ WEIGHT_SUFFIXES = (
 )
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MODELSCOPE_VARIABLES = ("PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
+"""Either says, as 1, true or yes, that names of models and data sets are ModelScope's."""
+
+
+def modelscope_variable(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The one of MODELSCOPE_VARIABLES that is set, or None: names are the Hugging Face Hub's."""
+    names = MODELSCOPE_VARIABLES
+    return next((name for name in names if environment.get(name, "").lower() in ("1", "true", "yes")), None)
 
 
 def resolve_model(model: str, flag: str = "--model") -> Path:
@@ -78,14 +87,15 @@ def _download(model: str, flag: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.py"]
+    variable = modelscope_variable()
     try:
-        if _use_modelscope():
+        if variable:
             import modelscope  # pyright: ignore[reportMissingImports]
 
             return Path(modelscope.snapshot_download(model, allow_patterns=patterns))
         return Path(snapshot_download(model, allow_patterns=patterns))
     except ImportError as error:
-        raise UserError(f"{flag} {model}: PERL_USE_MODELSCOPE is set, but modelscope is not installed") from error
+        raise UserError(f"{flag} {model}: {variable} is set, but modelscope is not installed") from error
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UserError(
             f"{flag} {model}: no such folder, and the hub gave nothing ({type(error).__name__});"
@@ -93,9 +103,51 @@ def _download(model: str, flag: str) -> Path:
         ) from error
 
 
-def _use_modelscope() -> bool:
-    names = ("PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
-    return any(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in names)
+def load_config(folder: str | Path, flag: str = "--model") -> Any:
+    """The PretrainedConfig of the model in `folder`. Whoever names the folder gives its `flag` for the message of a
+    UserError, here and in `load_tokenizer` and `load_model`."""
+    return _load("AutoConfig", folder, flag)
+
+
+def load_tokenizer(folder: str | Path, flag: str = "--model", **options: Any) -> Any:
+    """The tokenizer in `folder`; options are transformers'."""
+    return _load("AutoTokenizer", folder, flag, **options)
+
+
+def load_model(folder: str | Path, flag: str = "--model", **options: Any) -> Any:
+    """The causal language model in `folder`, on the CPU unless `options` (transformers') say otherwise."""
+    return _load("AutoModelForCausalLM", folder, flag, **options)
+
+
+def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:
+    import transformers
+    from transformers.utils import logging as transformers_logging
+
+    if Path(folder).is_dir() and not (Path(folder) / "config.json").is_file():
+        raise UserError(f"{flag} {folder}: no config.json in this folder; name the folder that holds a whole model")
+    transformers_logging.disable_progress_bar()
+    try:
+        return getattr(transformers, loader).from_pretrained(folder, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{flag} {folder}: cannot be loaded as a causal language model: {reason}") from error
+
+
+def eos_token_ids(folder: str | Path, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a completion: those of generation_config.json, or of `config` where there is no such file,
+    and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    if (Path(folder) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder)
+    else:
+        generation = GenerationConfig.from_model_config(config)
+    return frozenset(token_ids(generation.eos_token_id) + token_ids(tokenizer.eos_token_id))
+
+
+def token_ids(named: int | Sequence[int] | None) -> list[int]:
+    """What a configuration's eos_token_id stands for: one token, several, or none."""
+    return [named] if isinstance(named, int) else list(named or ())
 
 
 def require_adapter(adapter: Path, flag: str = "--adapter") -> dict:

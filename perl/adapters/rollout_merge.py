@@ -1,0 +1,214 @@
+"""The adapter merged into the base's weights while completions are sampled, and gone bit for bit afterwards.
+
+    with merge.applied():
+        model.generate(...)
+
+A decoded token then costs the base's products alone. On a CPU in float32 nothing is written to the base: the copy of
+each weight in oneDNN's layout (perl.engines.linear) is made of the merged weight. Elsewhere the weights are written in
+place, so that a captured graph finds them, and return from a copy: subtracting the update again would leave another
+base behind each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from perl import device
+from perl.adapters.batched import batched
+from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
+from perl.engines.linear import pack, packable, unpack
+from perl.sharding import resharded
+
+log = logging.getLogger(__name__)
+
+MEASURED_LAYERS = 8
+"""Layers from which the rounding error is estimated, spread over the model."""
+PINNED_BYTES = 2**29
+"""Pinned memory is taken in pieces of this size: torch rounds each piece up to a power of two."""
+
+
+class RolloutMerge:
+    """Prepares the weights of `model` for a rollout.
+
+    Args:
+        model: a PeftModel, not wrapped by DDP or DeepSpeed.
+        merge: True merges wherever it is possible, False never does, "auto" merges unless rounding to the weights'
+            dtype would lose more than ACCEPTED_ROUNDING_ERROR of the update.
+    """
+
+    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto"):
+        self.model, self.merge = model, merge
+        self.layers = adapted_layers(model)
+        self.merged = False
+        """Whether the weights that compute hold the adapter now."""
+        self.rounding_error: float | None = None
+        """Relative rounding error of the update in the last rollout (perl.adapters.layers.RoundingError), None where
+        nothing was to be merged."""
+        self._written: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        """While merged in place: each weight's name, itself, and the copy it returns from."""
+        self._packed: list[nn.Module] = []
+        """Layers that compute with a packed copy now."""
+        self._kept: dict[str, _Kept] = {}
+        self._host = _HostMemory()
+        self._said = ""
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The weights that compute hold the adapter inside this context, unless something stands against it, which one
+        line in the log says; the base has its own bits at the end, also on an exception. An unmerged adapter computes
+        its updates in fewer products (perl.adapters.batched). On a CPU all linear layers are prepacked. The adapter
+        must not change inside, and nothing can be differentiated."""
+        with resharded(self.model), contextlib.ExitStack() as stack:
+            to_pack = set(packable(self.model))
+            stack.callback(self._restore)
+            if self._wanted():
+                self.merged = True
+                for adapted in self.layers:
+                    layer: Any = adapted.layer
+                    if layer.get_base_layer() in to_pack:
+                        self._pack(layer, **adapted.merged())
+                    else:
+                        self._write(adapted)
+                    to_pack -= set(layer.modules())
+            else:
+                stack.enter_context(batched(self.layers))
+            for layer in to_pack:
+                self._pack(layer, layer.weight, layer.bias)
+            yield
+
+    def _pack(self, layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._packed.append(layer)
+        pack(layer, weight, bias)
+
+    def _wanted(self) -> bool:
+        """Decide for this rollout; the log says so where it was decided otherwise before."""
+        self.rounding_error = None
+        if self.merge is False:
+            return False
+        if reason := self._impossible():
+            self._say(f"rollouts: the adapter is not merged into the weights: {reason}")
+            return False
+        self.rounding_error = error = self._measure()
+        dtype = str(next(iter(self.layers[0].weights().values())).dtype).removeprefix("torch.")
+        small = error <= ACCEPTED_ROUNDING_ERROR
+        loss = f"rounding to {dtype} loses {'at most' if small else 'over'} {ACCEPTED_ROUNDING_ERROR:.0%} of it"
+        if not small and self.merge == "auto":
+            self._say(f"rollouts: the adapter stays unmerged, as {loss}", f" ({error:.0%} now)")
+            return False
+        self._say(f"rollouts: the adapter is merged into the weights; {loss}", f" ({error:.2%} now)")
+        return True
+
+    def _say(self, decision: str, now: str = "") -> None:
+        if decision != self._said:
+            log.info("%s%s", decision, now)
+        self._said = decision
+
+    def _impossible(self) -> str | None:
+        """Why the adapter can't be merged, or None where it can."""
+        if not self.layers:
+            return "this method changes no weights"
+        mine = {id(p) for adapted in self.layers for p in adapted.layer.get_base_layer().parameters(recurse=False)}
+        seen: set[int] = set()
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) in mine & seen:
+                return f"{name.removeprefix('base_model.model.')} is tied to another weight"
+            seen.add(id(parameter))
+        for adapted in self.layers:
+            if reason := adapted.cannot_merge():
+                return reason
+        try:
+            self.layers[0].merged()
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if device.is_out_of_memory(error):
+                raise
+            return f"PEFT can't merge it: {' '.join(str(error).split())[:200]}"
+        return None
+
+    @torch.no_grad()
+    def _measure(self) -> float:
+        """Relative rounding error over a few layers, the same on all ranks."""
+        error = RoundingError()
+        stride = -(-len(self.layers) // MEASURED_LAYERS)
+        for adapted in self.layers[::stride]:
+            weights = adapted.weights()
+            if all(weight.dtype == torch.float32 for weight in weights.values()):
+                continue  # merged weights are float32: nothing is rounded
+            for name, merged in adapted.merged().items():
+                error.add(weights[name], merged, weights[name].dtype)
+        if dist.is_available() and dist.is_initialized():
+            both = torch.tensor([error.lost, error.update], device=next(iter(self.layers[0].weights().values())).device)
+            dist.all_reduce(both)
+            error.lost, error.update = both.tolist()
+        return error.relative
+
+    @torch.no_grad()
+    def _write(self, adapted: AdaptedLayer) -> None:
+        merged = adapted.merged()
+        for own, weight in adapted.weights().items():
+            name = f"{adapted.name}.{own}"
+            self._written.append((name, weight, self._clean(name, weight)))
+            weight.copy_(merged[own])
+        adapted.layer.merged_adapters[:] = adapted.layer.active_adapters
+
+    def _clean(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A copy of a weight without the adapter. An accelerator's lies in pinned host memory, and is kept for the run,
+        as the base is frozen: it is copied again only where the tensor is another one (ZeRO-3 gathers anew for each
+        rollout) or has been written to by somebody else."""
+        if weight.device.type == "cpu":
+            return weight.clone()
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = self._kept[name] = _Kept(self._host.like(weight))
+        if kept.storage != _identity(weight):
+            kept.copy.copy_(weight)
+        return kept.copy
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for name, weight, clean in self._written:
+            weight.copy_(clean, non_blocking=True)
+            if name in self._kept:
+                self._kept[name].storage = _identity(weight)
+        self._written.clear()
+        while self._packed:
+            unpack(self._packed.pop())
+        for adapted in self.layers:
+            adapted.layer.merged_adapters.clear()
+        self.merged = False
+
+
+@dataclass
+class _Kept:
+    """The copy of a clean weight that is kept for the run."""
+
+    copy: torch.Tensor
+    storage: tuple[int, int] | None = None
+    """`_identity` of the weight when it was last known to equal the copy."""
+
+
+def _identity(weight: torch.Tensor) -> tuple[int, int]:
+    """Changes with the tensor's place in memory and with each write to it."""
+    return weight.data_ptr(), weight._version
+
+
+class _HostMemory:
+    """Pinned host memory for tensors that stay: an accelerator copies to and from it directly."""
+
+    def __init__(self):
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An uninitialised tensor of the shape and dtype of `tensor`."""
+        size = -(-tensor.nbytes // 64) * 64  # aligned
+        if len(self._free) < size:
+            self._free = torch.empty(max(size, PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
+        place, self._free = self._free[: tensor.nbytes], self._free[size:]
+        return place.view(tensor.dtype).view(tensor.shape)
