@@ -296,6 +296,11 @@ def empty_cache() -> None:
         module.empty_cache()
 
 
+def takes_bottom_right(where: torch.device) -> bool:
+    """Whether sdpa on such a device computes torch.nn.attention.bias.causal_lower_right without making a mask of it."""
+    return where.type == "cuda"
+
+
 def captures_by_default() -> bool:
     """Whether decode steps are captured unless somebody says otherwise: on CUDA; on Ascend eager is the default."""
     return detect().kind == "cuda"

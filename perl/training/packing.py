@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from perl.device import takes_bottom_right
 from perl.engines.attention import adopt
 from perl.engines.decoder import unsupported_reason
 from perl.training.metrics import Work, sequences
@@ -158,7 +159,7 @@ class Packing:
     def _bottom_right(self, before: int, own: int, device: torch.device) -> torch.Tensor:
         """What sdpa takes for `own` queries that see `before` keys and those of their own up to themselves: on CUDA a
         word for it, elsewhere a part of one mask [longest row, longest prefix + longest row] of all rows and layers."""
-        if device.type == "cuda":
+        if takes_bottom_right(device):
             return causal_lower_right(own, before + own)
         prefix = max(_length(group.prefix) for group in self.groups)
         if self._mask is None:
