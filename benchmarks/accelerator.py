@@ -115,12 +115,15 @@ def plan(options: argparse.Namespace) -> list[Case]:
 
 
 class Captures:
-    """Counts the graphs that this process captures, and the seconds that it takes."""
+    """Counts the graphs that a side captures, and the seconds that it takes."""
 
     def __init__(self):
-        self.count, self.seconds = 0, 0.0
         self._capture = device.capture
         device.capture = self._counted
+        self.restart()
+
+    def restart(self) -> None:
+        self.count, self.seconds = 0, 0.0
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         started = clock()
@@ -158,6 +161,7 @@ class CaseRun:
             self.report({"kind": "bandwidth", "gb_s": round(self.bandwidth / 1e9, 1)})
         nothing_to_capture = self.case.kind == "update" or device.detect().kind == "cpu"
         for side in ("perl", "trl") if nothing_to_capture else SIDES:
+            self.captures.restart()
             with tempfile.TemporaryDirectory() as folder, self.attempt(side, self.case.shapes):
                 measure(side, folder)
             gc.collect()
