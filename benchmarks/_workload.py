@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,14 @@ from typing import Any, Literal
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from perl import device
@@ -46,6 +54,7 @@ def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: 
 
 
 MODELS: dict[str, dict[str, Any]] = {
+    "tiny": _shape(VOCABULARY, 64, 128, 2, 4, 2, tied=True),
     "28m": _shape(VOCABULARY, 512, 1408, 7, 8, 2, tied=True),
     "qwen2.5-0.5b": _shape(151_936, 896, 4864, 24, 14, 2, tied=True),
     "qwen2.5-1.5b": _shape(151_936, 1536, 8960, 28, 12, 2, tied=True),
@@ -67,6 +76,8 @@ class Policy:
     """Of the weights, by torch's name."""
     merge_adapter: bool | Literal["auto"]
     capture_graphs: bool | Literal["auto"]
+    eos: tuple[int, ...] = (EOS,)
+    """Tokens that end a completion; the first is the tokenizer's, and is never drawn if it is not in the vocabulary."""
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Policy:
@@ -160,14 +171,16 @@ class ForcedLengths(LogitsProcessor):
 def make_model(policy: Policy) -> Qwen2ForCausalLM:
     """A Qwen2 with random weights, on the accelerator where there is one."""
     torch.manual_seed(0)
-    config: Any = Qwen2Config(**MODELS[policy.model], pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
+    eos: Any = list(policy.eos)
+    config: Any = Qwen2Config(**MODELS[policy.model], pad_token_id=PAD, eos_token_id=eos, bos_token_id=None)
     with device.torch_device():
         return Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, policy.dtype))
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is the word "wi"."""
-    words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCABULARY)}
+def make_tokenizer(eos: int = EOS) -> PreTrainedTokenizerFast:
+    """Token i is the word "wi", but for the end of a sequence, which is token `eos`."""
+    words = {"<pad>": PAD} | {f"w{i}": i for i in range(1, VOCABULARY)} | {"<eos>": eos}
+    words = {word: i for word, i in words.items() if i != eos or word == "<eos>"}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w5000"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
@@ -213,7 +226,7 @@ def make_trainer(side: str, policy: Policy, work: Workload, folder: str, reward:
         reward_funcs=reward,
         args=GRPOConfig(output_dir=folder, **(defaults | settings)),
         train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in prompt) for prompt in work.prompts]}),
-        processing_class=make_tokenizer(),
+        processing_class=make_tokenizer(policy.eos[0]),
         **extra,
     )
     trainer.state.max_steps = 1000  # train() sets its own; a rollout outside of it asks too
@@ -230,6 +243,33 @@ def force_lengths(trainer: Any, processor: ForcedLengths) -> None:
         return plain(*args, logits_processor=LogitsProcessorList([*(logits_processor or []), processor]), **kwargs)
 
     base.generate = generate
+
+
+class StepTimes(TrainerCallback):
+    """Measures each optimizer step of a trainer: seconds of the whole and of its rollout, memory. `report` gets them,
+    with the trainer's control, before the next step begins."""
+
+    def __init__(self, trainer: Any, report: Callable[[dict[str, float], Any], None]):
+        self.report = report
+        self.rollout_s = 0.0
+        self._generate = trainer._generate_single_turn
+        trainer._generate_single_turn = self._timed
+        trainer.add_callback(self)
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        started = clock()
+        result = self._generate(*args, **kwargs)
+        self.rollout_s += clock() - started
+        return result
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.memory, self.rollout_s, self.started = Memory(), 0.0, clock()
+        self.cpu = time.process_time()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        wall = clock() - self.started
+        seconds = {"wall_s": wall, "rollout_s": self.rollout_s, "update_s": wall - self.rollout_s}
+        self.report(seconds | {"cpu_s": time.process_time() - self.cpu} | self.memory.peak(), control)
 
 
 class Memory:
@@ -271,6 +311,22 @@ def measure_bandwidth(megabytes: int = 512) -> float:
         values.sum()
         best = min(best, clock() - started)
     return values.numel() * 4 / best
+
+
+def decode_bytes(policy: Policy, rows: int, context: float) -> float:
+    """Bytes that a decode step reads at least: the weights once, and the keys and values of `rows` rows of `context`
+    tokens. The adapter, merged or not, is below a hundredth of that and not counted."""
+    shape = MODELS[policy.model]
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    kept = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    linear = 2 * hidden * (hidden + kept) + 3 * hidden * shape["intermediate_size"]
+    weights = layers * linear + shape["vocab_size"] * hidden
+    return getattr(torch, policy.dtype).itemsize * (weights + rows * context * 2 * kept * layers)
+
+
+def decode_flops(policy: Policy) -> float:
+    """Operations of the linear layers for one token."""
+    return 2 * decode_bytes(policy, 0, 0) / getattr(torch, policy.dtype).itemsize
 
 
 def measure_flops(policy: Policy, rows: int = 32) -> float:

@@ -25,6 +25,8 @@ from benchmarks._workload import (
     Workload,
     add_policy_arguments,
     clock,
+    decode_bytes,
+    decode_flops,
     draw_workload,
     force_lengths,
     make_trainer,
@@ -76,23 +78,17 @@ class Sides:
         return seconds
 
 
-def limits(work: Workload, config: Any, bandwidth: float, flops: float) -> tuple[float, float]:
+def limits(policy: Policy, work: Workload, bandwidth: float, flops: float) -> tuple[float, float]:
     """Tokens a second that memory and that arithmetic allow while `work` is decoded."""
-    kept = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    linear = 2 * config.hidden_size * (config.hidden_size + kept) + 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_hidden_layers * linear + config.vocab_size * config.hidden_size
-    context = len(work.prompts[0]) + work.longest / 2
-    rows = len(work.lengths)
-    cache = rows * context * 2 * kept * config.num_hidden_layers
-    return rows * bandwidth / (config.dtype.itemsize * (weights + cache)), flops / (2 * weights)
+    rows, context = len(work.lengths), len(work.prompts[0]) + work.longest / 2
+    return rows * bandwidth / decode_bytes(policy, rows, context), flops / decode_flops(policy)
 
 
 def measure(sides: Sides, work: Workload, bandwidth: float, repeats: int) -> dict[str, Any]:
     """One row of the table: the best of `repeats` rollouts of each side."""
     best = {side: min(sides.seconds(side, work) for _ in range(repeats)) for side in SIDES}
     tokens = sum(work.lengths)
-    config = sides.trainers["ours"].model.get_base_model().config
-    by_memory, by_arithmetic = limits(work, config, bandwidth, measure_flops(sides.policy, len(work.lengths)))
+    by_memory, by_arithmetic = limits(sides.policy, work, bandwidth, measure_flops(sides.policy, len(work.lengths)))
     reached = tokens / best["ours"]
     return {
         "prompts": len(work.prompts),

@@ -17,20 +17,17 @@ import itertools
 import json
 import sys
 import tempfile
-import time
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from benchmarks._side import Side, answer, ratio, take_turns, wait_for_turn
 from benchmarks._workload import (
     FIRST_MARKER,
     ForcedLengths,
-    Memory,
     Policy,
+    StepTimes,
     add_policy_arguments,
-    clock,
     draw_workload,
     force_lengths,
     make_trainer,
@@ -46,31 +43,16 @@ def flat_groups(share: float, steps: int, groups: int) -> list[int]:
     return [later - earlier for earlier, later in itertools.pairwise(bounds)]
 
 
-class StepTurns(TrainerCallback):
-    """Holds the trainer before each optimizer step until it is this side's turn, and measures the step."""
+class StepTurns(StepTimes):
+    """Holds the trainer before each optimizer step until it is this side's turn, and answers with its times."""
 
     def __init__(self, trainer: Any):
-        self.rollout_s = 0.0
-        self._generate = trainer._generate_single_turn
-        trainer._generate_single_turn = self._timed
-        trainer.add_callback(self)
-
-    def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        started = clock()
-        result = self._generate(*args, **kwargs)
-        self.rollout_s += clock() - started
-        return result
+        super().__init__(trainer, lambda times, control: answer(times))
 
     def on_step_begin(self, args, state, control, **kwargs):
         if not wait_for_turn():
             sys.exit()
-        self.memory, self.rollout_s, self.started = Memory(), 0.0, clock()
-        self.cpu = time.process_time()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        wall = clock() - self.started
-        seconds = {"wall_s": wall, "rollout_s": self.rollout_s, "update_s": wall - self.rollout_s}
-        answer(seconds | {"cpu_s": time.process_time() - self.cpu} | self.memory.peak())
+        super().on_step_begin(args, state, control, **kwargs)
 
 
 def train(side: str, options: argparse.Namespace) -> None:

@@ -156,7 +156,13 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
     ("python", "-m", "perl"): tool,
     **{
         ("python", "-m", name): lambda words, name=name: benchmark([name, *words])
-        for name in ("benchmarks.rollout", "benchmarks.train_step", "benchmarks.scaling", "benchmarks.reward_curves")
+        for name in (
+            "benchmarks.rollout",
+            "benchmarks.train_step",
+            "benchmarks.scaling",
+            "benchmarks.reward_curves",
+            "benchmarks.accelerator",
+        )
     },
     ("python", "-m", "benchmarks.evaluator"): lambda words: benchmark(["benchmarks.evaluator.__main__", *words]),
     ("bash", "scripts/check_npu_env.sh"): lambda words: tool(["doctor", *words]),
