@@ -1,4 +1,4 @@
-"""Rewards by name: thin functions over grading, so that training is paid by the evaluator's own verdicts.
+"""Rewards by name: thin functions over grading, so that training is rewarded by the evaluator's own verdicts.
 
 Each is called as TRL 1.16 calls a reward function: `(prompts, completions, completion_ids, **columns)` with one entry
 per completion, and gives one float per completion. Columns that ours read: `gold` and `task` of each row.
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from perl.config.load import Config
 from perl.errors import UserError, lookup
 from perl.grading import RULES, Grader
 from perl.records import Grade
@@ -34,6 +35,14 @@ class RewardContext:
     """Tokens after which a completion is cut off."""
     overlong_cache_length: int
     """The last tokens of max_completion_length over which `overlong` falls from 0 to -1."""
+
+
+def reward_context(config: Config, grader: Grader) -> RewardContext:
+    return RewardContext(
+        grader=grader,
+        max_completion_length=config.training.max_completion_length or 0,
+        overlong_cache_length=int(config.reward.overlong_cache_length),
+    )
 
 
 def accuracy(context: RewardContext) -> RewardFunction:

@@ -89,16 +89,43 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
         ({"training.num_generations": 3}, "does not divide the 16 completions"),
         ({"peft.type": "lorra"}, "did you mean 'lora'"),
         ({"reward.functions": '["acuracy"]'}, "did you mean 'accuracy'"),
+        ({"training.num_generations": 1}, "a group needs at least 2 completions"),
+        ({"training.loss_type": "ppo"}, "unknown loss 'ppo'"),
+        ({"training.importance_sampling_level": "row"}, "importance_sampling_level: unknown"),
+        ({"training.use_vllm": "true"}, "use --config.rollout.engine fast"),
+        ({"training.max_steps": 0}, "max_steps 0: no step to train"),
+        ({"training.sync_ref_model": "true"}, "its base, which never changes"),
+        ({"training.gradient_accumulation_steps": 32}, "8 prompts, but a generation batch takes"),
+        ({"training.resume_from_checkpoint": "true"}, "no checkpoint in outputs"),
+        ({"training.output_dir": "/dev/null/run"}, "/dev/null is no folder"),
+        ({"reward.functions": '["overlong"]', "reward.overlong_cache_length": 64}, "must be between 1 and"),
+        (
+            {"dataset.max_prompt_length": 3, "dataset.filter_overlong_prompts": "false"},
+            "8 prompts are longer than 3 tokens",
+        ),
     ],
 )
-def test_the_plan_finds_every_mistake_before_anything_starts(model, sums, monkeypatch, changes, said):
+def test_the_plan_finds_every_mistake_before_anything_starts(tmp_path, model, sums, monkeypatch, changes, said):
     from perl.errors import UserError
     from perl.tools.launch import plan
 
     monkeypatch.delenv("NUM_PROCESSES", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=said):
         plan(flags(model, sums, **changes))
+    assert list(tmp_path.iterdir()) == [sums]
+
+
+def test_the_plan_checks_the_batch_of_all_processes(model, sums, monkeypatch):
+    from perl.errors import UserError
+    from perl.tools.launch import plan
+
+    monkeypatch.setenv("NUM_PROCESSES", "3")
+    argv = flags(model, sums, **{"training.num_generations": 4, "training.gradient_accumulation_steps": 1})
+    with pytest.raises(UserError, match="num_generations 5 does not divide the 24 completions"):
+        plan([*argv, "--config.training.num_generations", "5"])
+    plan(argv)  # 8 x 3 completions hold groups of 4
 
 
 def test_a_failure_while_training_ends_with_the_log_and_its_exit_code(tmp_path, model, sums):

@@ -72,13 +72,18 @@ class Parsed:
     """One line for each flag that the user set and that has no effect in this run."""
     parser: Parser
 
-    def build(self) -> Config:
-        """Make the Config; GRPOConfig checks itself here, and an error of its is a UserError."""
-        from perl.config.training import TrainingConfig
+    def build(self, processes: int | None = None) -> Config:
+        """Make the Config; GRPOConfig checks itself here, and an error of its is a UserError.
+
+        Args:
+            processes: check it for a run of so many processes, without starting this one's process group.
+        """
+        from perl.config.training import TrainingConfig, planned
 
         ours = {name: group(**_as_dict(self.values[name])) for name, group in GROUPS.items()}
         try:
-            training = TrainingConfig(**_as_dict(self.values.training))
+            kind = TrainingConfig if processes is None else planned(processes)
+            training = kind(**_as_dict(self.values.training))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UserError(f"--config.training: {error}") from error
         return Config(**ours, training=training)

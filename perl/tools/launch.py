@@ -14,34 +14,29 @@ import sys
 from pathlib import Path
 
 from perl import device
-from perl.adapters import ADAPTERS
 from perl.config.load import parse
-from perl.errors import UserError, lookup, report_errors
-from perl.rewards import check_rewards
-from perl.tasks import load_problems, training_split
+from perl.errors import UserError, report_errors
 from perl.training.rundir import default_run_dir
 
 CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
 
 
 def plan(argv: list[str]) -> dict[str, str]:
-    """Device, number of processes, accelerate file and run folder for the training run that `argv` describes."""
-    from perl.training.setup import load_tokenizer
+    """Device, number of processes, accelerate file and run folder for the training run that `argv` describes.
 
-    values = parse(argv).values
-    lookup(ADAPTERS, values.peft.type, "adapter type", "--config.peft.type")
-    check_rewards(values.reward.functions)
-    load_tokenizer(values.model.model_name_or_path)
-    data = values.dataset
-    split = data.split or training_split(data.dataset_name_or_path)
-    load_problems(data.dataset_name_or_path, split=split, limit=1, task=data.task)
+    Raises UserError for whatever perl.train would find before it loads the model.
+    """
+    from perl.training.preflight import check_run
 
+    parsed = parse(argv)
+    values = parsed.values
     devices = device.detect()
     processes = requested_processes(devices)
-    check_batch(values.training, processes)
+    config = parsed.build(processes)
+    run_dir = values.training.output_dir or default_run_dir(values.model.model_name_or_path, devices.kind)
+    check_run(config, Path(run_dir))
     variable = device.VISIBILITY_VARIABLE[devices.kind]
     visible = device.worker_environment(0).get(variable, "") if variable and processes == 1 else ""
-    run_dir = values.training.output_dir or default_run_dir(values.model.model_name_or_path, devices.kind)
     return {
         "DEVICE": devices.kind,
         "NUM_PROCESSES": str(processes),
@@ -64,18 +59,6 @@ def requested_processes(devices: device.Devices) -> int:
             f" give at most {devices.count}, or look at {device.VISIBILITY_VARIABLE[devices.kind]}"
         )
     return int(text)
-
-
-def check_batch(training, processes: int) -> None:
-    """A generation batch must hold whole groups; TRL would say so too, but after every process has started."""
-    steps = training.steps_per_generation or training.gradient_accumulation_steps
-    batch = training.generation_batch_size or training.per_device_train_batch_size * processes * steps
-    if batch % training.num_generations:
-        raise UserError(
-            f"--config.training.num_generations {training.num_generations} does not divide the {batch} completions of a"
-            f" step (per_device_train_batch_size {training.per_device_train_batch_size} x {processes} processes x"
-            f" {steps} accumulation steps); change one of them"
-        )
 
 
 def default_config(kind: str, processes: int) -> str:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from perl.device import detect
 from perl.errors import UserError
-from perl.training.run import last_whole_checkpoint, train
+from perl.training.run import train
+from perl.training.rundir import last_whole_checkpoint
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
