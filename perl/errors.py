@@ -36,6 +36,14 @@ class RankError(UserError):
     exit_code = 1
 
 
+class Stopped(Exception):
+    """A signal ends the run in good order; exit code 128 and the signal's number, as a shell has it (SIGTERM: 143)."""
+
+    def __init__(self, message: str, signum: int):
+        super().__init__(message)
+        self.exit_code = 128 + signum
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The entry of `known` most similar to `name`, or None when nothing is similar (difflib ratio below 0.6)."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -61,7 +69,7 @@ def lookup(table: Mapping[str, T], name: str, kind: str, flag: str = "") -> T:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn a UserError into one line on stderr and its exit code, and Ctrl-C into exit code 130.
+    """Turn a UserError or Stopped into one line on stderr and its exit code, and Ctrl-C into exit code 130.
 
     Of several launched processes only rank 0 prints. The others wait for the launcher to end them: the first to exit
     would have rank 0 killed before it has said what is wrong. A RankError is printed by the process that meets it,
@@ -80,6 +88,11 @@ def report_errors() -> Iterator[None]:
         else:
             time.sleep(RANK_0_SPEAKS_S)
         sys.exit(error.exit_code)
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"stopped: {stopped}\n")
+            sys.stderr.flush()
+        sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

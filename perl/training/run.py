@@ -22,7 +22,7 @@ from perl.grading import Grader
 from perl.noise.callback import NoiseStageCallback
 from perl.rewards import build_rewards, reward_context
 from perl.training import rundir, tracking
-from perl.training.callbacks import MetricsWriter, ProgressLine
+from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import check_processes, check_run
 from perl.training.setup import load_model
@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 def train(argv: Sequence[str]) -> Path:
     """Train as the command line `argv` says and return the run's folder; adapter/ in it is the result.
 
-    Raises UserError, before a model is loaded, for whatever the user can fix.
+    Raises:
+        UserError: before a model is loaded, for whatever the user can fix.
+        Stopped: a signal ended the run, after a checkpoint.
     """
     parsed = parse(argv)
     check_processes()
@@ -48,7 +50,11 @@ def train(argv: Sequence[str]) -> Path:
     checked = check_run(config, run_dir)
 
     trainer_class = import_trainer(config)
-    with explain_out_of_memory(config) as watch, Grader(deadline_s=config.reward.deadline_s) as grader:
+    with (
+        StopOnSignal() as stop,
+        explain_out_of_memory(config) as watch,
+        Grader(deadline_s=config.reward.deadline_s) as grader,
+    ):
         rewards = build_rewards(config.reward.functions, reward_context(config, grader))
         open_run(run_dir, config, parsed)
         with users_error("--config"):  # TRL checks combinations of its own arguments
@@ -63,13 +69,14 @@ def train(argv: Sequence[str]) -> Path:
                 noise=config.noise_injection,
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
-                callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine()],
+                callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine(), stop],
             )
         watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
         if config.noise_injection.enabled:
             trainer.add_callback(NoiseStageCallback(config.noise_injection))
         trainer.train(resume_from_checkpoint=checked.checkpoint)
+        stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_adapter(trainer, run_dir / "adapter")
     return run_dir
 
