@@ -131,6 +131,26 @@ def test_the_plan_checks_the_batch_of_all_processes(model, sums, monkeypatch):
     plan(argv)  # 8 x 3 completions hold groups of 4
 
 
+def test_one_device_needs_no_deepspeed_and_several_say_how_to_do_without(monkeypatch):
+    from perl.errors import UserError
+    from perl.tools import launch
+
+    monkeypatch.delenv("ACCELERATE_CONFIG", raising=False)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    for kind in ("cuda", "npu", "cpu"):
+        assert Path(launch.accelerate_config(kind, 1)).name == "single.yaml"
+    assert Path(launch.accelerate_config("cpu", 2)).name == "cpu.yaml"
+    for kind in ("cuda", "npu"):
+        with pytest.raises(UserError, match=f"needs DeepSpeed.*accelerate/{kind}_ddp.yaml"):
+            launch.accelerate_config(kind, 2)
+        monkeypatch.setenv("ACCELERATE_CONFIG", f"{launch.CONFIG_FOLDER}/{kind}_ddp.yaml")
+        assert launch.accelerate_config(kind, 2) == f"{launch.CONFIG_FOLDER}/{kind}_ddp.yaml"
+        monkeypatch.delenv("ACCELERATE_CONFIG")
+    monkeypatch.setenv("ACCELERATE_CONFIG", "nowhere.yaml")
+    with pytest.raises(UserError, match=r"ACCELERATE_CONFIG=nowhere.yaml: not a readable YAML file"):
+        launch.accelerate_config("cuda", 2)
+
+
 def test_a_failure_while_training_ends_with_the_log_and_its_exit_code(tmp_path, model, sums):
     reward = tmp_path / "broken.py"
     reward.write_text("def broken(**kwargs):\n    raise RuntimeError('no reward today')\n")
@@ -183,6 +203,10 @@ def start(tmp_path, model, sums):
     yield begin
     for process in started:
         process.kill()
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def wait_for(text, log, seconds=120):

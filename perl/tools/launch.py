@@ -8,16 +8,20 @@ line and exit code 2 instead of a launcher's traceback.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
 from pathlib import Path
+
+import yaml
 
 from perl import device
 from perl.config.load import parse
 from perl.errors import UserError, report_errors
 from perl.training.rundir import default_run_dir
 
+CONFIG_FOLDER = Path(__file__).parents[2] / "scripts" / "accelerate"
 CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
 
 
@@ -40,7 +44,7 @@ def plan(argv: list[str]) -> dict[str, str]:
     return {
         "DEVICE": devices.kind,
         "NUM_PROCESSES": str(processes),
-        "ACCELERATE_CONFIG": os.environ.get("ACCELERATE_CONFIG") or default_config(devices.kind, processes),
+        "ACCELERATE_CONFIG": accelerate_config(devices.kind, processes),
         "RUN_DIR": str(Path(run_dir).absolute()),
         "VISIBLE": f"{variable}={visible}" if visible else "",
     }
@@ -61,9 +65,22 @@ def requested_processes(devices: device.Devices) -> int:
     return int(text)
 
 
-def default_config(kind: str, processes: int) -> str:
-    folder = Path(__file__).parents[2] / "scripts" / "accelerate"
-    return str(folder / ("single.yaml" if processes == 1 and kind == "cpu" else CONFIGS[kind]))
+def accelerate_config(kind: str, processes: int) -> str:
+    """ACCELERATE_CONFIG if set, else single.yaml for one process, else what is usual on the device."""
+    chosen = os.environ.get("ACCELERATE_CONFIG")
+    default = "single.yaml" if processes == 1 else CONFIGS[kind]
+    path = Path(chosen) if chosen else CONFIG_FOLDER / default
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"ACCELERATE_CONFIG={chosen}: not a readable YAML file; take one of {CONFIG_FOLDER}") from error
+    if content.get("distributed_type") == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
+        without = f"{kind}_ddp.yaml" if kind != "cpu" else "cpu.yaml"
+        raise UserError(
+            f"{path.name} needs DeepSpeed, which is not installed: pip install deepspeed, or do without it by"
+            f" ACCELERATE_CONFIG={CONFIG_FOLDER / without}"
+        )
+    return str(path)
 
 
 def main() -> None:
