@@ -174,6 +174,7 @@ def test_the_exit_code_is_the_training_processs_and_nothing_is_said_of_the_launc
 
 SLOW = """import time
 def slow(completions, **kwargs):
+    print("grading now", flush=True)
     time.sleep({seconds})
     return [float(len(c[0]["content"]) % 7) for c in completions]
 """
@@ -261,8 +262,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
 
 def test_a_second_signal_does_not_wait_for_the_step(tmp_path, start):
     script = start(1000, processes=2)
-    wait_for("run folder: ", tmp_path / "run" / "output.log")
-    time.sleep(8)  # into the first step
+    wait_for("grading now", tmp_path / "run" / "output.log")
     script.send_signal(signal.SIGTERM)
     wait_for("stopping: SIGTERM", tmp_path / "run" / "output.log")
     time.sleep(1.2)
