@@ -5,7 +5,7 @@
 #
 # Environment (all optional):
 #   NUM_PROCESSES      processes, one a device (all visible devices; 1 on a CPU)
-#   ACCELERATE_CONFIG  one of scripts/accelerate/*.yaml (ZeRO-2 on NPUs and GPUs)
+#   ACCELERATE_CONFIG  one of scripts/accelerate/*.yaml (single.yaml for one process, ZeRO-2 on several NPUs or GPUs)
 #   PYTHON             the Python to use (.venv-train's, as install_npu.sh makes it, else .venv's, else python3)
 # Everything is written to <run folder>/output.log; progress and errors stay on the screen.
 set -euo pipefail
