@@ -29,8 +29,7 @@ from trl import GRPOTrainer
 from perl.adapters import ADAPTERS
 from perl.config.load import Config, parse
 from perl.grading import Grader
-from perl.rewards import build_rewards
-from perl.training.run import reward_context
+from perl.rewards import build_rewards, reward_context
 from perl.training.setup import build_dataset, load_model, load_tokenizer
 from perl.training.trainer import PerlGRPOTrainer
 

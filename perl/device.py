@@ -97,7 +97,8 @@ def default_dtype() -> torch.dtype:
     import torch
 
     kind = detect().kind
-    if kind == "cpu" or (kind == "cuda" and not torch.cuda.is_bf16_supported()):
+    # A GPU before Ampere emulates bfloat16, slower than float32; without the argument that counts as support.
+    if kind == "cpu" or (kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)):
         return torch.float32
     return torch.bfloat16
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import select
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 EXIT_USER_ERROR = 2
+EXIT_BROKEN_PIPE = 141
+"""128 + SIGPIPE, as any program that writes into `| head`."""
 RANK_0_SPEAKS_S = 30.0
 RANKS_APART_S = 1.0
 
@@ -36,10 +39,21 @@ class RankError(UserError):
     exit_code = 1
 
 
+class Stopped(Exception):
+    """A signal ends the run in good order; exit code 128 and the signal's number, as a shell has it (SIGTERM: 143)."""
+
+    def __init__(self, message: str, signum: int):
+        super().__init__(message)
+        self.exit_code = 128 + signum
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The entry of `known` most similar to `name`, or None when nothing is similar (difflib ratio below 0.6)."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """The entry of `known` most similar to `name`, or None when nothing is similar (difflib ratio below 0.6).
+    Upper and lower case are the same."""
+    entries = list(known)
+    lower = [entry.lower() for entry in entries]
+    matches = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    return entries[lower.index(matches[0])] if matches else None
 
 
 def lookup(table: Mapping[str, T], name: str, kind: str, flag: str = "") -> T:
@@ -61,14 +75,20 @@ def lookup(table: Mapping[str, T], name: str, kind: str, flag: str = "") -> T:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn a UserError into one line on stderr and its exit code, and Ctrl-C into exit code 130.
+    """Turn a UserError or Stopped into one line on stderr and its exit code, and Ctrl-C into exit code 130.
 
     Of several launched processes only rank 0 prints. The others wait for the launcher to end them: the first to exit
     would have rank 0 killed before it has said what is wrong. A RankError is printed by the process that meets it,
-    and later by a higher rank, so that the launcher ends those that meet it at the same time.
+    and later by a higher rank, so that the launcher ends those that meet it at the same time. Where the reader of
+    stdout has gone (`| head`) the process ends quietly, as with SIGPIPE.
     """
     try:
-        yield
+        try:
+            yield
+        except SystemExit:
+            sys.stdout.flush()  # here, where a closed pipe can still be dealt with
+            raise
+        sys.stdout.flush()
     except UserError as error:
         alone = isinstance(error, RankError)
         if alone:
@@ -80,6 +100,26 @@ def report_errors() -> Iterator[None]:
         else:
             time.sleep(RANK_0_SPEAKS_S)
         sys.exit(error.exit_code)
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"stopped: {stopped}\n")
+            sys.stderr.flush()
+        sys.exit(stopped.exit_code)
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        sys.exit(EXIT_BROKEN_PIPE)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _stdout_is_closed() -> bool:
+    """Whether it is stdout whose reader has gone (`| head`), not some other pipe. If so, what is left goes nowhere, or
+    the interpreter would complain at its end."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

@@ -12,6 +12,10 @@ Message = dict[str, str]
 """One chat message: {"role": "system" | "user" | "assistant", "content": text}."""
 
 
+PROGRESS = "progress: "
+"""Start of a progress line of the training: whoever runs it shows these lines and keeps the others in a log."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One row of a task, as its source gave it."""

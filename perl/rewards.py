@@ -1,4 +1,4 @@
-"""Rewards by name: thin functions over grading, so that training is paid by the evaluator's own verdicts.
+"""Rewards by name: thin functions over grading, so that training is rewarded by the evaluator's own verdicts.
 
 Each is called as TRL 1.16 calls a reward function: `(prompts, completions, completion_ids, **columns)` with one entry
 per completion, and gives one float per completion. Columns that ours read: `gold` and `task` of each row.
@@ -7,6 +7,7 @@ per completion, and gives one float per completion. Columns that ours read: `gol
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from perl.config.load import Config
 from perl.errors import UserError, lookup
 from perl.grading import RULES, Grader
 from perl.records import Grade
@@ -23,6 +25,8 @@ from perl.tasks import TASKS
 RewardFunction = Callable[..., Any]
 Texts = Sequence[str | Sequence[dict[str, Any]]]
 FLAG = "--config.reward.functions"
+GIVEN = ("completions", "completion_ids", "prompts", "gold", "task", "trainer_state", "log_extra", "log_metric")
+"""What TRL calls a reward with: our data set's columns and TRL's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,14 @@ class RewardContext:
     """Tokens after which a completion is cut off."""
     overlong_cache_length: int
     """The last tokens of max_completion_length over which `overlong` falls from 0 to -1."""
+
+
+def reward_context(config: Config, grader: Grader) -> RewardContext:
+    return RewardContext(
+        grader=grader,
+        max_completion_length=config.training.max_completion_length or 0,
+        overlong_cache_length=int(config.reward.overlong_cache_length),
+    )
 
 
 def accuracy(context: RewardContext) -> RewardFunction:
@@ -160,4 +172,29 @@ def _load(name: str) -> RewardFunction:
         defined = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
         wrong = "is no function" if found is not None else "is not defined there"
         raise UserError(f"{FLAG}: {name}: {function!r} {wrong}; functions there: {defined}")
+    _check_signature(name, found)
     return found
+
+
+def _check_signature(name: str, function: Callable[..., Any]) -> None:
+    """Raise a UserError for a function that could not be called as rewards are, with lists by keyword."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a builtin that does not tell
+        return
+    call = function.__name__ if hasattr(function, "__name__") else "it"
+    if {"solution_str", "ground_truth"} <= parameters.keys():
+        raise UserError(
+            f"{FLAG}: {name} is a reward of verl's form, for one text; write beside it and name instead: def"
+            f" reward(completions, gold, task, **others): return [{call}(t, c[0]['content'], g) for c, g, t in"
+            " zip(completions, gold, task)]"
+        )
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise UserError(f"{FLAG}: {name}: {call} must take **others too; TRL gives more than {', '.join(parameters)}")
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind in by_name]
+    if unknown := [n for n in needed if n not in GIVEN]:
+        raise UserError(
+            f"{FLAG}: {name}: nothing is given to {call} as {', '.join(unknown)}; a reward gets lists, by keyword, of"
+            f" {', '.join(GIVEN[:5])}"
+        )

@@ -1,8 +1,11 @@
 """scripts/trl/openr1/dapo_lora_npu.sh, run from another folder as a user would."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -89,25 +92,193 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
         ({"training.num_generations": 3}, "does not divide the 16 completions"),
         ({"peft.type": "lorra"}, "did you mean 'lora'"),
         ({"reward.functions": '["acuracy"]'}, "did you mean 'accuracy'"),
+        ({"training.num_generations": 1}, "a group needs at least 2 completions"),
+        ({"training.loss_type": "ppo"}, "unknown loss 'ppo'"),
+        ({"training.importance_sampling_level": "row"}, "importance_sampling_level: unknown"),
+        ({"training.use_vllm": "true"}, "use --config.rollout.engine fast"),
+        ({"training.max_steps": 0}, "max_steps 0: no step to train"),
+        ({"training.sync_ref_model": "true"}, "its base, which never changes"),
+        ({"training.gradient_accumulation_steps": 32}, "8 prompts, but a generation batch takes"),
+        ({"training.resume_from_checkpoint": "true"}, "no checkpoint in outputs"),
+        ({"training.output_dir": "/dev/null/run"}, "/dev/null is no folder"),
+        ({"reward.functions": '["overlong"]', "reward.overlong_cache_length": 64}, "must be between 1 and"),
+        (
+            {"dataset.max_prompt_length": 3, "dataset.filter_overlong_prompts": "false"},
+            "8 prompts are longer than 3 tokens",
+        ),
     ],
 )
-def test_the_plan_finds_every_mistake_before_anything_starts(model, sums, monkeypatch, changes, said):
+def test_the_plan_finds_every_mistake_before_anything_starts(tmp_path, model, sums, monkeypatch, changes, said):
     from perl.errors import UserError
     from perl.tools.launch import plan
 
     monkeypatch.delenv("NUM_PROCESSES", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=said):
         plan(flags(model, sums, **changes))
+    assert list(tmp_path.iterdir()) == [sums]
+
+
+def test_the_plan_checks_the_batch_of_all_processes(model, sums, monkeypatch):
+    from perl.errors import UserError
+    from perl.tools.launch import plan
+
+    monkeypatch.setenv("NUM_PROCESSES", "3")
+    argv = flags(model, sums, **{"training.num_generations": 4, "training.gradient_accumulation_steps": 1})
+    with pytest.raises(UserError, match="num_generations 5 does not divide the 24 completions"):
+        plan([*argv, "--config.training.num_generations", "5"])
+    plan(argv)  # 8 x 3 completions hold groups of 4
+
+
+def test_one_device_needs_no_deepspeed_and_several_say_how_to_do_without(monkeypatch):
+    from perl.errors import UserError
+    from perl.tools import launch
+
+    monkeypatch.delenv("ACCELERATE_CONFIG", raising=False)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    for kind in ("cuda", "npu", "cpu"):
+        assert Path(launch.accelerate_config(kind, 1)).name == "single.yaml"
+    assert Path(launch.accelerate_config("cpu", 2)).name == "cpu.yaml"
+    for kind in ("cuda", "npu"):
+        with pytest.raises(UserError, match=f"needs DeepSpeed.*accelerate/{kind}_ddp.yaml"):
+            launch.accelerate_config(kind, 2)
+        monkeypatch.setenv("ACCELERATE_CONFIG", f"{launch.CONFIG_FOLDER}/{kind}_ddp.yaml")
+        assert launch.accelerate_config(kind, 2) == f"{launch.CONFIG_FOLDER}/{kind}_ddp.yaml"
+        monkeypatch.delenv("ACCELERATE_CONFIG")
+    monkeypatch.setenv("ACCELERATE_CONFIG", "nowhere.yaml")
+    with pytest.raises(UserError, match=r"ACCELERATE_CONFIG=nowhere.yaml: not a readable YAML file"):
+        launch.accelerate_config("cuda", 2)
 
 
 def test_a_failure_while_training_ends_with_the_log_and_its_exit_code(tmp_path, model, sums):
     reward = tmp_path / "broken.py"
     reward.write_text("def broken(**kwargs):\n    raise RuntimeError('no reward today')\n")
     done = launch(flags(model, sums, **{"reward.functions": json.dumps([f"{reward}:broken"])}), tmp_path)
-    assert done.returncode not in (0, 2)
+    assert done.returncode == 1
     assert "no reward today" in done.stdout
     assert str(run_folder(done) / "output.log") in done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_exit_code_is_the_training_processs_and_nothing_is_said_of_the_launcher(tmp_path, model, sums, processes):
+    reward = tmp_path / "broken.py"
+    reward.write_text("import os\ndef broken(**kwargs):\n    os._exit(7)\n")
+    changes = {"reward.functions": json.dumps([f"{reward}:broken"]), "training.output_dir": "run"}
+    done = launch(flags(model, sums, **changes), tmp_path, NUM_PROCESSES=str(processes))
+    assert done.returncode == 7
+    assert done.stderr == f"training ended with exit code 7; the whole log is in {tmp_path}/run/output.log\n"
+    assert "Error" not in done.stdout
+    assert "CalledProcessError" not in (tmp_path / "run" / "output.log").read_text()
+
+
+SLOW = """import time
+def slow(completions, **kwargs):
+    print("grading now", flush=True)
+    time.sleep({seconds})
+    return [float(len(c[0]["content"]) % 7) for c in completions]
+"""
+
+
+@pytest.fixture
+def start(tmp_path, model, sums):
+    """`start(seconds, processes, **flags)`: the script in a folder `run`, each of whose steps takes so long."""
+    started = []
+
+    def begin(seconds, processes=1, **changes):
+        (tmp_path / "slow.py").write_text(SLOW.format(seconds=seconds))
+        rewards = {"reward.functions": json.dumps([f"{tmp_path}/slow.py:slow"]), "training.output_dir": "run"}
+        steps = {"training.max_steps": 200, "training.logging_steps": 1}
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "PYTHONPATH"))}
+        process = subprocess.Popen(
+            ["bash", str(SCRIPT), *flags(model, sums, **(rewards | steps | changes))],
+            cwd=tmp_path,
+            env=base | {"NUM_PROCESSES": str(processes)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def wait_for(text, log, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not (log.exists() and text in log.read_text(errors="replace")):
+        assert time.monotonic() < deadline, f"{text!r} did not come: {log.read_text() if log.exists() else 'no log'}"
+        time.sleep(0.1)
+
+
+def left_over(folder):
+    """Command lines of processes that were started for the run in `folder`."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_bytes().decode(errors="replace").split("\0")
+            if str(folder) in words and int(file.parent.name) != os.getpid():
+                found.append(words)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("processes", "sent"),
+    [
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+        (2, signal.SIGTERM),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, processes, sent):
+    script = start(0.3, processes)
+    folder = tmp_path / "run"
+    wait_for("progress: step 2/", folder / "output.log")
+    script.send_signal(sent)
+    shown, _ = script.communicate(timeout=60)
+    assert script.returncode == 128 + sent
+    (checkpoint,) = folder.glob("checkpoint-*")
+    step = int(checkpoint.name.rpartition("-")[2])
+    line = next(line for line in shown.splitlines() if line.startswith("stopped: "))
+    assert f"{sent.name} after step {step} of 200" in line
+    assert f"--config.training.output_dir {folder} --config.training.resume_from_checkpoint true" in line
+    assert {f"rollout_state_{rank}.pt" for rank in range(processes)} <= {file.name for file in checkpoint.iterdir()}
+    assert not (folder / "adapter").exists()
+    assert left_over(folder) == []
+
+    again = start(
+        0, 1, **{"training.resume_from_checkpoint": "true", "training.max_steps": step + 1}
+    )  # with another number of processes where there were two
+    assert again.wait(timeout=120) == 0, again.stdout.read()
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "reward" in row] == [*range(1, step + 2)]
+
+
+def test_a_second_signal_does_not_wait_for_the_step(tmp_path, start):
+    script = start(1000, processes=2)
+    wait_for("grading now", tmp_path / "run" / "output.log")
+    script.send_signal(signal.SIGTERM)
+    wait_for("stopping: SIGTERM", tmp_path / "run" / "output.log")
+    time.sleep(1.2)
+    script.send_signal(signal.SIGTERM)
+    script.communicate(timeout=20)
+    assert script.returncode == 143
+    assert left_over(tmp_path / "run") == []
+
+
+def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, start):
+    script = start(1000, processes=2)
+    wait_for("num_processes: 2", tmp_path / "run" / "output.log")
+    script.send_signal(signal.SIGTERM)
+    script.communicate(timeout=30)
+    assert script.returncode == 143
+    assert left_over(tmp_path / "run") == []
 
 
 @pytest.mark.npu

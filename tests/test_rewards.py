@@ -112,3 +112,26 @@ def test_wrong_names(names, message):
     with pytest.raises(UserError) as caught:
         check_rewards(names)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.0",
+            "of verl's form, .*def reward.completions, gold, task, .*others.: return .compute_score.t, c",
+        ),
+        ("def f(completions): return [0.0]", "must take .*others"),
+        ("def f(answers, **others): return [0.0]", "nothing is given to f as answers"),
+        ("def f(completions, gold, weight=1.0, **others): return [0.0]", None),
+    ],
+)
+def test_a_signature_that_can_not_be_called_is_found_before_loading(tmp_path, code, said):
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    name = f"{file}:{code.partition('(')[0].removeprefix('def ')}"
+    if said is None:
+        check_rewards([name])
+        return
+    with pytest.raises(UserError, match=said):
+        check_rewards([name])

@@ -33,6 +33,8 @@ class EvalConfig:
         dtype: dtype to compute in; auto is the checkpoint's own, float32 on a CPU.
         max_model_len: most tokens of prompt and completion together; default: what the model allows.
         max_batch_tokens: most tokens of key-value cache at once (transformers only).
+        gpu_memory_utilization: share of the device's memory that vLLM takes; default: vLLM's, 0.9 (--use_vllm only).
+        enforce_eager: run vLLM without captured graphs: slower, less memory and a shorter start (--use_vllm only).
         split: split to score on; default: the task's own.
         task: grade every row as this task, whatever the row says.
         max_samples: only the first so many problems of each dataset.
@@ -63,6 +65,8 @@ class EvalConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: PositiveInt | None = None
     max_batch_tokens: PositiveInt | None = None
+    gpu_memory_utilization: UnitFloat | None = None
+    enforce_eager: bool = False
     split: str | None = None
     task: str | None = None
     max_samples: PositiveInt | None = None
@@ -87,7 +91,7 @@ def build_parser() -> Parser:
         prog="python perl/eval.py",
         description="Score a model, or a base model with an adapter, on tasks. Writes samples.jsonl and summary.json.",
     )
-    written: set[str | int] = {"adapter", "use_vllm", "rescore"}
+    written: set[str | int] = {"adapter", "use_vllm", "enforce_eager", "rescore"}
     parser.add_class_arguments(EvalConfig, as_group=False, skip=written)
     parser.add_argument(
         "--adapter",
@@ -98,6 +102,7 @@ def build_parser() -> Parser:
     )
     switches = {
         "use_vllm": "generate with vLLM; without it with transformers",
+        "enforce_eager": "run vLLM without captured graphs: slower, less memory and a shorter start (--use_vllm only)",
         "rescore": "grade the completions in --result_dir again, with today's rules; nothing is generated, no other"
         " flag is needed",
     }
@@ -130,6 +135,11 @@ def check(config: EvalConfig) -> None:
         raise UserError(f"--ray_address {config.ray_address}: has no effect without --executor ray; add it")
     if config.max_batch_tokens and config.use_vllm:
         raise UserError("--max_batch_tokens: vLLM sizes its own cache; leave it out, or leave --use_vllm out")
+    for flag, given in vllm_options(config).items():
+        if not config.use_vllm:
+            raise UserError(f"--{flag} {str(given).lower()}: is vLLM's; add --use_vllm, or leave it out")
+    if config.gpu_memory_utilization == 0:
+        raise UserError("--gpu_memory_utilization 0: nothing fits into no memory; write a share above 0, such as 0.8")
     if config.adapter_mode == "lora":
         if config.adapter is None:
             raise UserError("--adapter_mode lora: there is no --adapter to serve; write its folder after --adapter")
@@ -137,3 +147,13 @@ def check(config: EvalConfig) -> None:
             raise UserError(
                 "--adapter_mode lora: needs --use_vllm; with transformers leave it out (the adapter is merged)"
             )
+
+
+def vllm_options(config: EvalConfig) -> dict[str, float | bool]:
+    """What the user has set of vLLM's own options, by their names there."""
+    options: dict[str, float | bool] = {}
+    if config.gpu_memory_utilization is not None:
+        options["gpu_memory_utilization"] = float(config.gpu_memory_utilization)
+    if config.enforce_eager:
+        options["enforce_eager"] = True
+    return options

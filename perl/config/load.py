@@ -5,6 +5,7 @@ recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from jsonargparse import Namespace
 
-from perl.config.effects import flags_without_effect
 from perl.config.parser import Parser
 from perl.config.schema import (
     GROUPS,
@@ -26,6 +26,7 @@ from perl.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
+from perl.config.unused_flags import flags_without_effect
 from perl.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ ENGINE_FLAGS = {
     "continuous_batching": {"use_vllm": False, "use_transformers_continuous_batching": True},
     "vllm": {"use_vllm": True, "use_transformers_continuous_batching": False},
 }
-SECRET_FIELDS = ("hub_token", "push_to_hub_token")
+SECRET_NAME = re.compile(r"(^|_)(token|key|secret|password|credentials?)$", re.IGNORECASE)
+"""Fields, and keys of fields that hold a mapping (model_init_kwargs), whose texts belong in no file of a run."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
 
 
@@ -72,13 +74,18 @@ class Parsed:
     """One line for each flag that the user set and that has no effect in this run."""
     parser: Parser
 
-    def build(self) -> Config:
-        """Make the Config; GRPOConfig checks itself here, and an error of its is a UserError."""
-        from perl.config.training import TrainingConfig
+    def build(self, processes: int | None = None) -> Config:
+        """Make the Config; GRPOConfig checks itself here, and an error of its is a UserError.
+
+        Args:
+            processes: check it for a run of so many processes, without starting this one's process group.
+        """
+        from perl.config.training import TrainingConfig, planned
 
         ours = {name: group(**_as_dict(self.values[name])) for name, group in GROUPS.items()}
         try:
-            training = TrainingConfig(**_as_dict(self.values.training))
+            kind = TrainingConfig if processes is None else planned(processes)
+            training = kind(**_as_dict(self.values.training))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UserError(f"--config.training: {error}") from error
         return Config(**ours, training=training)
@@ -88,9 +95,21 @@ class Parsed:
         belongs to one run alone (its folder, the checkpoint it went on from)."""
         # With nulls: one that overrides a default (max_prompt_length: null) is part of the configuration.
         plain = yaml.safe_load(self.parser.dump(Namespace(config=self.values), skip_unset=False))["config"]
-        for name in (*SECRET_FIELDS, *OF_ONE_RUN):
+        for name in OF_ONE_RUN:
             plain["training"].pop(name, None)
+        plain = drop_secrets(plain)
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def drop_secrets(value: Any) -> Any:
+    """The mapping or list without its secrets, to any depth."""
+    if isinstance(value, dict):
+        return {key: drop_secrets(item) for key, item in value.items() if not is_secret(key, item)}
+    return [drop_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def is_secret(name: Any, value: Any) -> bool:
+    return isinstance(value, str | None) and SECRET_NAME.search(str(name)) is not None
 
 
 def build_parser() -> Parser:
@@ -117,8 +136,9 @@ def parse(argv: Sequence[str]) -> Parsed:
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
     given = flags.get("config") or Namespace()
     resolve_aliases(values, given, recipe.get("config") or Namespace())
+    warnings = resolve_length(values, given)
     check_values(values)
-    warnings = flags_without_effect(values, given)
+    warnings += flags_without_effect(values, given)
     return Parsed(values=values, warnings=warnings, parser=parser)
 
 
@@ -160,7 +180,7 @@ def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace) -> N
             value = source[both[0]] if both else value
         # jsonargparse's PositiveInt is an int that YAML cannot write under TRL's plain `int | None`.
         values[ours], values[trls] = value, int(value) if isinstance(value, int) else value
-    engine = engine_said_by(flags, engine_said_by(recipe, RolloutConfig.engine))
+    engine = resolve_engine(flags, resolve_engine(recipe, RolloutConfig.engine))
     values.rollout.engine = engine
     for switch, value in ENGINE_FLAGS[engine].items():
         values.training[switch] = value
@@ -168,7 +188,18 @@ def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace) -> N
         values.noise_injection.seed = values.common.seed
 
 
-def engine_said_by(source: Namespace, before: str) -> str:
+def resolve_length(values: Namespace, flags: Namespace) -> list[str]:
+    """The flag num_train_epochs goes before the recipe's max_steps, as flags do; transformers would ignore it. Where
+    both are flags, max_steps decides, as in transformers. A line says so."""
+    steps = values.training.max_steps
+    if "training.num_train_epochs" not in flags or "training.max_steps" in flags or steps <= 0:
+        return []
+    values.training.max_steps = -1
+    epochs = values.training.num_train_epochs
+    return [f"--config.training.num_train_epochs {epochs:g} decides: the recipe's max_steps {steps} is left out"]
+
+
+def resolve_engine(source: Namespace, before: str) -> str:
     """The engine that `source` asks for, by rollout.engine or by TRL's own switches; `before` where it says nothing."""
     engine = source.get("rollout.engine")
     if engine is None:

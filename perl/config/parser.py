@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from perl.errors import UserError, nearest
+
+OTHER_NAMES = {
+    "batch_size": ("per_device_train_batch_size", "max_batch_tokens"),
+    "epochs": ("num_train_epochs",),
+    "limit": ("max_samples", "example_numbers"),
+    "lr": ("learning_rate",),
+    "model": ("model_name_or_path",),
+    "rank": ("r",),
+}
+"""What other programs call a field -> ours, of which each parser knows one."""
 
 
 class Parser(ArgumentParser):
@@ -34,11 +46,16 @@ class Parser(ArgumentParser):
         if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
             return self._unknown(f"--{found[1]}.{found[2]}")
         if found := re.search(r"Parser key \"([\w.]+)\":\s*(.*)", message, flags=re.DOTALL):
+            if one := re.match(r"Expected a <class 'list'>. Got value: (.*)", found[2], flags=re.DOTALL):
+                return f"--{found[1]}: expected a list, not {one[1]}; write '{_as_list(one[1])}'"
             return f"--{found[1]}: {_expected(found[2]) or found[2].replace('<class ', '').replace('>.', '.')}"
         return message
 
     def _unknown(self, flag: str) -> str:
-        guess = nearest(flag, self.known_flags())
+        word = _last(flag)
+        # The same field of another group, or what other programs call it; else the nearest in spelling.
+        same = [known for known in self.known_flags() if _last(known) in (word, *OTHER_NAMES.get(word, ()))]
+        guess = (nearest(flag, same) or same[0]) if same else nearest(flag, self.known_flags())
         return f"unknown flag {flag}; " + (f"did you mean {guess}?" if guess else "--help lists the known ones")
 
 
@@ -52,4 +69,15 @@ def _expected(complaint: str) -> str | None:
     kinds = re.findall(r"<class '([\w.]+)'>|(?:typing\.)?Literal\[(.*?)\]|([\w.]+\[[^<]*?\])", found[1])
     last = [(kind.rpartition(".")[2], literal or other) for kind, literal, other in kinds]
     names = [words.get(kind, kind) or other for kind, other in last]
-    return f"expected {' or '.join(names)}, not {found[2].strip()}"
+    value = found[2].strip()
+    as_list = f"; write '{_as_list(value)}'" if names[0].startswith("list[") and not value.startswith("[") else ""
+    return f"expected {' or '.join(names)}, not {value}{as_list}"
+
+
+def _as_list(value: str) -> str:
+    """What to write for a list of the words in `value`: '["accuracy", "format"]' for accuracy,format."""
+    return json.dumps([yaml.safe_load(word) for word in value.strip().split(",")], default=str)
+
+
+def _last(flag: str) -> str:
+    return flag.rpartition(".")[2].removeprefix("--")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from perl import device
+from perl.errors import UserError
 
 
 @dataclass
@@ -35,4 +36,38 @@ class TrainingConfig(GRPOConfig):
             self.bf16 = str(device.default_dtype()) == "torch.bfloat16" and not self.use_cpu
         if self.disable_tqdm is None:
             self.disable_tqdm = True  # a bar redraws itself all over a log file; training/callbacks.py has our own line
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError:
+            self._check_groups()
+            raise
+
+    def _check_groups(self) -> None:
+        """What GRPOConfig says of a batch without whole groups, in the words of the flags."""
+        groups = self.num_generations or 0
+        if groups < 2:
+            raise UserError(
+                f"--config.training.num_generations {groups}: a group needs at least 2 completions, whose rewards are"
+                " compared; write 2 or more"
+            )
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        batch = self.generation_batch_size or self.per_device_train_batch_size * self.world_size * steps
+        if batch % groups:
+            raise UserError(
+                f"--config.training.num_generations {groups} does not divide the {batch} completions of a step"
+                f" (per_device_train_batch_size {self.per_device_train_batch_size} x {self.world_size} processes x"
+                f" {steps} accumulation steps); change one of them"
+            )
+
+
+def planned(processes: int) -> type[TrainingConfig]:
+    """A TrainingConfig that checks itself for a run of so many processes, but starts no process group and touches no
+    device: for the process that plans the run."""
+    import torch
+
+    class Planned(TrainingConfig):
+        world_size = processes  # type: ignore[assignment]
+        process_index = 0  # type: ignore[assignment]
+        _setup_devices = torch.device("cpu")  # type: ignore[assignment]
+
+    return Planned

@@ -197,7 +197,17 @@ class Decoder:
             reason = f"generation_kwargs has {', '.join(sorted(self.generation_kwargs))}"
         if reason is not None:
             warn_once(f"decoding with the model's own generate, as the fast loop can't serve it: {reason}")
-            return generate_stock(self, source, sampling)
+            return generate_stock(
+                self.model,
+                source,
+                sampling,
+                eos_token_ids=self.eos_token_ids,
+                pad_token_id=self.pad_token_id,
+                max_batch_tokens=self.max_batch_tokens,
+                max_num_seqs=self.max_num_seqs,
+                processors=self.processors,
+                generation_kwargs=self.generation_kwargs,
+            )
         return _Run(self, source, sampling).finished()
 
     def release(self) -> None:

@@ -6,9 +6,9 @@ logits processor that leaves one token possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as List
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -18,17 +18,29 @@ from perl.engines.sequence import Sequence, left_pad, mark_seen
 from perl.records import Sampling
 from perl.sharding import is_sharded
 
-if TYPE_CHECKING:
-    from perl.engines.decoder import Decoder
-
 
 @torch.no_grad()
-def generate_stock(decoder: Decoder, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
-    """Complete the sequences of `source` with the `generate` of the decoder's model, longest first of those that have
-    come, yielding each batch when it is through. See Decoder.run.
+def generate_stock(
+    model: Any,
+    source: Iterable[Sequence | None],
+    sampling: Sampling,
+    *,
+    eos_token_ids: Collection[int],
+    pad_token_id: int,
+    max_batch_tokens: int | None = None,
+    max_num_seqs: int = 256,
+    processors: List[LogitsProcessor] = (),
+    generation_kwargs: dict[str, Any] | None = None,
+) -> Iterator[Sequence]:
+    """Complete the sequences of `source` with `model.generate`, longest first of those that have come, yielding each
+    batch when it is through. Arguments as of perl.engines.decoder.Decoder and its `run`.
 
     A sharded model gets all sequences as one batch, whatever `max_batch_tokens`: every rank must call `generate` the
     same number of times.
+
+    Args:
+        processors: further logits processors, called with left-padded ids before a token is drawn.
+        generation_kwargs: fields of the GenerationConfig, beside what `sampling` says.
     """
     source = iter(source)
     waiting: list[Sequence] = []
@@ -40,13 +52,18 @@ def generate_stock(decoder: Decoder, source: Iterable[Sequence | None], sampling
         if not waiting:
             return
         waiting.sort(key=lambda sequence: -sequence.max_len)
-        size = decoder.max_num_seqs
-        if decoder.max_batch_tokens is not None:
-            size = max(1, min(size, decoder.max_batch_tokens // waiting[0].max_len))
-        if is_sharded(decoder.model):
+        size = max_num_seqs
+        if max_batch_tokens is not None:
+            size = max(1, min(size, max_batch_tokens // waiting[0].max_len))
+        if is_sharded(model):
             size = len(waiting)
         batch, waiting = waiting[:size], waiting[size:]
-        _generate_batch(decoder, batch, sampling)
+        settings = (generation_kwargs or {}) | {
+            "max_new_tokens": max(sequence.max_new_tokens for sequence in batch),
+            "eos_token_id": sorted(eos_token_ids) or None,
+            "pad_token_id": pad_token_id,
+        }
+        _generate_batch(model, batch, sampling, processors, settings)
         yield from batch
 
 
@@ -103,25 +120,22 @@ class RowSeededChoice(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter(1, tokens[:, None], 0.0)  # type: ignore[return-value]
 
 
-def _generate_batch(decoder: Decoder, sequences: List[Sequence], sampling: Sampling) -> None:
+def _generate_batch(
+    model: Any,
+    sequences: List[Sequence],
+    sampling: Sampling,
+    processors: List[LogitsProcessor],
+    settings: dict[str, Any],
+) -> None:
     # What is not set explicitly, `generate` would take from the model's own generation_config.json.
-    settings: dict[str, Any] = {
-        "num_beams": 1,
-        "num_return_sequences": 1,
-        "temperature": 1.0,
-        "top_k": 50,
-        "top_p": 1.0,
-        "repetition_penalty": 1.0,
-        "use_cache": True,
-        "max_new_tokens": max(sequence.max_new_tokens for sequence in sequences),
-        "eos_token_id": sorted(decoder.eos_token_ids) or None,
-        "pad_token_id": decoder.pad_token_id,
-    }
-    config = GenerationConfig(**(settings | decoder.generation_kwargs | {"do_sample": False}))
-    ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], decoder.pad_token_id, decoder.model.device)
-    with LastLogits(decoder.model) as last:
-        choice = RowSeededChoice(sequences, sampling, decoder.processors, last)
-        output = decoder.model.generate(
+    plain = {"num_beams": 1, "num_return_sequences": 1, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    plain |= {"repetition_penalty": 1.0, "use_cache": True}
+    config = GenerationConfig(**(plain | settings | {"do_sample": False}))
+    eos = eos_token_ids(config)
+    ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], settings["pad_token_id"], model.device)
+    with LastLogits(model) as last:
+        choice = RowSeededChoice(sequences, sampling, processors, last)
+        output = model.generate(
             input_ids=ids,
             attention_mask=mask,
             generation_config=config,
@@ -131,7 +145,7 @@ def _generate_batch(decoder: Decoder, sequences: List[Sequence], sampling: Sampl
     logprobs = torch.stack(choice.logprobs, dim=1).tolist()
     for sequence, tokens, row_logprobs in zip(sequences, drawn, logprobs, strict=True):
         tokens = tokens[: sequence.max_new_tokens]
-        end = next((i for i, token in enumerate(tokens) if token in decoder.eos_token_ids), None)
+        end = next((i for i, token in enumerate(tokens) if token in eos), None)
         length = len(tokens) if end is None else end + 1
         sequence.token_ids, sequence.logprobs = tokens[:length], row_logprobs[:length]
         sequence.launched, sequence.stopped = length, end is not None

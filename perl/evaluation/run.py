@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from perl.config.evaluation import EvalConfig
+from perl.config.evaluation import EvalConfig, vllm_options
 from perl.engines.vllm import lora_rank
 from perl.errors import UserError
 from perl.evaluation.compare import COMPARE, compare, print_comparison, require_common
@@ -111,6 +111,7 @@ def generate(setup: Setup, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
             "executor": config.executor,
             "dp_size": config.dp_size,
             "tp_size": config.tp_size,
+            **vllm_options(config),
             "device": setup.executor.devices.kind,
             **part.speed(began if part is todo[0] else part.began, workers.generation_began),
             "worker_restarts": workers.restarts,

@@ -12,7 +12,7 @@ from typing import Any
 
 from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
 from perl.checkpoints import content_hash, load_config, load_tokenizer, resolve_model
-from perl.config.evaluation import EvalConfig
+from perl.config.evaluation import EvalConfig, vllm_options
 from perl.errors import UserError
 from perl.evaluation.candidates import Candidate, find_candidates
 from perl.evaluation.executors import EXECUTORS, Executor
@@ -104,6 +104,7 @@ def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerS
     options: dict[str, Any] = {"tp_size": config.tp_size, "max_model_len": needed_context(setup, rows)}
     if config.max_batch_tokens:
         options["max_batch_tokens"] = config.max_batch_tokens
+    options |= vllm_options(config)
     if served := sorted({row.prompt.adapter for row in rows if row.prompt.adapter is not None}):
         options["adapters"] = served
     specs = []

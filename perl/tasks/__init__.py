@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from perl.records import Problem
 from perl.tasks.files import SUFFIXES, Row, find_files, read_rows
 from perl.tasks.hub import Hub, hub_rows
 from perl.tasks.registry import DATA_SOURCES, HUBS, SCHEMA_TASKS, TASKS, Task
-from perl.tasks.schemas import asked_form, read_fields
+from perl.tasks.schemas import SCHEMAS, Fields, asked_form, read_fields
 
 __all__ = ["HUBS", "TASKS", "Task", "gold_problems", "load_problems", "problem_of_row", "rows_of", "training_split"]
 
@@ -35,10 +36,13 @@ def load_problems(
     """
     if task is not None:
         lookup(TASKS, task, "task")
-    problems = (problem_of_row(row, where, chosen) for row, where, chosen in rows_of(spec, split, task))
+    reasons: Counter[tuple[str, str, str]] = Counter()
+    problems = _problems(rows_of(spec, split, task), reasons)
     if (known := HUBS.get(spec.partition(":")[0])) and known[1].repeats:
         problems = _without_repeats(problems, spec)
     result = list(itertools.islice(problems, limit))
+    for (file, name, why), count in reasons.items():
+        logger.info("%s: %d rows are graded as task %s: %s", file, count, name, why)
     if not result:
         raise UserError(f"{spec}: no rows" + (f" in split {split!r}" if split else ""))
     return result
@@ -69,21 +73,20 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
     yield from ((row, where, task or name) for row, where in rows)
 
 
+def _problems(rows: Iterator[tuple[Row, str, str | None]], reasons: Counter[tuple[str, str, str]]) -> Iterator[Problem]:
+    """The problems of `rows`; counts in `reasons` by which task, and why, each file's rows are graded."""
+    for row, where, chosen in rows:
+        problem = problem_of_row(row, where, chosen)
+        if chosen is None:
+            _, why = task_of(read_fields(row, where), where)
+            reasons[where.rpartition(":")[0], problem.task, why] += 1
+        yield problem
+
+
 def problem_of_row(row: Row, where: str, task: str | None) -> Problem:
     """The Problem that `row` holds. Without `task`, the row's data source decides, then its schema."""
     fields = read_fields(row, where)
-    name = task or DATA_SOURCES.get(fields.data_source or "") or SCHEMA_TASKS.get(fields.schema)
-    if name is None and fields.schema == "gsm8k":
-        name = "gsm8k" if "####" in str(fields.gold) else "math"
-    if name is None and fields.schema == "guide":  # says nothing but its texts: the form they ask for decides
-        texts = [str(fields.gold), *(message["content"] for message in fields.messages or ())]
-        forms = {asked_form(text) for text in texts}
-        name = "gsm8k" if "####" in forms else "dapo-math" if "Answer:" in forms else "math"
-    if name is None:
-        raise UserError(
-            f"{where}: data_source {fields.data_source!r} names no task; say which one grades the rows:"
-            f" task {', '.join(TASKS)}"
-        )
+    name = task or task_of(fields, where)[0]
     try:
         gold = TASKS[name].read_gold(fields.gold)
     except ValueError as error:
@@ -91,6 +94,30 @@ def problem_of_row(row: Row, where: str, task: str | None) -> Problem:
     if fields.messages is None and not fields.question:
         raise UserError(f"{where}: the question is empty")
     return Problem(task=name, question=fields.question, gold=gold, messages=fields.messages, source=where)
+
+
+def task_of(fields: Fields, where: str) -> tuple[str, str]:
+    """The task that grades a row which is not told its task, and why: by its data source, its schema, or its texts."""
+    other = "--config.dataset.task, or the evaluator's --task, chooses another"
+    if name := DATA_SOURCES.get(fields.data_source or ""):
+        return name, f"their data_source is {fields.data_source}"
+    if name := SCHEMA_TASKS.get(fields.schema):
+        return name, f"they have the columns {SCHEMAS[fields.schema]} ({other})"
+    if fields.schema == "gsm8k":
+        if "####" in str(fields.gold):
+            return "gsm8k", "their answers hold ####"
+        return "math", f"their answers hold no #### ({other})"
+    if fields.schema == "guide":  # says nothing but its texts: the form they ask for decides
+        texts = [str(fields.gold), *(message["content"] for message in fields.messages or ())]
+        forms = {asked_form(text) for text in texts}
+        for form, name in (("####", "gsm8k"), ("Answer:", "dapo-math")):
+            if form in forms:
+                return name, f"prompt or answer holds {form}"
+        return "math", f"neither prompt nor answer holds #### or Answer: ({other})"
+    raise UserError(
+        f"{where}: data_source {fields.data_source!r} names no task; say which one grades the rows:"
+        f" task {', '.join(TASKS)}"
+    )
 
 
 def gold_problems(problems: Sequence[Problem], grader: Grader) -> list[Problem]:

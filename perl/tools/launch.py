@@ -8,44 +8,43 @@ line and exit code 2 instead of a launcher's traceback.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
 from pathlib import Path
 
+import yaml
+
 from perl import device
-from perl.adapters import ADAPTERS
 from perl.config.load import parse
-from perl.errors import UserError, lookup, report_errors
-from perl.rewards import check_rewards
-from perl.tasks import load_problems, training_split
+from perl.errors import UserError, report_errors
 from perl.training.rundir import default_run_dir
 
+CONFIG_FOLDER = Path(__file__).parents[2] / "scripts" / "accelerate"
 CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
 
 
 def plan(argv: list[str]) -> dict[str, str]:
-    """Device, number of processes, accelerate file and run folder for the training run that `argv` describes."""
-    from perl.training.setup import load_tokenizer
+    """Device, number of processes, accelerate file and run folder for the training run that `argv` describes.
 
-    values = parse(argv).values
-    lookup(ADAPTERS, values.peft.type, "adapter type", "--config.peft.type")
-    check_rewards(values.reward.functions)
-    load_tokenizer(values.model.model_name_or_path)
-    data = values.dataset
-    split = data.split or training_split(data.dataset_name_or_path)
-    load_problems(data.dataset_name_or_path, split=split, limit=1, task=data.task)
+    Raises UserError for whatever perl.train would find before it loads the model.
+    """
+    from perl.training.preflight import check_run
 
+    parsed = parse(argv)
+    values = parsed.values
     devices = device.detect()
     processes = requested_processes(devices)
-    check_batch(values.training, processes)
+    config = parsed.build(processes)
+    run_dir = values.training.output_dir or default_run_dir(values.model.model_name_or_path, devices.kind)
+    check_run(config, Path(run_dir))
     variable = device.VISIBILITY_VARIABLE[devices.kind]
     visible = device.worker_environment(0).get(variable, "") if variable and processes == 1 else ""
-    run_dir = values.training.output_dir or default_run_dir(values.model.model_name_or_path, devices.kind)
     return {
         "DEVICE": devices.kind,
         "NUM_PROCESSES": str(processes),
-        "ACCELERATE_CONFIG": os.environ.get("ACCELERATE_CONFIG") or default_config(devices.kind, processes),
+        "ACCELERATE_CONFIG": accelerate_config(devices.kind, processes),
         "RUN_DIR": str(Path(run_dir).absolute()),
         "VISIBLE": f"{variable}={visible}" if visible else "",
     }
@@ -66,21 +65,22 @@ def requested_processes(devices: device.Devices) -> int:
     return int(text)
 
 
-def check_batch(training, processes: int) -> None:
-    """A generation batch must hold whole groups; TRL would say so too, but after every process has started."""
-    steps = training.steps_per_generation or training.gradient_accumulation_steps
-    batch = training.generation_batch_size or training.per_device_train_batch_size * processes * steps
-    if batch % training.num_generations:
+def accelerate_config(kind: str, processes: int) -> str:
+    """ACCELERATE_CONFIG if set, else single.yaml for one process, else what is usual on the device."""
+    chosen = os.environ.get("ACCELERATE_CONFIG")
+    default = "single.yaml" if processes == 1 else CONFIGS[kind]
+    path = Path(chosen) if chosen else CONFIG_FOLDER / default
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"ACCELERATE_CONFIG={chosen}: not a readable YAML file; take one of {CONFIG_FOLDER}") from error
+    if content.get("distributed_type") == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
+        without = f"{kind}_ddp.yaml" if kind != "cpu" else "cpu.yaml"
         raise UserError(
-            f"--config.training.num_generations {training.num_generations} does not divide the {batch} completions of a"
-            f" step (per_device_train_batch_size {training.per_device_train_batch_size} x {processes} processes x"
-            f" {steps} accumulation steps); change one of them"
+            f"{path.name} needs DeepSpeed, which is not installed: pip install deepspeed, or do without it by"
+            f" ACCELERATE_CONFIG={CONFIG_FOLDER / without}"
         )
-
-
-def default_config(kind: str, processes: int) -> str:
-    folder = Path(__file__).parents[2] / "scripts" / "accelerate"
-    return str(folder / ("single.yaml" if processes == 1 and kind == "cpu" else CONFIGS[kind]))
+    return str(path)
 
 
 def main() -> None:

@@ -1,18 +1,21 @@
-"""What a run shows and leaves while it trains: metrics.jsonl and the progress line."""
+"""What a run shows and leaves while it trains: metrics.jsonl, the progress line, a checkpoint when it is stopped."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
-PROGRESS = "progress: "
-"""Mark of a progress line: the launch script shows these lines on the screen and keeps everything in output.log."""
+from perl.errors import Stopped
+from perl.records import PROGRESS
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -50,13 +53,84 @@ class ProgressLine(TrainerCallback):
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         done = state.global_step - self.first_step
-        if not state.is_world_process_zero or not logs or "reward" not in logs or done <= 0:
-            return
+        if not state.is_world_process_zero or not logs or "loss" not in logs or done <= 0:
+            return  # not a step: the summary at the end
         seconds = (time.perf_counter() - self.started) / done
         left = seconds * (state.max_steps - state.global_step)
         shown = [text.format(logs[name]) for name, text in SHOWN.items() if isinstance(logs.get(name), float)]
         parts = [f"step {state.global_step}/{state.max_steps}", *shown, f"{seconds:.1f} s/step", f"left {clock(left)}"]
         print(PROGRESS + "  ".join(parts), file=sys.stdout, flush=True)
+
+
+class StopOnSignal(TrainerCallback):
+    """On SIGTERM, as a scheduler sends it, or SIGINT: the step under way is finished, a checkpoint saved, and the
+    training ends. It is enough that one process gets the signal.
+
+    A context manager, entered before the model is loaded: until the training begins, and at a second signal, the
+    signal raises Stopped where it arrives.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    REPEAT_S = 1.0
+    """Two signals within this time are one: a launcher passes on what the terminal has already sent to all."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        """Number of the signal, on all processes once they have met at the end of a step."""
+        self.stopped = False
+        """Whether the training was ended before its last step."""
+        self._at, self._training, self._pid = 0.0, False, os.getpid()
+
+    def __enter__(self) -> StopOnSignal:
+        self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: Any) -> None:
+        if os.getpid() != self._pid:  # a dataloader's worker, forked with this handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        name, now = signal.Signals(number).name, time.monotonic()
+        if not self._training:
+            raise Stopped(f"{name} before the first step; there was nothing to save", number)
+        if not self.received:
+            self.received, self._at = number, now
+            self._say(f"{name}: the run ends after this step, with a checkpoint; a second signal ends it now")
+        elif now - self._at > self.REPEAT_S:
+            raise Stopped(f"a second signal ({name}); go on from the last checkpoint", number)
+
+    def _say(self, text: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(sys.stdout.fileno(), f"stopping: {text}\n".encode())  # print is not safe in a signal handler
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._training = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.world_size > 1:
+            number = torch.tensor(self.received, device=args.device)
+            torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp.MAX)
+            self.received = int(number.item())
+        if self.received and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def raise_if_stopped(self, args: Any, state: Any, run_dir: Path) -> None:
+        """After `trainer.train()`, on every process: Stopped, with how to go on, if a signal has ended the training."""
+        if not self.stopped:
+            return
+        if args.world_size > 1:
+            torch.distributed.barrier()  # the launcher ends all processes as soon as one ends
+        name = signal.Signals(self.received).name
+        raise Stopped(
+            f"{name} after step {state.global_step} of {state.max_steps}, checkpoint-{state.global_step} is saved;"
+            f" go on with the same flags and --config.training.output_dir {run_dir}"
+            " --config.training.resume_from_checkpoint true",
+            self.received,
+        )
 
 
 def finite(logs: dict[str, Any]) -> dict[str, Any]:

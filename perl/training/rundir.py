@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
@@ -11,10 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from perl import device
-from perl.config.load import SECRET_FIELDS, Parsed
+from perl.config.load import SECRET_NAME, Parsed, is_secret
 from perl.errors import UserError
 from perl.provenance import git_commit, versions
+
+log = logging.getLogger(__name__)
 
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "PYTORCH_", "VLLM_", "ACCELERATE_", "PERL_")
 SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
@@ -30,20 +36,53 @@ def default_run_dir(model: str, kind: str, root: Path = Path("outputs")) -> Path
     return root / f"grpo_lora_{model_slug(model)}_{kind}_{time.strftime('%Y%m%d_%H%M%S')}"
 
 
-def prepare(run_dir: Path, parsed: Parsed, world_size: int, resuming: bool) -> None:
-    """Make the folder and write config.yaml and environment.json (main process only).
-
-    Raises UserError when the folder already holds another run, whose metrics would be mixed with this one's.
-    """
+def check_folder(run_dir: Path, resuming: bool) -> None:
+    """Raise a UserError for a folder that can't be made or written to, or that already holds another run, whose
+    metrics would be mixed with this one's."""
     if (run_dir / "metrics.jsonl").exists() and not resuming:
         raise UserError(
             f"--config.training.output_dir {run_dir} already holds a run; give another folder,"
             " or go on with --config.training.resume_from_checkpoint true"
         )
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--config.training.output_dir {run_dir}: {error.strerror}") from error
+    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "can't be written to" if there.is_dir() else "is no folder"
+        raise UserError(f"--config.training.output_dir {run_dir}: {there} {why}; give another folder")
+
+
+def find_checkpoint(wanted: str | None, run_dir: Path) -> str | None:
+    """The checkpoint to go on from: `true` is the last one in the run's folder, else a path. A UserError where it is
+    not there."""
+    if wanted is None or str(wanted).lower() in ("false", "none", "null", ""):
+        return None
+    flag = "--config.training.resume_from_checkpoint"
+    if str(wanted).lower() == "true":
+        last = last_whole_checkpoint(run_dir)
+        if last is None:
+            raise UserError(
+                f"{flag} true: no checkpoint in {run_dir}; name the run's folder with --config.training.output_dir,"
+                " or a checkpoint's path"
+            )
+        return str(last)
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise UserError(f"{flag}: {wanted} is no checkpoint (it has no trainer_state.json)")
+    return str(wanted)
+
+
+def last_whole_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of the highest step that was written to its end; one that a crash left half-written is passed
+    over with a line. The rollout state is what the trainer writes last."""
+    folders = [f for f in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if f.name.rpartition("-")[2].isdigit()]
+    for folder in sorted(folders, key=lambda f: int(f.name.rpartition("-")[2]), reverse=True):
+        if (folder / "trainer_state.json").is_file() and (folder / "rollout_state_0.pt").is_file():
+            return folder
+        log.warning("%s is incomplete: not resumed from", folder)
+    return None
+
+
+def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:
+    """Make the folder and write config.yaml and environment.json (main process only)."""
+    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(parsed.dump(), encoding="utf-8")
     environment = json.dumps(describe_environment(world_size), indent=2, ensure_ascii=False)
     (run_dir / "environment.json").write_text(environment + "\n", encoding="utf-8")
@@ -70,11 +109,28 @@ def describe_environment(world_size: int) -> dict[str, Any]:
 
 
 def redact(argv: list[str]) -> list[str]:
-    """The command line with the values of secret fields replaced."""
+    """The command line with `<secret>` for the values of secret flags, and of secret keys in a value that is a mapping
+    (`--config.training.model_init_kwargs '{"token": …}'`)."""
     shown, hide = [], False
     for word in argv:
-        flag, equals, _ = word.partition("=")
-        is_secret = flag.startswith("--") and flag.rsplit(".", 1)[-1] in SECRET_FIELDS
-        shown.append("<secret>" if hide else f"{flag}=<secret>" if is_secret and equals else word)
-        hide = is_secret and not equals
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if hide or (equals and SECRET_NAME.search(flag.rpartition(".")[2])):
+            value = "<secret>"
+        hide = not equals and flag != "" and SECRET_NAME.search(flag.rpartition(".")[2]) is not None
+        shown.append(flag + equals + (_redact_mapping(value) if value.startswith("{") else value))
     return shown
+
+
+def _redact_mapping(text: str) -> str:
+    try:
+        mapping = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+    def hidden(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: "<secret>" if is_secret(key, item) else hidden(item) for key, item in value.items()}
+
+    shown = hidden(mapping)
+    return text if shown == mapping else json.dumps(shown)

@@ -6,10 +6,11 @@ import importlib.util
 import logging
 import netrc
 import os
+import sys
 from pathlib import Path
 
 from perl.config.load import Config
-from perl.training.rundir import model_slug
+from perl.training.rundir import model_slug, redact
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,16 @@ def configure(config: Config, run_dir: Path, kind: str) -> None:
         os.environ.setdefault("WANDB_DIR", str(run_dir))
         project = f"grpo-lora-{model_slug(config.model.model_name_or_path).replace('_', '-')}-{kind}"
         os.environ["WANDB_PROJECT"] = config.logging.wandb_project or os.environ.get("WANDB_PROJECT") or project
-        log.info("W&B is %s, project %s", os.environ["WANDB_MODE"], os.environ["WANDB_PROJECT"])
+        mode = os.environ["WANDB_MODE"]
+        # A warning, since the script shows these on the screen: who expects a page of W&B would wait for it in vain.
+        log.log(
+            logging.INFO if mode == "online" else logging.WARNING,
+            "W&B is %s, project %s%s",
+            mode,
+            os.environ["WANDB_PROJECT"],
+            f"; send it later with wandb sync {run_dir}/wandb/offline-run-*" if mode == "offline" else "",
+        )
+        sys.argv = redact(sys.argv)  # W&B keeps the command line
     if "tensorboard" in wanted:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_dir / "tensorboard"))
     config.training.report_to = wanted

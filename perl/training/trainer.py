@@ -172,7 +172,7 @@ class PerlGRPOTrainer(GRPOTrainer):
                 ids, logprobs = super()._generate_single_turn(
                     prompt_ids, images, fields, num_generations, *args, **kwargs
                 )
-                completions = Completions(ids, logprobs)
+                completions = Completions(ids, logprobs or [])
             elif images is not None:
                 raise UserError(f"rollout.engine {self.rollout_config.engine} takes no images; train on rows of text")
             else:

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from perl.config.effects import RULES
 from perl.config.load import parse
+from perl.config.unused_flags import RULES
 from perl.errors import UserError
 
 
@@ -99,6 +99,69 @@ def test_a_value_of_none_of_several_types_is_told_what_they_are(flag, value, exp
     with pytest.raises(UserError) as error:
         parse([f"--config.{flag}", value])
     assert str(error.value) == f"--config.{flag}: expected {expected}, not {value}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("training.r", "--config.peft.r"),
+        ("training.lora_alpha", "--config.peft.lora_alpha"),
+        ("training.batch_size", "--config.training.per_device_train_batch_size"),
+        ("training.lr", "--config.training.learning_rate"),
+    ],
+)
+def test_a_field_of_another_group_or_by_another_name_is_found(flag, meant):
+    assert message(f"--config.{flag}", "8") == f"unknown flag --config.{flag}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "written"),
+    [
+        ("reward.functions", "accuracy", '["accuracy"]'),
+        ("reward.functions", "accuracy,format", '["accuracy", "format"]'),
+        ("reward.weights", "0.5", "[0.5]"),
+    ],
+)
+def test_a_word_where_a_list_is_wanted_says_what_to_write(flag, value, written):
+    said = message(f"--config.{flag}", value)
+    assert said.startswith(f"--config.{flag}: expected ")
+    assert said.endswith(f"not {value}; write '{written}'")
+    assert parse([f"--config.{flag}", written])
+
+
+def test_epochs_of_the_user_go_before_the_recipes_steps(tmp_path):
+    recipe = write(tmp_path / "r.yaml", "training: {max_steps: 7, num_train_epochs: 4}\n")
+    parsed = parse(["--recipe", recipe, "--config.training.num_train_epochs", "2"])
+    assert (parsed.values.training.max_steps, parsed.values.training.num_train_epochs) == (-1, 2)
+    assert parsed.warnings == ["--config.training.num_train_epochs 2 decides: the recipe's max_steps 7 is left out"]
+    again = parse(["--recipe", write(tmp_path / "again.yaml", parsed.dump())])
+    assert (again.values.training.max_steps, again.values.training.num_train_epochs) == (-1, 2)
+
+
+def test_of_epochs_and_steps_as_flags_the_steps_decide_and_a_line_says_so():
+    parsed = parse(["--config.training.num_train_epochs", "2", "--config.training.max_steps", "9"])
+    assert parsed.values.training.max_steps == 9
+    (line,) = parsed.warnings
+    assert line == "--config.training.num_train_epochs has no effect: training.max_steps is given, and decides"
+
+
+@pytest.mark.parametrize(
+    ("flags", "because"),
+    [
+        (["--config.training.trust_remote_code", "true"], "transformers' own code"),
+        (["--config.training.weight_decay", "0.1", "--config.peft.type", "lora_plus"], "lora_plus decays no weights"),
+    ],
+)
+def test_fields_that_perl_does_not_use_are_warned_of(flags, because):
+    (line,) = parse(flags).warnings
+    assert because in line
+
+
+def test_a_secret_in_a_mapping_is_in_no_dump():
+    argv = ["--config.training.model_init_kwargs", '{"token": "hf_secret", "use_cache": false}']
+    dump = parse(argv).dump()
+    assert "hf_secret" not in dump
+    assert yaml.safe_load(dump)["training"]["model_init_kwargs"] == {"use_cache": False}
 
 
 def test_a_value_without_a_flag():

@@ -70,6 +70,6 @@ def decode(model, sequences: list[Sequence], sampling: Sampling = GREEDY, **opti
 
 def stock(model, sequences: list[Sequence], sampling: Sampling = GREEDY, **options) -> list[Sequence]:
     """`sequences`, completed by the model's own generate."""
-    settings = decoder(model, **options)
-    assert len(list(generate_stock(settings, sequences, sampling))) == len(sequences)
+    settings = {"eos_token_ids": EOS, "pad_token_id": 0, "max_batch_tokens": 1_000} | options
+    assert len(list(generate_stock(model, sequences, sampling, **settings))) == len(sequences)
     return sequences

@@ -25,7 +25,6 @@ from transformers import (
 from perl.engines.base import warn_once
 from perl.engines.decoder import REFILL_SHARE, unsupported_reason
 from perl.engines.sequence import Sequence, left_pad
-from perl.engines.stock import generate_stock
 from perl.errors import UserError
 from perl.records import Sampling
 from tests.engines.models import EOS, SHAPE, decode, decoder, make_sequences, prompts, stock, tiny
@@ -309,7 +308,7 @@ def test_logits_processors_change_the_choice_and_not_the_logprobs():
         return make_sequences(prompts(40), group_size=2)
 
     fast = machine.complete(asked(), Sampling())
-    theirs = sorted(generate_stock(machine, asked(), Sampling()), key=lambda sequence: sequence.index)
+    theirs = stock(model, asked(), Sampling(), processors=[NoRepeat()])
     assert tokens(fast) == tokens(theirs)
     assert all(a != b for finished in fast for a, b in itertools.pairwise(finished.token_ids))
     assert any(a == b for row in tokens(decode(model, asked(), Sampling())) for a, b in itertools.pairwise(row))

@@ -19,7 +19,7 @@ def settings(config, tiny, tmp_path_factory) -> EvalConfig:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     adapter = make_adapter(tiny, tmp_path_factory.mktemp("adapter"))
-    return replace(config, adapter=[str(adapter)], use_vllm=True)
+    return replace(config, adapter=[str(adapter)], use_vllm=True, enforce_eager=True, gpu_memory_utilization=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,7 @@ def test_summary_tells_how_it_was_made(two_workers, undisturbed):
     assert summary["merge"]["exact_error"] < 1e-3 < summary["merge"]["effect"]
     assert summary["adapter_hash"] == summary["merge"]["adapter_hash"]
     assert summary["generation"]["dp_size"] == 2
+    assert (summary["generation"]["enforce_eager"], summary["generation"]["gpu_memory_utilization"]) == (True, 0.3)
     assert summary["generation"]["tokens"] == sum(row["tokens"] for row in rows.values())
     assert json.dumps(summary)
     assert {k: v["completion"] for k, v in rows.items()} != {k: v["completion"] for k, v in undisturbed.items()}

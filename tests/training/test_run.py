@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from perl.device import detect
 from perl.errors import UserError
-from perl.training.run import last_whole_checkpoint, train
+from perl.training.run import train
+from perl.training.rundir import last_whole_checkpoint
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -186,11 +187,15 @@ def test_save_total_limit_keeps_the_last(tmp_path, flags):
 
 
 def test_wandb_offline_without_a_key_and_off_when_disabled(tmp_path, flags):
-    argv = flags(training__report_to="wandb", training__max_steps=1)
+    secret = {"training__model_init_kwargs": '{"token": "hf_not_a_real_one"}'}
+    argv = flags(training__report_to="wandb", training__max_steps=1, **secret)
     done = python_train([*argv, "--config.training.output_dir", "offline"], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert list((tmp_path / "offline" / "wandb").glob("offline-run-*"))
-    assert "W&B is offline, project grpo-lora-" in done.stdout
+    assert "WARNING W&B is offline, project grpo-lora-" in done.stdout  # the script shows warnings on the screen
+    assert "wandb sync" in done.stdout
+    for file in [f for f in (tmp_path / "offline").rglob("*") if f.is_file()]:
+        assert b"hf_not_a_real_one" not in file.read_bytes(), file
     done = python_train([*argv, "--config.training.output_dir", "off"], tmp_path, WANDB_DISABLED="true")
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (tmp_path / "off" / "wandb").exists()

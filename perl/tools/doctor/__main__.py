@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from perl.errors import report_errors
 from perl.tools.doctor.cli import add_arguments, run
 
 
@@ -17,4 +18,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with report_errors():
+        sys.exit(main())

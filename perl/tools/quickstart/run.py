@@ -24,12 +24,12 @@ from rich.table import Table
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt
 from perl.errors import report_errors
+from perl.records import PROGRESS
 from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.quickstart.problems import DATA_FOLDER
 
 ROOT = Path(__file__).resolve().parents[3]
 HELD_OUT = DATA_FOLDER / "test.jsonl"
-PROGRESS = "progress: "
 Engine = Literal["hf", "vllm"]
 
 

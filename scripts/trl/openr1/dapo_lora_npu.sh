@@ -5,7 +5,7 @@
 #
 # Environment (all optional):
 #   NUM_PROCESSES      processes, one a device (all visible devices; 1 on a CPU)
-#   ACCELERATE_CONFIG  one of scripts/accelerate/*.yaml (ZeRO-2 on NPUs and GPUs)
+#   ACCELERATE_CONFIG  one of scripts/accelerate/*.yaml (single.yaml for one process, ZeRO-2 on several NPUs or GPUs)
 #   PYTHON             the Python to use (.venv-train's, as install_npu.sh makes it, else .venv's, else python3)
 # Everything is written to <run folder>/output.log; progress and errors stay on the screen.
 set -euo pipefail
@@ -28,9 +28,14 @@ esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 
+# A signal that comes while the command line is checked ends the script when that is done; nothing has been started.
+trap 'exit 143' TERM
+trap 'exit 130' INT
+
 # Checks the whole command line and says DEVICE, NUM_PROCESSES, ACCELERATE_CONFIG, RUN_DIR, VISIBLE.
 # (Not as eval "$(…)": that would lose the exit code.)
 plan=$("$PYTHON" -m perl.tools.launch "$@") || exit $?
+trap - TERM INT
 eval "$plan"
 
 if [ "$DEVICE" = npu ]; then
@@ -53,37 +58,10 @@ if [ -n "$VISIBLE" ]; then
     export "${VISIBLE?}"
 fi
 
-mkdir -p "$RUN_DIR"
-log=$RUN_DIR/output.log
 echo "run folder: $RUN_DIR"
 echo "$NUM_PROCESSES process(es) on $DEVICE, $(basename "$ACCELERATE_CONFIG"); everything else goes to output.log"
 
-# Shows progress and what went wrong; on a terminal the progress line stays in place.
-screen() {
-    local line width
-    while IFS= read -r line; do
-        case $line in
-            "progress: "*)
-                if [ -t 1 ]; then
-                    width=$(tput cols 2>/dev/null || echo 80)
-                    printf '\r\033[K%s' "${line:10:width}"
-                else
-                    printf '%s\n' "${line#progress: }"
-                fi ;;
-            "error: "* | *" WARNING "* | *"Error: "* | *"fall back to run on the CPU"*) printf '%s\n' "$line" ;;
-        esac
-    done
-    [ ! -t 1 ] || echo
-}
-
+# From here on signals reach the supervisor, which has the processes save a checkpoint and end.
 export PERL_NUM_PROCESSES=$NUM_PROCESSES
-set +e
-"$PYTHON" -u -m accelerate.commands.launch --config_file "$ACCELERATE_CONFIG" --num_processes "$NUM_PROCESSES" \
-    -m perl.train "$@" --config.training.output_dir "$RUN_DIR" 2>&1 | tee -a "$log" | screen
-status=${PIPESTATUS[0]}
-set -e
-if [ "$status" -ne 0 ]; then
-    echo "error: training ended with exit code $status; the whole log is in $log" >&2
-    exit "$status"
-fi
-echo "adapter: $RUN_DIR/adapter"
+exec "$PYTHON" -u -m perl.tools.supervise "$RUN_DIR" --config_file "$ACCELERATE_CONFIG" \
+    --num_processes "$NUM_PROCESSES" -m perl.train "$@" --config.training.output_dir "$RUN_DIR"

@@ -1,0 +1,153 @@
+"""The launch script's last step: run accelerate, keep its output in output.log, show what matters, pass signals on.
+
+    python -m perl.tools.supervise RUN_DIR --config_file FILE --num_processes N -m perl.train FLAGS…
+
+SIGTERM and SIGINT go to the training processes themselves, which save a checkpoint and end (StopOnSignal); the launcher
+would have them killed after 30 seconds. A second signal kills all. The exit code is the training processes'.
+
+Nothing large is imported here: this process lives as long as the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from perl.records import PROGRESS
+
+SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
+SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
+LAUNCHERS_OWN = ("ChildFailedError", "SignalException")
+"""A failed training process is reported by its own line; the launcher's about it is no news."""
+ONE_SIGNAL_S = 1.0
+"""Signals within this time are one."""
+
+
+class Screen:
+    """Shows progress and what went wrong; on a terminal the progress line stays in place. A reader that goes away
+    (`| head`) ends the showing, not the training."""
+
+    def __init__(self) -> None:
+        self.terminal, self.open, self.pending = sys.stdout.isatty(), True, False
+
+    def show(self, line: str) -> None:
+        if line.startswith(PROGRESS):
+            text = line.removeprefix(PROGRESS)
+            width = shutil.get_terminal_size().columns
+            self.write(f"\r\033[K{text[: width - 1]}" if self.terminal else f"{text}\n")
+            self.pending = self.terminal
+            return
+        matters = line.startswith(SHOWN_STARTS) or any(part in line for part in SHOWN_PARTS)
+        if matters and not any(own in line for own in LAUNCHERS_OWN):
+            self.end_progress()
+            self.write(f"{line}\n")
+
+    def end_progress(self) -> None:
+        if self.pending:
+            self.write("\n")
+        self.pending = False
+
+    def write(self, text: str) -> None:
+        if self.open:
+            try:
+                print(text, end="", flush=True)
+            except BrokenPipeError:
+                self.open = False
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Launcher:
+    """accelerate in a session of its own, so that the terminal's Ctrl-C reaches this process alone."""
+
+    def __init__(self, argv: list[str]):
+        self.received, self._at, self.process = 0, 0.0, None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.receive)
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "perl.tools.accelerate_launch", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        if self.received:
+            self.kill()
+
+    def receive(self, number: int, _frame: object) -> None:
+        """Pass a signal on; the second one kills."""
+        now, first = time.monotonic(), not self.received
+        if first:
+            self.received, self._at = number, now
+        if self.process is None:
+            return
+        if first:
+            ranks = children(self.process.pid)
+            for pid in ranks or [self.process.pid]:  # none: it has not started them yet
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number if ranks else signal.SIGTERM)
+        elif now - self._at > ONE_SIGNAL_S:
+            self.kill()
+
+    def kill(self) -> None:
+        """End every process of the run, at once."""
+        assert self.process is not None
+        for pid in [*children(self.process.pid), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                # torch's agent gives each rank a session of its own; else they are in the launcher's.
+                (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+
+    def lines(self) -> Iterator[bytes]:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        yield from self.process.stdout
+
+    def wait(self) -> int:
+        """The exit code as a shell has it, once nothing of the run is left."""
+        assert self.process is not None
+        code = self.process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it may have left behind
+        if self.received and code:
+            return 128 + self.received
+        return 128 - code if code < 0 else code
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of a process, by Linux's /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == pid:
+                    found.append(int(entry.name))
+    return found
+
+
+def main(run_dir: Path, argv: list[str]) -> int:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    screen, log = Screen(), run_dir / "output.log"
+    launcher = Launcher(argv)
+    with log.open("ab") as file:
+        for line in launcher.lines():
+            file.write(line)
+            file.flush()
+            screen.show(line.decode(errors="replace").rstrip("\n"))
+    code = launcher.wait()
+    screen.end_progress()
+    if code == 0:
+        screen.write(f"adapter: {run_dir}/adapter\n")
+    elif not launcher.received:
+        print(f"training ended with exit code {code}; the whole log is in {log}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,128 @@
+"""Every check of a run that needs no loaded model, in one place.
+
+perl.train makes them in each process; the launch script makes the same ones in one process (perl/tools/launch.py)
+before it starts any, so that a mistake is one line and exit code 2 there too, and leaves no run folder.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from perl import device
+from perl.adapters import ADAPTERS
+from perl.config.load import Config
+from perl.errors import UserError, lookup
+from perl.grading import Grader
+from perl.rewards import build_rewards, reward_context
+from perl.training import rundir
+from perl.training.microbatches import LOSS_TYPES
+from perl.training.setup import build_dataset, load_tokenizer
+
+if TYPE_CHECKING:
+    from perl.config.training import TrainingConfig
+
+CHOICES = {
+    "loss_type": LOSS_TYPES,
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+"""Fields that GRPOConfig takes any text for, and TRL refuses at the first rollout or loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What the checks have read, for the run to use."""
+
+    tokenizer: PreTrainedTokenizerBase
+    dataset: Dataset
+    checkpoint: str | None
+    """To go on from."""
+
+
+def check_processes() -> None:
+    """As many processes as devices at most, one device for each. Before the configuration is built, which starts the
+    process group."""
+    devices, local = device.detect(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    variable = device.VISIBILITY_VARIABLE[devices.kind]
+    if variable is None:
+        return
+    if local > devices.count:
+        raise UserError(
+            f"{local} processes but only {devices.count} {devices.kind} device(s) are visible;"
+            f" start accelerate with --num_processes {devices.count}, or look at {variable}"
+        )
+    if "LOCAL_RANK" not in os.environ and devices.count > 1:
+        raise UserError(
+            f"one process sees {devices.count} {devices.kind} devices; set {variable}=0, or start with"
+            f" accelerate launch --num_processes {devices.count} -m perl.train"
+        )
+
+
+def check_run(config: Config, run_dir: Path) -> Checked:
+    """All other checks, the cheap ones first: fields, rewards, the run's folder, tokenizer, data.
+
+    Raises UserError for the first mistake found. Nothing is written.
+    """
+    lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
+    check_training(config.training)
+    check_engine(config)
+    with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
+        build_rewards(config.reward.functions, reward_context(config, grader))
+    checkpoint = rundir.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
+    rundir.check_folder(run_dir, resuming=checkpoint is not None)
+    tokenizer = load_tokenizer(config.model.model_name_or_path)
+    dataset = build_dataset(config.dataset, tokenizer)
+    require_full_batch(config.training, len(dataset))
+    return Checked(tokenizer=tokenizer, dataset=dataset, checkpoint=checkpoint)
+
+
+def check_training(training: TrainingConfig) -> None:
+    """Values of GRPOConfig that TRL or transformers would refuse after loading, or fail on."""
+    for field, known in CHOICES.items():
+        value = str(getattr(training, field))
+        lookup(dict.fromkeys(known), value, field.replace("loss_type", "loss"), f"--config.training.{field}")
+    if training.max_steps == 0 or training.max_steps < -1:
+        raise UserError(
+            f"--config.training.max_steps {training.max_steps}: no step to train; write a number from 1, or -1 to train"
+            " for num_train_epochs"
+        )
+    if training.max_steps == -1 and training.num_train_epochs <= 0:
+        raise UserError(
+            f"--config.training.num_train_epochs {training.num_train_epochs}: no step to train; write a number above 0"
+        )
+    if training.sync_ref_model:
+        raise UserError(
+            "--config.training.sync_ref_model: the reference of an adapter is its base, which never changes; leave it"
+            " out"
+        )
+
+
+def check_engine(config: Config) -> None:
+    """Where TRL can't give vLLM new weights, it says so with a traceback, at the first rollout on a CPU."""
+    kind, mode = device.detect().kind, config.training.vllm_mode
+    if config.training.use_vllm and mode not in device.VLLM_MODES[kind]:
+        raise UserError(
+            f"--config.rollout.engine vllm: TRL can't give vLLM new weights in --config.training.vllm_mode {mode} on a"
+            f" {kind} device; use --config.rollout.engine fast"
+        )
+
+
+def require_full_batch(training: TrainingConfig, prompts: int) -> None:
+    """A generation batch takes so many different prompts; with fewer, transformers would train no step at all."""
+    assert training.generation_batch_size
+    assert training.num_generations
+    needed = training.generation_batch_size // training.num_generations
+    if prompts < needed:
+        raise UserError(
+            f"--config.dataset: {prompts} prompts, but a generation batch takes {needed} (generation_batch_size"
+            f" {training.generation_batch_size} / num_generations {training.num_generations}); give more"
+            " rows, or lower per_device_train_batch_size or gradient_accumulation_steps"
+        )

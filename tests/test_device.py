@@ -1,0 +1,14 @@
+"""perl.device with a torch.cuda that says what other machines' would; the NPU's part is in tests/npu."""
+
+import pytest
+import torch
+
+from perl import device
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_emulated_bfloat16_is_not_the_default(monkeypatch, native, dtype):
+    """T4, V100 and RTX 20xx: torch says that they take bfloat16, unless it is asked without emulation."""
+    monkeypatch.setattr(device, "detect", lambda: device.Devices("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
+    assert device.default_dtype() == dtype

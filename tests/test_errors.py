@@ -1,0 +1,37 @@
+"""How every entry point ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perl.errors import UserError, lookup
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["bash", "scripts/check_npu_env.sh"], [sys.executable, "-m", "perl"], [sys.executable, "-u", "-m", "perl"]],
+)
+def test_a_reader_that_goes_away_ends_the_command_quietly(command):
+    """`| head -1`, with the reader gone before the first line."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate(timeout=120)
+    assert said == ""
+    assert process.returncode == 141
+
+
+def test_another_broken_pipe_is_no_reason_to_be_quiet():
+    code = "from perl.errors import report_errors\nwith report_errors():\n    raise BrokenPipeError('a worker is gone')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "a worker is gone" in done.stderr
+
+
+def test_a_name_in_another_case_is_found():
+    with pytest.raises(UserError, match="did you mean 'gsm8k'"):
+        lookup({"gsm8k": 1, "math": 2}, "GSM8K", "task")
