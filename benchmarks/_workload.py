@@ -235,7 +235,10 @@ def make_trainer(side: str, policy: Policy, work: Workload, folder: str, reward:
 
 
 def force_lengths(trainer: Any, processor: ForcedLengths) -> None:
-    """TRL passes no logits processors to `generate`; give it one."""
+    """TRL passes no logits processors to `generate`; give it one, and ours to its decoder."""
+    if getattr(trainer, "sampler", None) is not None:
+        trainer.sampler.decoder.processors = [processor]
+        return
     base = trainer.model.get_base_model()
     plain = base.generate
 
