@@ -139,6 +139,13 @@ def test_rounding_error_is_one_when_rounding_returns_the_base(base, tmp_path, ca
     assert report.dtype == "float32"
 
 
+def test_a_report_with_the_former_name_of_the_rounding_error_is_read(base, tmp_path):
+    report = merge_adapter(base, make_adapter(tmp_path / "adapter", base), tmp_path / "out")
+    file = tmp_path / "out" / "merge.json"
+    file.write_text(file.read_text().replace('"rounding_error"', '"share_lost"'))
+    assert read_report(tmp_path / "out") == report
+
+
 def test_the_asked_dtype_is_written_even_when_it_loses(base, tmp_path, caplog):
     adapter = make_adapter(tmp_path / "adapter", base, std=4e-4)
     report = merge_adapter(base, adapter, tmp_path / "out", "bfloat16")
