@@ -27,11 +27,12 @@ from transformers import (
     Qwen2ForCausalLM,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from perl import device
 from perl.adapters import ADAPTERS
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.training import TrainingConfig
 from perl.training.trainer import PerlGRPOTrainer
 
 VOCABULARY = 16_384
@@ -224,7 +225,7 @@ def make_trainer(side: str, policy: Policy, work: Workload, folder: str, reward:
     trainer = trainer_class(
         model=make_model(policy),
         reward_funcs=reward,
-        args=GRPOConfig(output_dir=folder, **(defaults | settings)),
+        args=TrainingConfig(output_dir=folder, **(defaults | settings)),
         train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in prompt) for prompt in work.prompts]}),
         processing_class=make_tokenizer(policy.eos[0]),
         **extra,
