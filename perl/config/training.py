@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trl import GRPOConfig
 
@@ -24,6 +25,14 @@ class TrainingConfig(GRPOConfig):
             "help": "Deal the rows of an optimizer update into micro-batches of up to this many tokens, each prompt"
             " counted once, instead of per_device_train_batch_size rows. The update is the same; memory and speed are"
             " not. Off by default."
+        },
+    )
+
+    attention_kernels: bool | Literal["auto"] = field(
+        default="auto",
+        metadata={
+            "help": "Attention of decode steps and packed micro-batches by the kernels of flash-attn (CUDA) or of"
+            " torch_npu (Ascend, not checked on a device yet) instead of sdpa; auto: flash-attn's, where installed."
         },
     )
 
