@@ -68,9 +68,8 @@ class VLLMSync:
             os.environ.setdefault(name, value)
         import vllm
 
-        self.reason = self.reason or _model_refuses(options)
-        if self.reason is not None:
-            self._say()
+        if reason := self.reason or _model_refuses(options):
+            self._send_merged(reason)
             self._engine = vllm.LLM(**options)
         else:
             rank = max_lora_rank(self.config)
@@ -87,6 +86,8 @@ class VLLMSync:
         Raises:
             UserError: only the adapter could be sent, and vLLM refuses it.
         """
+        if self.reason is None and (why := _odd_layer(model)):
+            self._send_merged(why)
         if self.reason is None:
             self._hand_over(model, gather)
         if self.reason is not None:
@@ -102,22 +103,20 @@ class VLLMSync:
             # The name is part of the prefix cache's keys: what another adapter computed is never found.
             request = LoRARequest(f"perl-{self._number}", self._number, folder)
             try:
-                _require_plain_layers(model)
                 if previous is not None:
                     self._engine.llm_engine.remove_lora(previous.lora_int_id)
                 loaded = self._engine.llm_engine.add_lora(request)
             except (ValueError, RuntimeError) as error:
                 if previous is not None:  # it served the same layers before
                     raise
-                self.reason = f"vLLM refuses it: {' '.join(str(error).split())[:300]}"
-                self._say()
+                self._send_merged(f"vLLM refuses it: {' '.join(str(error).split())[:300]}")
                 return
         if not loaded:
             raise RuntimeError(f"vLLM did not load the adapter of synchronisation {self._number}")
         self._engine.adapter = request
 
     def _layers_of_engine(self) -> set[str]:
-        """Names, in the trainer's model, of the kinds of layer ("q_proj") that the engine has wrapped for LoRA."""
+        """Kinds of layer of the trainer's model ("q_proj") whose weights the engine calls "….base_layer.weight"."""
         if self._engine is None:
             return set()
         ((names, parts, complete),) = self._engine.apply_model(_wrapped_layers)
@@ -128,8 +127,9 @@ class VLLMSync:
             )
         return {own for name in names for own in parts.get(name, [name])}
 
-    def _say(self) -> None:
-        log.info("rollouts: vLLM is sent merged weights, not the adapter alone: %s", self.reason)
+    def _send_merged(self, reason: str) -> None:
+        self.reason = reason
+        log.info("rollouts: vLLM is sent merged weights, not the adapter alone: %s", reason)
 
     # A server
 
@@ -150,14 +150,13 @@ class VLLMSync:
         save_adapter(model, gather, place if url else None)
         if url is None:
             return name
-        _require_plain_layers(model)
         answer = requests.post(f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(place)})
         if not answer.ok:
             said = " ".join(answer.text.split())[:300]
             raise UserError(
-                f"--config.training.vllm_mode server: {url} did not load the adapter from {place} ({answer.status_code}:"
-                f" {said}); start it where it sees this folder, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and"
-                f" --max-lora-rank {max_lora_rank(self.config)}, or without --enable-lora"
+                f"--config.training.vllm_mode server: {url} did not load the adapter from {place}"
+                f" ({answer.status_code}: {said}); start it where it sees this folder, with"
+                f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --max-lora-rank {max_lora_rank(self.config)}, or without --enable-lora"
             )
         if self._number > 1:
             requests.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": f"perl-{self._number - 1}"})
@@ -172,8 +171,7 @@ class VLLMSync:
                 " weights; start it without"
             )
         if not with_lora:
-            self.reason = self.reason or "the server was started without --enable-lora"
-            self._say()
+            self._send_merged(self.reason or "the server was started without --enable-lora")
 
 
 def save_adapter(model: Any, gather: Gather, folder: Path | None) -> None:
@@ -198,14 +196,15 @@ def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tu
     """Each weight of the base with the adapter in it, in the base's dtype; the model itself is only read.
 
     Args:
-        wrapped: kinds of layer that vLLM has wrapped, whose weights are called "….base_layer.weight" there.
+        wrapped: kinds of layer whose weights vLLM calls "….base_layer.weight".
     """
     with gather(list(model.parameters())):
         layers = {_own_name(layer.name): layer for layer in adapted_layers(model)}
         for layer in layers.values():
             if why := layer.cannot_merge():
                 raise UserError(
-                    f"--config.rollout.engine vllm: the adapter can't be merged: {why}; use --config.rollout.engine fast"
+                    f"--config.rollout.engine vllm: the adapter can't be merged: {why}; use --config.rollout.engine"
+                    " fast"
                 )
         merged: dict[str, torch.Tensor] = {}
         for full_name, parameter in model.named_parameters():
@@ -228,13 +227,12 @@ def _own_name(name: str) -> str:
     return name
 
 
-def _require_plain_layers(model: Any) -> None:
-    """vLLM applies LoRA to linear layers; a head or an embedding it keeps apart, tied or padded."""
+def _odd_layer(model: Any) -> str | None:
+    """A layer with an adapter that is not applied as vLLM applies LoRA; an embedding may be tied or padded there."""
     from peft.tuners.lora import Linear
 
-    for adapted in adapted_layers(model):
-        if not isinstance(adapted.layer, Linear) or adapted.name.rpartition(".")[2] == "lm_head":
-            raise ValueError(f"{adapted.name} is no linear layer inside the model")
+    odd = [adapted.name for adapted in adapted_layers(model) if not isinstance(adapted.layer, Linear)]
+    return f"vLLM serves LoRA on linear layers, not on {odd[0]}" if odd else None
 
 
 def _model_refuses(options: dict[str, Any]) -> str | None:
@@ -249,9 +247,14 @@ def _model_refuses(options: dict[str, Any]) -> str | None:
 
 
 def _wrapped_layers(model: nn.Module) -> tuple[set[str], dict[str, list[str]], bool]:
-    """Kinds of layer that vLLM has wrapped for LoRA, which of the checkpoint's layers each of them holds, and whether
-    all weights are there. Runs in vLLM's worker."""
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    """Kinds of layer that vLLM has wrapped for LoRA and that do not load weights by the checkpoint's own names (those
+    of vLLM 0.31 do), which of the checkpoint's layers each of them holds, and whether all weights are there. Runs in
+    vLLM's worker."""
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if hasattr(module, "base_layer") and not hasattr(type(module), "load_weights")
+    }
     parts: Any = getattr(model, "packed_modules_mapping", {})
     return names, parts, all(parameter.numel() for parameter in model.parameters())
 
@@ -267,8 +270,8 @@ def _adapter_llm() -> type:
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             return super().generate(*args, **kwargs, lora_request=self.adapter)
 
-        def sleep(self, level: int = 1, **kwargs: Any) -> Any:
+        def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> Any:
             """Level 2 would throw away the base's weights, which nobody sends again."""
-            return super().sleep(level=min(level, 1), **kwargs)
+            return super().sleep(min(level, 1), *args, **kwargs)
 
     return AdapterLLM

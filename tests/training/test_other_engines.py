@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from perl.engines.attention import ATTENTION
 from perl.engines.base import warn_once
 from perl.engines.vllm import ENVIRONMENT
 from perl.errors import RankError
+from perl.training import vllm_sync
 from tests.tiny import save_tiny
 from tests.training.test_trainer import make_trainer
 
@@ -81,22 +83,33 @@ def on_cpu() -> None:
     os.environ.update(ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"} | uncompiled)
 
 
-def until_stopped(trainer: Any) -> dict[str, Any]:
-    """Trains; the lines that the run logs, the error that stops it, and the metric of each step."""
+@contextmanager
+def logged():
+    """The lines that perl logs."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("perl").addHandler(handler)
     logging.getLogger("perl").setLevel(logging.INFO)
     warn_once.cache_clear()
+    yield lines
+    logging.getLogger("perl").removeHandler(handler)
+
+
+def until_stopped(trainer: Any) -> dict[str, Any]:
+    """Trains; the error that stops it, and the metric of each step."""
     error = None
     try:
         trainer.train()
     except RankError as caught:
         error = str(caught)
-    logging.getLogger("perl").removeHandler(handler)
-    found = {"error": error, "steps": trainer.state.global_step, "log": "\n".join(lines)}
-    return found | {"mismatch": mismatches(trainer)}
+    return {"error": error, "steps": trainer.state.global_step, "mismatch": mismatches(trainer)}
+
+
+def until_step_3(trainer: Any, sync: Any) -> None:
+    """From the fourth rollout on vLLM is not given the policy."""
+    if trainer.state.global_step < 3:
+        sync()
 
 
 def base_weights(trainer: Any) -> dict[str, Any]:
@@ -114,36 +127,39 @@ def keeps_its_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = in_place
 
 
-def colocated(folder: Path, adapter: str = "lora", targets: list[str] | None = None) -> dict[str, Any]:
+def colocated(folder: Path, adapter: str = "lora", rank: int = 4) -> dict[str, Any]:
     """Three steps as they should be, and a fourth rollout before which vLLM is not given the policy (in a child).
+    vLLM is told of rank 8 at most.
 
-    Returns what `until_stopped` does, with vLLM's dtype, the names of the base's weights that have changed, and how
-    many weights were sent."""
+    Returns what `until_stopped` does, and the log, vLLM's dtype, the names of the base's weights that have changed,
+    and how many weights were sent."""
     on_cpu()
     import torch
 
-    if adapter != "lora" or targets:
+    vllm_sync.max_lora_rank = lambda config: 8
+    if (adapter, rank) != ("lora", 4):
         keeps_its_weights()
-    model = AutoModelForCausalLM.from_pretrained(save_tiny(folder / "model", scale=4.0))
+    base = save_tiny(folder / "model", scale=4.0)
     settings = {"lr_scheduler_type": "constant", "max_steps": 4}  # so that a step's change is plain beside rounding
-    peft = PeftConfig(type=adapter, r=4, lora_alpha=8, target_modules=targets or "all-linear")
-    trainer = trained_by(
-        folder, "vllm", model=model, adapter=adapter, peft=peft, vllm_max_model_length=64, **settings
-    )
-    before, sent, vllm = base_weights(trainer), [], trainer.vllm_generation
-    sync, weights = vllm.sync_weights, vllm._iter_named_params
+    settings |= {"adapter": adapter, "peft": PeftConfig(type=adapter, r=rank, lora_alpha=2 * rank)}
+    sent = []
+    with logged() as lines:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        trainer = trained_by(folder, "vllm", model=model, vllm_max_model_length=64, **settings)
+        before, vllm = base_weights(trainer), trainer.vllm_generation
+        weights = vllm._iter_named_params
 
-    def counted():
-        for name, tensor in weights():
-            sent.append(name)
-            yield name, tensor
+        def counted():
+            for name, tensor in weights():
+                sent.append(name)
+                yield name, tensor
 
-    vllm._iter_named_params = counted
-    vllm.sync_weights = lambda: sync() if trainer.state.global_step < 3 else None
-    dtype = str(vllm.llm.llm_engine.model_config.dtype)
-    found = until_stopped(trainer)
+        vllm._iter_named_params = counted
+        vllm.sync_weights = partial(until_step_3, trainer, vllm.sync_weights)
+        dtype = str(vllm.llm.llm_engine.model_config.dtype)
+        found = until_stopped(trainer)
     changed = [name for name, p in base_weights(trainer).items() if not torch.equal(p, before[name])]
-    return found | {"dtype": dtype, "changed": changed, "sent": len(sent)}
+    return found | {"log": "\n".join(lines), "dtype": dtype, "changed": changed, "sent": len(sent)}
 
 
 def require_agreement(found: dict[str, Any]) -> None:
@@ -171,37 +187,30 @@ def test_colocated_vllm_is_given_the_adapter_alone_and_a_stale_one_shows(tmp_pat
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("adapter", "targets", "why"),
+    ("adapter", "rank", "why"),
     [
-        ("dora", None, "vLLM does not serve DoRA"),
-        ("lora", ["q_proj", "down_proj", "lm_head"], "vLLM refuses it: lm_head is no linear layer inside the model"),
+        ("dora", 4, "vLLM does not serve DoRA"),
+        ("lora", 16, "vLLM refuses it: LoRA rank 16 is greater than max_lora_rank 8"),
     ],
 )
-def test_what_vllm_does_not_serve_is_sent_merged_and_the_base_stays(tmp_path, adapter, targets, why):
-    found = in_a_process(colocated, tmp_path, adapter, targets)
+def test_what_vllm_does_not_serve_is_sent_merged_and_the_base_stays(tmp_path, adapter, rank, why):
+    found = in_a_process(colocated, tmp_path, adapter, rank)
     require_agreement(found)
     assert found["sent"] > 0
     assert f"vLLM is sent merged weights, not the adapter alone: {why}" in found["log"]
 
 
 @contextmanager
-def vllm_server(model: Path):
+def vllm_server(model: Path, *options: str):
     """A real server with vLLM's own defaults: its log-probabilities are those before temperature."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--max-model-len",
-        "64",
-    ]
-    command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager"]
-    command += ["--weight-transfer-config", '{"backend": "nccl"}']
-    server = subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--max-model-len", "64", "--host", "127.0.0.1", "--port", port, "--enforce-eager"]
+    command += ["--weight-transfer-config", '{"backend": "nccl"}', *options]
+    allowed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    server = subprocess.Popen(command, env=os.environ | allowed)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -209,9 +218,9 @@ def vllm_server(model: Path):
         server.wait(timeout=60)
 
 
-def served(folder: Path) -> dict[str, Any]:
-    """By temperature, a run against a server that keeps the base's weights: TRL sends it new ones over NCCL, which
-    needs a CUDA device, and here that is left out (in a child)."""
+def served(folder: Path, with_lora: bool) -> dict[str, Any]:
+    """By temperature, a run of four steps against a server (in a child). TRL's NCCL needs a CUDA device, so that here
+    merged weights go nowhere; an adapter is not handed over for the fourth rollout."""
     on_cpu()
     from trl.generation.vllm_client import VLLMClient
 
@@ -219,29 +228,48 @@ def served(folder: Path) -> dict[str, Any]:
     setattr(VLLMClient, "update_named_params", lambda client, metadata, params: list(params))  # noqa: B010
     base = save_tiny(folder / "model", scale=4.0)
     found: dict[str, Any] = {}
-    with vllm_server(base) as url:
-        for temperature in (1.0, 0.6):
-            trainer = trained_by(
-                folder,
-                "vllm",
-                model=AutoModelForCausalLM.from_pretrained(base),
-                vllm_mode="server",
-                vllm_server_base_url=url,
-                vllm_server_timeout=200,
-                temperature=temperature,
-            )
-            found[str(temperature)] = until_stopped(trainer)
+    with vllm_server(base, *(["--enable-lora", "--max-lora-rank", "8"] if with_lora else [])) as url:
+        for temperature in (1.0,) if with_lora else (1.0, 0.6):
+            with logged() as lines:
+                trainer = trained_by(
+                    folder,
+                    "vllm",
+                    model=AutoModelForCausalLM.from_pretrained(base),
+                    vllm_mode="server",
+                    vllm_server_base_url=url,
+                    vllm_server_timeout=200,
+                    temperature=temperature,
+                    max_steps=4,
+                    lr_scheduler_type="constant",
+                )
+                vllm = trainer.vllm_generation
+                vllm.sync_weights = partial(until_step_3, trainer, vllm.sync_weights)
+                found[str(temperature)] = until_stopped(trainer) | {"log": "\n".join(lines)}
     return found
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_vllm_server_with_the_bases_weights_shows(tmp_path):
-    found = in_a_process(served, tmp_path)
+    found = in_a_process(served, tmp_path, False)
     assert found["1.0"]["error"] is None
     assert "sampler and trainer agree" in found["1.0"]["log"]  # nothing is learned yet, so that the base is the policy
+    assert "merged weights, not the adapter alone: the server was started without --enable-lora" in found["1.0"]["log"]
     first, *later = found["1.0"]["mismatch"]
     assert max(later) > 2 * first
     # Before temperature the numbers are others than the trainer's, whoever sampled.
     assert found["0.6"]["error"] is None
     assert "as the vLLM server runs without --logprobs-mode processed_logprobs" in found["0.6"]["log"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_vllm_server_loads_each_adapter_and_a_stale_one_shows(tmp_path):
+    found = in_a_process(served, tmp_path, True)["1.0"]
+    assert found["error"] is None
+    assert "sampler and trainer agree" in found["log"]
+    assert "merged weights" not in found["log"]
+    *current, stale = found["mismatch"]
+    assert 1e-3 < max(current) < 0.1
+    assert stale > 2 * max(current)
+    assert [p.name for p in (tmp_path / "adapter_for_vllm").iterdir()] == ["3"]
