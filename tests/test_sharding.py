@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import datetime, json, sys
+import contextlib, datetime, json, pathlib, sys
 import torch, torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.noise.injector import NoiseInjector
 from perl.sharding import is_sharded, local, resharded, shard_of, whole
+from perl.training.vllm_sync import merged_weights, save_adapter
 from tests.tiny import tiny_model
 
 kind, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -78,6 +80,24 @@ with resharded(model):
     full = torch.arange(64.0)
     assert torch.equal(shard_of(full, weight), full.chunk(2)[rank])
     assert local(weight).shape == (32,)
+logits(model)
+with torch.no_grad():
+    for one in (alone, model):  # an optimizer step: written to the shards, beside what is still gathered
+        with resharded(one):
+            for name, parameter in one.named_parameters():
+                if "lora_" in name:
+                    local(parameter).mul_(2)
+folder = pathlib.Path(store).parent
+states = []
+for one, name in ((alone, f"alone{rank}"), (model, f"model{rank}")):
+    save_adapter(one, contextlib.nullcontext, folder / name)
+    saved = load_file(folder / name / "adapter_model.safetensors")
+    states.append((saved, dict(merged_weights(one, contextlib.nullcontext, set()))))
+    logits(one)
+for name, alone_s, model_s in zip(("saved", "sent"), *states):
+    found[name] = alone_s.keys() == model_s.keys() and all(torch.equal(alone_s[key], model_s[key]) for key in alone_s)
+base = {name.removeprefix("base_model.model.").replace(".base_layer", "") for name in before if "lora_" not in name}
+assert states[1][1].keys() == base
 print(json.dumps(found))
 dist.barrier()  # a rank that leaves early can have gloo end the other one with "terminate called"
 dist.destroy_process_group()
@@ -101,4 +121,4 @@ def test_noise_and_merge_on_shards_are_used_by_the_rollout_and_gone_in_the_next_
         assert rank.returncode == 0, errors[-3000:]
         found = json.loads(output.splitlines()[-1])
         assert found.pop("rollout") < 1e-4
-        assert found == {"merged": True, "loss": True, "every bit": True}
+        assert found == {"merged": True, "loss": True, "every bit": True, "saved": True, "sent": True}

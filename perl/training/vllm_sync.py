@@ -29,7 +29,7 @@ from torch import nn
 from perl.adapters.layers import adapted_layers
 from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank
 from perl.errors import UserError
-from perl.sharding import whole, whole_of
+from perl.sharding import resharded, whole, whole_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -156,7 +156,8 @@ class VLLMSync:
             raise UserError(
                 f"--config.training.vllm_mode server: {url} did not load the adapter from {place}"
                 f" ({answer.status_code}: {said}); start it where it sees this folder, with"
-                f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --max-lora-rank {max_lora_rank(self.config)}, or without --enable-lora"
+                f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --max-lora-rank {max_lora_rank(self.config)}, or without"
+                " --enable-lora"
             )
         if self._number > 1:
             requests.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": f"perl-{self._number - 1}"})
@@ -179,9 +180,11 @@ def save_adapter(model: Any, gather: Gather, folder: Path | None) -> None:
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    named = [(name, p) for name, p in model.named_parameters() if model.prefix in name]
-    with gather([p for _, p in named]):
-        tensors = {_own_name(name): whole(p).cpu() for name, p in named}
+    def named() -> dict[str, nn.Parameter]:
+        return {_own_name(name): p for name, p in model.named_parameters() if model.prefix in name}
+
+    with resharded(model), gather(list(named().values())):
+        tensors = {name: whole(p).cpu() for name, p in named().items()}
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +201,7 @@ def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tu
     Args:
         wrapped: kinds of layer whose weights vLLM calls "….base_layer.weight".
     """
-    with gather(list(model.parameters())):
+    with resharded(model), gather(list(model.parameters())):
         layers = {_own_name(layer.name): layer for layer in adapted_layers(model)}
         for layer in layers.values():
             if why := layer.cannot_merge():
