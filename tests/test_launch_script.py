@@ -95,7 +95,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
         ({"training.num_generations": 1}, "a group needs at least 2 completions"),
         ({"training.loss_type": "ppo"}, "unknown loss 'ppo'"),
         ({"training.importance_sampling_level": "row"}, "importance_sampling_level: unknown"),
-        ({"training.use_vllm": "true"}, "use --config.rollout.engine fast"),
+        (
+            {"training.use_vllm": "true", "training.vllm_mode": "server"},
+            "use colocate, or --config.rollout.engine fast",
+        ),
         ({"training.max_steps": 0}, "max_steps 0: no step to train"),
         ({"training.sync_ref_model": "true"}, "its base, which never changes"),
         ({"training.gradient_accumulation_steps": 32}, "8 prompts, but a generation batch takes"),

@@ -117,14 +117,14 @@ def check_engine(config: Config) -> None:
             f"--config.rollout.engine vllm: TRL can't give vLLM new weights in --config.training.vllm_mode {mode} on a"
             f" {kind} device; use {' or '.join(device.VLLM_MODES[kind])}, or --config.rollout.engine fast"
         )
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError("--config.rollout.engine vllm: vllm is not installed; use --config.rollout.engine fast")
     why = cannot_serve(ADAPTERS[config.peft.type].build(config.peft).to_dict())
     if why and not device.VLLM_TAKES_WEIGHTS[kind]:
         raise UserError(
             f"--config.rollout.engine vllm: on a {kind} device vLLM takes the adapter alone, but {why}; use"
             " --config.rollout.engine fast"
         )
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("--config.rollout.engine vllm: vllm is not installed; use --config.rollout.engine fast")
 
 
 def require_full_batch(training: TrainingConfig, prompts: int) -> None:

@@ -240,6 +240,11 @@ def test_only_plain_lora_is_served(base, adapter, tmp_path):
     config = (adapter / "adapter_config.json").read_text()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes((adapter / name).read_bytes())
-    (tmp_path / "adapter_config.json").write_text(config.replace('"use_dora": false', '"use_dora": true'))
-    with pytest.raises(UserError, match="plain LoRA only"):
-        lora_rank(str(tmp_path))
+    changes = {
+        ('"use_dora": false', '"use_dora": true'): "does not serve DoRA",
+        ('"alpha_pattern": {}', '"alpha_pattern": {"q_proj": 2}'): "plain LoRA only, without alpha_pattern",
+    }
+    for change, said in changes.items():
+        (tmp_path / "adapter_config.json").write_text(config.replace(*change))
+        with pytest.raises(UserError, match=said):
+            lora_rank(str(tmp_path))

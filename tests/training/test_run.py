@@ -1,5 +1,6 @@
 """`python -m perl.train` and accelerate as a user runs them: what is left behind, and what each mistake says."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -258,12 +259,29 @@ def test_a_bad_flag_of_python_m_perl_train_is_exit_code_2_and_one_line(tmp_path)
 
 
 @pytest.mark.skipif(detect().kind != "cpu", reason="what a CPU can't do")
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_vllm_that_can_not_be_given_weights_is_refused_before_anything_is_loaded(mode):
-    with pytest.raises(
-        UserError, match=f"new weights in --config.training.vllm_mode {mode} on a cpu device; use [^\n]*$"
-    ):
-        train(["--config.rollout.engine", "vllm", "--config.training.vllm_mode", mode])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            ["--config.training.vllm_mode", "server"],
+            r"new weights in --config\.training\.vllm_mode server on a cpu device; use colocate, or [^\n]*$",
+        ),
+        (
+            ["--config.peft.type", "dora"],
+            r"on a cpu device vLLM takes the adapter alone, but vLLM does not serve DoRA; use [^\n]*$",
+        ),
+    ],
+)
+def test_vllm_that_can_not_be_given_the_policy_is_refused_before_anything_is_loaded(setting, said):
+    with pytest.raises(UserError, match=said):
+        train(["--config.rollout.engine", "vllm", *setting])
+
+
+def test_vllm_that_is_not_installed_is_one_line(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "vllm" else find(name, *args))
+    with pytest.raises(UserError, match=r"^--config\.rollout\.engine vllm: vllm is not installed; [^\n]*$"):
+        train(["--config.rollout.engine", "vllm", "--config.training.vllm_mode", "colocate"])
 
 
 def test_an_unknown_loss_is_refused_before_anything_is_loaded():
