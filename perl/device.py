@@ -363,15 +363,25 @@ def capture(function: Callable[[], Result], pool: Any, host_lengths: bool = Fals
     return Graph(graph, module, updates), result
 
 
-def paged_attention() -> Kernel:
-    """Attention of a decode step over a paged KV cache; off unless asked for. See perl.kernels.PAGED."""
+def paged_attention(wanted: bool | Literal["auto"]) -> Kernel | None:
+    """The kernel for the attention of a decode step over a paged KV cache (perl.kernels.PAGED), or None.
+
+    Args:
+        wanted: "auto" is where its library is installed on CUDA; Ascend's have not been checked on a device.
+    """
     from perl import kernels
 
-    return kernels.PAGED[detect().kind]
+    return _where_wanted(kernels.PAGED[detect().kind], wanted)
 
 
-def varlen_attention() -> Kernel:
-    """Causal attention of packed rows without a mask; off unless asked for. See perl.kernels.VARLEN."""
+def varlen_attention(wanted: bool | Literal["auto"]) -> Kernel | None:
+    """The kernel for causal attention of packed rows without a mask (perl.kernels.VARLEN), or None; as above."""
     from perl import kernels
 
-    return kernels.VARLEN[detect().kind]
+    return _where_wanted(kernels.VARLEN[detect().kind], wanted)
+
+
+def _where_wanted(kernel: Kernel, wanted: bool | Literal["auto"]) -> Kernel | None:
+    if wanted == "auto":
+        wanted = detect().kind == "cuda" and kernel.absent() is None
+    return kernel if wanted else None

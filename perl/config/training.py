@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from trl import GRPOConfig
 
 from perl import device
 from perl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -27,6 +31,14 @@ class TrainingConfig(GRPOConfig):
         },
     )
 
+    attention_kernels: bool | Literal["auto"] = field(
+        default="auto",
+        metadata={
+            "help": "Attention of decode steps and packed micro-batches by the kernels of flash-attn (CUDA) or of"
+            " torch_npu (Ascend, not checked on a device yet) instead of sdpa; auto: flash-attn's, where installed."
+        },
+    )
+
     def __post_init__(self):
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(f"max_tokens_per_microbatch must be at least 1, not {self.max_tokens_per_microbatch}")
@@ -41,6 +53,15 @@ class TrainingConfig(GRPOConfig):
         except ValueError:
             self._check_groups()
             raise
+
+    @property
+    def device(self) -> torch.device:
+        """On a CPU without the index that accelerate gives its processes: torch.load knows no "cpu:0", so that no
+        checkpoint of several CPU processes could be resumed."""
+        import torch
+
+        own = super().device
+        return torch.device("cpu") if own.type == "cpu" else own
 
     def _check_groups(self) -> None:
         """What GRPOConfig says of a batch without whole groups, in the words of the flags."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,45 @@ class Layout(Protocol):
         """From query [rows, heads, tokens, head_dim], key and value [rows, key heads, columns, head_dim] to [rows,
         tokens, heads, head_dim]."""
         ...
+
+
+def numbers_of(model: Any) -> tuple[torch.dtype, int]:
+    """dtype and head_dim that the attention of `model` (a transformers model or a PeftModel) computes with."""
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return model.dtype, head_dim
+
+
+class _Reached(Exception):
+    """An attention layer was given the layout."""
+
+
+class _Probe:
+    """A layout that ends the forward at the first attention layer that is given it."""
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        raise _Reached
+
+
+def layout_lost(model: Any) -> str | None:
+    """Why the attention layers of `model` (a transformers model that has adopted `attention`) can't be given a layout,
+    or None where they can.
+
+    Asked of a copy without weights on the meta device, since some of the model's own may lie on other processes, which
+    would have to take part in a forward.
+    """
+    try:
+        with torch.device("meta"):
+            copy = type(model)(deepcopy(model.config)).base_model
+            ids = torch.zeros(1, 2, dtype=torch.long)
+            mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+            copy(input_ids=ids, position_ids=ids, attention_mask=mask, layout=_Probe(), use_cache=False)
+    except _Reached:
+        return None
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        return f"its attention could not be tried with a layout: {said}"
+    return "its layers do not hand arguments on to attention"
 
 
 def adopt(model: Any) -> str | None:

@@ -32,9 +32,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from perl import device
 from perl.engines import graphs
-from perl.engines.attention import adopt
+from perl.engines.attention import adopt, layout_lost, numbers_of
 from perl.engines.base import warn_once
-from perl.engines.cache import BLOCK_SIZE, KeysAndValues, KVCache, Prefix
+from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE, KeysAndValues, KVCache, Prefix
 from perl.engines.sampling import sample, uniforms, validate
 from perl.engines.sequence import Sequence, left_pad, mark_seen
 from perl.engines.stock import generate_stock
@@ -43,6 +43,8 @@ from perl.sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
+
+    from perl.device import Kernel
 
 PREFILL_TOKENS = 8_192
 """Most prompt tokens, padding included, in one prefill: bounds the activations, not the cache."""
@@ -106,6 +108,24 @@ class Rows:
         return [self.active, self.uniforms, *self.state()]
 
 
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """The layout (perl.engines.attention) of a decode step whose attention reads the blocks of the cache itself."""
+
+    kernel: Kernel
+    table: torch.Tensor
+    """int32 [rows, blocks]."""
+    lengths: torch.Tensor | list[int]
+    """Of the rows, on the device or on the host, as the kernel wants them."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
+    ) -> torch.Tensor:
+        """query: [rows, heads, 1, head_dim]; key and value: all blocks, [blocks, block size, key heads, head_dim]."""
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return self.kernel(query[:, :, 0], key, value, self.table, self.lengths, scale)[:, None]
+
+
 Result = tuple[device.Read, list[Sequence]]
 """float32 [2, rows], tokens and log-probabilities, on their way to the host, and the sequences that drew them."""
 
@@ -148,6 +168,7 @@ class Decoder:
             this alone is decoded alone.
         max_num_seqs: most sequences in flight.
         capture: run decode steps as captured graphs where the accelerator and the model allow it (perl.engines.graphs).
+        kernel: one that reads the blocks of the cache itself (perl.kernels.PAGED), where it takes the model's numbers.
         block_size: tokens of a block of the cache; None is the device's (perl.engines.cache).
         generation_kwargs: fields of a GenerationConfig that the loop does not serve; with any of them, and for a model
             that it can't serve, the model's own `generate` draws instead (perl.engines.stock), which one line says.
@@ -162,13 +183,14 @@ class Decoder:
         max_batch_tokens: int | None = None,
         max_num_seqs: int = 256,
         capture: bool = False,
+        kernel: Kernel | None = None,
         block_size: int | None = None,
         generation_kwargs: dict[str, Any] | None = None,
     ):
         self.model = model
         self.eos_token_ids, self.pad_token_id = frozenset(eos_token_ids), pad_token_id
         self.max_batch_tokens, self.max_num_seqs = max_batch_tokens, max_num_seqs
-        self.capture, self.block_size = capture, block_size
+        self.capture, self.kernel, self.block_size = capture, kernel, block_size
         self.generation_kwargs = generation_kwargs or {}
         self.processors: list[LogitsProcessor] = []
         """Further logits processors, called with left-padded ids before a token is drawn."""
@@ -215,9 +237,11 @@ class Decoder:
         self.cache = self.rows = self.graphs = None
 
     def release_if_short(self) -> None:
-        """Release the cache of an accelerator that has little memory left for what comes next."""
+        """Release the cache where an accelerator has little memory left for what comes next."""
         memory, free = device.peak_memory(), device.free_memory()
-        if self.cache is not None and memory and free is not None and free < KEPT_SHARE * memory.total:
+        if memory is None or free is None:
+            self.release()  # on a CPU: it has no graphs, and costs nothing to make
+        elif free < KEPT_SHARE * memory.total:
             self.release()
             device.empty_cache()
 
@@ -243,6 +267,14 @@ class _Run:
         kept = adopt(inner)
         self.own_attention = kept is None
         self.on_cpu = self.where.type == "cpu"
+        self.block_size = decoder.block_size or (None if self.on_cpu else BLOCK_SIZE)
+        self.kernel = decoder.kernel
+        if self.kernel is not None:
+            self.block_size = KERNEL_BLOCK_SIZE
+            reason = kept or self.kernel.missing(*numbers_of(inner), self.block_size) or layout_lost(inner)
+            if reason is not None:
+                warn_once(f"decode steps are computed by sdpa: {reason}")
+                self.kernel, self.block_size = None, BLOCK_SIZE
         self.captures = decoder.capture and not self.processors
         if decoder.capture and (reason := graphs.unsupported_reason(kept, self.lockstep)):
             warn_once(f"decoding without captured graphs: {reason}")
@@ -377,12 +409,11 @@ class _Run:
         rows = min(decoder.max_num_seqs, self.waiting + len(self.running))
         if cache is None:
             assert like is not None
-            block_size = decoder.block_size or (None if self.on_cpu else BLOCK_SIZE)
             a_token = sum(
                 states.shape[-3] * states.shape[-1] * states.element_size() for pair in like for states in pair
             )
             free = int(device.available_memory() * CACHE_SHARE) // a_token
-            cache = KVCache(like, rows, max_seq_len, decoder.max_batch_tokens or free, block_size)
+            cache = KVCache(like, rows, max_seq_len, decoder.max_batch_tokens or free, self.block_size)
             decoder.cache = cache
         elif rows > cache.max_num_seqs or longest > cache.max_seq_len:
             cache.extend(rows, max_seq_len)
@@ -452,10 +483,9 @@ class _Run:
         if not self.running:
             return
         count, width = len(self.running), max(sequence.length for sequence in self.running)
-        if self.processors:
-            result, _ = self._compute(count, width)
-        else:
-            result, _ = self._step_function()(count, width)
+        if self.kernel is not None:
+            width = cache.max_seq_len  # the lengths are numbers that it reads, not shapes
+        result, _ = self._step_function()(count, width)
         self._launched(result, list(self.running))
         self._leave([row for row, sequence in enumerate(self.running) if sequence.launched == sequence.max_new_tokens])
 
@@ -466,19 +496,28 @@ class _Run:
         decoder, rows, cache = self.decoder, self.rows, self.cache
         distribution = self.sampling.distribution
         if decoder.graphs is None or decoder.graphs.made_for != distribution:
-            decoder.graphs = graphs.StepGraphs(distribution, rows.state(), cache.max_num_seqs, cache.max_seq_len)
-        return decoder.graphs.bind(self._compute)
+            on_host = self.kernel is not None and self.kernel.host_lengths
+            decoder.graphs = graphs.StepGraphs(
+                distribution, rows.state(), cache.max_num_seqs, cache.max_seq_len, on_host
+            )
+        return decoder.graphs.bind(self._compute, self._host_lengths)
 
     def _compute(self, count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One step of the first `count` rows, reading `width` places of each row of the cache: the result, float32 [2,
         count], and the logits, float32 [count, vocabulary]. The same operations each time, and nothing read back."""
         rows, cache = self.rows, self.cache
         tokens, positions, drawn = rows.tokens[:count], rows.positions[:count], rows.drawn[:count]
-        width = cache.begin(positions, width)
-        visible = torch.arange(width, device=self.where) <= positions[:, None]
-        # Of four dimensions: transformers hands it on as it is, instead of working it out and reading it back.
-        mask = visible[:, None, None] if self.own_attention else visible
-        logits = self._forward(tokens[:, None], mask, positions[:, None], cache)
+        width = cache.begin(positions, width, whole=self.kernel is not None)
+        if self.kernel is not None:
+            lengths = self._host_lengths(count) if self.kernel.host_lengths else (positions + 1).int()
+            layout = PagedStep(self.kernel, cache.table[:count], lengths)
+            nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.where)
+            logits = self._forward(tokens[:, None], nothing, positions[:, None], cache, layout=layout)
+        else:
+            visible = torch.arange(width, device=self.where) <= positions[:, None]
+            # Of four dimensions: transformers hands it on as it is, instead of working it out and reading it back.
+            mask = visible[:, None, None] if self.own_attention else visible
+            logits = self._forward(tokens[:, None], mask, positions[:, None], cache)
         uniform = rows.uniforms[:count].gather(1, drawn[:, None])[:, 0]
         seen = None if rows.seen is None or self.sampling.repetition_penalty == 1 else rows.seen[:count]
         result = self._draw(self.running[:count], logits, uniform, seen)
@@ -487,6 +526,11 @@ class _Run:
         positions.add_(active)
         drawn.add_(active)
         return result, logits
+
+    def _host_lengths(self, count: int) -> list[int]:
+        """Tokens of each of the first `count` rows in the cache, the one to be computed included; 1 beyond them."""
+        lengths = [sequence.length for sequence in self.running[:count]]
+        return lengths + [1] * (count - len(lengths))
 
     def _draw(
         self, sequences: list[Sequence], logits: torch.Tensor, uniform: torch.Tensor, seen: torch.Tensor | None
@@ -575,11 +619,13 @@ class _Run:
 
     # The model
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache, **options: Any
+    ) -> torch.Tensor:
         """float32 logits [rows, vocabulary] of the last token; ids and positions [rows, tokens]."""
         if self.lockstep:
             self._any_rank_decodes(True)
-        return self._call_model(ids, mask, positions, cache)
+        return self._call_model(ids, mask, positions, cache, **options)
 
     def _any_rank_decodes(self, this_one: bool) -> bool:
         busy = torch.tensor(int(this_one), device=self.where)
@@ -591,7 +637,9 @@ class _Run:
         one = torch.ones(1, 1, dtype=torch.long, device=self.where)
         self._call_model(one * self.pad_token_id, one, one - 1, DynamicCache(config=self.model.config))
 
-    def _call_model(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def _call_model(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache, **options: Any
+    ) -> torch.Tensor:
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -600,5 +648,6 @@ class _Run:
             use_cache=True,
             return_dict=True,
             **self.options,
+            **options,
         )
         return output.logits[:, -1].float()

@@ -56,9 +56,13 @@ class StepGraphs:
         made_for: what is baked into them beside shapes and addresses.
         state: what a step advances.
         max_rows, max_width: of the cache.
+        host_lengths: the step calls a kernel that reads the rows' lengths from the host (perl.kernels.Kernel).
     """
 
-    def __init__(self, made_for: Any, state: list[torch.Tensor], max_rows: int, max_width: int):
+    def __init__(
+        self, made_for: Any, state: list[torch.Tensor], max_rows: int, max_width: int, host_lengths: bool = False
+    ):
+        self.host_lengths = host_lengths
         self.made_for, self.state = made_for, state
         self.max_rows, self.max_width = max_rows, max_width
         self.pool = device.graph_pool()
@@ -66,9 +70,13 @@ class StepGraphs:
         """None until it is captured."""
         self.failed = False
 
-    def bind(self, compute: Compute) -> Compute:
-        """`compute`, by graphs. They hold no reference to it, and so none to the cache."""
-        return partial(self._step, compute)
+    def bind(self, compute: Compute, lengths: Callable[[int], list[int]]) -> Compute:
+        """`compute`, by graphs. They hold no reference to it, and so none to the cache.
+
+        Args:
+            lengths: those of so many rows, the step's token included.
+        """
+        return partial(self._step, compute, lengths)
 
     def shape(self, rows: int, width: int) -> tuple[int, int]:
         """Rows and places that are computed for so many."""
@@ -77,14 +85,18 @@ class StepGraphs:
         rounded = next(size for size in (octave // 2, octave * 3 // 4, octave) if size >= width)
         return min(self.max_rows, -(-rows // multiple) * multiple), min(self.max_width, max(WIDTH, rounded))
 
-    def _step(self, compute: Compute, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(
+        self, compute: Compute, lengths: Callable[[int], list[int]], rows: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `compute`; what it returns holds until the next call."""
         shape = self.shape(rows, width)
         if shape in self.shapes and self.shapes[shape] is None and not self.failed:
             self._capture(compute, shape)
         if self.failed or (captured := self.shapes.setdefault(shape, None)) is None:
             result, logits = compute(*shape)
-        elif captured.replays < CHECKED_REPLAYS:
+            return result[:, :rows], logits[:rows]
+        captured.graph.update_lengths(lengths(shape[0]) if self.host_lengths else [])
+        if captured.replays < CHECKED_REPLAYS:
             captured.replays += 1
             result, logits = self._checked(captured, compute, shape, rows)
         else:
@@ -94,7 +106,7 @@ class StepGraphs:
 
     def _capture(self, compute: Compute, shape: tuple[int, int]) -> None:
         try:
-            graph, (result, logits) = device.capture(lambda: compute(*shape), self.pool)
+            graph, (result, logits) = device.capture(lambda: compute(*shape), self.pool, self.host_lengths)
             self.shapes[shape] = Captured(graph, result, logits)
         except RuntimeError as error:
             self._fail((str(error).strip() or repr(error)).splitlines()[0])

@@ -13,12 +13,17 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from perl import device
+from perl.engines.attention import numbers_of
 from perl.training.metrics import ModelSize, Work, update_flops
 from perl.training.packing import enable_packing, prompt_work, row_work
+
+if TYPE_CHECKING:
+    from perl.device import Kernel
 
 log = logging.getLogger(__name__)
 
@@ -213,6 +218,8 @@ class UpdatePlan:
     packed: bool
     """Micro-batches are packed (perl.training.packing), not padded."""
     batcher: MicroBatcher
+    kernel: Kernel | None
+    """Of packed attention; None is sdpa."""
 
 
 def plan_update(
@@ -227,6 +234,7 @@ def plan_update(
     torch_compile: bool,
     max_tokens: int | None,
     size: ModelSize | None,
+    kernels: bool | Literal["auto"],
     main_process: bool,
 ) -> UpdatePlan:
     """Whether the micro-batches of `policy` (a transformers model or a PeftModel) are packed, which it is prepared for,
@@ -239,6 +247,7 @@ def plan_update(
         aux_loss: the loss has a router's auxiliary loss.
         max_tokens: training.max_tokens_per_microbatch.
         size: of `policy`; None where its FLOPs can't be counted.
+        kernels: training.attention_kernels.
     """
     if aux_loss or torch_compile:
         padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
@@ -269,7 +278,12 @@ def plan_update(
         max_tokens=None if padded else max_tokens,
         size=size,
     )
-    return UpdatePlan(padded is None, batcher)
+    kernel = None if padded else device.varlen_attention(kernels)
+    if kernel is not None and (missing := kernel.missing(*numbers_of(policy))) is not None:
+        if main_process:
+            log.info("packed micro-batches are computed by sdpa: %s", missing)
+        kernel = None
+    return UpdatePlan(padded is None, batcher, kernel)
 
 
 def _tokens(batches: Sequence[MicroBatch]) -> int:

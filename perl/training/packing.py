@@ -20,57 +20,21 @@ positions. Sharing prefixes in training: arXiv 2506.05433 (Prefix Grouper).
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from perl.device import takes_bottom_right
-from perl.engines.attention import adopt
+from perl.engines.attention import adopt, layout_lost
 from perl.engines.decoder import unsupported_reason
 from perl.training.metrics import Work, sequences
 
-
-class VarlenAttention(Protocol):
-    """Causal attention of sequences that stand behind one another, the last query of each with its last key."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_query: list[int],
-        cu_key: list[int],
-        scaling: float | None,
-    ) -> torch.Tensor:
-        """From query [tokens, heads, head_dim], key and value [keys, key heads, head_dim] to [tokens, heads, head_dim].
-        Sequence i has the queries cu_query[i]:cu_query[i + 1] and the keys cu_key[i]:cu_key[i + 1]."""
-        ...
-
-
-def _flash_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_query: list[int],
-    cu_key: list[int],
-    scaling: float | None,
-) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    bounds = [torch.tensor(cu, dtype=torch.int32, device=query.device) for cu in (cu_query, cu_key)]
-    longest = [max(stop - start for start, stop in itertools.pairwise(cu)) for cu in (cu_query, cu_key)]
-    return flash_attn_varlen_func(query, key, value, *bounds, *longest, softmax_scale=scaling, causal=True)
-
-
-VARLEN: dict[str, VarlenAttention] = {"cuda": _flash_attn} if importlib.util.find_spec("flash_attn") else {}
-"""By type of device; called with numbers of 16 bits."""
+if TYPE_CHECKING:
+    from perl.device import Kernel
 
 
 class Group(NamedTuple):
@@ -89,10 +53,11 @@ class Packing:
     Args:
         groups: cover the sequence, in its order.
         scored: int64 [completion tokens], on the model's device: places whose hidden states the output layer gets.
+        kernel: one for rows of different lengths (perl.kernels.VARLEN), used where it takes the numbers.
     """
 
-    def __init__(self, groups: Sequence[Group], scored: torch.Tensor):
-        self.groups, self.scored = groups, scored
+    def __init__(self, groups: Sequence[Group], scored: torch.Tensor, kernel: Kernel | None = None):
+        self.groups, self.scored, self.kernel = groups, scored, kernel
         self.uses = 0
         """Attention layers that were given this. A model that drops it on its way would compute nonsense."""
         self._keys: torch.Tensor | None = None
@@ -107,8 +72,8 @@ class Packing:
         if torch.is_autocast_enabled(kind):  # which casts for sdpa, and not for the functions below
             query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
         plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
-        if plain and query.dtype.itemsize == 2 and (kernel := VARLEN.get(kind)):
-            return self._by_kernel(kernel, query, key, value, scaling)
+        if plain and self.kernel is not None and self.kernel.missing(query.dtype, query.shape[-1]) is None:
+            return self._by_kernel(self.kernel, query, key, value, scaling)
         if plain and kind == "cpu":
             return _CpuAttention.apply(query, key, value, self.groups, scaling)
         return self._by_row(query, key, value, dropout, scaling)
@@ -122,7 +87,7 @@ class Packing:
 
     def _by_kernel(
         self,
-        kernel: VarlenAttention,
+        kernel: Kernel,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -137,7 +102,8 @@ class Packing:
             self._keys = torch.tensor([place for span in spans for place in span], device=query.device)
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         key, value = key[self._keys], value[self._keys]
-        return kernel(query.contiguous(), key, value, cu_query, cu_key, scaling)[None]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return kernel(query.contiguous(), key, value, cu_query, cu_key, scale)[None]
 
     def _by_row(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
@@ -319,7 +285,9 @@ def packed_work(rows: Sequence[Row]) -> Work:
     return Work(sum(work.tokens for work in works), sum(work.pairs for work in works))
 
 
-def pack(rows: Sequence[Row], completion_width: int, device: torch.device | str) -> Packed:
+def pack(
+    rows: Sequence[Row], completion_width: int, device: torch.device | str, kernel: Kernel | None = None
+) -> Packed:
     """Lay `rows`, each with a prompt of at least one token, out as one sequence."""
     ids: list[int] = []
     positions: list[int] = []
@@ -351,7 +319,7 @@ def pack(rows: Sequence[Row], completion_width: int, device: torch.device | str)
         input_ids=tensor([ids]),
         position_ids=tensor([positions]),
         targets=tensor([[token for row in rows for token in row.completion]]),
-        packing=Packing(groups, tensor(scored)),
+        packing=Packing(groups, tensor(scored), kernel),
         completions=tensor(completions),
         work=packed_work(rows),
     )
@@ -367,43 +335,12 @@ def enable_packing(model: Any) -> str | None:
     if reason := unsupported_reason(model) or adopt(model):
         return reason
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if reason := _lost_layout(inner):
+    if reason := layout_lost(inner):
         return reason
     backbone = inner.base_model
     if _keep_scored not in backbone._forward_hooks.values():
         backbone.register_forward_hook(_keep_scored, with_kwargs=True)
     return None
-
-
-class _Reached(Exception):
-    """An attention layer was given the layout."""
-
-
-class _Probe:
-    """A layout that ends the forward at the first attention layer that is given it."""
-
-    def attend(self, *args: Any) -> torch.Tensor:
-        raise _Reached
-
-
-def _lost_layout(model: Any) -> str | None:
-    """Why the attention layers of `model` can't be given a layout, or None where they can.
-
-    Asked of a copy without weights on the meta device, since some of the model's own may lie on other processes, which
-    would have to take part in a forward.
-    """
-    try:
-        with torch.device("meta"):
-            copy = type(model)(deepcopy(model.config)).base_model
-            ids = torch.zeros(1, 2, dtype=torch.long)
-            mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-            copy(input_ids=ids, position_ids=ids, attention_mask=mask, layout=_Probe(), use_cache=False)
-    except _Reached:
-        return None
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
-        return f"its attention could not be tried with a layout: {said}"
-    return "its layers do not hand arguments on to attention"
 
 
 def _keep_scored(backbone: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -428,6 +365,7 @@ def log_probs(
     *,
     pack_rows: bool,
     compute_entropy: bool,
+    kernel: Kernel | None = None,
 ) -> tuple[LogProbs, Work]:
     """Log-probabilities of the completions, 0 where there is no token, by as few tokens as it takes.
 
@@ -437,12 +375,13 @@ def log_probs(
         padded: the forward as TRL does it, of (input_ids, attention_mask, completion width); it gets only those
             columns that are not padding in every row.
         pack_rows: pack the rows where that saves tokens.
+        kernel: see Packing.
     """
     rows = split_rows(input_ids, attention_mask, width)
     prompt = max(len(row.prompt) for row in rows)
     completion = max(1, *(len(row.completion) for row in rows))
     if pack_rows and packed_work(rows).tokens < len(rows) * (prompt + completion):
-        packed = pack(rows, width, input_ids.device)
+        packed = pack(rows, width, input_ids.device, kernel)
         output = model(**forward_arguments(packed))
         if not packed.packing.uses:
             raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")

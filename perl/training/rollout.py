@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from transformers import GenerationConfig
@@ -74,6 +74,7 @@ class RolloutPolicy:
         generation_config: TRL's: sampling, lengths, eos and pad tokens.
         generation_kwargs: the user's part of it.
         batching_config: transformers' ContinuousBatchingConfig, for the engine continuous_batching.
+        kernels: training.attention_kernels.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class RolloutPolicy:
         generation_config: GenerationConfig,
         generation_kwargs: dict[str, Any],
         batching_config: Any = None,
+        kernels: bool | Literal["auto"] = "auto",
     ):
         self.model, self.config, self.noise = model, config, noise
         self.generation_config, self.batching_config = generation_config, batching_config
@@ -103,6 +105,7 @@ class RolloutPolicy:
             pad_token_id=int(generation_config.pad_token_id),  # type: ignore[arg-type]
             max_batch_tokens=None if config.max_batch_tokens is None else int(config.max_batch_tokens),
             capture=device.captures_by_default() if capture == "auto" else capture,
+            kernel=device.paged_attention(kernels),
             generation_kwargs={name: value for name, value in generation_kwargs.items() if name not in SERVED},
         )
 

@@ -115,6 +115,7 @@ class PerlGRPOTrainer(GRPOTrainer):
                 self.generation_config,
                 kwargs_of_user,
                 self.continuous_batching_config,
+                self.args.attention_kernels,
             )
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
@@ -129,6 +130,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             torch_compile=self.args.torch_compile,
             max_tokens=self.args.max_tokens_per_microbatch,
             size=model_size(self.model),
+            kernels=self.args.attention_kernels,
             main_process=self.accelerator.is_main_process,
         )
         self.rollout = Rollout(Weights(-1, 0, 0.0))

@@ -122,7 +122,7 @@ def test_weights_changed_in_place_are_seen_and_a_graph_reads_what_was_written(an
         return torch.stack([tokens[:rows].float(), logits[:, 0]]), logits
     graphs.CHECKED_REPLAYS = 0
     steps = graphs.StepGraphs("key", [tokens], 20, 300)
-    step = steps.bind(compute)
+    step = steps.bind(compute, lambda rows: [])
     def call(rows, width):
         result, logits = step(rows, width)
         return result.tolist()
@@ -140,6 +140,57 @@ def test_weights_changed_in_place_are_seen_and_a_graph_reads_what_was_written(an
     assert third == [[3, 3], [148, 148]]
     assert tokens == [3] * 8 + [0]
     assert found[4:] == [[8, 300], [20, 192], [8, 300], 2, []]
+
+
+def test_a_kernel_that_reads_the_blocks_needs_a_graph_for_each_number_of_rows_alone(answer):
+    """In bfloat16, which is all that it takes; lengths are numbers that the host gives it before each replay."""
+    found = answer(
+        DECODE
+        + """
+    import torch_npu
+    calls = []
+    kernel = torch_npu.npu_fused_infer_attention_score
+    torch_npu.npu_fused_infer_attention_score = lambda *args, **kw: (calls.append(1), kernel(*args, **kw))[1]
+    torch_npu.npu_fused_infer_attention_score.out = getattr(kernel, "out", None)
+    model = tiny().bfloat16().to("npu:0")
+    given = ([prompts(6, longest=200)], {"group_size": 4, "max_new_tokens": 80})
+    plain, logprobs = decode(decoder(model), given, Sampling(temperature=0))
+    results = []
+    for capture_graphs in (False, True):
+        machine = decoder(model, kernel=device.paged_attention(True), capture=capture_graphs)
+        tokens, found = decode(machine, given, Sampling(temperature=0))
+        first = [abs(a[0] - b[0]) for a, b in zip(logprobs, found)]
+        agree = sum(x == y for a, b in zip(plain, tokens) for x, y in zip(a[0], b[0]))
+        results.append([len(calls) > 0, max(first), agree / sum(len(a[0]) for a in plain), machine.cache.block_size])
+        calls.clear()
+    answer = [results, sorted(machine.graphs.shapes), len(replays), lines]
+    """
+    )
+    results, shapes, replays, lines = found
+    assert lines == []
+    for called, apart, agree, block_size in results[:1]:
+        assert called
+        assert apart < 0.2
+        assert agree > 0.5  # a rounding that changes one greedy token changes all behind it
+        assert block_size == 256
+    assert results[1][1] < 0.2
+    assert {width for _, width in shapes} == {256}  # of the cache, whatever the lengths
+    assert len(shapes) <= 3  # 24, 16, 8 rows
+    assert replays > 60
+
+
+def test_a_kernel_that_does_not_take_the_models_numbers_is_not_used_and_said(answer):
+    found = answer(
+        DECODE
+        + """
+    from perl.engines import decoder as module
+    module.warn_once = lines.append
+    machine = decoder(tiny().to("npu:0"), kernel=device.paged_attention(True))
+    machine.complete(make_sequences(prompts(2), max_new_tokens=3), Sampling())
+    answer = lines
+    """
+    )
+    assert found == ["decode steps are computed by sdpa: npu_fused_infer_attention_score does not compute in float32"]
 
 
 def test_a_graph_that_goes_on_with_old_numbers_is_not_used(answer):
