@@ -248,8 +248,8 @@ def lora_rank(adapter: str) -> int:
 
 
 def _cpu_options(config: PreTrainedConfig, max_model_len: int | None) -> dict[str, Any]:
-    """What a CPU needs in addition. A seeded request dies there on a prefill in several parts (torch's CPU generator has
-    no offset to set back), so a prompt is always prefilled whole."""
+    """What a CPU needs in addition. A seeded request dies there on a prefill in several parts (torch's CPU generator
+    has no offset to set back), so a prompt is always prefilled whole."""
     if device.detect().kind != "cpu":
         return {}
     text = config.get_text_config()
