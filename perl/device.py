@@ -39,9 +39,12 @@ VISIBILITY_VARIABLE: dict[Kind, str | None] = {
 RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls them, best first. It finds them itself, unless it is started with --num-gpus or --resources."""
 
-VLLM_MODES: dict[Kind, tuple[str, ...]] = {"npu": ("colocate",), "cuda": ("colocate", "server"), "cpu": ()}
-"""The modes in which TRL 1.16 can give vLLM new weights: a server gets them over NCCL, and on a CPU vLLM has packed its
-own and dropped what could be replaced."""
+VLLM_MODES: dict[Kind, tuple[str, ...]] = {"npu": ("colocate",), "cuda": ("colocate", "server"), "cpu": ("colocate",)}
+"""The modes in which TRL 1.16 can give vLLM the policy: it talks to a server over NCCL. On a CPU vLLM has packed its
+weights and dropped what could be replaced: it takes the adapter alone (VLLM_TAKES_WEIGHTS)."""
+
+VLLM_TAKES_WEIGHTS: dict[Kind, bool] = {"npu": True, "cuda": True, "cpu": False}
+"""Whether a running vLLM engine can be given other weights of the base."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return data.full_tensor() if is_split(data) else data  # type: ignore[operator]
 
 
+def whole_of(shard: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """All of what the ranks hold shards of, each as its part of `like`: the inverse of `shard_of`. Every rank must
+    ask."""
+    if not is_split(like):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(shard, mesh, placements, shape=like.shape, stride=like.stride()).full_tensor()
+
+
 def shard_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The part of `full` (the same on every rank) that corresponds to this rank's part of `like`."""
     if not is_split(like):

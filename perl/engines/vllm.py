@@ -41,6 +41,8 @@ CPU_CACHE_GIB = 4
 """Most memory for keys and values on a CPU, where vLLM would take half the machine."""
 MAX_SEQUENCES = 256
 """Rows that vLLM works on at once."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as max_lora_rank."""
 
 
 def require_vllm() -> None:
@@ -235,16 +237,32 @@ def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
     return best if best == "float32" else stored
 
 
+def cannot_serve(config: Mapping[str, Any]) -> str | None:
+    """Why vLLM can't serve an adapter of this adapter_config.json beside the base, or None where it can."""
+    if config.get("peft_type") != "LORA":
+        return f"vLLM serves LoRA only, not {config.get('peft_type')}"
+    if config.get("use_dora"):
+        return "vLLM does not serve DoRA"
+    if config["r"] > LORA_RANKS[-1]:
+        return f"vLLM serves ranks up to {LORA_RANKS[-1]}, not {config['r']}"
+    # vLLM scales all layers by the one lora_alpha / r.
+    for field in ("modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices"):
+        if config.get(field):
+            return f"vLLM serves plain LoRA only, without {field}"
+    return None if config.get("bias", "none") == "none" else "vLLM serves plain LoRA only, without bias"
+
+
+def max_lora_rank(config: Mapping[str, Any]) -> int:
+    """The smallest rank that vLLM can be told of and that holds the adapter's."""
+    return next(size for size in LORA_RANKS if size >= config["r"])
+
+
 def lora_rank(adapter: str) -> int:
-    """The smallest rank that vLLM can be told of and that holds the adapter's. A UserError for what is more than plain
-    LoRA."""
+    """`max_lora_rank` of a folder. A UserError for what is more than plain LoRA."""
     config = require_adapter(Path(adapter))
-    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("modules_to_save"):
-        raise UserError(
-            f"--adapter_mode lora: vLLM serves plain LoRA only, {adapter} is more; write --adapter_mode merge"
-        )
-    rank = max([config["r"], *config.get("rank_pattern", {}).values()])
-    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+    if why := cannot_serve(config):
+        raise UserError(f"--adapter_mode lora: {adapter}: {why}; write --adapter_mode merge")
+    return max_lora_rank(config)
 
 
 def _cpu_options(config: PreTrainedConfig, max_model_len: int | None) -> dict[str, Any]:

