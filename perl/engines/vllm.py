@@ -238,7 +238,7 @@ def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
 
 
 def cannot_serve(config: Mapping[str, Any]) -> str | None:
-    """Why vLLM can't serve an adapter of this adapter_config.json beside the base, or None where it can."""
+    """Why vLLM can't serve an adapter of this adapter_config.json alongside the base, or None where it can."""
     if config.get("peft_type") != "LORA":
         return f"vLLM serves LoRA only, not {config.get('peft_type')}"
     if config.get("use_dora"):
