@@ -127,9 +127,7 @@ def colocated(folder: Path, adapter: str = "lora", targets: list[str] | None = N
     model = AutoModelForCausalLM.from_pretrained(save_tiny(folder / "model", scale=4.0))
     settings = {"lr_scheduler_type": "constant", "max_steps": 4}  # so that a step's change is plain beside rounding
     peft = PeftConfig(type=adapter, r=4, lora_alpha=8, target_modules=targets or "all-linear")
-    trainer = trained_by(
-        folder, "vllm", model=model, adapter=adapter, peft=peft, vllm_max_model_length=64, **settings
-    )
+    trainer = trained_by(folder, "vllm", model=model, adapter=adapter, peft=peft, vllm_max_model_length=64, **settings)
     before, sent, vllm = base_weights(trainer), [], trainer.vllm_generation
     sync, weights = vllm.sync_weights, vllm._iter_named_params
 
