@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,6 +266,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             why = "of a truncated distribution" if scaled else "before temperature, as the vLLM server runs without"
             why += "" if scaled else " --logprobs-mode processed_logprobs"
             log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
+            self.tolerance = math.inf
             return
         prompts = [list(ids) for ids in request.prompt_ids[:COMPARED_ROWS]]
         drawn = [torch.tensor(ids, device=self.accelerator.device) for ids in completions.token_ids[:COMPARED_ROWS]]
