@@ -48,6 +48,18 @@ def reward_context(config: Config, grader: Grader) -> RewardContext:
     )
 
 
+def grade_early(functions: Sequence[str], context: RewardContext) -> Callable[[str, dict[str, Any]], None] | None:
+    """What begins to grade one completion of a rollout, given its text and its row of the data set, while others are
+    still drawn; None where no reward grades."""
+    if "accuracy" not in functions:
+        return None
+
+    def start(text: str, row: dict[str, Any]) -> None:
+        context.grader.start(TASKS[row["task"]].rubric, text, row["gold"])
+
+    return start
+
+
 def accuracy(context: RewardContext) -> RewardFunction:
     """1 for a correct answer, else 0: `Grade.score` of the row's task, as in the evaluation.
 

@@ -71,7 +71,7 @@ class SharedUpdate:
 
 def _groups(layers: Sequence[AdaptedLayer]) -> list[list[Any]]:
     """Plain LoRA layers by the hidden state that they read, as far as names tell, else alone. Where a name deceives,
-    `forward` sees another hidden state and computes anew."""
+    `forward` sees another hidden state and computes again."""
     by_input: dict[tuple[Any, ...], list[Any]] = {}
     for adapted in layers:
         if not _plain(adapted.layer):

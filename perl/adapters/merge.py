@@ -1,4 +1,4 @@
-"""Merge an adapter into its base, prove that the result is what PEFT computes, and write it whole or not at all.
+"""Merge an adapter into its base, check that the result is what PEFT computes, and write it whole or not at all.
 
     base logits, PEFT's logits  ->  merged in float32: equal to PEFT's?  ->  rounding error  ->  written, loaded
     again: still equal?
@@ -301,7 +301,7 @@ def require_equal(
     logits: torch.Tensor, peft_logits: torch.Tensor, effect: float, what: str, *, rounded: bool = False
 ) -> float:
     """Largest difference from PEFT's logits; a RuntimeError unless it is within the arithmetic's tolerance (not asked
-    of rounded weights) and small beside the adapter's effect."""
+    of rounded weights) and small against the adapter's effect."""
     error = float((logits - peft_logits).abs().max())
     tolerance = LOGIT_TOLERANCE * max(1.0, float(peft_logits.abs().max()))
     if rounded and error > effect / 2:

@@ -31,7 +31,7 @@ def float32_logits(model: Any, tokens: torch.Tensor, *, merged: bool = False) ->
     Args:
         model: a transformers model, or a PeftModel around one; on the CPU, in any floating dtype.
         tokens: int64 [1, length].
-        merged: compute with PEFT's adapter merged into each block's float32 weights instead of beside them.
+        merged: compute with PEFT's adapter merged into each block's float32 weights instead of next to them.
 
     Returns:
         float32 [length, vocabulary].
@@ -45,7 +45,7 @@ def float32_logits(model: Any, tokens: torch.Tensor, *, merged: bool = False) ->
 
 
 def blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules that together hold every parameter: the decoder's layers, and what stands beside their list."""
+    """Modules that together hold every parameter: the decoder's layers, and what is not in their list."""
     import torch
 
     if isinstance(module, torch.nn.ModuleList):

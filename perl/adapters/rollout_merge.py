@@ -160,7 +160,7 @@ class RolloutMerge:
 
     def _clean(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A copy of a weight without the adapter. An accelerator's lies in pinned host memory, and is kept for the run,
-        as the base is frozen: it is copied again only where the tensor is another one (ZeRO-3 gathers anew for each
+        as the base is frozen: it is copied again only where the tensor is another one (ZeRO-3 gathers again for each
         rollout) or has been written to by somebody else."""
         if weight.device.type == "cpu":
             return weight.clone()

@@ -22,7 +22,7 @@ class EvalConfig:
         result_dir: folder for the results, one folder a dataset in it; the same command again finishes what is missing.
         adapter: folder of a PEFT adapter. Several, or a training run's folder (all its checkpoints), are a sweep: each
             is scored into its own folder below --result_dir; `base` among them is the model without an adapter.
-        adapter_mode: merge writes one model, proven equal to what PEFT computes; lora serves a LoRA adapter unmerged
+        adapter_mode: merge writes one model, checked against what PEFT computes; lora serves a LoRA adapter unmerged
             (--use_vllm only; slower on Ascend).
         use_vllm: generate with vLLM; without it with transformers.
         dp_size: how many copies of the model, each in its own process on its own device (on a CPU: its own cores).
@@ -32,7 +32,7 @@ class EvalConfig:
             machine, else one that is started for this run.
         dtype: dtype to compute in; auto is the checkpoint's own, float32 on a CPU.
         max_model_len: most tokens of prompt and completion together; default: what the model allows.
-        max_batch_tokens: most tokens of key-value cache at once (transformers only).
+        max_batch_tokens: most tokens of KV cache at once; default: half of the memory that is free (transformers only).
         gpu_memory_utilization: share of the device's memory that vLLM takes; default: vLLM's, 0.9 (--use_vllm only).
         enforce_eager: run vLLM without captured graphs: slower, less memory and a shorter start (--use_vllm only).
         split: split to score on; default: the task's own.

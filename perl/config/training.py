@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trl import GRPOConfig
 
 from perl import device
 from perl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -50,6 +53,15 @@ class TrainingConfig(GRPOConfig):
         except ValueError:
             self._check_groups()
             raise
+
+    @property
+    def device(self) -> torch.device:
+        """On a CPU without the index that accelerate gives its processes: torch.load knows no "cpu:0", so that no
+        checkpoint of several CPU processes could be resumed."""
+        import torch
+
+        own = super().device
+        return torch.device("cpu") if own.type == "cpu" else own
 
     def _check_groups(self) -> None:
         """What GRPOConfig says of a batch without whole groups, in the words of the flags."""

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     from perl.device import Kernel
 
+MAX_NUM_SEQS = {"accelerator": 256, "cpu": 64}
+"""More sequences at once make a step slower by as much as they share it: on a CPU soon, elsewhere hardly."""
 PREFILL_TOKENS = 8_192
 """Most prompt tokens, padding included, in one prefill: bounds the activations, not the cache."""
 REFILL_SHARE = 8
@@ -166,7 +168,7 @@ class Decoder:
         pad_token_id: fills masked places; which token it is changes nothing.
         max_batch_tokens: most tokens of KV cache at once; None is what memory allows. A sequence that is longer than
             this alone is decoded alone.
-        max_num_seqs: most sequences in flight.
+        max_num_seqs: most sequences in flight; None is MAX_NUM_SEQS.
         capture: run decode steps as captured graphs where the accelerator and the model allow it (perl.engines.graphs).
         kernel: one that reads the blocks of the cache itself (perl.kernels.PAGED), where it takes the model's numbers.
         block_size: tokens of a block of the cache; None is the device's (perl.engines.cache).
@@ -181,7 +183,7 @@ class Decoder:
         eos_token_ids: Collection[int],
         pad_token_id: int,
         max_batch_tokens: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         capture: bool = False,
         kernel: Kernel | None = None,
         block_size: int | None = None,
@@ -189,7 +191,8 @@ class Decoder:
     ):
         self.model = model
         self.eos_token_ids, self.pad_token_id = frozenset(eos_token_ids), pad_token_id
-        self.max_batch_tokens, self.max_num_seqs = max_batch_tokens, max_num_seqs
+        self.max_batch_tokens = max_batch_tokens
+        self.max_num_seqs = max_num_seqs or MAX_NUM_SEQS["cpu" if model.device.type == "cpu" else "accelerator"]
         self.capture, self.kernel, self.block_size = capture, kernel, block_size
         self.generation_kwargs = generation_kwargs or {}
         self.processors: list[LogitsProcessor] = []
@@ -341,11 +344,12 @@ class _Run:
         joining: list[tuple[PromptGroup, Sequence]] = []
         cache, taken = self._cache(), 0
         for group in groups:
-            for _ in range(min(free, len(group.waiting))):
-                assert group.prefix is not None
+            while free > 0 and group.waiting and group.prefix is not None:
                 taken += cache.cost(group.prefix.length, len(group.prefix.blocks) * (cache.block_size or 0))
-                if taken > cache.room and (self.running or joining):
-                    break
+                if taken > cache.room:
+                    if self.running or joining:
+                        break
+                    self._forget_prompts(but=group)  # a sequence alone is let in whatever its length
                 joining.append((group, group.waiting.popleft()))
                 free -= 1
             if group.waiting:
@@ -354,13 +358,20 @@ class _Run:
         if joining:
             self._join(joining)
         for group in groups:
-            assert group.prefix is not None
-            if group.waiting:
+            if group.prefix is not None and group.waiting:
                 group.prefix.keep_own_copy()
-            else:
+            elif group.prefix is not None:
                 cache.drop(group.prefix)
         self.groups = deque(group for group in self.groups if group.waiting)
         return bool(joining)
+
+    def _forget_prompts(self, but: PromptGroup | None = None) -> bool:
+        """Give back what is kept of prompts for sequences that wait; whether there was any."""
+        kept = [group for group in self.groups if group.prefix is not None and group is not but]
+        for group in kept:
+            self.cache.drop(group.prefix)  # type: ignore[arg-type]
+            group.prefix = group.logits = None
+        return bool(kept)
 
     def _next_groups(self, free: int) -> list[PromptGroup]:
         """The groups from which `free` sequences may come, with PREFILL_TOKENS to compute at most."""
@@ -601,20 +612,19 @@ class _Run:
     def _park(self) -> None:
         """Memory is short: forget the prompts that are kept for sequences that wait, then the newest sequence, which
         waits and is computed anew from its tokens."""
-        kept = [group for group in self.groups if group.prefix is not None]
-        for group in kept:
-            self.cache.drop(group.prefix)  # type: ignore[arg-type]
-            group.prefix = group.logits = None
-        if kept:
+        if self._forget_prompts():
             return
         self._collect(0)
         if len(self.running) < 2:
             return
         sequence = self.running[-1]
         self._leave([len(self.running) - 1])
-        group = PromptGroup(sequence.prompt_ids + tuple(sequence.token_ids))
+        so_far = sequence.prompt_ids + tuple(sequence.token_ids)
+        group = next((group for group in self.groups if group.token_ids == so_far), None)
+        if group is None:
+            group = PromptGroup(so_far)
+            self.groups.appendleft(group)
         group.add(sequence)
-        self.groups.appendleft(group)
         self.waiting += 1
 
     # The model

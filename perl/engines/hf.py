@@ -88,7 +88,7 @@ class HFEngine:
             prompt, sampling = item
             require_room([prompt], self.max_model_len)
             if prompt.adapter is not None:
-                raise UserError(f"{prompt.adapter}: transformers serves no adapter beside a model; merge it")
+                raise UserError(f"{prompt.adapter}: transformers serves no adapter alongside a model; merge it")
             room = self.max_model_len - len(prompt.token_ids)
             yield Sequence(prompt.token_ids, prompt.seed, min(sampling.max_new_tokens, room))
 

@@ -1,7 +1,7 @@
 """Products of few rows with large weights, on a CPU.
 
 A decode step multiplies each weight with as many rows as are in flight. torch hands that to a BLAS that lays the weight
-out anew in each call; oneDNN does it once and multiplies two to three times as fast with 4 to 30 rows.
+out again in each call; oneDNN does it once and multiplies two to three times as fast with 4 to 30 rows.
 """
 
 from __future__ import annotations

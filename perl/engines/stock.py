@@ -40,7 +40,7 @@ def generate_stock(
 
     Args:
         processors: further logits processors, called with left-padded ids before a token is drawn.
-        generation_kwargs: fields of the GenerationConfig, beside what `sampling` says.
+        generation_kwargs: fields of the GenerationConfig, in addition to what `sampling` says.
     """
     source = iter(source)
     waiting: list[Sequence] = []

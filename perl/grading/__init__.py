@@ -87,6 +87,13 @@ class Grader:
     def close(self) -> None:
         self._verifier.close()
 
+    def start(self, rubric: Rubric, completion: str, gold: str) -> None:
+        """Begin to grade a completion that `grade` will be asked for: what needs math-verify is judged by its worker
+        while this process does something else."""
+        reading = _read(rubric, completion, gold)
+        if _needs_algebra(rubric, reading):
+            self._verifier.start((_algebra_text(rubric, reading, completion), gold))
+
     def grade(self, rubric: Rubric, completions: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """One Grade per completion, in order.
 

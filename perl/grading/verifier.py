@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -42,10 +43,22 @@ class MathVerifier:
         self._worker: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._owner = os.getpid()
+        self._early = ThreadPoolExecutor(1, thread_name_prefix="math-verify")
+        self._started: dict[tuple[str, str], Future[list[Verdict]]] = {}
+
+    def start(self, row: tuple[str, str]) -> None:
+        """Begin to judge a row that `verify` will be asked for, while this process does something else."""
+        if row not in self._started:
+            self._started[row] = self._early.submit(self._ask, [row])
 
     def verify(self, rows: Sequence[tuple[str, str]]) -> list[Verdict]:
         """One Verdict per row, in order. A row that kills the worker twice (it may have been killed for another
         reason the first time) is an "error"."""
+        early = {row: self._started.pop(row) for row in set(rows) & self._started.keys()}
+        verdicts = iter(self._ask([row for row in rows if row not in early]))
+        return [early[row].result()[0] if row in early else next(verdicts) for row in rows]
+
+    def _ask(self, rows: Sequence[tuple[str, str]]) -> list[Verdict]:
         verdicts: list[Verdict] = []
         died_at = -1
         with self._lock:
@@ -68,6 +81,7 @@ class MathVerifier:
         return verdicts
 
     def close(self) -> None:
+        self._early.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._kill()
 

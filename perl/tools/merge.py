@@ -1,4 +1,4 @@
-"""python -m perl merge: write base and adapter as one model, proven equal to what PEFT computes."""
+"""python -m perl merge: write base and adapter as one model, checked against what PEFT computes."""
 
 from __future__ import annotations
 

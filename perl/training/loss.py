@@ -117,7 +117,7 @@ class SamplerDifference:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, add_up: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Difference | None:
-        """Over all processes, and start anew; None where no token was added.
+        """Over all processes, and start again; None where no token was added.
 
         Args:
             add_up: from this process's sums to those of all processes.
@@ -145,9 +145,8 @@ def warn_of_difference(difference: Difference, allowed: float | None) -> None:
     """Log once where sampler and trainer were one policy at the start and are not any more."""
     if allowed is not None and difference.absolute > allowed:
         warn_once(
-            f"rollout: the sampler's log-probabilities are {difference.absolute:.2g} nats from the trainer's, where"
-            f" {allowed:.2g} is rounding: it may have missed the adapter, or it samples an older policy"
-            " (rollout/logp_mismatch shows it at every step)"
+            f"rollout: the sampler's log-probabilities are more than {allowed:.2g} nats from the trainer's, which is no"
+            " rounding: it may have missed the adapter, or it samples an older policy (rollout/logp_mismatch shows it)"
         )
 
 

@@ -1,7 +1,7 @@
 """Which rows of a generation batch go into which micro-batch.
 
 TRL shuffles a generation batch and cuts it into micro-batches. Within one optimizer update, where gradients are summed,
-the rows may be dealt out anew without changing the update: those of one prompt together, so that the prompt is computed
+the rows may be redistributed without changing the update: those of one prompt together, so that the prompt is computed
 once for them, longest first, so that neighbours are alike; and rows that carry no gradient left out.
 """
 
@@ -72,7 +72,7 @@ class MicroBatcher:
     def arrange(
         self, micro_batches: Sequence[MicroBatch], all_reduce_max: Callable[[list[int]], list[int]]
     ) -> list[MicroBatch]:
-        """As many micro-batches as before, the rows dealt out anew among those that surely belong to one update: TRL
+        """As many micro-batches as before, the rows redistributed among those that surely belong to one update: TRL
         samples every len(micro_batches) micro-batches and updates after every `accumulation`.
 
         Args:

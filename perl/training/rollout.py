@@ -8,7 +8,7 @@ pool of engines in other processes, which are sent the adapter, would be another
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -46,6 +46,8 @@ class RolloutRequest:
     seeds: list[int]
     """One for each completion, which depends on nothing else (perl.engines.sampling)."""
     weights: Weights
+    on_finished: Callable[[int, list[int]], None] | None = None
+    """Told a completion's place and tokens as soon as it ends, while others are drawn, by samplers that know."""
 
 
 class Completions(NamedTuple):
@@ -122,7 +124,9 @@ class RolloutPolicy:
                 if self.config.engine == "generate":
                     generate_plain(self.model, sequences, self.generation_config)
                 else:
-                    self.decoder.complete(sequences, self.sampling)
+                    for sequence in self.decoder.run(sequences, self.sampling):
+                        if request.on_finished is not None:
+                            request.on_finished(sequence.index, sequence.token_ids)
         self.decoder.release_if_short()
         return Completions([s.token_ids for s in sequences], [s.logprobs for s in sequences])
 

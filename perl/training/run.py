@@ -19,7 +19,7 @@ from perl.adapters import ADAPTERS
 from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
 from perl.grading import Grader
-from perl.rewards import build_rewards, reward_context
+from perl.rewards import build_rewards, grade_early, reward_context
 from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.out_of_memory import explain_out_of_memory
@@ -54,7 +54,8 @@ def train(argv: Sequence[str]) -> Path:
         explain_out_of_memory(config) as watch,
         Grader(deadline_s=config.reward.deadline_s) as grader,
     ):
-        rewards = build_rewards(config.reward.functions, reward_context(config, grader))
+        context = reward_context(config, grader)
+        rewards = build_rewards(config.reward.functions, context)
         open_run(run_dir, config, parsed)
         with users_error("--config"):  # TRL checks combinations of its own arguments
             trainer = trainer_class(
@@ -68,6 +69,7 @@ def train(argv: Sequence[str]) -> Path:
                 noise=config.noise_injection,
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
+                grade_early=grade_early(config.reward.functions, context),
                 callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine(), stop],
             )
         watch.clock = trainer.clock

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class Rollout:
 
     weights: Weights
     """That sampled."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Of the data set, one for each completion."""
     no_advantage: torch.Tensor | None = None
     """bool [rows]: this process's rows whose group has equal rewards; None where TRL does not sum rewards."""
 
@@ -91,6 +94,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         noise: the group `noise_injection`.
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
+        grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
     """
 
     args: TrainingConfig
@@ -104,6 +108,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         noise: NoiseConfig,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
+        grade_early: Callable[[str, dict[str, Any]], None] | None = None,
         **kwargs: Any,
     ):
         peft_config = adapter.build(adapter_config)
@@ -113,7 +118,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         if self.use_vllm:
             self._sync_with_vllm()
         self.adapter, self.adapter_config = adapter, adapter_config
-        self.truncate_prompts_to = truncate_prompts_to
+        self.truncate_prompts_to, self.grade_early = truncate_prompts_to, grade_early
         self.rollout_config = rollout or RolloutConfig()
         self.sampling_seed = self.args.seed
         self.noise: NoiseInjector | None = None
@@ -211,11 +216,11 @@ class PerlGRPOTrainer(GRPOTrainer):
         return inputs
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
-        weights = self._next_weights()
-        self.rollout = Rollout(weights)
+        self.rollout.weights = weights = self._next_weights()
         draw, rank = (weights.step, weights.number), self.args.process_index
         seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
-        request = RolloutRequest(prompt_ids=prompt_ids, seeds=seeds, weights=weights)
+        early = self._grade_early if self.grade_early and len(self.rollout.rows) == len(prompt_ids) else None
+        request = RolloutRequest(prompt_ids=prompt_ids, seeds=seeds, weights=weights, on_finished=early)
         with self.clock("rollout"):
             if self.sampler is None:
                 ids, logprobs = super()._generate_single_turn(
@@ -236,6 +241,12 @@ class PerlGRPOTrainer(GRPOTrainer):
             self.clock.count_forward(sequences(lengths))
         return completions.token_ids, completions.logprobs
 
+    def _grade_early(self, place: int, token_ids: list[int]) -> None:
+        assert self.grade_early is not None
+        tokenizer: Any = self.processing_class
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)  # as TRL decodes them for the rewards
+        self.grade_early(text, self.rollout.rows[place])
+
     def _next_weights(self) -> Weights:
         step, last = self.state.global_step, self.rollout.weights
         number = last.number + 1 if last.step == step else 0
@@ -255,6 +266,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             why = "of a truncated distribution" if scaled else "before temperature, as the vLLM server runs without"
             why += "" if scaled else " --logprobs-mode processed_logprobs"
             log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
+            self.tolerance = math.inf
             return
         prompts = [list(ids) for ids in request.prompt_ids[:COMPARED_ROWS]]
         drawn = [torch.tensor(ids, device=self.accelerator.device) for ids in completions.token_ids[:COMPARED_ROWS]]
@@ -315,9 +327,10 @@ class PerlGRPOTrainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        if self.rollout.no_advantage is not None:
-            output["advantages"] = output["advantages"].masked_fill(self.rollout.no_advantage, 0.0)
+        self.rollout = rollout = Rollout(self.rollout.weights, inputs)
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if rollout.no_advantage is not None:
+            output["advantages"] = output["advantages"].masked_fill(rollout.no_advantage, 0.0)
         if self.noise and self.model.training:
             self._metrics["train"]["aqn/sigma_realized"].append(self.noise.realized_sigma)
             if self.noise_config.old_logps == "noisy":

@@ -1,4 +1,4 @@
-"""Gives vLLM the policy: the adapter alone, beside a base that neither vLLM nor the trainer ever writes to.
+"""Gives vLLM the policy: the adapter alone, to a base that neither vLLM nor the trainer ever writes to.
 
 TRL 1.16 merges the adapter into the trainer's own weights, sends all of them and subtracts it again, at every
 synchronisation: gigabytes, and rounding leaves another base behind each time. Here
@@ -8,7 +8,7 @@ synchronisation: gigabytes, and rounding leaves another base behind each time. H
     weights = sync.weights(model, …)      hands the adapter over (a few MB) and has nothing else to send
 
 Where vLLM can't serve the adapter, one line in the log says why and `weights` yields merged weights. They are computed
-beside the trainer's, by PEFT's own merge in float32, so that nothing has to be restored. A server is given the adapter
+in copies, by PEFT's own merge in float32, so that nothing has to be restored. A server is given the adapter
 by `publish`, through its endpoint for loading adapters at run time.
 """
 
@@ -230,8 +230,13 @@ def _own_name(name: str) -> str:
     return name
 
 
+<<<<<<< HEAD
 def _odd_layer(model: Any) -> str | None:
     """A layer with an adapter that is not applied as vLLM applies LoRA; an embedding may be tied or padded there."""
+=======
+def _require_plain_layers(model: Any) -> None:
+    """vLLM applies LoRA to linear layers; a head or an embedding it holds in another form, tied or padded."""
+>>>>>>> main
     from peft.tuners.lora import Linear
 
     odd = [adapted.name for adapted in adapted_layers(model) if not isinstance(adapted.layer, Linear)]

@@ -172,6 +172,27 @@ def test_parked_sequences_get_the_tokens_that_they_would_have_got(layout):
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parked_sequences_that_have_come_to_the_same_tokens_are_all_completed(layout):
+    """Greedy completions of one prompt are alike, so that parked ones share what they are computed from."""
+    model = tiny()
+    asked = make_sequences([tuple(range(3, 23)), tuple(range(30, 55))], group_size=6, max_new_tokens=60)
+    drawn = decode(model, asked, eos_token_ids=frozenset(), max_batch_tokens=500, block_size=LAYOUTS[layout])
+    assert [len(sequence.token_ids) for sequence in drawn] == [60] * 12
+    for group in (drawn[:6], drawn[6:]):
+        assert len({tuple(sequence.token_ids) for sequence in group}) == 1
+
+
+@pytest.mark.parametrize("budget", [16, 48, 160])
+def test_prompts_that_fill_all_blocks_leave_room_for_one_sequence(budget):
+    model = tiny()
+    sizes = [30, 33, 17, 64, 48, 5]
+    asked = make_sequences([tuple(range(3, 3 + size)) for size in sizes if size < 58] * 2, max_new_tokens=30)
+    expected = decode(model, make_sequences([s.prompt_ids for s in asked], max_new_tokens=30), Sampling())
+    drawn = decode(model, asked, Sampling(), max_batch_tokens=budget, block_size=16)
+    assert tokens(drawn) == tokens(expected)
+
+
 def test_a_prompts_blocks_are_shared_by_its_sequences():
     model = tiny()
     machine = decoder(model, block_size=16, max_batch_tokens=100_000)

@@ -53,7 +53,7 @@ def in_vllm(model: str, adapter: str, other: str, merged: list[str]) -> dict[str
     order = random.Random(1).sample(range(len(prompts)), len(prompts))
     found: dict[str, Any] = {}
     engine: Any = ENGINES["vllm"](model, max_model_len=CONTEXT)
-    found["slots"] = engine.slots
+    found["slots"] = engine.max_num_seqs
     found["sampled"] = dict(engine.generate(prompts, SAMPLED))
     shuffled = dict(engine.generate([prompts[i] for i in order], SAMPLED))
     found["shuffled"] = {order[place]: completion for place, completion in shuffled.items()}

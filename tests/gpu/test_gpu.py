@@ -78,6 +78,7 @@ def make_trainer(folder, *, kind=PerlGRPOTrainer, model=None, noise=None, rollou
 def draw(trainer):
     """Completions of PROMPTS, GROUP of each, by a rollout."""
     rows = [prompt for prompt in PROMPTS for _ in range(GROUP)]
+    trainer.noise_stage.on_step_begin(trainer.args, trainer.state, None)
     completions = trainer._generate_single_turn(rows, None, {}, GROUP)[0]
     trainer.state.global_step += 1
     return completions

@@ -230,3 +230,21 @@ def test_verdicts_are_those_of_math_verify_alone(grader):
 def test_judge_in_this_process():
     assert judge("so \\boxed{\\frac{1}{2}}", "0.5") == (1.0, "\\frac{1}{2}", "correct")
     assert judge("nothing here", "1") == (0.0, None, "unextracted")
+
+
+def test_what_was_started_early_is_not_judged_again():
+    """The verdict is the same, a timeout too, and `grade` waits for what is still being judged."""
+    with Grader(deadline_s=3.0) as grader:
+        asked = []
+        ask = grader._verifier._ask
+        grader._verifier._ask = lambda rows: asked.append(list(rows)) or ask(rows)
+        texts = ["\\boxed{\\frac{1}{2}}", TOWER, "\\boxed{0.5}"]
+        for text in texts[:2]:
+            grader.start(MATH, text, "\\frac{1}{2}")
+            grader.start(MATH, text, "\\frac{1}{2}")
+        grader.start(GSM8K, "#### 17", "18")  # a number: settled without math-verify
+        grades = grader.grade(MATH, [*texts, texts[0]], ["\\frac{1}{2}"] * 4)
+        assert [grade.reason for grade in grades] == ["correct", "timeout", "correct", "correct"]
+        assert sorted(map(len, asked)) == [1, 1, 1]
+        assert [grade.reason for grade in grader.grade(MATH, texts[:1], ["\\frac{1}{2}"])] == ["correct"]
+        assert len(asked) == 4  # what was started once is given once

@@ -100,7 +100,7 @@ def test_pages_are_read_by_the_table(answer):
     found = answer(
         PAGES
         + """
-    attend = device.paged_attention()
+    attend = device.paged_attention(True)
     before = torch_npu._emulator_counters()
     own = attend(query, key_cache, value_cache, table, [130, 3], SCALE)
     waits = torch_npu._emulator_counters()["blocking"] - before["blocking"]
@@ -138,7 +138,7 @@ def test_inference_attention_refuses(answer):
         "infer(query.cpu(), key_cache.cpu(), value_cache.cpu())": "'CPU' backend",
     }
     program = f"""
-    attend, infer = device.paged_attention(), torch_npu.npu_fused_infer_attention_score
+    attend, infer = device.paged_attention(True), torch_npu.npu_fused_infer_attention_score
     whole = [cache.transpose(1, 2).contiguous() for cache in (key_cache, value_cache)]
     flat = [cache.flatten(2) for cache in (key_cache, value_cache)]
     keys = dict(num_heads=4, num_key_value_heads=2, block_table=table)
@@ -155,7 +155,7 @@ def test_packed_rows_see_their_own_keys_and_gradients_are_right(answer):
         PLAIN
         + """
     import torch.nn.functional as F
-    attend = device.varlen_attention()
+    attend = device.varlen_attention(True)
     make = lambda *shape: torch.randn(*shape, device="npu", requires_grad=True)
     query, key, value = make(5, 4, 16), make(7, 2, 16), make(7, 2, 16)
     weights = torch.randn(5, 4, 16, device="npu")
@@ -196,7 +196,7 @@ def test_fusion_attention_refuses(answer):
 STEP = (
     PAGES
     + """
-    attend, pool = device.paged_attention(), device.graph_pool()
+    attend, pool = device.paged_attention(True), device.graph_pool()
     scale = torch.ones(1, device="npu", dtype=torch.bfloat16)
     def step():  # two layers, the second of which does not hide the first
         return attend(query, key_cache, value_cache, table, [128, 1], SCALE) + scale * attend(
@@ -339,7 +339,7 @@ def test_the_out_form_writes_to_given_memory(answer):
 
 def test_what_a_kernel_cannot_do_is_said(monkeypatch):
     monkeypatch.setattr(device, "detect", lambda: device.Devices("cpu", 1))
-    for kernel in (device.paged_attention(), device.varlen_attention()):
+    for kernel in (device.paged_attention(True), device.varlen_attention(True)):
         assert kernel.missing(torch.bfloat16, 64) == "there is no such kernel on a cpu"
         with pytest.raises(RuntimeError, match="there is no such kernel on a cpu"):
             kernel(torch.zeros(1, 1, 16))
@@ -370,7 +370,7 @@ def test_what_a_kernel_cannot_do_is_said(monkeypatch):
 def test_an_npu_has_both_kernels(answer):
     found = answer("""
     from perl import device
-    paged, varlen = device.paged_attention(), device.varlen_attention()
+    paged, varlen = device.paged_attention(True), device.varlen_attention(True)
     answer = [paged.missing(torch.bfloat16, 128, 128), varlen.missing(torch.float32, 64),
               paged.missing(torch.float32, 128, 128), paged.missing(torch.bfloat16, 128, 64)]
     """)
@@ -419,3 +419,41 @@ def test_the_calls_of_flash_attn(monkeypatch):
     cu_query, cu_key, *rest = module.calls.pop()
     assert (cu_query.tolist(), cu_key.tolist()) == ([0, 2, 5], [0, 4, 7])
     assert rest == [3, 4, 0.25, True]
+
+
+def test_packed_rows_by_the_kernel_have_the_gradients_of_sdpa(answer):
+    found = answer(
+        """
+    import sys
+    sys.path.insert(0, ".")
+    from trl.trainer.utils import add_fused_lm_head
+    from perl import device
+    from perl.training.packing import enable_packing, forward_arguments, pack
+    from tests.engines.models import tiny
+    from tests.training.test_packing import COMPLETIONS, PROMPTS, micro_batch
+    from perl.training.packing import split_rows
+
+    ids, mask, width = micro_batch()
+    rows = split_rows(ids, mask, width)
+    results, calls = [], []
+    import torch_npu
+    kernel = torch_npu.npu_fusion_attention
+    torch_npu.npu_fusion_attention = lambda *args, **kw: (calls.append(1), kernel(*args, **kw))[1]
+    for wanted in (False, True):
+        model = tiny().to("npu:0")
+        add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+        assert enable_packing(model) is None
+        packed = pack(rows, width, "npu:0", device.varlen_attention(wanted))
+        logps = packed.unpack(model(**forward_arguments(packed)).log_probs)
+        logps.sum().backward()
+        grad = torch.cat([p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None])
+        results.append((logps.detach().cpu(), grad, len(calls)))
+    (a, g, none), (b, h, some) = results
+    answer = [none, some, (a - b).abs().max().item(), ((g - h).abs().max() / g.abs().max()).item()]
+    """
+    )
+    none, some, apart, gradient = found
+    assert none == 0
+    assert some >= 3  # layers
+    assert apart < 1e-4
+    assert gradient < 1e-4

@@ -55,10 +55,10 @@ def test_a_difference_that_grows_is_said_once(caplog):
     warn_of_difference(Difference(5.0, 1.0), None)  # nothing was compared at the start
     warn_of_difference(Difference(1e-4, 0.0), 1e-3)
     assert caplog.records == []
-    for _ in range(2):
-        warn_of_difference(Difference(0.25, 0.0), 1e-3)
+    for apart in (0.25, 0.5):
+        warn_of_difference(Difference(apart, 0.0), 1e-3)
     assert [record.message.split(":")[0] for record in caplog.records] == ["rollout"]
-    assert "0.25 nats from the trainer's" in caplog.records[0].message
+    assert "more than 0.001 nats from the trainer's" in caplog.records[0].message
 
 
 def test_lists_are_padded_and_a_missing_number_is_nan():

@@ -239,6 +239,32 @@ def test_generation_kwargs_that_no_rollout_can_have_are_refused(tmp_path, name):
         make_trainer(tmp_path, engine="fast", generation_kwargs={name: value})
 
 
+def test_completions_are_graded_while_others_are_drawn(tmp_path):
+    """Each is told as soon as it ends, with its own row and the text that the rewards get."""
+    told, rewarded, order = [], [], []
+
+    def reward(completions, prompts, **kwargs):
+        rewarded.append(sorted((p[-1]["content"], c[0]["content"]) for p, c in zip(prompts, completions, strict=True)))
+        order.append("reward")
+        return [float(len(c[0]["content"])) for c in completions]
+
+    trainer = make_trainer(tmp_path, engine="fast", max_completion_length=30, max_steps=1)
+    trainer.reward_funcs = [reward]
+
+    def early(text, row):
+        told.append((row["prompt"][-1]["content"], text))
+        order.append("early")
+
+    trainer.grade_early = early
+    step = trainer.sampler.decoder.model.get_base_model()
+    step.register_forward_hook(lambda *_: order.append("forward") if not torch.is_grad_enabled() else None)
+    trainer.train()
+    assert [sorted(told)] == rewarded
+    first, last = order.index("early"), len(order) - 1 - order[::-1].index("early")
+    assert "forward" in order[first:last]  # others were still drawn
+    assert order.index("reward") > last
+
+
 def test_no_cache_is_held_during_the_update_on_a_cpu(tmp_path):
     """On an accelerator it lives on with its graphs (tests/npu/test_captured_graphs.py)."""
     trainer = make_trainer(tmp_path, engine="fast")

@@ -169,6 +169,33 @@ def test_resume_through_the_command_line_is_exact(tmp_path, flags):
     assert all((got[name] == expected[name]).all() for name in expected)
 
 
+@pytest.mark.slow
+def test_two_cpu_processes_resume_exactly_and_another_number_of_them_is_refused(tmp_path, flags):
+    """The review's: on several CPU processes it always failed, and another number hung until the collectives timed
+    out. Step 1 is in the middle of a window: its rollout serves two updates."""
+    settings = {
+        "training__per_device_train_batch_size": 2,
+        "training__gradient_accumulation_steps": 1,
+        "training__steps_per_generation": 2,
+        "training__save_steps": 1,
+        "training__max_steps": 3,
+    }
+    whole = launched_train(2, flags(training__output_dir="whole", **settings), tmp_path)
+    assert whole.returncode == 0, (whole.stdout + whole.stderr)[-3000:]
+    settings["training__resume_from_checkpoint"] = tmp_path / "whole" / "checkpoint-1"
+    part = launched_train(2, flags(training__output_dir="part", **settings), tmp_path)
+    assert part.returncode == 0, (part.stdout + part.stderr)[-3000:]
+    expected = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
+    got = load_file(tmp_path / "part" / "adapter" / "adapter_model.safetensors")
+    assert all((got[name] == expected[name]).all() for name in expected)
+    settings["training__per_device_train_batch_size"] = 4
+    alone = python_train(flags(training__output_dir="alone", **settings), tmp_path)
+    assert alone.returncode != 0
+    (line,) = [line for line in alone.stderr.splitlines() if "error: " in line]
+    assert "was written by 2 processes in the middle of a generation window, and 1 go on now" in line
+    assert "Traceback" not in alone.stderr
+
+
 def test_a_half_written_checkpoint_is_passed_over(tmp_path, caplog):
     for step, files in ((2, ["trainer_state.json", "rollout_state_0.pt"]), (10, ["trainer_state.json"])):
         (tmp_path / f"checkpoint-{step}").mkdir()
