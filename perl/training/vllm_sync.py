@@ -230,13 +230,8 @@ def _own_name(name: str) -> str:
     return name
 
 
-<<<<<<< HEAD
 def _odd_layer(model: Any) -> str | None:
     """A layer with an adapter that is not applied as vLLM applies LoRA; an embedding may be tied or padded there."""
-=======
-def _require_plain_layers(model: Any) -> None:
-    """vLLM applies LoRA to linear layers; a head or an embedding it holds in another form, tied or padded."""
->>>>>>> main
     from peft.tuners.lora import Linear
 
     odd = [adapted.name for adapted in adapted_layers(model) if not isinstance(adapted.layer, Linear)]
