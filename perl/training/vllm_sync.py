@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from perl import device
 from perl.adapters.layers import adapted_layers
 from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank
 from perl.errors import UserError
@@ -107,7 +108,7 @@ class VLLMSync:
                     self._engine.llm_engine.remove_lora(previous.lora_int_id)
                 loaded = self._engine.llm_engine.add_lora(request)
             except (ValueError, RuntimeError) as error:
-                if previous is not None:  # it served the same layers before
+                if previous is not None or device.is_out_of_memory(error):  # it served the same layers before
                     raise
                 self._send_merged(f"vLLM refuses it: {' '.join(str(error).split())[:300]}")
                 return
