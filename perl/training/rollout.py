@@ -98,7 +98,6 @@ class RolloutPolicy:
                 f"--config.training.generation_kwargs: {refused[0]} has no place in a rollout (one completion for each"
                 " prompt, as long as max_completion_length); leave it out"
             )
-        self.sampling = sampling_of(generation_config)
         self.merge = RolloutMerge(model, config.merge_adapter)
         capture = config.capture_graphs
         self.decoder = Decoder(
@@ -112,9 +111,9 @@ class RolloutPolicy:
         )
 
     def complete(self, request: RolloutRequest) -> Completions:
-        longest = self.sampling.max_new_tokens
+        sampling = sampling_of(self.generation_config)
         sequences = [
-            Sequence(tuple(prompt), seed, longest)
+            Sequence(tuple(prompt), seed, sampling.max_new_tokens)
             for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
         ]
         with sampling_weights(self.model, self.noise, request.weights):
@@ -124,7 +123,7 @@ class RolloutPolicy:
                 if self.config.engine == "generate":
                     generate_plain(self.model, sequences, self.generation_config)
                 else:
-                    for sequence in self.decoder.run(sequences, self.sampling):
+                    for sequence in self.decoder.run(sequences, sampling):
                         if request.on_finished is not None:
                             request.on_finished(sequence.index, sequence.token_ids)
         self.decoder.release_if_short()
