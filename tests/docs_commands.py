@@ -176,12 +176,14 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
     ("export",): exported,
 }
 """The start of a command -> a check of the words behind it."""
-NOT_OURS = {"docker", "npu-smi", "ps", "ray", "source", "tensorboard", "wandb", "watch"}
+NOT_OURS = {"docker", "npu-smi", "ps", "ray", "source", "tensorboard", "vllm", "wandb", "watch"}
 OTHERS_VARIABLES = {
     "GLOO_SOCKET_IFNAME",
     "HCCL_SOCKET_IFNAME",
     "HF_ENDPOINT",
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_SERVER_DEV_MODE",
     "VLLM_TARGET_DEVICE",
 }
 """Read by libraries alone."""
