@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,8 +46,15 @@ def flags(model, data, **changes):
     return [word for name, value in settings.items() for word in (f"--config.{name}", str(value))]
 
 
+def plain_environment():
+    """This one without what a run reads, and with the Python that runs these tests."""
+    cleared = ("WANDB", "NUM_PROCESSES", "PYTHONPATH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(cleared)}
+    return kept | {"PYTHON": sys.executable}
+
+
 def launch(argv, cwd, timeout=400, env=None, **variables):
-    base = env or {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "NUM_PROCESSES", "PYTHONPATH"))}
+    base = plain_environment() if env is None else env | {"PYTHON": sys.executable}
     command = ["bash", str(SCRIPT), *argv]
     return subprocess.run(
         command, cwd=cwd, env=base | variables, capture_output=True, text=True, timeout=timeout, check=False
@@ -192,11 +200,10 @@ def start(tmp_path, model, sums):
         (tmp_path / "slow.py").write_text(SLOW.format(seconds=seconds))
         rewards = {"reward.functions": json.dumps([f"{tmp_path}/slow.py:slow"]), "training.output_dir": "run"}
         steps = {"training.max_steps": 200, "training.logging_steps": 1}
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "PYTHONPATH"))}
         process = subprocess.Popen(
             ["bash", str(SCRIPT), *flags(model, sums, **(rewards | steps | changes))],
             cwd=tmp_path,
-            env=base | {"NUM_PROCESSES": str(processes)},
+            env=plain_environment() | {"NUM_PROCESSES": str(processes)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -213,9 +220,10 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def wait_for(text, log, seconds=120):
+def wait_for(text, log, script, seconds=120):
     deadline = time.monotonic() + seconds
     while not (log.exists() and text in log.read_text(errors="replace")):
+        assert script.poll() is None, f"ended before {text!r}: {script.stdout.read()}"
         assert time.monotonic() < deadline, f"{text!r} did not come: {log.read_text() if log.exists() else 'no log'}"
         time.sleep(0.1)
 
@@ -242,7 +250,7 @@ def left_over(folder):
 def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, processes, sent):
     script = start(0.3, processes)
     folder = tmp_path / "run"
-    wait_for("progress: step 2/", folder / "output.log")
+    wait_for("progress: step 2/", folder / "output.log", script)
     script.send_signal(sent)
     shown, _ = script.communicate(timeout=60)
     assert script.returncode == 128 + sent
@@ -265,9 +273,9 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
 
 def test_a_second_signal_does_not_wait_for_the_step(tmp_path, start):
     script = start(1000, processes=2)
-    wait_for("grading now", tmp_path / "run" / "output.log")
+    wait_for("grading now", tmp_path / "run" / "output.log", script)
     script.send_signal(signal.SIGTERM)
-    wait_for("stopping: SIGTERM", tmp_path / "run" / "output.log")
+    wait_for("stopping: SIGTERM", tmp_path / "run" / "output.log", script)
     time.sleep(1.2)
     script.send_signal(signal.SIGTERM)
     script.communicate(timeout=20)
@@ -277,7 +285,7 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path, start):
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, start):
     script = start(1000, processes=2)
-    wait_for("num_processes: 2", tmp_path / "run" / "output.log")
+    wait_for("num_processes: 2", tmp_path / "run" / "output.log", script)
     script.send_signal(signal.SIGTERM)
     script.communicate(timeout=30)
     assert script.returncode == 143

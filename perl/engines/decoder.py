@@ -221,7 +221,7 @@ class Decoder:
         if reason is None and self.generation_kwargs:
             reason = f"generation_kwargs has {', '.join(sorted(self.generation_kwargs))}"
         if reason is not None:
-            warn_once(f"decoding with the model's own generate, as the fast loop can't serve it: {reason}")
+            warn_once(f"decoding with the model's own generate, as the decode loop can't serve it: {reason}")
             return generate_stock(
                 self.model,
                 source,

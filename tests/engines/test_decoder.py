@@ -1,4 +1,4 @@
-"""The fast loop gives what stock generate gives, with less work."""
+"""The decode loop gives what stock generate gives, with less work."""
 
 import copy
 import itertools
@@ -352,7 +352,7 @@ def test_generation_kwargs_that_the_loop_does_not_serve_are_left_to_generate(cap
     assert min(map(len, tokens(drawn))) >= 6
     assert not {7, 8} & {token for row in tokens(drawn) for token in row}
     assert [record.message for record in caplog.records] == [
-        "decoding with the model's own generate, as the fast loop can't serve it:"
+        "decoding with the model's own generate, as the decode loop can't serve it:"
         " generation_kwargs has min_new_tokens, suppress_tokens"
     ]
 

@@ -125,7 +125,7 @@ def test_noise_is_there_while_completions_are_generated_and_nowhere_else(tmp_pat
     forward = base.forward
 
     def spy(*args, **kwargs):
-        kind = "loss" if torch.is_grad_enabled() else "generate"  # a rollout's proof sees what generation does
+        kind = "loss" if torch.is_grad_enabled() else "generate"
         seen[kind].append((norm_weights(base), base.training))
         return forward(*args, **kwargs)
 
