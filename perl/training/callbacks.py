@@ -53,8 +53,8 @@ class ProgressLine(TrainerCallback):
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         done = state.global_step - self.first_step
-        if not state.is_world_process_zero or not logs or "loss" not in logs or done <= 0:
-            return  # not a step: the summary at the end
+        if not state.is_world_process_zero or not logs or not logs.keys() & {"loss", "reward"} or done <= 0:
+            return  # the summary at the end, where nothing of a step is left to show
         seconds = (time.perf_counter() - self.started) / done
         left = seconds * (state.max_steps - state.global_step)
         shown = [text.format(logs[name]) for name, text in SHOWN.items() if isinstance(logs.get(name), float)]

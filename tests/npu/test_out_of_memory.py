@@ -69,7 +69,11 @@ def errors(done):
         (
             "in the update",
             24,
-            {"training__per_device_train_batch_size": 64, "training__max_completion_length": 16},
+            {
+                "training__per_device_train_batch_size": 64,
+                "training__max_completion_length": 16,
+                "rollout__max_batch_tokens": 2000,
+            },
             "--config.training.per_device_train_batch_size 32 --config.training.gradient_accumulation_steps 4",
         ),
         (
