@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
+from perl.engines.base import warn_once
 from perl.errors import RankError, UserError
 from perl.records import Sampling
 from perl.training.callbacks import MetricsWriter
@@ -199,6 +200,7 @@ def test_an_adapter_that_is_off_while_sampling_stops_a_run_that_goes_on_with_one
 
 
 def test_a_sampler_that_misses_the_adapter_later_shows_in_the_metric_and_is_said(tmp_path, caplog):
+    warn_once.cache_clear()
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     settings = {"callbacks": [writer], "lr_scheduler_type": "constant"}
     trainer = trained_by(tmp_path, rollout={"merge_adapter": False}, **settings)
