@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from perl.checkpoints import token_ids
 from perl.engines.sampling import sample, uniforms
 from perl.engines.sequence import Sequence, left_pad, mark_seen
 from perl.records import Sampling
@@ -131,7 +132,7 @@ def _generate_batch(
     plain = {"num_beams": 1, "num_return_sequences": 1, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
     plain |= {"repetition_penalty": 1.0, "use_cache": True}
     config = GenerationConfig(**(plain | settings | {"do_sample": False}))
-    eos = eos_token_ids(config)
+    eos = token_ids(config.eos_token_id)
     ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], settings["pad_token_id"], model.device)
     with LastLogits(model) as last:
         choice = RowSeededChoice(sequences, sampling, processors, last)
@@ -181,7 +182,7 @@ def generate_plain(model: Any, sequences: List[Sequence], config: GenerationConf
         model: a transformers model or a PeftModel, in evaluation mode.
         config: as `generate` takes it, with eos_token_id and pad_token_id.
     """
-    pad, eos = int(config.pad_token_id), eos_token_ids(config)  # type: ignore[arg-type]
+    pad, eos = int(config.pad_token_id), token_ids(config.eos_token_id)  # type: ignore[arg-type]
     ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], pad, model.device)
     with LastLogits(model) as last:
         noted = ChosenLogProbs(float(config.temperature or 1.0) if config.do_sample else 1.0, last)
@@ -196,9 +197,3 @@ def generate_plain(model: Any, sequences: List[Sequence], config: GenerationConf
         length = len(tokens) if end is None else end + 1
         sequence.token_ids, sequence.logprobs = tokens[:length], numbers[:length]
         sequence.launched, sequence.stopped = length, end is not None
-
-
-def eos_token_ids(config: GenerationConfig) -> list[int]:
-    """Tokens that end a completion."""
-    eos = config.eos_token_id
-    return [eos] if isinstance(eos, int) else list(eos or ())

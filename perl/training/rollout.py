@@ -17,11 +17,12 @@ from transformers import GenerationConfig
 
 from perl import device
 from perl.adapters.rollout_merge import RolloutMerge
+from perl.checkpoints import token_ids
 from perl.config.schema import RolloutConfig
 from perl.engines.attention import stock_attention
 from perl.engines.decoder import Decoder
 from perl.engines.sequence import Sequence
-from perl.engines.stock import eos_token_ids, generate_plain
+from perl.engines.stock import generate_plain
 from perl.errors import UserError
 from perl.noise.injector import NoiseInjector
 from perl.prompts import row_seed
@@ -102,7 +103,7 @@ class RolloutPolicy:
         capture = config.capture_graphs
         self.decoder = Decoder(
             model,
-            eos_token_ids=eos_token_ids(generation_config),
+            eos_token_ids=token_ids(generation_config.eos_token_id),
             pad_token_id=int(generation_config.pad_token_id),  # type: ignore[arg-type]
             max_batch_tokens=None if config.max_batch_tokens is None else int(config.max_batch_tokens),
             capture=device.captures_by_default() if capture == "auto" else capture,
