@@ -48,6 +48,11 @@ class Sampling:
     """Seed of the run; each completion's own seed is derived from it (prompts.row_seed)."""
 
     @property
+    def truncates(self) -> bool:
+        """Tokens are drawn from another distribution than softmax(logits / temperature)."""
+        return self.top_p != 1.0 or self.top_k != 0 or self.min_p != 0.0 or self.repetition_penalty != 1.0
+
+    @property
     def distribution(self) -> Sampling:
         """Without what each completion has for itself."""
         return replace(self, n=1, seed=0, max_new_tokens=1)

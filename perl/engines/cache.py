@@ -3,10 +3,10 @@
 transformers' DynamicCache aligns sequences at their right edge and is copied whole at every step; StaticCache has one
 write position for all. Here each row has its own length, and a step writes one token a row in place. Two layouts:
 
-- blocks (on accelerators; PagedAttention, arXiv 2309.06180): a row owns a list of blocks, and rows of one prompt share
-  the blocks that the prompt fills. Memory is what the sequences are, not what they may become, and no tensor moves.
-- rows (on a CPU): row i owns `max_seq_len` places of its own. What attention reads is a view, where blocks would have
-  to be copied together in each layer; memory that no token was written to is never touched.
+- BlockCache (on accelerators; PagedAttention, arXiv 2309.06180): a row owns a list of blocks, and rows of one prompt
+  share the blocks that it fills. Memory is what the sequences are, not what they may become, and no tensor moves.
+- RowCache (on a CPU): row i owns `max_seq_len` places of its own. What attention reads is a view, where blocks would
+  have to be copied together in each layer; memory that no token was written to is never touched.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class Prefix:
 
     length: int
     states: KeysAndValues
-    """Layout by rows, and by blocks the tokens after the last full block."""
+    """Of its tokens that are not in `blocks`."""
     blocks: list[int]
-    """Full blocks, which the sequences share."""
-
+    """That it fills, and that the sequences share; none in a RowCache."""
     own: bool = False
     """`states` are not a part of the batch that the prompt was computed in."""
 
@@ -64,7 +63,7 @@ class Step:
     width: int
     """Places that are read of each row."""
     blocks: torch.Tensor | None
-    """int32 [rows, blocks to read]; None in the layout by rows."""
+    """int32 [rows, blocks to read]; None in a RowCache."""
 
 
 class KVLayer(CacheLayerMixin):
@@ -128,185 +127,267 @@ class KVCache(Cache):
         max_num_seqs: rows.
         max_seq_len: most tokens of a sequence.
         max_tokens: most tokens held; a single sequence is held whatever its length.
-        block_size: tokens of a block; None is the layout by rows.
     """
 
-    def __init__(
-        self, like: KeysAndValues, max_num_seqs: int, max_seq_len: int, max_tokens: int, block_size: int | None
-    ):
+    def __init__(self, like: KeysAndValues, max_num_seqs: int, max_seq_len: int, max_tokens: int):
         self.max_num_seqs, self.max_seq_len, self.max_tokens = max_num_seqs, max_seq_len, max_tokens
-        self.block_size = block_size
         self.held: list[int] = []
         """Tokens of each row."""
-        shape = self._shape(max_num_seqs, max_seq_len)
-        if block_size is not None:
-            self.rows: list[list[int]] = []
-            """Blocks of each row."""
-            self.free = list(range(shape[0] - 1, SCRATCH, -1))
-            self.users = [0] * shape[0]
-            self.table = self._blank_table(like[0][0].device)
+        shape = self._shape()
         self.kv_layers = [KVLayer(_zeros(shape, keys), _zeros(shape, values)) for keys, values in like]
         super().__init__(layers=list(self.kv_layers))
 
-    def _shape(self, max_num_seqs: int, max_seq_len: int) -> tuple[int, int]:
-        """Rows and their places, or blocks and theirs."""
-        if self.block_size is None:
-            return max_num_seqs, max_seq_len
-        a_row = self._blocks_of(max_seq_len)
+    def _shape(self) -> tuple[int, int]:
+        """Rows or blocks, and the places of each."""
+        raise NotImplementedError
+
+    def extend(self, max_num_seqs: int, max_seq_len: int) -> None:
+        """Make room for more rows or longer ones, layer by layer, keeping what is held."""
+        self.max_num_seqs = max(max_num_seqs, self.max_num_seqs)
+        self.max_seq_len = max(max_seq_len, self.max_seq_len)
+        shape = self._shape()
+        for layer in self.kv_layers:
+            if layer.keys.shape[:2] != shape:
+                layer.keys = self._moved(layer.keys, shape)
+                layer.values = self._moved(layer.values, shape)
+
+    def _moved(self, old: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        raise NotImplementedError
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.kv_layers for tensor in (layer.keys, layer.values))
+
+    # What a new sequence takes
+
+    @property
+    def room(self) -> int:
+        """Tokens, or blocks, that new sequences may take, so that each row can still grow by GROWTH tokens."""
+        raise NotImplementedError
+
+    def prompt_cost(self, length: int) -> int:
+        """What a prompt of `length` tokens and a sequence that begins with it take of `room`."""
+        raise NotImplementedError
+
+    def cost(self, prefix: Prefix) -> int:
+        """What one more sequence that begins with `prefix` takes of `room`."""
+        raise NotImplementedError
+
+    def keep(self, states: KeysAndValues, length: int) -> Prefix:
+        """Keep a prompt: [heads, length, head_dim] of each layer."""
+        raise NotImplementedError
+
+    def drop(self, prefix: Prefix) -> None:
+        """No further sequence begins with it."""
+        prefix.states, prefix.blocks = [], []
+
+    # Rows
+
+    def append(self, prefix: Prefix) -> None:
+        """A new row after the last one, which holds the prompt."""
+        raise NotImplementedError
+
+    def grow(self) -> bool:
+        """Make room for one more token of each row; False when there is none."""
+        raise NotImplementedError
+
+    def remove(self, count: int, moves: List[tuple[int, int]]) -> None:
+        """Keep the first `count` rows; first each of `moves` takes a row from where it is to the place of one that
+        ended."""
+        for source, target in moves:
+            self.held[target] = self.held[source]
+        del self.held[count:]
+
+    def clear(self) -> None:
+        """Forget all rows and prompts; the memory stays."""
+        self.held.clear()
+
+    # A decode step
+
+    def begin(self, positions: torch.Tensor, width: int, whole: bool = False) -> int:
+        """Have the next forward write each row's token at `positions` (int64 [rows]) and read `width` places of each
+        row, or the next larger number of them, which is returned; with `whole`, attention gets all blocks."""
+        step = self._step(positions, width)
+        for layer in self.kv_layers:
+            layer.step, layer.whole = step, whole
+        return step.width
+
+    def _step(self, positions: torch.Tensor, width: int) -> Step:
+        raise NotImplementedError
+
+    def _write(self, index: int, states: KeysAndValues, start: int, length: int) -> None:
+        """To the first `length` places of row or block `index`: tokens from `start` on."""
+        for layer, (keys, values) in zip(self.kv_layers, states, strict=True):
+            layer.keys[index, :length] = keys[:, start : start + length].transpose(0, 1)
+            layer.values[index, :length] = values[:, start : start + length].transpose(0, 1)
+
+
+class RowCache(KVCache):
+    """Row i owns `max_seq_len` places, which attention reads as a view."""
+
+    def _shape(self) -> tuple[int, int]:
+        return self.max_num_seqs, self.max_seq_len
+
+    def _moved(self, old: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        new = _zeros(shape, old.transpose(1, 2))
+        for row, held in enumerate(self.held):
+            new[row, :held] = old[row, :held]
+        return new
+
+    @property
+    def room(self) -> int:
+        return self.max_tokens - sum(self.held) - len(self.held) * GROWTH
+
+    def prompt_cost(self, length: int) -> int:
+        return length + GROWTH
+
+    def cost(self, prefix: Prefix) -> int:
+        return prefix.length + GROWTH
+
+    def keep(self, states: KeysAndValues, length: int) -> Prefix:
+        return Prefix(length, states, [])
+
+    def append(self, prefix: Prefix) -> None:
+        self._write(len(self.held), prefix.states, 0, prefix.length)
+        self.held.append(prefix.length)
+
+    def grow(self) -> bool:
+        if len(self.held) > 1 and sum(self.held) + len(self.held) > self.max_tokens:
+            return False
+        self.held = [held + 1 for held in self.held]
+        return True
+
+    def remove(self, count: int, moves: List[tuple[int, int]]) -> None:
+        if moves:
+            source, target = ([move[side] for move in moves] for side in (0, 1))
+            width = max(self.held[row] for row in source)
+            for layer in self.kv_layers:
+                layer.keys[target, :width] = layer.keys[source, :width]
+                layer.values[target, :width] = layer.values[source, :width]
+        super().remove(count, moves)
+
+    def _step(self, positions: torch.Tensor, width: int) -> Step:
+        return Step(torch.arange(len(positions), device=positions.device), positions, width, None)
+
+
+class BlockCache(KVCache):
+    """A row owns a list of blocks, and shares those that its prompt fills with the other sequences of the prompt.
+
+    Args:
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, like: KeysAndValues, max_num_seqs: int, max_seq_len: int, max_tokens: int, block_size: int):
+        self.block_size = block_size
+        super().__init__(like, max_num_seqs, max_seq_len, max_tokens)
+        self.rows: list[list[int]] = []
+        """Blocks of each row."""
+        self.table = self._blank_table(like[0][0].device)
+        """int32 [max_num_seqs, blocks of max_seq_len]: the same, on the device."""
+        self.users = [0] * self._shape()[0]
+        """Rows and prompts that hold each block."""
+        self.free = list(range(len(self.users) - 1, SCRATCH, -1))
+
+    def _shape(self) -> tuple[int, int]:
+        a_row = self._blocks_of(self.max_seq_len)
         # Two rows at least: one that is decoded alone, and the prompt of another that waits.
-        return 1 + max(2 * a_row, min(self.max_tokens // self.block_size, max_num_seqs * a_row)), self.block_size
+        blocks = max(2 * a_row, min(self.max_tokens // self.block_size, self.max_num_seqs * a_row))
+        return 1 + blocks, self.block_size
 
     def _blank_table(self, where: torch.device) -> torch.Tensor:
         size = self.max_num_seqs, self._blocks_of(self.max_seq_len)
         return torch.full(size, SCRATCH, dtype=torch.int32, device=where)
 
     def extend(self, max_num_seqs: int, max_seq_len: int) -> None:
-        """Make room for more rows or longer ones, layer by layer, keeping what is held."""
-        self.max_num_seqs = max(max_num_seqs, self.max_num_seqs)
-        self.max_seq_len = max(max_seq_len, self.max_seq_len)
-        shape = self._shape(self.max_num_seqs, self.max_seq_len)
-        for layer in self.kv_layers:
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                if self.block_size is not None and len(old) >= shape[0]:
-                    continue
-                new = _zeros(shape, old.transpose(1, 2))
-                if self.block_size is None:
-                    for row, held in enumerate(self.held):
-                        new[row, :held] = old[row, :held]
-                else:
-                    new[: len(old)] = old
-                setattr(layer, name, new)
-                del old, new
-        if self.block_size is not None:
-            more = range(len(self.users), shape[0])
-            self.users += [0] * len(more)
-            self.free = [*reversed(more), *self.free]
-            old_table, self.table = self.table, self._blank_table(self.table.device)
-            self.table[: old_table.shape[0], : old_table.shape[1]] = old_table
+        super().extend(max_num_seqs, max_seq_len)
+        more = range(len(self.users), self._shape()[0])
+        self.users += [0] * len(more)
+        self.free = [*reversed(more), *self.free]
+        old, self.table = self.table, self._blank_table(self.table.device)
+        self.table[: old.shape[0], : old.shape[1]] = old
 
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.kv_layers for tensor in (layer.keys, layer.values))
+    def _moved(self, old: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        new = _zeros(shape, old.transpose(1, 2))
+        new[: len(old)] = old
+        return new
 
     @property
     def room(self) -> int:
-        """Tokens, or blocks, that new sequences may take, so that each row can still grow by GROWTH tokens."""
-        growth = len(self.held) * GROWTH
-        if self.block_size is None:
-            return self.max_tokens - sum(self.held) - growth
-        return len(self.free) - self._blocks_of(growth)
+        return len(self.free) - self._blocks_of(len(self.held) * GROWTH)
 
-    def cost(self, length: int, shared: int) -> int:
-        """What a new sequence of `length` tokens takes of `room`; `shared` of its tokens are held for another one."""
-        if self.block_size is None:
-            return length + GROWTH
-        return self._blocks_of(length + GROWTH) - shared // self.block_size
+    def prompt_cost(self, length: int) -> int:
+        return self._blocks_of(length + GROWTH)
+
+    def cost(self, prefix: Prefix) -> int:
+        return self._blocks_of(prefix.length + GROWTH) - len(prefix.blocks)
 
     def keep(self, states: KeysAndValues, length: int) -> Prefix:
-        """Keep a prompt: [heads, length, head_dim] of each layer. Blocks that it fills are written here, once."""
-        if self.block_size is None:
-            return Prefix(length, states, [])
+        """Blocks that the prompt fills are written here, once."""
         full = length // self.block_size
-        blocks = [self._take_block() for _ in range(min(full, len(self.free)))]
-        if len(blocks) < full:  # the rows in flight leave no room for sharing: each sequence gets a copy of its own
-            self._let_go(blocks)
+        if full > len(self.free):  # the rows in flight leave no room for sharing: each sequence gets a copy of its own
             return Prefix(length, states, [])
+        blocks = [self._take_block() for _ in range(full)]
         for place, block in enumerate(blocks):
             self._write(block, states, place * self.block_size, self.block_size)
-        rest = full * self.block_size
-        return Prefix(
-            length, [(keys[:, rest:].clone(), values[:, rest:].clone()) for keys, values in states], blocks, True
-        )
+        rest = [
+            (keys[:, full * self.block_size :].clone(), values[:, full * self.block_size :].clone())
+            for keys, values in states
+        ]
+        return Prefix(length, rest, blocks, True)
 
     def drop(self, prefix: Prefix) -> None:
-        """No further sequence begins with it."""
-        if self.block_size is not None:
-            self._let_go(prefix.blocks)
-        prefix.states, prefix.blocks = [], []
+        self._let_go(prefix.blocks)
+        super().drop(prefix)
 
     def append(self, prefix: Prefix) -> None:
-        """A new row after the last one, which holds the prompt."""
-        row = len(self.held)
-        self.held.append(prefix.length)
-        if self.block_size is None:
-            self._write(row, prefix.states, 0, prefix.length)
-            return
-        own = self._blocks_of(prefix.length) - len(prefix.blocks)
-        blocks = [*prefix.blocks, *(self._take_block() for _ in range(own))]
+        row, shared = len(self.held), len(prefix.blocks)
+        blocks = [*prefix.blocks, *(self._take_block() for _ in range(self._blocks_of(prefix.length) - shared))]
         for block in prefix.blocks:
             self.users[block] += 1
-        for place, block in enumerate(blocks[len(prefix.blocks) :]):
+        rest = prefix.length - shared * self.block_size
+        for place, block in enumerate(blocks[shared:]):
             start = place * self.block_size
-            length = prefix.length - len(prefix.blocks) * self.block_size
-            self._write(block, prefix.states, start, min(self.block_size, length - start))
+            self._write(block, prefix.states, start, min(self.block_size, rest - start))
         self.rows.append(blocks)
+        self.held.append(prefix.length)
         self.table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32).to(self.table.device)
 
     def grow(self) -> bool:
-        """Make room for one more token of each row; False when there is none."""
-        if self.block_size is None:
-            if len(self.held) > 1 and sum(self.held) + len(self.held) > self.max_tokens:
-                return False
-        else:
-            short = [row for row, held in enumerate(self.held) if held == len(self.rows[row]) * self.block_size]
-            if len(short) > len(self.free):
-                return False
-            for row in short:
-                block = self._take_block()
-                self.table[row, len(self.rows[row])] = block  # a fill: nothing is copied from the host
-                self.rows[row].append(block)
+        short = [row for row, held in enumerate(self.held) if held == len(self.rows[row]) * self.block_size]
+        if len(short) > len(self.free):
+            return False
+        for row in short:
+            block = self._take_block()
+            self.table[row, len(self.rows[row])] = block  # a fill: nothing is copied from the host
+            self.rows[row].append(block)
         self.held = [held + 1 for held in self.held]
         return True
 
     def remove(self, count: int, moves: List[tuple[int, int]]) -> None:
-        """Keep the first `count` rows; first each of `moves` takes a row from where it is to the place of one that
-        ended."""
-        if self.block_size is not None:
-            targets = {target for _, target in moves}
-            sources = {source for source, _ in moves}
-            for row, blocks in enumerate(self.rows):
-                if row in targets or (row >= count and row not in sources):
-                    self._let_go(blocks)
-            for source, target in moves:
-                self.rows[target] = self.rows[source]
-                self.table[target].copy_(self.table[source])
-            if len(self.rows) > count:
-                self.table[count : len(self.rows)].fill_(SCRATCH)
-            del self.rows[count:]
-        elif moves:
-            source, target = ([move[side] for move in moves] for side in (0, 1))
-            width = max(self.held[row] for row in source)
-            for layer in self.kv_layers:
-                layer.keys[target, :width] = layer.keys[source, :width]
-                layer.values[target, :width] = layer.values[source, :width]
+        targets = {target for _, target in moves}
+        sources = {source for source, _ in moves}
+        for row, blocks in enumerate(self.rows):
+            if row in targets or (row >= count and row not in sources):
+                self._let_go(blocks)
         for source, target in moves:
-            self.held[target] = self.held[source]
-        del self.held[count:]
-
-    def begin(self, positions: torch.Tensor, width: int, whole: bool = False) -> int:
-        """Have the next forward write each row's token at `positions` (int64 [rows]) and read `width` places of each
-        row, or the next larger number of them, which is returned; with `whole`, attention gets all blocks."""
-        rows = torch.arange(len(positions), device=positions.device)
-        step = Step(rows, positions, width, None)
-        if self.block_size is not None:
-            width = self._blocks_of(width) * self.block_size
-            table = self.table[: len(positions)]
-            block = table.gather(1, (positions // self.block_size)[:, None])[:, 0].long()
-            step = Step(block, positions % self.block_size, width, table[:, : self._blocks_of(width)])
-        for layer in self.kv_layers:
-            layer.step, layer.whole = step, whole
-        return width
+            self.rows[target] = self.rows[source]
+            self.table[target].copy_(self.table[source])
+        if len(self.rows) > count:
+            self.table[count : len(self.rows)].fill_(SCRATCH)
+        del self.rows[count:]
+        super().remove(count, moves)
 
     def clear(self) -> None:
-        """Forget all rows and prompts; the memory stays."""
         self.remove(0, [])
-        if self.block_size is not None:
-            self.users = [0] * len(self.users)
-            self.free = list(range(len(self.users) - 1, SCRATCH, -1))
+        self.users = [0] * len(self.users)
+        self.free = list(range(len(self.users) - 1, SCRATCH, -1))
+
+    def _step(self, positions: torch.Tensor, width: int) -> Step:
+        table, blocks = self.table[: len(positions)], self._blocks_of(width)
+        block = table.gather(1, (positions // self.block_size)[:, None])[:, 0].long()
+        return Step(block, positions % self.block_size, blocks * self.block_size, table[:, :blocks])
 
     def _blocks_of(self, tokens: int) -> int:
-        assert self.block_size is not None
         return math.ceil(tokens / self.block_size)
 
     def _take_block(self) -> int:
@@ -319,12 +400,6 @@ class KVCache(Cache):
             self.users[block] -= 1
             if not self.users[block]:
                 self.free.append(block)
-
-    def _write(self, index: int, states: KeysAndValues, start: int, length: int) -> None:
-        """To the first `length` places of row or block `index`: tokens from `start` on."""
-        for layer, (keys, values) in zip(self.kv_layers, states, strict=True):
-            layer.keys[index, :length] = keys[:, start : start + length].transpose(0, 1)
-            layer.values[index, :length] = values[:, start : start + length].transpose(0, 1)
 
 
 def _zeros(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:

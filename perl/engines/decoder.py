@@ -34,7 +34,7 @@ from perl import device
 from perl.engines import graphs
 from perl.engines.attention import adopt, layout_lost, numbers_of
 from perl.engines.base import warn_once
-from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE, KeysAndValues, KVCache, Prefix
+from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE, BlockCache, KeysAndValues, KVCache, Prefix, RowCache
 from perl.engines.sampling import sample, uniforms, validate
 from perl.engines.sequence import Sequence, left_pad, mark_seen
 from perl.engines.stock import generate_stock
@@ -345,7 +345,7 @@ class _Run:
         cache, taken = self._cache(), 0
         for group in groups:
             while free > 0 and group.waiting and group.prefix is not None:
-                taken += cache.cost(group.prefix.length, len(group.prefix.blocks) * (cache.block_size or 0))
+                taken += cache.cost(group.prefix)
                 if taken > cache.room:
                     if self.running or joining:
                         break
@@ -387,7 +387,7 @@ class _Run:
                     break
             groups.append(group)
             free -= len(group.waiting)
-            room -= cache.cost(len(group.token_ids), 0) if cache is not None else len(group.token_ids)
+            room -= cache.prompt_cost(len(group.token_ids)) if cache is not None else len(group.token_ids)
         if self.running and groups and room < 0:
             groups.pop()  # computed now, it would have to wait
         return groups
@@ -424,7 +424,8 @@ class _Run:
                 states.shape[-3] * states.shape[-1] * states.element_size() for pair in like for states in pair
             )
             free = int(device.available_memory() * CACHE_SHARE) // a_token
-            cache = KVCache(like, rows, max_seq_len, decoder.max_batch_tokens or free, self.block_size)
+            size = rows, max_seq_len, decoder.max_batch_tokens or free
+            cache = RowCache(like, *size) if self.block_size is None else BlockCache(like, *size, self.block_size)
             decoder.cache = cache
         elif rows > cache.max_num_seqs or longest > cache.max_seq_len:
             cache.extend(rows, max_seq_len)
@@ -520,6 +521,7 @@ class _Run:
         tokens, positions, drawn = rows.tokens[:count], rows.positions[:count], rows.drawn[:count]
         width = cache.begin(positions, width, whole=self.kernel is not None)
         if self.kernel is not None:
+            assert isinstance(cache, BlockCache)
             lengths = self._host_lengths(count) if self.kernel.host_lengths else (positions + 1).int()
             layout = PagedStep(self.kernel, cache.table[:count], lengths)
             nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.where)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -47,6 +48,10 @@ class RolloutRequest:
     seeds: list[int]
     """One for each completion, which depends on nothing else (perl.engines.sampling)."""
     weights: Weights
+    group_size: int = 1
+    """Completions of each prompt, one after the other."""
+    images: list[Any] | None = None
+    """Of each prompt, for samplers that take them."""
     on_finished: Callable[[int, list[int]], None] | None = None
     """Told a completion's place and tokens as soon as it ends, while others are drawn, by samplers that know."""
 
@@ -58,27 +63,40 @@ class Completions(NamedTuple):
     """Drawn tokens, the end-of-sequence token included."""
     logprobs: list[list[float]]
     """log_softmax(logits / temperature) of each, by the sampler, in nats."""
+    metrics: dict[str, float] = {}  # noqa: RUF012
+    """What else the sampler measured, by the name that is logged."""
 
 
 class Sampler(Protocol):
     """Completes prompts with the policy."""
 
+    itemsize: int
+    """Bytes of a number that it computes in, at most."""
+    elsewhere: bool
+    """It computes on devices that are not the trainer's."""
+
     def complete(self, request: RolloutRequest) -> Completions: ...
+
+    def not_comparable(self) -> str | None:
+        """What its log-probabilities are, where they are not log_softmax(logits / temperature) of all tokens."""
 
 
 class RolloutPolicy:
     """The trained model samples: in the decode loop, or by transformers' `generate` or `generate_batch`.
 
     Args:
-        model: the policy, wrapped by PEFT but not by DDP or DeepSpeed. Weights that ZeRO-3 has spread must be gathered
-            around `complete`.
+        model: the policy, wrapped by PEFT but not by DDP or DeepSpeed.
         config: the group `rollout`.
         noise: what adds the noise, or None.
         generation_config: TRL's: sampling, lengths, eos and pad tokens.
         generation_kwargs: the user's part of it.
         batching_config: transformers' ContinuousBatchingConfig, for the engine continuous_batching.
         kernels: training.attention_kernels.
+        gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
     """
+
+    itemsize = 4  # its dtype is the policy's
+    elsewhere = False
 
     def __init__(
         self,
@@ -89,9 +107,11 @@ class RolloutPolicy:
         generation_kwargs: dict[str, Any],
         batching_config: Any = None,
         kernels: bool | Literal["auto"] = "auto",
+        gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.model, self.config, self.noise = model, config, noise
         self.generation_config, self.batching_config = generation_config, batching_config
+        self.generation_kwargs, self.gathered = generation_kwargs, gathered
         if batching_config is not None:
             batching_config.return_logprobs = True
         if refused := sorted(REFUSED & generation_kwargs.keys()):
@@ -112,12 +132,14 @@ class RolloutPolicy:
         )
 
     def complete(self, request: RolloutRequest) -> Completions:
+        if request.images is not None:
+            raise UserError(f"rollout.engine {self.config.engine} takes no images; train on rows of text")
         sampling = sampling_of(self.generation_config)
         sequences = [
             Sequence(tuple(prompt), seed, sampling.max_new_tokens)
             for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
         ]
-        with sampling_weights(self.model, self.noise, request.weights):
+        with self.gathered(), sampling_weights(self.model, self.noise, request.weights):
             if self.config.engine == "continuous_batching":
                 return self._generate_batch(request.prompt_ids)
             with self.merge.applied():
@@ -128,7 +150,15 @@ class RolloutPolicy:
                         if request.on_finished is not None:
                             request.on_finished(sequence.index, sequence.token_ids)
         self.decoder.release_if_short()
-        return Completions([s.token_ids for s in sequences], [s.logprobs for s in sequences])
+        error = self.merge.rounding_error
+        metrics = {} if error is None else {"rollout/merge_rounding_error": error}
+        return Completions([s.token_ids for s in sequences], [s.logprobs for s in sequences], metrics)
+
+    def not_comparable(self) -> str | None:
+        own = self.config.engine in ("fast", "generate")
+        if own or not (self.generation_kwargs or sampling_of(self.generation_config).truncates):
+            return None
+        return "of a truncated distribution"
 
     def _generate_batch(self, prompt_ids: list[list[int]]) -> Completions:
         """transformers' continuous batching, with the adapter unmerged."""

@@ -33,9 +33,9 @@ from perl.adapters import Adapter
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
-from perl.errors import UserError
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
+from perl.records import Sampling
 from perl.training import rollout_state
 from perl.training.loss import (
     TOLERANCE,
@@ -50,7 +50,16 @@ from perl.training.loss import (
 from perl.training.metrics import StepClock, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, plan_update
 from perl.training.packing import log_probs
-from perl.training.rollout import Completions, RolloutPolicy, RolloutRequest, Weights, rollout_seeds, sampling_weights
+from perl.training.rollout import (
+    Completions,
+    RolloutPolicy,
+    RolloutRequest,
+    Sampler,
+    Weights,
+    rollout_seeds,
+    sampling_weights,
+)
+from perl.training.vllm_sampler import VLLMSampler
 from perl.training.vllm_sync import VLLMSync
 
 log = logging.getLogger(__name__)
@@ -112,11 +121,9 @@ class PerlGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         peft_config = adapter.build(adapter_config)
-        self.vllm_sync = VLLMSync(peft_config)
-        with _vllm_started_by(self.vllm_sync):
+        vllm_sync = VLLMSync(peft_config)
+        with _vllm_started_by(vllm_sync):
             super().__init__(*args, peft_config=peft_config, **kwargs)
-        if self.use_vllm:
-            self._sync_with_vllm()
         self.adapter, self.adapter_config = adapter, adapter_config
         self.truncate_prompts_to, self.grade_early = truncate_prompts_to, grade_early
         self.rollout_config = rollout or RolloutConfig()
@@ -127,19 +134,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             assert noise.seed is not None
             self.noise = NoiseInjector(self._policy(), noise.target_modules, noise.exclude_patterns, noise.seed)
             self.add_callback(self.noise_stage)
-        self.sampler: RolloutPolicy | None = None
-        """None where TRL samples, with vLLM."""
-        if not self.use_vllm:
-            kwargs_of_user: Any = self.args.generation_kwargs or {}
-            self.sampler = RolloutPolicy(
-                self._policy(),
-                self.rollout_config,
-                self.noise,
-                self.generation_config,
-                kwargs_of_user,
-                self.continuous_batching_config,
-                self.args.attention_kernels,
-            )
+        self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
         self.plan = plan_update(
@@ -162,25 +157,37 @@ class PerlGRPOTrainer(GRPOTrainer):
         """Of the difference between sampler and trainer, in nats; None before they were compared."""
         self.difference = SamplerDifference()
 
-    def _sync_with_vllm(self) -> None:
-        """What TRL calls to give vLLM the policy is ours: it would merge into the base, and subtract."""
-        theirs: Any = self.vllm_generation
-        theirs._iter_named_params = lambda: self.vllm_sync.weights(self._policy(), self._whole)
-        if self.args.vllm_mode == "colocate":
-            return
-        url, with_lora, folder = None, False, Path(self.args.output_dir or ".") / "adapter_for_vllm"
-        if self.accelerator.is_main_process:  # the one with a client
-            url = theirs.vllm_client.base_url
-            with_lora = theirs.vllm_client.get_server_info().get("lora_config") is not None
-        self.vllm_sync.use_server(bool(self._of_all_processes([int(with_lora)]).any()))
+    def _rollout_policy(self) -> Sampler:
+        kwargs_of_user: Any = self.args.generation_kwargs or {}
+        return RolloutPolicy(
+            self._policy(),
+            self.rollout_config,
+            self.noise,
+            self.generation_config,
+            kwargs_of_user,
+            self.continuous_batching_config,
+            self.args.attention_kernels,
+            self._gathered,
+        )
 
-        def publish() -> None:
-            name = self.vllm_sync.publish(self._policy(), self._whole, url, folder)
-            if url is not None:
-                theirs.vllm_client.model = name
-
-        if self.vllm_sync.reason is None:
-            theirs.sync_weights = publish
+    def _vllm_sampler(self, sync: VLLMSync) -> Sampler:
+        sampling = Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+        )
+        return VLLMSampler(
+            self.vllm_generation,
+            sync,
+            policy=self._policy(),
+            gather=self._whole,
+            of_all_processes=self._of_all_processes,
+            sampling=sampling,
+            generation_kwargs=self.args.generation_kwargs or {},  # type: ignore[arg-type]
+            folder=Path(self.args.output_dir or ".") / "adapter_for_vllm",
+        )
 
     @contextlib.contextmanager
     def _whole(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
@@ -220,23 +227,21 @@ class PerlGRPOTrainer(GRPOTrainer):
         draw, rank = (weights.step, weights.number), self.args.process_index
         seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
         early = self._grade_early if self.grade_early and len(self.rollout.rows) == len(prompt_ids) else None
-        request = RolloutRequest(prompt_ids=prompt_ids, seeds=seeds, weights=weights, on_finished=early)
+        request = RolloutRequest(
+            prompt_ids=prompt_ids,
+            seeds=seeds,
+            weights=weights,
+            group_size=num_generations,
+            images=images,
+            on_finished=early,
+        )
         with self.clock("rollout"):
-            if self.sampler is None:
-                ids, logprobs = super()._generate_single_turn(
-                    prompt_ids, images, fields, num_generations, *args, **kwargs
-                )
-                completions = Completions(ids, logprobs or [])
-            elif images is not None:
-                raise UserError(f"rollout.engine {self.rollout_config.engine} takes no images; train on rows of text")
-            else:
-                with self._gathered():
-                    completions = self.sampler.complete(request)
+            completions = self.sampler.complete(request)
             if self.model.training and self.tolerance is None:
                 self._compare_first(request, completions)
-        if self.sampler is not None and (error := self.sampler.merge.rounding_error) is not None:
-            self._metrics["train" if self.model.training else "eval"]["rollout/merge_rounding_error"].append(error)
-        if not (self.use_vllm and self.args.vllm_mode == "server"):  # whose devices are not ours
+        for name, value in completions.metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        if not self.sampler.elsewhere:
             lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)]
             self.clock.count_forward(sequences(lengths))
         return completions.token_ids, completions.logprobs
@@ -256,15 +261,9 @@ class PerlGRPOTrainer(GRPOTrainer):
     def _compare_first(self, request: RolloutRequest, completions: Completions) -> None:
         """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
         had? Afterwards the loss compares them at no cost (`_weigh`)."""
-        itemsize, scaled = self._vllm_numbers() if self.use_vllm else (4, True)
-        scaled = scaled or self.temperature == 1.0
         mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
-        self.tolerance = TOLERANCE[min(itemsize, mixed, self._policy().dtype.itemsize)]
-        whole = self.top_p == 1.0 and not self.top_k and not self.min_p and self.repetition_penalty == 1.0
-        own = self.rollout_config.engine in ("fast", "generate")
-        if not own and not (scaled and whole and not self.args.generation_kwargs):
-            why = "of a truncated distribution" if scaled else "before temperature, as the vLLM server runs without"
-            why += "" if scaled else " --logprobs-mode processed_logprobs"
+        self.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
+        if why := self.sampler.not_comparable():
             log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
             self.tolerance = math.inf
             return
@@ -301,19 +300,6 @@ class PerlGRPOTrainer(GRPOTrainer):
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
         ):
             yield policy
-
-    def _vllm_numbers(self) -> tuple[int, bool]:
-        """Bytes of a weight in vLLM, which chooses its own dtype, and whether its log-probabilities are those after
-        temperature, as TRL asks for where it starts vLLM itself. Every process must come here."""
-        if self.args.vllm_mode == "colocate":
-            return self.vllm_generation.llm.llm_engine.model_config.dtype.itemsize, True
-        itemsize, scaled = 0, False
-        if self.accelerator.is_main_process:  # the one with a client
-            server = self.vllm_generation.vllm_client.get_server_info()["model_config"]
-            itemsize = getattr(torch, server["dtype"].removeprefix("torch.")).itemsize
-            scaled = server["logprobs_mode"] == "processed_logprobs"
-        itemsize, scaled = self._of_all_processes([itemsize, int(scaled)]).amax(dim=0).tolist()
-        return itemsize, bool(scaled)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any):
         with self.clock("reward"):

@@ -1,0 +1,92 @@
+"""vLLM as a Sampler: an engine in the trainer's process, or a server, driven by TRL's client of it (VLLMGeneration).
+
+What is ours is how vLLM gets the policy (perl/training/vllm_sync.py), and what is known of its log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perl.records import Sampling
+from perl.training.rollout import Completions, RolloutRequest
+from perl.training.vllm_sync import Gather, VLLMSync
+
+OfAllProcesses = Callable[[list[int]], torch.Tensor]
+"""[processes, numbers]: the numbers that each process gives."""
+
+
+class VLLMSampler:
+    """
+    Args:
+        client: TRL's VLLMGeneration.
+        sync: what has started the engine of `client`, if that is in this process.
+        policy: the trained model (a PeftModel), as VLLMSync.weights takes it.
+        gather: ZeRO-3's and FSDP's parameters.
+        of_all_processes: every process constructs a sampler at the same time.
+        sampling: the distribution that `client` asks for.
+        generation_kwargs: the user's further SamplingParams.
+        folder: where a server in another process finds the adapter.
+
+    Attributes:
+        itemsize: bytes of a weight in vLLM, which chooses its own dtype.
+        elsewhere: it computes on devices that are not the trainer's.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        sync: VLLMSync,
+        *,
+        policy: Any,
+        gather: Gather,
+        of_all_processes: OfAllProcesses,
+        sampling: Sampling,
+        generation_kwargs: dict[str, Any],
+        folder: Path,
+    ):
+        self.client, self.sampling, self.generation_kwargs = client, sampling, generation_kwargs
+        self.elsewhere = client.mode == "server"
+        self._synced_step = -1
+        # What TRL calls to give vLLM the policy: its own would merge into the base, and subtract again.
+        client._iter_named_params = lambda: sync.weights(policy, gather)
+        if not self.elsewhere:
+            self.itemsize, self._scaled = client.llm.llm_engine.model_config.dtype.itemsize, True
+            return
+        url, told = None, [0, 0, 0]
+        if client.accelerator.is_main_process:  # the one that talks to the server
+            url, info = client.vllm_client.base_url, client.vllm_client.get_server_info()
+            dtype = getattr(torch, info["model_config"]["dtype"].removeprefix("torch."))
+            scaled = info["model_config"]["logprobs_mode"] == "processed_logprobs"
+            told = [dtype.itemsize, int(scaled), int(info.get("lora_config") is not None)]
+        self.itemsize, scaled, with_lora = of_all_processes(told).amax(dim=0).tolist()
+        self._scaled = bool(scaled)
+        sync.use_server(bool(with_lora))
+
+        def publish() -> None:
+            name = sync.publish(policy, gather, url, folder)
+            if url is not None:
+                client.vllm_client.model = name
+
+        if sync.reason is None:
+            client.sync_weights = publish
+
+    def complete(self, request: RolloutRequest) -> Completions:
+        """Every process must come here; a request names its prompts' images, where there are some."""
+        if request.weights.step != self._synced_step:
+            self.client.sync_weights()
+            self._synced_step = request.weights.step
+        _, token_ids, logprobs, _ = self.client.generate(
+            prompts=request.prompt_ids, images=request.images, num_generations=request.group_size
+        )
+        return Completions(token_ids, [[drawn for drawn, *_ in of_tokens] for of_tokens in logprobs])
+
+    def not_comparable(self) -> str | None:
+        if not self._scaled and self.sampling.temperature != 1.0:
+            return "before temperature, as the vLLM server runs without --logprobs-mode processed_logprobs"
+        if self.sampling.truncates or self.generation_kwargs:
+            return "of a truncated distribution"
+        return None
