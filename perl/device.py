@@ -182,12 +182,14 @@ def free_memory() -> int | None:
 
 
 def available_memory() -> int:
-    """Bytes that this process can still put into tensors: on its accelerator, or on a CPU in the machine's memory."""
+    """Bytes that this process can still put into tensors: on its accelerator, or on a CPU its share of the machine's
+    memory among the processes that torch's launcher or perl's evaluator have started here (LOCAL_WORLD_SIZE)."""
     free = free_memory()
     if free is not None:
         return free
     with open("/proc/meminfo", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

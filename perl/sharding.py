@@ -63,6 +63,11 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
+def is_of_zero3(model: nn.Module) -> bool:
+    """Whether DeepSpeed has spread the weights: whole only inside of a gather, and after each one elsewhere."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 @contextlib.contextmanager
 def resharded(model: nn.Module) -> Iterator[None]:
     """What is written to weights inside is what forwards inside use, and what is written back is what those after use.

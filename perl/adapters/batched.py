@@ -22,21 +22,31 @@ SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read one hidden state, in the order in which models call them."""
 
 
-@contextlib.contextmanager
-def batched(layers: Sequence[AdaptedLayer]) -> Iterator[None]:
-    """Inside, plain LoRA layers on linear ones compute their updates together: the same numbers up to the order of
-    sums. Other methods and layers stay as they are. The adapter must not change meanwhile, and nothing can be
-    differentiated."""
-    groups = [SharedUpdate(group) for group in _groups(layers)]
-    try:
-        for group in groups:
-            for index, layer in enumerate(group.layers):
-                layer.forward = functools.partial(group.forward, index)
-        yield
-    finally:
-        for group in groups:
-            for layer in group.layers:
-                vars(layer).pop("forward", None)
+class BatchedUpdates:
+    """The shared updates of a model's layers, made once: a captured graph finds their weights where they were."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[Any, ...], SharedUpdate] = {}
+
+    @contextlib.contextmanager
+    def applied(self, layers: Sequence[AdaptedLayer]) -> Iterator[None]:
+        """Inside, plain LoRA layers on linear ones compute their updates together: the same numbers up to the order of
+        sums. Other methods and layers stay as they are. The adapter must not change meanwhile, and nothing can be
+        differentiated."""
+        groups = []
+        for members in _groups(layers):
+            group = self._groups.setdefault(tuple(members), SharedUpdate(members))
+            group.read_weights()
+            groups.append(group)
+        try:
+            for group in groups:
+                for layer, forward in zip(group.layers, group.forwards, strict=True):
+                    layer.forward = forward
+            yield
+        finally:
+            for group in groups:
+                for layer in group.layers:
+                    vars(layer).pop("forward", None)
 
 
 class SharedUpdate:
@@ -44,16 +54,22 @@ class SharedUpdate:
 
     def __init__(self, layers: Sequence[Any]):
         self.layers = layers
-        parts = [(layer, layer.active_adapters[0]) for layer in layers]
-        b = [layer.lora_B[name].weight.detach() * layer.scaling[name] for layer, name in parts]
-        self.a = torch.cat([layer.lora_A[name].weight.detach() for layer, name in parts])
-        """[sum of ranks, in]."""
-        self.b = torch.block_diag(*b)
-        """[sum of out, sum of ranks], scaled."""
-        self.sizes = [len(part) for part in b]
+        self.forwards = [functools.partial(self.forward, index) for index in range(len(layers))]
+        """What each layer computes."""
+        self.a = self.b = torch.empty(0)
+        """[sum of ranks, in], and [sum of out, sum of ranks], scaled."""
+        self.sizes: list[int] = []
         self._read: torch.Tensor | None = None
         self._updates: tuple[torch.Tensor, ...] = ()
         """Of the hidden state `_read`, [..., out] for each layer, until the last one has taken its own."""
+
+    def read_weights(self) -> None:
+        """Copy the layers' adapters, to where they were copied before if they still fit."""
+        parts = [(layer, layer.active_adapters[0]) for layer in self.layers]
+        b = [layer.lora_B[name].weight.detach() * layer.scaling[name] for layer, name in parts]
+        self.sizes = [len(part) for part in b]
+        self.a = _kept(self.a, torch.cat([layer.lora_A[name].weight.detach() for layer, name in parts]))
+        self.b = _kept(self.b, torch.block_diag(*b))
 
     def forward(self, index: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What layer `index` makes of hidden states [..., in]."""
@@ -67,6 +83,13 @@ class SharedUpdate:
         if index == len(self.layers) - 1:
             self._read, self._updates = None, ()
         return (result + update).to(result.dtype)
+
+
+def _kept(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new`, at the place of `old` where that has its shape, dtype and device."""
+    if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        return new
+    return old.copy_(new)
 
 
 def _groups(layers: Sequence[AdaptedLayer]) -> list[list[Any]]:

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from perl import device
-from perl.adapters.batched import batched
+from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
+from perl.engines.base import warn_once
 from perl.engines.linear import pack, packable, unpack
 from perl.sharding import resharded
 
@@ -56,6 +57,7 @@ class RolloutMerge:
         """While merged in place: each weight's name, itself, and the copy it returns from."""
         self._packed: list[nn.Module] = []
         """Layers that compute with a packed copy now."""
+        self._batched = BatchedUpdates()
         self._kept: dict[str, _Kept] = {}
         self._host = _HostMemory()
         self._said = ""
@@ -79,7 +81,7 @@ class RolloutMerge:
                         self._write(adapted)
                     to_pack -= set(layer.modules())
             else:
-                stack.enter_context(batched(self.layers))
+                stack.enter_context(self._batched.applied(self.layers))
             for layer in to_pack:
                 self._pack(layer, layer.weight, layer.bias)
             yield
@@ -209,6 +211,14 @@ class _HostMemory:
         """An uninitialised tensor of the shape and dtype of `tensor`."""
         size = -(-tensor.nbytes // 64) * 64  # aligned
         if len(self._free) < size:
-            self._free = torch.empty(max(size, PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
+            self._free = self._take(max(size, PINNED_BYTES))
         place, self._free = self._free[: tensor.nbytes], self._free[size:]
         return place.view(tensor.dtype).view(tensor.shape)
+
+    def _take(self, size: int) -> torch.Tensor:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # the limit on locked memory (ulimit -l), as containers have it
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            warn_once(f"the base's weights are kept in host memory that is not pinned, which is slower: {reason}")
+            return torch.empty(size, dtype=torch.uint8)

@@ -101,6 +101,11 @@ class Rows:
 
         return cls(zeros(), zeros(), zeros(), zeros(), torch.zeros(rows, max_new_tokens, device=where), None)
 
+    def clear(self) -> None:
+        """No row has a sequence."""
+        for tensor in (self.positions, self.drawn, self.active):
+            tensor.zero_()
+
     def state(self) -> list[torch.Tensor]:
         """What a step changes."""
         state = [self.tokens, self.positions, self.drawn]
@@ -279,9 +284,10 @@ class _Run:
                 warn_once(f"decode steps are computed by sdpa: {reason}")
                 self.kernel, self.block_size = None, BLOCK_SIZE
         self.captures = decoder.capture and not self.processors
-        if decoder.capture and (reason := graphs.unsupported_reason(kept, self.lockstep)):
+        if decoder.capture and (reason := graphs.unsupported_reason(decoder.model, kept)):
             warn_once(f"decoding without captured graphs: {reason}")
             self.captures = False
+        self.graphs_for = (sampling.distribution, graphs.baked_in(inner)) if self.captures else None
         self.reads_late = 0 if self.on_cpu or self.processors else 1
         """Steps whose tokens may still be on the device."""
         self.groups: deque[PromptGroup] = deque()
@@ -292,8 +298,10 @@ class _Run:
 
     @torch.no_grad()
     def finished(self) -> Iterator[Sequence]:
-        if self.decoder.cache is not None:
+        if self.decoder.cache is not None:  # of a run before, which may have been broken off
             self.decoder.cache.clear()
+        if self.decoder.rows is not None:
+            self.decoder.rows.clear()
         while self._poll() or self.running or self.results:
             while self.waiting and self._prefill():
                 yield from self._flush()
@@ -506,11 +514,10 @@ class _Run:
         if not self.captures:
             return self._compute
         decoder, rows, cache = self.decoder, self.rows, self.cache
-        distribution = self.sampling.distribution
-        if decoder.graphs is None or decoder.graphs.made_for != distribution:
+        if decoder.graphs is None or decoder.graphs.made_for != self.graphs_for:
             on_host = self.kernel is not None and self.kernel.host_lengths
             decoder.graphs = graphs.StepGraphs(
-                distribution, rows.state(), cache.max_num_seqs, cache.max_seq_len, on_host
+                self.graphs_for, rows.state(), cache.max_num_seqs, cache.max_seq_len, on_host
             )
         return decoder.graphs.bind(self._compute, self._host_lengths)
 

@@ -5,23 +5,27 @@ running it. A captured graph launches all of them at once, but always with the s
 rows and the places that attention reads are rounded up to one of few sizes; what is computed beyond the rows in flight
 is thrown away. Graphs live as long as the cache that they read, from one rollout to the next.
 
-The weights may change between two steps, in place. The first step of a shape runs as it is, which warms up what must
-not happen while capturing (workspaces, kernels compiled on first use); the second one is captured. A graph's first
-replays are held against the step as it is, with the numbers that it was captured with and with others: one that
+The weights may change between two steps, in place; where they lie elsewhere, or a layer computes otherwise
+(`baked_in`), all graphs are made again. The first step of a shape runs as it is, which warms up what must not happen
+while capturing (workspaces, kernels compiled on first use); the second one is captured. A graph's first replays are
+held against the step as it is, with the numbers that it was captured with and with others: one that
 computes something else is never used.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from perl import device
 from perl.engines.base import warn_once
+from perl.sharding import is_of_zero3, is_sharded
 
 ROWS = 8
 """Rows are rounded up to a multiple of this, above 64 to a multiple of 64."""
@@ -53,7 +57,7 @@ class StepGraphs:
     """Decode steps by captured graphs, where there is one.
 
     Args:
-        made_for: what is baked into them beside shapes and addresses.
+        made_for: what is baked into them beside shapes and the addresses of `state` and cache.
         state: what a step advances.
         max_rows, max_width: of the cache.
         host_lengths: the step calls a kernel that reads the rows' lengths from the host (perl.kernels.Kernel).
@@ -133,15 +137,27 @@ class StepGraphs:
         warn_once(f"decoding without captured graphs: {reason}")
 
 
-def unsupported_reason(attention_kept: str | None, lockstep: bool) -> str | None:
-    """Why steps can't be captured, or None.
+def unsupported_reason(model: Any, attention_kept: str | None) -> str | None:
+    """Why steps of `model` can't be captured, or None.
 
     Args:
         attention_kept: why the model keeps its own attention (perl.engines.attention.adopt), or None.
-        lockstep: whether forwards gather parameters from other ranks.
     """
     if device.detect().kind == "cpu":
         return "there are none on a cpu"
-    if lockstep:
+    if is_sharded(model):
         return "each step gathers weights from other processes"
+    if is_of_zero3(model):
+        return "ZeRO-3 gathers the weights for each rollout, to another place in memory"
     return attention_kept
+
+
+def baked_in(model: nn.Module) -> tuple[Any, ...]:
+    """What a graph of `model` holds of it: where its tensors lie, and which modules compute otherwise than their class
+    says (perl.adapters.batched) or with their adapter merged or off. Graphs serve as long as this stays equal."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    switches = tuple(
+        (vars(module).get("forward"), getattr(module, "merged", None), getattr(module, "disable_adapters", None))
+        for module in model.modules()
+    )
+    return tuple(tensor.data_ptr() for tensor in tensors), switches

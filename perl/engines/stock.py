@@ -141,15 +141,20 @@ def _generate_batch(
             attention_mask=mask,
             generation_config=config,
             logits_processor=LogitsProcessorList([choice]),
+            synced_gpus=is_sharded(model),  # left out, it is true under ZeRO-3, where the weights are gathered already
         )
     drawn = output[:, ids.shape[1] :].tolist()
     logprobs = torch.stack(choice.logprobs, dim=1).tolist()
     for sequence, tokens, row_logprobs in zip(sequences, drawn, logprobs, strict=True):
-        tokens = tokens[: sequence.max_new_tokens]
-        end = next((i for i, token in enumerate(tokens) if token in eos), None)
-        length = len(tokens) if end is None else end + 1
-        sequence.token_ids, sequence.logprobs = tokens[:length], row_logprobs[:length]
-        sequence.launched, sequence.stopped = length, end is not None
+        _finish(sequence, tokens[: sequence.max_new_tokens], row_logprobs, eos)
+
+
+def _finish(sequence: Sequence, tokens: list[int], logprobs: list[float], eos: Collection[int]) -> None:
+    """What was drawn for `sequence`, up to its end."""
+    end = next((i for i, token in enumerate(tokens) if token in eos), None)
+    length = len(tokens) if end is None else end + 1
+    sequence.token_ids, sequence.logprobs = tokens[:length], logprobs[:length]
+    sequence.launched, sequence.stopped = length, end is not None
 
 
 class ChosenLogProbs(LogitsProcessor):
@@ -188,12 +193,13 @@ def generate_plain(model: Any, sequences: List[Sequence], config: GenerationConf
         noted = ChosenLogProbs(float(config.temperature or 1.0) if config.do_sample else 1.0, last)
         processors = LogitsProcessorList([noted])
         output = model.generate(
-            input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=processors,
+            synced_gpus=is_sharded(model),
         )
         noted.note(output)
     logprobs = torch.stack(noted.logprobs, dim=1).tolist()
     for sequence, tokens, numbers in zip(sequences, output[:, ids.shape[1] :].tolist(), logprobs, strict=True):
-        end = next((i for i, token in enumerate(tokens) if token in eos), None)
-        length = len(tokens) if end is None else end + 1
-        sequence.token_ids, sequence.logprobs = tokens[:length], numbers[:length]
-        sequence.launched, sequence.stopped = length, end is not None
+        _finish(sequence, tokens, numbers, eos)

@@ -114,6 +114,8 @@ class StopOnSignal(TrainerCallback):
         if args.world_size > 1:
             number = torch.tensor(self.received, device=args.device)
             torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp.MAX)
+            if number.item() and not self.received:  # this process's own may still be on its way
+                self._at = time.monotonic()
             self.received = int(number.item())
         if self.received and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True

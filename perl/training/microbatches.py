@@ -235,6 +235,7 @@ def plan_update(
     max_tokens: int | None,
     size: ModelSize | None,
     kernels: bool | Literal["auto"],
+    autocast: torch.dtype | None,
     main_process: bool,
 ) -> UpdatePlan:
     """Whether the micro-batches of `policy` (a transformers model or a PeftModel) are packed, which it is prepared for,
@@ -248,6 +249,7 @@ def plan_update(
         max_tokens: training.max_tokens_per_microbatch.
         size: of `policy`; None where its FLOPs can't be counted.
         kernels: training.attention_kernels.
+        autocast: the dtype that attention is computed in, where that is not the model's.
     """
     if aux_loss or torch_compile:
         padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
@@ -279,10 +281,12 @@ def plan_update(
         size=size,
     )
     kernel = None if padded else device.varlen_attention(kernels)
-    if kernel is not None and (missing := kernel.missing(*numbers_of(policy))) is not None:
-        if main_process:
-            log.info("packed micro-batches are computed by sdpa: %s", missing)
-        kernel = None
+    if kernel is not None:
+        dtype, head_dim = numbers_of(policy)
+        if (missing := kernel.missing(autocast or dtype, head_dim)) is not None:
+            if main_process:
+                log.info("packed micro-batches are computed by sdpa: %s", missing)
+            kernel = None
     return UpdatePlan(padded is None, batcher, kernel)
 
 

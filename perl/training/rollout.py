@@ -47,11 +47,11 @@ class RolloutRequest:
     """One prompt for each completion, without padding."""
     seeds: list[int]
     """One for each completion, which depends on nothing else (perl.engines.sampling)."""
+    sampling: Sampling
+    """The distribution, and the most new tokens; its n and seed are not read."""
     weights: Weights
     group_size: int = 1
     """Completions of each prompt, one after the other."""
-    images: list[Any] | None = None
-    """Of each prompt, for samplers that take them."""
     on_finished: Callable[[int, list[int]], None] | None = None
     """Told a completion's place and tokens as soon as it ends, while others are drawn, by samplers that know."""
 
@@ -77,7 +77,7 @@ class Sampler(Protocol):
 
     def complete(self, request: RolloutRequest) -> Completions: ...
 
-    def not_comparable(self) -> str | None:
+    def not_comparable(self, sampling: Sampling) -> str | None:
         """What its log-probabilities are, where they are not log_softmax(logits / temperature) of all tokens."""
 
 
@@ -88,7 +88,7 @@ class RolloutPolicy:
         model: the policy, wrapped by PEFT but not by DDP or DeepSpeed.
         config: the group `rollout`.
         noise: what adds the noise, or None.
-        generation_config: TRL's: sampling, lengths, eos and pad tokens.
+        generation_config: TRL's, for eos and pad tokens, and for transformers' own `generate` and `generate_batch`.
         generation_kwargs: the user's part of it.
         batching_config: transformers' ContinuousBatchingConfig, for the engine continuous_batching.
         kernels: training.attention_kernels.
@@ -132,11 +132,8 @@ class RolloutPolicy:
         )
 
     def complete(self, request: RolloutRequest) -> Completions:
-        if request.images is not None:
-            raise UserError(f"rollout.engine {self.config.engine} takes no images; train on rows of text")
-        sampling = sampling_of(self.generation_config)
         sequences = [
-            Sequence(tuple(prompt), seed, sampling.max_new_tokens)
+            Sequence(tuple(prompt), seed, request.sampling.max_new_tokens)
             for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
         ]
         with self.gathered(), sampling_weights(self.model, self.noise, request.weights):
@@ -146,7 +143,7 @@ class RolloutPolicy:
                 if self.config.engine == "generate":
                     generate_plain(self.model, sequences, self.generation_config)
                 else:
-                    for sequence in self.decoder.run(sequences, sampling):
+                    for sequence in self.decoder.run(sequences, request.sampling):
                         if request.on_finished is not None:
                             request.on_finished(sequence.index, sequence.token_ids)
         self.decoder.release_if_short()
@@ -154,9 +151,9 @@ class RolloutPolicy:
         metrics = {} if error is None else {"rollout/merge_rounding_error": error}
         return Completions([s.token_ids for s in sequences], [s.logprobs for s in sequences], metrics)
 
-    def not_comparable(self) -> str | None:
+    def not_comparable(self, sampling: Sampling) -> str | None:
         own = self.config.engine in ("fast", "generate")
-        if own or not (self.generation_kwargs or sampling_of(self.generation_config).truncates):
+        if own or not (self.generation_kwargs or sampling.truncates):
             return None
         return "of a truncated distribution"
 

@@ -4,7 +4,7 @@ and is another run."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ class RolloutState:
     buffered_inputs: list[dict[str, Any]] | None
     """Micro-batches of the window's rollout; None where the next micro-batch begins a window."""
     processes: int
+    settings: dict[str, int] = field(default_factory=dict)
+    """How the window is cut into updates, by the names of the flags."""
 
 
 def state_file(checkpoint: str | Path, rank: int) -> Path:
@@ -32,11 +34,12 @@ def save(checkpoint: str | Path, rank: int, state: RolloutState) -> None:
     torch.save(asdict(state), state_file(checkpoint, rank))
 
 
-def load(checkpoint: str | Path, rank: int, processes: int) -> RolloutState | None:
-    """The state of this process, its tensors on the CPU; None for a checkpoint that has none (TRL's own).
+def load(checkpoint: str | Path, rank: int, processes: int, settings: dict[str, int]) -> RolloutState | None:
+    """The state of this process, its tensors on the CPU; None for a checkpoint that has none (TRL's own). Where the
+    next micro-batch begins a window its `step` is 0, so that it does whatever the settings are now.
 
-    Raises a UserError, on every process alike, where another number of processes wrote the checkpoint in the middle of
-    a window: its rollouts belong to those processes.
+    Raises a UserError, on every process alike, where the checkpoint was written in the middle of a window, by another
+    number of processes, to whom its rollouts belong, or with other settings, by which they are cut into updates.
     """
     saved = sorted(Path(checkpoint).glob("rollout_state_*.pt"))
     if not saved:
@@ -44,12 +47,16 @@ def load(checkpoint: str | Path, rank: int, processes: int) -> RolloutState | No
     mine = state_file(checkpoint, rank)
     state = torch.load(mine if mine.exists() else saved[0], map_location="cpu", weights_only=True)
     wrote = state.setdefault("processes", len(saved))
-    if wrote == processes and mine.exists():
-        return RolloutState(**state)
     if state["buffered_inputs"] is None:
+        return RolloutState(**state | {"step": 0})
+    then = state.setdefault("settings", settings)
+    if wrote == processes and mine.exists() and then == settings:
         return RolloutState(**state)
+    changed = [f"{name} {value}, now {settings[name]}" for name, value in then.items() if settings[name] != value]
+    if wrote != processes:
+        changed.insert(0, f"{wrote} processes, now {processes}")
     raise UserError(
-        f"--config.training.resume_from_checkpoint {checkpoint}: it was written by {wrote} processes in the middle of a"
-        f" generation window, and {processes} go on now; start {wrote} processes, or resume from a checkpoint whose"
-        " step is a multiple of steps_per_generation * num_iterations / gradient_accumulation_steps"
+        f"--config.training.resume_from_checkpoint {checkpoint}: it was written in the middle of a generation window,"
+        f" with {', '.join(changed) or 'the state of another process'}; go on as it was begun, or resume from a"
+        " checkpoint whose step is a multiple of steps_per_generation * num_iterations / gradient_accumulation_steps"
     )

@@ -33,6 +33,7 @@ from perl.adapters import Adapter
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
+from perl.errors import UserError
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
 from perl.records import Sampling
@@ -57,6 +58,7 @@ from perl.training.rollout import (
     Sampler,
     Weights,
     rollout_seeds,
+    sampling_of,
     sampling_weights,
 )
 from perl.training.vllm_sampler import VLLMSampler
@@ -66,9 +68,6 @@ log = logging.getLogger(__name__)
 
 COMPARED_ROWS = 4
 """Completions of each process that sampler and trainer are compared on before the first optimizer step."""
-OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
-OF_IMAGES += ("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
-"""What TRL's micro-batches hold beside text."""
 
 
 @dataclass(slots=True)
@@ -149,6 +148,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             max_tokens=self.args.max_tokens_per_microbatch,
             size=model_size(self.model),
             kernels=self.args.attention_kernels,
+            autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
             main_process=self.accelerator.is_main_process,
         )
         self.rollout = Rollout(Weights(-1, 0, 0.0))
@@ -170,21 +170,26 @@ class PerlGRPOTrainer(GRPOTrainer):
             self._gathered,
         )
 
-    def _vllm_sampler(self, sync: VLLMSync) -> Sampler:
-        sampling = Sampling(
+    def _sampling(self) -> Sampling:
+        """As the user's generation_kwargs leave it, where this process generates."""
+        if not self.use_vllm:
+            return sampling_of(self.generation_config)
+        return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k or 0,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
+            max_new_tokens=self.max_completion_length or 256,  # None: set by GRPOConfig
         )
+
+    def _vllm_sampler(self, sync: VLLMSync) -> Sampler:
         return VLLMSampler(
             self.vllm_generation,
             sync,
             policy=self._policy(),
             gather=self._whole,
             of_all_processes=self._of_all_processes,
-            sampling=sampling,
             generation_kwargs=self.args.generation_kwargs or {},  # type: ignore[arg-type]
             folder=Path(self.args.output_dir or ".") / "adapter_for_vllm",
         )
@@ -223,6 +228,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         return inputs
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
+        if images is not None:
+            raise UserError("rollouts take no images; train on rows of text")
         self.rollout.weights = weights = self._next_weights()
         draw, rank = (weights.step, weights.number), self.args.process_index
         seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
@@ -230,9 +237,9 @@ class PerlGRPOTrainer(GRPOTrainer):
         request = RolloutRequest(
             prompt_ids=prompt_ids,
             seeds=seeds,
+            sampling=self._sampling(),
             weights=weights,
             group_size=num_generations,
-            images=images,
             on_finished=early,
         )
         with self.clock("rollout"):
@@ -263,7 +270,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         had? Afterwards the loss compares them at no cost (`_weigh`)."""
         mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
         self.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
-        if why := self.sampler.not_comparable():
+        if why := self.sampler.not_comparable(request.sampling):
             log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
             self.tolerance = math.inf
             return
@@ -372,6 +379,7 @@ class PerlGRPOTrainer(GRPOTrainer):
                     padded,
                     pack_rows=self.plan.packed,
                     compute_entropy=compute_entropy,
+                    kernel=self.plan.kernel,
                 )
                 parts.append(part)
                 (self.clock.count_update if training else self.clock.count_forward)(work)
@@ -392,7 +400,6 @@ class PerlGRPOTrainer(GRPOTrainer):
             batch_size=batch_size,
             compute_entropy=batch_size is None,
             compute_aux_loss=self.aux_loss_enabled and batch_size is None,
-            **{name: inputs.get(name) for name in OF_IMAGES},
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -449,21 +456,27 @@ class PerlGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        window = (self.args.steps_per_generation or 1) * self.num_iterations
+        window = self.args.steps_per_generation * self.num_iterations  # type: ignore[operator]  # set by GRPOConfig
         pending: Any = self._buffered_inputs
         state = rollout_state.RolloutState(
             step=self._step,
             buffered_inputs=pending if self._step % window else None,
             processes=self.accelerator.num_processes,
+            settings=self._window_settings(),
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         rollout_state.save(checkpoint, self.args.process_index, state)
+
+    def _window_settings(self) -> dict[str, int]:
+        fields = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"
+        return {field: getattr(self.args, field) for field in fields}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        state = rollout_state.load(checkpoint, self.args.process_index, self.accelerator.num_processes)
+        processes = self.accelerator.num_processes
+        state = rollout_state.load(checkpoint, self.args.process_index, processes, self._window_settings())
         if state is not None:
             self._step = state.step
             self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)

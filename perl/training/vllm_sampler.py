@@ -27,7 +27,6 @@ class VLLMSampler:
         policy: the trained model (a PeftModel), as VLLMSync.weights takes it.
         gather: ZeRO-3's and FSDP's parameters.
         of_all_processes: every process constructs a sampler at the same time.
-        sampling: the distribution that `client` asks for.
         generation_kwargs: the user's further SamplingParams.
         folder: where a server in another process finds the adapter.
 
@@ -44,11 +43,10 @@ class VLLMSampler:
         policy: Any,
         gather: Gather,
         of_all_processes: OfAllProcesses,
-        sampling: Sampling,
         generation_kwargs: dict[str, Any],
         folder: Path,
     ):
-        self.client, self.sampling, self.generation_kwargs = client, sampling, generation_kwargs
+        self.client, self.generation_kwargs = client, generation_kwargs
         self.elsewhere = client.mode == "server"
         self._synced_step = -1
         # What TRL calls to give vLLM the policy: its own would merge into the base, and subtract again.
@@ -75,18 +73,18 @@ class VLLMSampler:
             client.sync_weights = publish
 
     def complete(self, request: RolloutRequest) -> Completions:
-        """Every process must come here; a request names its prompts' images, where there are some."""
+        """Every process must come here. `client` was made with the run's sampling, and knows no seeds."""
         if request.weights.step != self._synced_step:
             self.client.sync_weights()
             self._synced_step = request.weights.step
         _, token_ids, logprobs, _ = self.client.generate(
-            prompts=request.prompt_ids, images=request.images, num_generations=request.group_size
+            prompts=request.prompt_ids, images=None, num_generations=request.group_size
         )
         return Completions(token_ids, [[drawn for drawn, *_ in of_tokens] for of_tokens in logprobs])
 
-    def not_comparable(self) -> str | None:
-        if not self._scaled and self.sampling.temperature != 1.0:
+    def not_comparable(self, sampling: Sampling) -> str | None:
+        if not self._scaled and sampling.temperature != 1.0:
             return "before temperature, as the vLLM server runs without --logprobs-mode processed_logprobs"
-        if self.sampling.truncates or self.generation_kwargs:
+        if sampling.truncates or self.generation_kwargs:
             return "of a truncated distribution"
         return None

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
 """Inside the context ZeRO-3's parameters are whole."""
 
+SERVER_TIMEOUT_S = 600.0
+"""For a server to load or unload an adapter; all ranks wait for it."""
 MEMORY = Path("/dev/shm")
 """Files here never reach a disk."""
 WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -151,7 +153,11 @@ class VLLMSync:
         save_adapter(model, gather, place if url else None)
         if url is None:
             return name
-        answer = requests.post(f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(place)})
+        asked = {"lora_name": name, "lora_path": str(place)}
+        try:
+            answer = requests.post(f"{url}/v1/load_lora_adapter", json=asked, timeout=SERVER_TIMEOUT_S)
+        except requests.RequestException as error:
+            raise UserError(f"--config.training.vllm_mode server: {url} does not answer ({error})") from error
         if not answer.ok:
             said = " ".join(answer.text.split())[:300]
             raise UserError(
@@ -161,7 +167,8 @@ class VLLMSync:
                 " --enable-lora"
             )
         if self._number > 1:
-            requests.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": f"perl-{self._number - 1}"})
+            gone = {"lora_name": f"perl-{self._number - 1}"}
+            requests.post(f"{url}/v1/unload_lora_adapter", json=gone, timeout=SERVER_TIMEOUT_S)
             shutil.rmtree(folder / str(self._number - 1), ignore_errors=True)
         return name
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from perl.adapters.batched import batched
+from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import adapted_layers
 from perl.adapters.rollout_merge import RolloutMerge
 from tests.adapters.test_rollout_merge import logits, make
@@ -33,7 +33,7 @@ def test_the_numbers_are_pefts(config):
     with model.disable_adapter():
         base = logits(model)
     assert (base - apart).abs().max() > 0.1
-    with batched(adapted_layers(model)):
+    with BatchedUpdates().applied(adapted_layers(model)):
         assert (logits(model) - apart).abs().max() < 1e-4
         with model.disable_adapter():
             assert torch.equal(logits(model), base)
@@ -43,7 +43,7 @@ def test_the_numbers_are_pefts(config):
 def test_two_small_products_a_hidden_state(monkeypatch):
     model = make("lora")
     products = Products(monkeypatch)
-    with batched(adapted_layers(model)):
+    with BatchedUpdates().applied(adapted_layers(model)):
         logits(model)
     config = model.config
     heads, key_heads = (
@@ -66,7 +66,7 @@ def test_layers_whose_names_deceive_compute_their_own(monkeypatch):
     key = attention.k_proj.forward
     x, other = torch.randn(2, 1, 5, model.config.hidden_size).unbind(0)
     expected = attention.q_proj(x), key(other), attention.v_proj(x)
-    with batched(adapted_layers(model)):
+    with BatchedUpdates().applied(adapted_layers(model)):
         found = attention.q_proj(x), attention.k_proj(other), attention.v_proj(x)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
@@ -76,7 +76,7 @@ def test_layers_whose_names_deceive_compute_their_own(monkeypatch):
 def test_other_methods_of_peft_stay_right(method):
     model = make(method, std=0.2)
     apart = logits(model)
-    with batched(adapted_layers(model)):
+    with BatchedUpdates().applied(adapted_layers(model)):
         assert (logits(model) - apart).abs().max() < 1e-4
 
 

@@ -457,3 +457,31 @@ def test_packed_rows_by_the_kernel_have_the_gradients_of_sdpa(answer):
     assert some >= 3  # layers
     assert apart < 1e-4
     assert gradient < 1e-4
+
+
+def test_an_update_of_the_trainer_is_computed_by_the_kernel_that_was_asked_for(answer, tmp_path):
+    found = answer(
+        f"""
+    import sys
+    sys.path.insert(0, ".")
+    import torch_npu
+    from tests.training.test_trainer import adapter_state, make_trainer
+
+    calls, moved = [], []
+    kernel = torch_npu.npu_fusion_attention
+    torch_npu.npu_fusion_attention = lambda *args, **kw: (calls.append(1), kernel(*args, **kw))[1]
+    plain = dict(max_steps=1, engine="fast", optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant")
+    for wanted in (False, True):
+        trainer = make_trainer({str(tmp_path)!r}, attention_kernels=wanted, **plain)
+        before = adapter_state(trainer)
+        trainer.train()
+        after = adapter_state(trainer)
+        moved.append(torch.cat([(after[name] - before[name]).flatten().cpu() for name in before]))
+        calls.append(0)
+    answer = [calls.index(0), sum(calls), ((moved[0] - moved[1]).abs().max() / moved[0].abs().max()).item()]
+    """
+    )
+    without, with_kernel, apart = found
+    assert without == 0
+    assert with_kernel >= 2 * 2  # layers, micro-batches
+    assert apart < 1e-4

@@ -2,8 +2,10 @@
 runs the recorded operators on the tensors that they were recorded with."""
 
 import pytest
+import torch
 
 from perl import device
+from perl.engines import graphs
 
 pytestmark = pytest.mark.npu
 
@@ -272,3 +274,66 @@ def test_a_model_that_cannot_be_captured_decodes_without_and_says_so(answer):
     assert replays == 0
     assert len(lines) == 1
     assert lines[0].startswith("decoding without captured graphs: operation not permitted when stream is capturing")
+
+
+def test_graphs_do_not_outlive_the_adapter_that_they_were_captured_with(answer):
+    """An adapter that stays unmerged is copied for the shared updates (perl.adapters.batched); once it is merged they
+    must be gone."""
+    found = answer(
+        DECODE
+        + """
+    from peft import LoraConfig, get_peft_model
+    from perl.adapters.rollout_merge import RolloutMerge
+
+    torch.manual_seed(0)
+    model = get_peft_model(tiny(), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).to("npu:0").eval()
+    given = ([prompts(3)], {"group_size": 2, "max_new_tokens": 30})
+    captured, merges = decoder(model, capture=True), {merge: RolloutMerge(model, merge) for merge in (False, True)}
+
+    def optimizer_step():
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.3)
+
+    answer = []
+    for merge in (False, False, True, False):
+        optimizer_step()
+        with merges[merge].applied():
+            plain, _ = decode(decoder(model), given, Sampling(temperature=0))
+            replayed = len(replays)
+            by_graph, _ = decode(captured, given, Sampling(temperature=0))
+        answer.append([plain == by_graph, len(replays) > replayed])
+    answer.append(lines)
+    """
+    )
+    *rollouts, lines = found
+    assert rollouts == [[True, True]] * 4
+    assert lines == []
+
+
+def test_a_run_that_was_broken_off_leaves_no_row_behind(answer):
+    found = answer(
+        DECODE
+        + """
+    model = tiny().to("npu:0")
+    given = ([prompts(6)], {"group_size": 2, "max_new_tokens": 30})
+    plain, _ = decode(decoder(model), given, Sampling(temperature=0))
+    machine = decoder(model, capture=True)
+    broken = machine.run(make_sequences(prompts(6), group_size=2, max_new_tokens=30), Sampling(temperature=0))
+    next(broken)
+    broken.close()
+    left = machine.rows.active.sum().item()
+    again, _ = decode(machine, given, Sampling(temperature=0))
+    answer = [left > 0, plain == again, machine.rows.active.sum().item()]
+    """
+    )
+    assert found == [True, True, 0]
+
+
+def test_zero3_moves_the_weights_from_rollout_to_rollout(monkeypatch):
+    monkeypatch.setattr(device, "detect", lambda: device.Devices("cuda", 1))
+    layer = torch.nn.Linear(2, 2)
+    assert graphs.unsupported_reason(layer, None) is None
+    layer.weight.ds_id = 0  # as DeepSpeed marks it
+    assert "ZeRO-3 gathers" in graphs.unsupported_reason(layer, None)

@@ -1,8 +1,24 @@
-"""The progress line."""
+"""The progress line, and the signal that ends a run."""
 
+import signal
 from types import SimpleNamespace
 
-from perl.training.callbacks import ProgressLine
+import torch
+
+from perl.training.callbacks import ProgressLine, StopOnSignal
+
+
+def test_a_signal_that_another_process_had_first_is_not_a_second_one(monkeypatch):
+    """The scheduler signals all nodes; this one hears of it from another process before its own signal comes."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda number, op: number.fill_(signal.SIGTERM))
+    args, state = SimpleNamespace(world_size=2, device="cpu"), SimpleNamespace(global_step=3, max_steps=9)
+    control = SimpleNamespace()
+    with StopOnSignal() as stop:
+        stop.on_train_begin(args, state, control)
+        stop.on_step_end(args, state, control)
+        signal.raise_signal(signal.SIGTERM)  # raised Stopped, in the middle of saving the checkpoint
+    assert stop.received == signal.SIGTERM
+    assert control.should_save
 
 
 def test_every_logged_step_has_a_line_and_the_summary_none(capsys):
