@@ -10,21 +10,23 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
 from perl.config.load import Config
+from perl.engines.sampling import validate
 from perl.engines.vllm import cannot_serve
 from perl.errors import UserError, lookup
 from perl.grading import Grader
 from perl.rewards import build_rewards, reward_context
 from perl.training import rundir
 from perl.training.microbatches import LOSS_TYPES
-from perl.training.setup import build_dataset, load_tokenizer
+from perl.training.rollout import require_possible, sampling_of
+from perl.training.setup import build_dataset, load_tokenizer, model_dtype
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -75,7 +77,9 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     """
     lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
     check_training(config.training)
+    check_sampling(config.training)
     check_engine(config)
+    model_dtype(config)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
         build_rewards(config.reward.functions, reward_context(config, grader))
     checkpoint = rundir.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
@@ -105,6 +109,24 @@ def check_training(training: TrainingConfig) -> None:
             "--config.training.sync_ref_model: the reference of an adapter is its base, which never changes; leave it"
             " out"
         )
+
+
+def check_sampling(training: TrainingConfig) -> None:
+    """Values that no distribution has, or that no group of completions can learn from."""
+    if training.temperature == 0:
+        raise UserError(
+            "--config.training.temperature 0: the completions of a group would all be the same; write a number above 0"
+        )
+    further: Any = training.generation_kwargs or {}
+    if not training.use_vllm:  # vLLM has names of its own
+        require_possible(further)
+    names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+    values = {name: further.get(name, getattr(training, name)) for name in names}
+    length = further.get("max_new_tokens", training.max_completion_length)
+    try:
+        validate(sampling_of(GenerationConfig(do_sample=True, max_new_tokens=length, **values)))
+    except (UserError, ValueError) as error:  # GenerationConfig checks some itself
+        raise UserError(f"--config.training.{' '.join(str(error).split())}") from error
 
 
 def check_engine(config: Config) -> None:

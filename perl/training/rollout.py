@@ -114,11 +114,7 @@ class RolloutPolicy:
         self.generation_kwargs, self.gathered = generation_kwargs, gathered
         if batching_config is not None:
             batching_config.return_logprobs = True
-        if refused := sorted(REFUSED & generation_kwargs.keys()):
-            raise UserError(
-                f"--config.training.generation_kwargs: {refused[0]} has no place in a rollout (one completion for each"
-                " prompt, as long as max_completion_length); leave it out"
-            )
+        require_possible(generation_kwargs)
         self.merge = RolloutMerge(model, config.merge_adapter)
         capture = config.capture_graphs
         self.decoder = Decoder(
@@ -210,6 +206,15 @@ SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_i
 model's own `generate` draws."""
 
 REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_tokens", "prompt_lookup_num_tokens"}
+
+
+def require_possible(generation_kwargs: dict[str, Any]) -> None:
+    """A UserError for what no rollout can heed."""
+    if refused := sorted(REFUSED & generation_kwargs.keys()):
+        raise UserError(
+            f"--config.training.generation_kwargs: {refused[0]} has no place in a rollout (one completion for each"
+            " prompt, as long as max_completion_length); leave it out"
+        )
 
 
 def sampling_of(config: GenerationConfig) -> Sampling:

@@ -37,17 +37,28 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def model_dtype(config: Config) -> torch.dtype:
+    """Of the base's weights. A UserError where two flags say different things."""
+    dtype = getattr(torch, config.model.dtype) if config.model.dtype else device.default_dtype()
+    given: Any = (config.training.model_init_kwargs or {}).get("dtype", dtype)  # type: ignore[union-attr]
+    if given not in (dtype, str(dtype).removeprefix("torch.")):
+        raise UserError(
+            f"--config.training.model_init_kwargs: dtype {given} is not that of --config.model.dtype"
+            f" ({str(dtype).removeprefix('torch.')}); give one of them"
+        )
+    return dtype
+
+
 def load_model(config: Config) -> PreTrainedModel:
     """The base model on the CPU (the trainer moves it); under ZeRO-3 its weights are partitioned as they load.
 
     It is given to the trainer loaded, without a device_map: TRL asks for device_map "auto" on several NPUs, with which
     DDP refuses to work.
     """
-    dtype = getattr(torch, config.model.dtype) if config.model.dtype else device.default_dtype()
+    dtype = model_dtype(config)
     extra: dict[str, Any] = dict(config.training.model_init_kwargs or {})  # type: ignore[arg-type]
     config.training.model_init_kwargs = None  # used here; TRL would warn that it ignores them
-    if extra.pop("dtype", dtype) not in (dtype, str(dtype).removeprefix("torch.")):
-        raise UserError("--config.training.model_init_kwargs gives another dtype than --config.model.dtype; give one")
+    extra.pop("dtype", None)
     if config.model.attn_implementation is not None:
         extra["attn_implementation"] = config.model.attn_implementation
     name = config.model.model_name_or_path

@@ -1,0 +1,39 @@
+"""Mistakes that need no model to be seen."""
+
+import pytest
+
+from perl.config.load import parse
+from perl.errors import UserError
+from perl.training.preflight import check_sampling
+from perl.training.setup import model_dtype
+
+
+def config(*flags):
+    return parse(["--recipe", "recipes/quickstart.yaml", *flags]).build(processes=1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("top_p", "2", "top_p: 2.0 is not possible; write a value above 0 and at most 1"),
+        ("temperature", "0", "temperature 0: the completions of a group would all be the same"),
+        ("temperature", "-1", "temperature: -1.0 is not possible"),
+        ("repetition_penalty", "0", "repetition_penalty: 0.0 is not possible"),
+        ("generation_kwargs", '{"num_beams": 4}', "generation_kwargs: num_beams has no place in a rollout"),
+        ("generation_kwargs", '{"top_p": 0}', "top_p: 0.0 is not possible"),
+    ],
+)
+def test_a_distribution_that_there_is_not(flag, value, said):
+    with pytest.raises(UserError, match=f"--config.training.{said}"):
+        check_sampling(config(f"--config.training.{flag}", value).training)
+
+
+def test_the_recipes_own_sampling_is_one():
+    check_sampling(config().training)
+
+
+def test_two_flags_with_two_dtypes():
+    flags = "--config.training.model_init_kwargs", '{"dtype": "float16"}', "--config.model.dtype"
+    assert str(model_dtype(config(*flags, "float16"))) == "torch.float16"
+    with pytest.raises(UserError, match=r"dtype float16 is not that of --config.model.dtype \(float32\)"):
+        model_dtype(config(*flags, "float32"))
