@@ -25,6 +25,7 @@ from perl.rewards import build_rewards, reward_context
 from perl.training import rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.setup import build_dataset, load_tokenizer
+from perl.training.tracking import check_trackers
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -75,6 +76,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     """
     lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
     check_training(config.training)
+    check_trackers(config.training)
     check_engine(config)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
         build_rewards(config.reward.functions, reward_context(config, grader))

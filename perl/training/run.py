@@ -70,7 +70,12 @@ def train(argv: Sequence[str]) -> Path:
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 grade_early=grade_early(config.reward.functions, context),
-                callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine(), stop],
+                callbacks=[
+                    MetricsWriter(run_dir / "metrics.jsonl"),
+                    ProgressLine(),
+                    tracking.WandbRunWriter(run_dir),
+                    stop,
+                ],
             )
         watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
