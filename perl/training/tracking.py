@@ -78,7 +78,7 @@ class WandbRunWriter(TrainerCallback):
         self.run_dir = run_dir
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if not state.is_world_process_zero or "wandb" not in args.report_to:
+        if not state.is_world_process_zero or "wandb" not in (args.report_to or ()):
             return
         import wandb
 
