@@ -10,6 +10,7 @@ the part between the two marks of the results and the metadata change.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,8 @@ from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
 from perl.errors import UserError
 from perl.tasks import TASKS
 from perl.tasks.files import SUFFIXES
+
+log = logging.getLogger(__name__)
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("model_card.md.j2")
@@ -139,15 +142,15 @@ def add_results(adapter: Path, result_dirs: Iterable[Path]) -> list[EvalResult]:
     own_hash = content_hash(adapter)
     summaries = [summary for folder in result_dirs for summary in read_summaries(folder, own_hash, adapter)]
     file = adapter / CARD
-    card = (
-        ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else new_card(adapter, card_name(adapter))
-    )
+    theirs = ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else None
+    card = theirs or new_card(adapter, card_name(adapter))
+    data: Any = card.data
     results = [result for summary in summaries if summary["adapter_hash"] for result in eval_results(summary)]
     for field, value in metadata(adapter).to_dict().items():
-        if card.data.get(field) is None:
-            card.data[field] = value
+        if data.get(field) is None:
+            data[field] = value
     title = re.search(r"^# (.+)$", card.text, re.MULTILINE)
-    card.data.model_name, card.data.eval_results = title[1].strip() if title else card_name(adapter), results
+    data.model_name, data.eval_results = title[1].strip() if title else card_name(adapter), results
     card.text = with_results(card.text, results_text(summaries))
     card.save(file)
     return results
@@ -157,7 +160,10 @@ def read_summaries(folder: Path, adapter_hash: str, adapter: Path) -> list[dict[
     """Each summary.json below `folder` that is of this adapter, and of its base alone."""
     if not folder.is_dir():
         raise UserError(f"--results {folder}: no such folder; write what --result_dir of perl/eval.py was")
-    found = [_read_json(file.with_name("summary.json")) for file in sorted(folder.glob("**/run.json"))]
+    files = [file.with_name("summary.json") for file in sorted(folder.glob("**/run.json"))]
+    for file in [file for file in files if not file.is_file()]:
+        log.warning("%s is left out: its evaluation has not ended", file.parent)
+    found = [_read_json(file) for file in files if file.is_file()]
     own = [summary for summary in found if summary["adapter_hash"] == adapter_hash]
     if not own:
         raise UserError(
@@ -288,7 +294,8 @@ def license_of(base: str) -> str | None:
         card = Path(cached)
     if card is None or not card.is_file():
         return None
-    return ModelCard.load(card, ignore_metadata_errors=True).data.license
+    data: Any = ModelCard.load(card, ignore_metadata_errors=True).data
+    return data.license
 
 
 def method(adapter_config: Mapping[str, Any]) -> str:
@@ -297,7 +304,7 @@ def method(adapter_config: Mapping[str, Any]) -> str:
         return "DoRA"
     if adapter_config.get("use_rslora"):
         return "rsLoRA"
-    return {"LORA": "LoRA"}.get(adapter_config["peft_type"], adapter_config["peft_type"])
+    return "LoRA" if adapter_config["peft_type"] == "LORA" else str(adapter_config["peft_type"])
 
 
 def base_of(adapter_config: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from perl import __version__
 from perl.checkpoints import content_hash
 from perl.tracking import WandbRun
+from tests.training.local_hub import local_hub
 from tests.training.small_run import ROOT, small_run
 
 
@@ -140,6 +141,26 @@ def test_a_card_of_someone_else_keeps_its_text(folder, results, tmp_path):
     assert card.text.startswith("# My adapter\n\nMade with care.\n\n## Results\n")
     assert (card.data.license, card.data.tags, card.data.library_name) == ("mit", ["mine"], "peft")
     assert card.data.eval_results[0].metric_type == "accuracy"
+
+
+def test_the_page_of_what_is_pushed_is_our_card_from_the_first_checkpoint_on(tmp_path):
+    """Over HTTP, to a hub on this machine: TRL's and PEFT's cards were what a visitor saw."""
+    push = ("--config.training.push_to_hub", "true", "--config.training.hub_model_id", "me/sums-lora")
+    every = ("--config.training.hub_strategy", "checkpoint", "--config.training.hub_always_push", "true")
+    with local_hub() as hub:
+        words = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_test"}
+        small_run(tmp_path, "run", *push, *every, **words)
+    pages = [(path, ModelCard(content.decode())) for commit in hub.commits for path, content in commit.items()
+             if path.endswith("README.md")]  # fmt: skip
+    assert {path for path, _ in pages} >= {"README.md", "last-checkpoint/README.md", "adapter/README.md"}
+    assert "adapter_model.safetensors" in hub.commits[0]
+    steps = []
+    for path, card in pages:
+        assert (card.data.library_name, card.data.tags) == ("peft", ["transformers", "lora", "grpo", "trl", "perl"])
+        assert "\n# sums-lora\n" in card.text
+        if path == "README.md":
+            steps.append(card.text.split("trained with ")[1].split(" for ")[1].split(" steps")[0])
+    assert (steps[0], steps[-1]) == ("1", "2")
 
 
 def records(run_file: Path) -> list[Record]:
