@@ -6,6 +6,7 @@ import importlib
 import logging
 import sys
 
+from perl import __version__
 from perl.errors import lookup, report_errors
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, what it does). Imported when asked for.
@@ -15,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
     "report": ("perl.tools.report", "write report.html of a result folder: scores, charts, and the samples to look at"),
     "compare": ("perl.tools.compare", "compare two evaluations problem by problem: what differs by more than chance"),
+    "card": ("perl.tools.card", "write an adapter's scores into its model card (README.md)"),
     "doctor": ("perl.tools.doctor", "check this machine: driver, CANN, versions, variables; also on CUDA and CPU"),
 }
 
@@ -22,6 +24,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
+        return 0
+    if argv[0] == "--version":
+        print(f"perl {__version__}")
         return 0
     name, arguments = argv[0], argv[1:]
     module_name, description = lookup(COMMANDS, name, "command")
@@ -38,7 +43,13 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {description}" for name, (_, description) in COMMANDS.items()]
     return "\n".join(
-        ["usage: python -m perl COMMAND [flags]", "", *lines, "", "python -m perl COMMAND --help lists its flags"]
+        [
+            "usage: python -m perl COMMAND [flags] | --version",
+            "",
+            *lines,
+            "",
+            "python -m perl COMMAND --help lists its flags",
+        ]
     )
 
 

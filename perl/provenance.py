@@ -12,8 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from perl import __version__
+
 PACKAGES = (
-    "perl-grpo",
     "torch",
     "torch-npu",
     "transformers",
@@ -31,8 +32,8 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Python's version, and that of each package of PACKAGES that is installed."""
-    found = {"python": platform.python_version()}
+    """Versions of perl, of Python, and of each package of PACKAGES that is installed."""
+    found = {"perl": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

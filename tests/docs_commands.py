@@ -108,6 +108,15 @@ def installer(words: Sequence[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def tests(words: Sequence[str]) -> None:
+    for word in words:
+        assert not word.startswith("tests/") or (ROOT / word).exists(), word
+    markers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    known = {marker.partition(":")[0] for marker in markers["markers"]} | {"not", "and", "or"}
+    for option, value in itertools.pairwise(words):
+        assert option != "-m" or set(value.split()) <= known, value
+
+
 def make(words: Sequence[str]) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(words) <= set(targets), words
@@ -168,6 +177,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
     ("bash", "scripts/check_npu_env.sh"): lambda words: tool(["doctor", *words]),
     ("bash", "scripts/install_npu.sh"): installer,
     ("make",): make,
+    ("python", "-m", "pytest"): tests,
     ("pip",): pip,
     ("python", "-m", "pip"): pip,
     ("python", "-c"): python_code,
@@ -176,7 +186,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
     ("export",): exported,
 }
 """The start of a command -> a check of the words behind it."""
-NOT_OURS = {"docker", "npu-smi", "ps", "ray", "source", "tensorboard", "vllm", "wandb", "watch"}
+NOT_OURS = {"docker", "npu-smi", "ps", "ray", "source", "tensorboard", "trackio", "vllm", "wandb", "watch"}
 OTHERS_VARIABLES = {
     "GLOO_SOCKET_IFNAME",
     "HCCL_SOCKET_IFNAME",

@@ -50,6 +50,7 @@ class EvalConfig:
         compare: result folder to compare with, problem by problem; writes compare.json.
         rescore: grade the completions in --result_dir again, with today's rules; nothing is generated, no other flag
             is needed.
+        report_to: wandb logs the scores to the W&B run of the adapter's training, or to a new one.
     """
 
     model: str
@@ -80,6 +81,7 @@ class EvalConfig:
     few_shot: str | None = None
     compare: str | None = None
     rescore: bool = False
+    report_to: Literal["none", "wandb"] = "none"
 
     @property
     def datasets(self) -> list[str]:

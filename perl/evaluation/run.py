@@ -26,6 +26,7 @@ from perl.evaluation.setup import Setup, worker_specs
 from perl.evaluation.store import locked, write_json
 from perl.evaluation.summary import print_table
 from perl.evaluation.sweep import SWEEP, SweepError, print_sweep, sweep_entry
+from perl.evaluation.tracking import check_tracker, log_results
 from perl.evaluation.workers import WorkerError, Workers
 from perl.provenance import provenance
 
@@ -47,6 +48,7 @@ def evaluate(config: EvalConfig) -> Summaries:
         WorkerError: engines that do not start or keep dying; what was done stays, the same command goes on.
         SweepError: some adapters could not be scored; all others were.
     """
+    check_tracker(config)
     setup = Setup.of(config)
     plans = make_plans(config, setup.tokenizer)
     if config.compare:
@@ -171,4 +173,5 @@ def report(setup: Setup, parts: Sequence[Part], generations: dict[str, dict[str,
                 continue
             print_comparison(comparison, console)
             write_json(folder / name / COMPARE, comparison)
+    log_results(setup.config, setup.candidates, found)
     return found

@@ -27,6 +27,7 @@ from perl.training import rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
 from perl.training.setup import build_dataset, load_tokenizer, model_dtype
+from perl.training.tracking import check_trackers
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -78,6 +79,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
     check_training(config.training)
     check_sampling(config.training)
+    check_trackers(config.training)
     check_engine(config)
     model_dtype(config)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -22,6 +23,7 @@ from perl.grading import Grader
 from perl.rewards import build_rewards, grade_early, reward_context
 from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
+from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import check_processes, check_run
 from perl.training.setup import load_model
@@ -70,7 +72,13 @@ def train(argv: Sequence[str]) -> Path:
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 grade_early=grade_early(config.reward.functions, context),
-                callbacks=[MetricsWriter(run_dir / "metrics.jsonl"), ProgressLine(), stop],
+                write_card=functools.partial(write_training_card, run_dir),
+                callbacks=[
+                    MetricsWriter(run_dir / "metrics.jsonl"),
+                    ProgressLine(),
+                    tracking.WandbRunWriter(run_dir),
+                    stop,
+                ],
             )
         watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds

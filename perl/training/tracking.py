@@ -1,46 +1,57 @@
-"""Where metrics are sent besides metrics.jsonl: Weights & Biases online, offline or not at all, and tensorboard."""
+"""Where metrics are sent besides metrics.jsonl: W&B, trackio, tensorboard and whatever else transformers knows."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import netrc
 import os
 import sys
 from pathlib import Path
 
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
 from perl.config.load import Config
+from perl.config.training import TrainingConfig
+from perl.errors import lookup
+from perl.tracking import WandbRun, require_trackers, wandb_is_disabled, wandb_mode
 from perl.training.rundir import model_slug, redact
 
 log = logging.getLogger(__name__)
 
-TRUE = ("1", "true", "yes", "on")
+FLAG = "--config.training.report_to"
+
+
+def check_trackers(training: TrainingConfig) -> None:
+    """Raise a UserError for an unknown tracker, and for one whose package is not installed."""
+    names = trackers(training)
+    for name in names:
+        lookup(INTEGRATION_TO_CALLBACK, name, "tracker", FLAG)
+    require_trackers([name for name in names if name != "kubeflow"], FLAG)  # which has no package
+
+
+def trackers(training: TrainingConfig) -> list[str]:
+    """What `report_to` asks for (`all` is for transformers all that are installed), without W&B where WANDB_DISABLED
+    is set."""
+    dropped = {"none", "wandb"} if wandb_is_disabled() else {"none"}
+    return [name for name in training.report_to or () if name not in dropped]
 
 
 def configure(config: Config, run_dir: Path, kind: str) -> None:
-    """Settle `config.training.report_to` and the environment that W&B and tensorboard read.
+    """Settle `config.training.report_to` and what the trackers read from the environment.
 
-    W&B is online when WANDB_API_KEY is set (or `wandb login` was run), else offline; WANDB_MODE, when set, decides.
-    WANDB_DISABLED is honoured here, since transformers 5 no longer reads it.
+    A run that goes on in its own folder goes on in its W&B run too.
     """
-    wanted = config.training.report_to
-    wanted = [wanted] if isinstance(wanted, str) else list(wanted or [])
-    if "all" in wanted:
-        wanted = ["wandb", "tensorboard"]
-    wanted = [name for name in wanted if name != "none"]
-    if "wandb" in wanted and os.environ.get("WANDB_DISABLED", "").lower() in TRUE:
+    training, wanted = config.training, trackers(config.training)
+    if "wandb" in (training.report_to or ()) and wandb_is_disabled():
         log.info("WANDB_DISABLED is set: nothing is sent to W&B")
-        wanted.remove("wandb")
-    for name in [n for n in ("wandb", "tensorboard") if n in wanted]:
-        if importlib.util.find_spec(name) is None:
-            log.warning("%s is not installed: metrics go to metrics.jsonl only (pip install %s)", name, name)
-            wanted.remove(name)
+    project = f"grpo-lora-{model_slug(config.model.model_name_or_path).replace('_', '-')}-{kind}"
     if "wandb" in wanted:
-        os.environ.setdefault("WANDB_MODE", "online" if has_wandb_key() else "offline")
+        os.environ["WANDB_MODE"] = mode = wandb_mode()
         os.environ.setdefault("WANDB_DIR", str(run_dir))
-        project = f"grpo-lora-{model_slug(config.model.model_name_or_path).replace('_', '-')}-{kind}"
         os.environ["WANDB_PROJECT"] = config.logging.wandb_project or os.environ.get("WANDB_PROJECT") or project
-        mode = os.environ["WANDB_MODE"]
+        if (before := WandbRun.read(run_dir)) is not None:
+            os.environ.setdefault("WANDB_RUN_ID", before.id)
+            os.environ.setdefault("WANDB_RESUME", "allow")
         # A warning, since the script shows these on the screen: who expects a page of W&B would wait for it in vain.
         log.log(
             logging.INFO if mode == "online" else logging.WARNING,
@@ -50,17 +61,26 @@ def configure(config: Config, run_dir: Path, kind: str) -> None:
             f"; send it later with wandb sync {run_dir}/wandb/offline-run-*" if mode == "offline" else "",
         )
         sys.argv = redact(sys.argv)  # W&B keeps the command line
+    if "trackio" in wanted:
+        if training.project == type(training).__dataclass_fields__["project"].default:
+            training.project = project
+        log.info("trackio: project %s; look at it with trackio show --project %s", training.project, training.project)
     if "tensorboard" in wanted:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_dir / "tensorboard"))
-    config.training.report_to = wanted
-    config.training.run_name = config.training.run_name or run_dir.name
+    training.report_to = wanted
+    training.run_name = training.run_name or run_dir.name
 
 
-def has_wandb_key() -> bool:
-    """Whether W&B can log in without asking: a key in the environment or in ~/.netrc."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+class WandbRunWriter(TrainerCallback):
+    """Writes down which W&B run the training logs to, so that the evaluation of its adapters finds it."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero or "wandb" not in (args.report_to or ()):
+            return
+        import wandb
+
+        if wandb.run is not None:  # transformers' callback, which comes before this one, has started it
+            WandbRun(id=wandb.run.id, project=wandb.run.project, entity=wandb.run.entity or None).write(self.run_dir)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
         grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
+        write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
     """
 
     args: TrainingConfig
@@ -117,8 +119,10 @@ class PerlGRPOTrainer(GRPOTrainer):
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         grade_early: Callable[[str, dict[str, Any]], None] | None = None,
+        write_card: Callable[[Path, list[dict[str, Any]]], None] | None = None,
         **kwargs: Any,
     ):
+        self.write_card = write_card
         peft_config = adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
         with _vllm_started_by(vllm_sync):
@@ -453,6 +457,19 @@ class PerlGRPOTrainer(GRPOTrainer):
                 if self.rollout.weights.sigma == 0 or self.noise_config.old_logps == "noisy":
                     warn_of_difference(difference, self.tolerance)
         super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.write_card is None:
+            return
+        folder, pushed = Path(output_dir or self.args.output_dir or "."), Path(self.args.output_dir or ".")
+        self.write_card(folder, self.state.log_history)  # over PEFT's
+        if self.args.push_to_hub and folder != pushed:
+            shutil.copyfile(folder / "README.md", pushed / "README.md")
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        if self.write_card is None:  # else `_save` has written it
+            super().create_model_card(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -1,0 +1,126 @@
+"""--report_to wandb: the scores of an evaluation in the W&B run of the training that made the adapter."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from perl.config.evaluation import EvalConfig
+from perl.evaluation.candidates import Candidate
+from perl.evaluation.summary import shown
+from perl.tracking import WandbRun, require_trackers, wandb_is_disabled, wandb_mode
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--report_to"
+COLUMNS = ["adapter", "step", "dataset", "metric", "value", "low", "high", "problems", "n", "engine"]
+
+
+def check_tracker(config: EvalConfig) -> None:
+    """Raise a UserError where the tracker's package is not installed."""
+    if config.report_to != "none" and not wandb_is_disabled():
+        require_trackers([config.report_to], FLAG)
+
+
+def log_results(
+    config: EvalConfig, candidates: Sequence[Candidate], found: Mapping[str, Mapping[str, Mapping[str, Any]]]
+) -> None:
+    """Log the summaries of all scored candidates, each to the W&B run of its training.
+
+    A run gets, for each dataset and metric, `eval/DATASET/METRIC` and its `…/low` and `…/high`, in a sweep as a curve
+    over train/global_step, and the table `eval/results`. The run's summary holds the values of the last candidate.
+    Values are shares, as in summary.json. W&B's own failures are one line: the results are on disk.
+
+    Args:
+        found: candidate's name -> dataset -> summary.
+    """
+    if config.report_to == "none":
+        return
+    if wandb_is_disabled():
+        logger.warning("WANDB_DISABLED is set: nothing is sent to W&B")
+        return
+    scored = [candidate for candidate in candidates if candidate.name in found]
+    runs = {candidate.name: training_run(candidate) for candidate in scored if candidate.adapter is not None}
+    only = next(iter(runs.values())) if len(set(runs.values())) == 1 else None
+    of_run: dict[WandbRun | None, list[Candidate]] = {}
+    for candidate in scored:  # the base belongs to the sweep's training, if that is one
+        of_run.setdefault(runs.get(candidate.name, only), []).append(candidate)
+    wandb = importlib.import_module("wandb")  # not at the top: it takes a second, and few evaluations need it
+    for run, members in of_run.items():
+        try:
+            log_to(wandb, run, config, members, found)
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            logger.error(
+                "W&B took no results (%s); they are in %s, the same command logs them", reason, config.result_dir
+            )
+
+
+def training_run(candidate: Candidate) -> WandbRun | None:
+    """The run that the training's folder names: the adapter's folder, or the one that it lies in."""
+    assert candidate.adapter is not None
+    folder = candidate.adapter.resolve()
+    return WandbRun.read(folder) or WandbRun.read(folder.parent)
+
+
+def log_to(
+    wandb: ModuleType,
+    run: WandbRun | None,
+    config: EvalConfig,
+    candidates: Sequence[Candidate],
+    found: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> None:
+    """Log to `run`, or to a new one where it is None, saying which."""
+    name = Path(config.result_dir).resolve().name
+    mode = wandb_mode()
+    where: dict[str, Any] = {"dir": os.environ.get("WANDB_DIR", config.result_dir), "mode": mode}
+    if run is None:
+        what = "a new run, since no training's run is known (no wandb_run.json at the adapter)"
+        where |= {"project": os.environ.get("WANDB_PROJECT", "perl-eval"), "name": name, "config": asdict(config)}
+    else:
+        what = "the training's run"
+        where |= {"id": run.id, "project": run.project, "entity": run.entity}
+        where |= {"resume": "allow"} if mode == "online" else {}  # offline, wandb sync appends to the run of this id
+    with wandb.init(**where) as opened:
+        logger.info("W&B is %s: results go to %s, %s/%s", mode, what, opened.project, opened.id)
+        opened.define_metric("train/global_step")
+        opened.define_metric("eval/*", step_metric="train/global_step")
+        for candidate in candidates:
+            at = {} if candidate.step is None else {"train/global_step": candidate.step}
+            opened.log({**values(found[candidate.name]), **at})
+        rows = [row for candidate in candidates for row in table_rows(candidate, found[candidate.name])]
+        opened.log({"eval/results": wandb.Table(columns=COLUMNS, data=rows)})
+
+
+def values(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """eval/DATASET/METRIC, and the ends of its 95 % interval."""
+    logged = {}
+    for dataset, summary in summaries.items():
+        for metric, estimate in logged_metrics(summary):
+            logged[f"eval/{dataset}/{metric}"] = estimate["value"]
+            logged |= {f"eval/{dataset}/{metric}/{end}": estimate[end] for end in ("low", "high")}
+    return logged
+
+
+def table_rows(candidate: Candidate, summaries: Mapping[str, Mapping[str, Any]]) -> list[list[Any]]:
+    """One row for each dataset and metric, in the order of COLUMNS."""
+    adapter = str(candidate.adapter) if candidate.adapter is not None else "base"
+    rows = []
+    for dataset, summary in summaries.items():
+        made = (summary["problems"], summary["n"], ", ".join(summary["engines"]))
+        for metric, estimate in logged_metrics(summary):
+            interval = (estimate["value"], estimate["low"], estimate["high"])
+            rows.append([adapter, candidate.step, dataset, metric, *interval, *made])
+    return rows
+
+
+def logged_metrics(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
+    """accuracy (which is avg@n, under a name that is the same for every n), pass@k and maj@k."""
+    names = ["accuracy", *(name for name in shown(summary["metrics"]) if not name.startswith("avg@"))]
+    return [(name, summary["metrics"][name]) for name in names]

@@ -1,0 +1,71 @@
+"""Trackers of metrics: which are installed, how W&B is reached, and the W&B run that training and evaluation share."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import netrc
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from perl.errors import UserError
+
+TRUE = ("1", "true", "yes", "on")
+MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
+"""Module that a value of report_to needs, where it is not called as the value."""
+WANDB_RUN = "wandb_run.json"
+"""File of a training's folder that names its W&B run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WandbRun:
+    """A run of W&B, as wandb.init finds it again."""
+
+    id: str
+    project: str
+    entity: str | None = None
+    """User or team; None, as in an offline run, is the account's own."""
+
+    def write(self, folder: Path) -> None:
+        (folder / WANDB_RUN).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> WandbRun | None:
+        """The run that `folder` names, or None. Raises UserError for a file that can't be read."""
+        file = folder / WANDB_RUN
+        if not file.is_file():
+            return None
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            return cls(id=found["id"], project=found["project"], entity=found["entity"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file}: names no W&B run ({error}); delete it to start a new one") from error
+
+
+def require_trackers(names: Iterable[str], flag: str) -> None:
+    """Raise a UserError, naming `flag`, for the first tracker whose package is not installed."""
+    for name in names:
+        module = MODULES.get(name, name)
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"{flag} {name}: {module} is not installed; pip install {module}, or write {flag} none")
+
+
+def wandb_is_disabled() -> bool:
+    """WANDB_DISABLED, which transformers 5 no longer reads."""
+    return os.environ.get("WANDB_DISABLED", "").lower() in TRUE
+
+
+def wandb_mode() -> str:
+    """WANDB_MODE where it is set; else online with a key (WANDB_API_KEY, or after `wandb login`), offline without."""
+    return os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,350 @@
+"""The model card of an adapter: README.md with the metadata of the Hugging Face Hub, from what was measured.
+
+    training     write_training_card    at each save: base, data, settings, the reward over the steps, versions
+    evaluation   add_results            `python -m perl card`: scores with their intervals, in the model-index too
+
+The training owns the folders that it writes, so its card replaces TRL's and PEFT's. In a folder of the user's, only
+the part between the two marks of the results and the metadata change.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+
+from perl import __version__
+from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
+from perl.errors import UserError
+from perl.tasks import TASKS
+from perl.tasks.files import SUFFIXES
+
+log = logging.getLogger(__name__)
+
+CARD = "README.md"
+TEMPLATE = Path(__file__).with_name("model_card.md.j2")
+BEGIN, END = "<!-- perl: results -->", "<!-- perl: end of results -->"
+NOT_EVALUATED = (
+    "Not evaluated yet. `python -m perl card ADAPTER --results RESULT_DIR` writes the evaluator's scores here."
+)
+CURVE_ROWS = 8
+"""Steps that the card shows of the reward's curve."""
+CURVE: dict[str, tuple[str, Callable[[float], str]]] = {
+    "reward": ("reward", "{:.3f}".format),
+    "reward_std": ("its standard deviation in a group", "{:.3f}".format),
+    "completions/mean_length": ("tokens a completion", "{:.0f}".format),
+    "entropy": ("entropy", "{:.3f}".format),
+    "aqn/sigma": ("σ of the noise", "{:.3g}".format),
+}
+"""Metric -> (head, format) of its column; a metric that the run did not log has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the card says of a training."""
+
+    steps: int
+    dataset: str
+    noise: bool
+    first_reward: str
+    """Mean of the first tenth of the logged steps (of one step at least)."""
+    last_reward: str
+    """Mean of the last tenth."""
+    curve_columns: list[str]
+    curve: list[list[str]]
+    settings: dict[str, str]
+    versions: str
+
+
+# Training
+
+
+def write_training_card(run_dir: Path, folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    """Write README.md into `folder`, which holds an adapter that the run in `run_dir` has just saved.
+
+    Args:
+        run_dir: folder of the run, with its config.yaml and environment.json.
+        history: what the trainer has logged so far, one mapping a log, each with its "step".
+    """
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
+    name = (config["training"].get("hub_model_id") or run_dir.resolve().name).rpartition("/")[2]
+    dataset = config["dataset"]["dataset_name_or_path"]
+    new_card(folder, name, dataset, run_facts(config, environment, history)).save(folder / CARD)
+
+
+def run_facts(
+    config: Mapping[str, Any], environment: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
+) -> RunFacts:
+    """From config.yaml, environment.json and the trainer's logs."""
+    logs = [row for row in history if "reward" in row]
+    rewards = [row["reward"] for row in logs]
+    ends = max(1, len(rewards) // 10)
+    columns = [name for name in CURVE if any(name in row for row in logs)]
+    shown = sorted({round(place * (len(logs) - 1) / (CURVE_ROWS - 1)) for place in range(CURVE_ROWS)}) if logs else []
+    return RunFacts(
+        steps=max((row["step"] for row in history), default=0),
+        dataset=_linked(config["dataset"]["dataset_name_or_path"], "datasets/"),
+        noise=config["noise_injection"]["enabled"],
+        first_reward=f"{statistics.fmean(rewards[:ends]):.3f}" if rewards else "–",
+        last_reward=f"{statistics.fmean(rewards[-ends:]):.3f}" if rewards else "–",
+        curve_columns=["step", *(CURVE[name][0] for name in columns)],
+        curve=[
+            [str(logs[i]["step"]), *(CURVE[name][1](logs[i][name]) if name in logs[i] else "–" for name in columns)]
+            for i in shown
+        ],
+        settings=_settings(config, environment),
+        versions=", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
+    )
+
+
+def _settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
+    training, peft, noise = config["training"], config["peft"], config["noise_injection"]
+    processes = environment["num_processes"]
+    completions = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * processes
+    rewards = [Path(name).name for name in config["reward"]["functions"]]  # no path of this machine
+    sigma = f"σ from {noise['sigma_start']} to {noise['sigma_end']}, {noise['schedule']}, {noise['num_stages']} stages"
+    return {
+        "rewards": ", ".join(rewards),
+        "adapter": f"{peft['type']}, r {peft['r']}, alpha {peft['lora_alpha']}, dropout {peft['lora_dropout']}",
+        "loss": f"{training['loss_type']}, beta {training['beta']}",
+        "learning rate": f"{training['learning_rate']}, {training['lr_scheduler_type']}",
+        "completions a step": f"{completions}, {training['num_generations']} of each prompt",
+        "longest completion": f"{training['max_completion_length']} tokens",
+        "sampling": f"temperature {training['temperature']}, top_p {training['top_p']}",
+        "noise (AQN)": sigma if noise["enabled"] else "none",
+        "seed": str(config["common"]["seed"]),
+        "devices": f"{processes} × {environment['device']}",
+        "commit of perl": environment["git_commit"] or "unknown",
+    }
+
+
+# Results
+
+
+def add_results(adapter: Path, result_dirs: Iterable[Path]) -> list[EvalResult]:
+    """Write the scores of `adapter` in `result_dirs` into its card, in the place of those that stand there.
+
+    A card of someone else's keeps its text and its metadata: the results are added at its end.
+
+    Raises:
+        UserError: no adapter, or a folder without results of it.
+    """
+    require_adapter(adapter, "ADAPTER")
+    own_hash = content_hash(adapter)
+    summaries = [summary for folder in result_dirs for summary in read_summaries(folder, own_hash, adapter)]
+    file = adapter / CARD
+    theirs = ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else None
+    card = theirs or new_card(adapter, card_name(adapter))
+    data: Any = card.data
+    results = [result for summary in summaries if summary["adapter_hash"] for result in eval_results(summary)]
+    for field, value in metadata(adapter).to_dict().items():
+        if data.get(field) is None:
+            data[field] = value
+    title = re.search(r"^# (.+)$", card.text, re.MULTILINE)
+    data.model_name, data.eval_results = title[1].strip() if title else card_name(adapter), results
+    card.text = with_results(card.text, results_text(summaries))
+    card.save(file)
+    return results
+
+
+def read_summaries(folder: Path, adapter_hash: str, adapter: Path) -> list[dict[str, Any]]:
+    """Each summary.json below `folder` that is of this adapter, and of its base alone."""
+    if not folder.is_dir():
+        raise UserError(f"--results {folder}: no such folder; write what --result_dir of perl/eval.py was")
+    files = [file.with_name("summary.json") for file in sorted(folder.glob("**/run.json"))]
+    for file in [file for file in files if not file.is_file()]:
+        log.warning("%s is left out: its evaluation has not ended", file.parent)
+    found = [_read_json(file) for file in files if file.is_file()]
+    own = [summary for summary in found if summary["adapter_hash"] == adapter_hash]
+    if not own:
+        raise UserError(
+            f"--results {folder}: holds no results of {adapter}; score it with python perl/eval.py --adapter {adapter}"
+            f" --result_dir {folder}"
+        )
+    bases = {summary["base_hash"] for summary in own}
+    return [s for s in found if s["adapter_hash"] is None and s["base_hash"] in bases] + own
+
+
+def eval_results(summary: Mapping[str, Any]) -> list[EvalResult]:
+    """One entry of the model-index for each metric that says something of its own; values and intervals in percent."""
+    dataset = summary["dataset"]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text Generation",
+            dataset_type=hub_dataset(dataset) or _local_name(dataset),
+            dataset_name=_local_name(dataset),
+            metric_type=metric,
+            metric_name=metric,
+            metric_value=round(100 * e["value"], 2),
+            # Not dataset_args: the index keeps one set of them for all results of a data set.
+            metric_args={
+                "interval_95": [round(100 * e["low"], 2), round(100 * e["high"], 2)],
+                "problems": summary["problems"],
+                "samples_per_problem": summary["n"],
+                **summary["sampling"],
+            },
+        )
+        for metric, e in shown_metrics(summary).items()
+    ]
+
+
+def shown_metrics(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Without those that say the same as another: avg@n is accuracy, as are pass@1, maj@1 and maj@2."""
+    same = ("pass@1", "maj@1", "maj@2")
+    return {k: e for k, e in summary["metrics"].items() if k not in same and not k.startswith("avg@")}
+
+
+def results_text(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the scores, and below it how they were made."""
+    lines = ["| dataset | model | metric | value, % | 95 % interval |", "|---|---|---|---:|---:|"]
+    for summary in summaries:
+        who = "this adapter" if summary["adapter_hash"] else "the base"
+        for metric, e in shown_metrics(summary).items():
+            scores = f"{100 * e['value']:.2f} | {100 * e['low']:.2f} – {100 * e['high']:.2f}"
+            lines.append(f"| {_local_name(summary['dataset'])} | {who} | {metric} | {scores} |")
+    lines += ["", "Intervals by bootstrap over problems.", ""]
+    made = dict.fromkeys(_how_made(summary) for summary in summaries)
+    return "\n".join([*lines, *(f"- {line}" for line in made)])
+
+
+def _how_made(summary: Mapping[str, Any]) -> str:
+    sampling, provenance = summary["sampling"], summary["provenance"]
+    parts = [f"temperature {sampling['temperature']:g}" if sampling["temperature"] else "greedy"]
+    parts += [f"{name} {sampling[name]:g}" for name in ("top_p", "top_k") if sampling["temperature"]]
+    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    return (
+        f"{_local_name(summary['dataset'])}: {_how_many(summary)}; {', '.join(parts)}, at most"
+        f" {sampling['max_new_tokens']} tokens, seed {sampling['seed']}; engine {', '.join(summary['engines'])}, dtype"
+        f" {summary['dtype']}; truncated {summary['truncated']:.1%}, no answer found {summary['unextracted']:.1%}."
+        f" {versions}; commit of perl {provenance['git_commit'] or 'unknown'}"
+    )
+
+
+def _how_many(summary: Mapping[str, Any]) -> str:
+    return f"{summary['problems']} problems, {summary['n']} samples of each"
+
+
+def with_results(text: str, results: str) -> str:
+    """The card's text with `results` between the marks; without marks, in a section of its own at the end."""
+    section = f"{BEGIN}\n{results}\n{END}"
+    if BEGIN in text and END in text:
+        return re.sub(f"{BEGIN}.*{END}", lambda _: section, text, count=1, flags=re.DOTALL)
+    return f"{text.rstrip()}\n\n## Results\n\n{section}\n"
+
+
+# The card
+
+
+def new_card(folder: Path, name: str, dataset: str | None = None, run: RunFacts | None = None) -> ModelCard:
+    """A card without results for the adapter in `folder`; `dataset` and `run` where perl has trained it."""
+    adapter_config = _read_json(folder / ADAPTER_CONFIG)
+    base = base_of(adapter_config)
+    return ModelCard.from_template(
+        metadata(folder, dataset),
+        template_path=str(TEMPLATE),
+        name=name,
+        method=method(adapter_config),
+        base=_linked(base, ""),
+        base_name=base if _is_hub_name(base) else f"path/to/{_local_name(base)}",
+        version=__version__,
+        results=NOT_EVALUATED,
+        run=run,
+    )
+
+
+def metadata(folder: Path, dataset: str | None = None) -> ModelCardData:
+    """The hub's metadata as far as it is known: names of local folders and files are none of it.
+
+    Args:
+        folder: the adapter's.
+        dataset: what perl trained it on, as the user wrote it; None where another program trained it.
+    """
+    adapter_config = _read_json(folder / ADAPTER_CONFIG)
+    base = base_of(adapter_config)
+    tags = ["transformers", str(adapter_config["peft_type"]).lower()]
+    if _is_hub_name(base):
+        tags.append(f"base_model:adapter:{base}")
+    if dataset is not None:
+        tags += ["grpo", "trl", "perl"]
+    trained_on = hub_dataset(dataset) if dataset is not None else None
+    return ModelCardData(
+        base_model=base if _is_hub_name(base) else None,
+        datasets=[trained_on] if trained_on else None,
+        library_name="peft",
+        license=license_of(base),
+        pipeline_tag="text-generation",
+        tags=tags,
+    )
+
+
+def license_of(base: str) -> str | None:
+    """The licence that the base's own card names, where that card lies on this machine; nothing is downloaded."""
+    card = Path(base) / CARD if Path(base).is_dir() else None
+    if card is None and _is_hub_name(base) and isinstance(cached := try_to_load_from_cache(base, CARD), str):
+        card = Path(cached)
+    if card is None or not card.is_file():
+        return None
+    data: Any = ModelCard.load(card, ignore_metadata_errors=True).data
+    return data.license
+
+
+def method(adapter_config: Mapping[str, Any]) -> str:
+    """LoRA, rsLoRA, DoRA, or PEFT's own name."""
+    if adapter_config.get("use_dora"):
+        return "DoRA"
+    if adapter_config.get("use_rslora"):
+        return "rsLoRA"
+    return "LoRA" if adapter_config["peft_type"] == "LORA" else str(adapter_config["peft_type"])
+
+
+def base_of(adapter_config: Mapping[str, Any]) -> str:
+    return adapter_config.get("base_model_name_or_path") or "an unknown base"
+
+
+def card_name(folder: Path) -> str:
+    """The run's name, and the checkpoint's where it is not the final adapter."""
+    folder = folder.resolve()
+    if folder.name == "adapter":
+        return folder.parent.name
+    return f"{folder.parent.name}-{folder.name}" if folder.name.startswith("checkpoint-") else folder.name
+
+
+def hub_dataset(spec: str) -> str | None:
+    """The hub's name of a data set that the user named by a task or by its hub name; None for a file or folder."""
+    if spec in TASKS:
+        hub = TASKS[spec].hub
+        return hub.repo if hub else None
+    repo = spec.partition(":")[0]
+    return repo if _is_hub_name(repo) and not repo.endswith(SUFFIXES) else None
+
+
+def _is_hub_name(name: str) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def _linked(spec: str, kind: str) -> str:
+    """A Markdown link to the hub; a local file or folder by its name alone."""
+    name = hub_dataset(spec) if kind else spec if _is_hub_name(spec) else None
+    return f"[{spec}](https://huggingface.co/{kind}{name})" if name else f"`{_local_name(spec)}` (local)"
+
+
+def _local_name(spec: str) -> str:
+    """Of a path its last part: the rest tells of this machine alone."""
+    return spec if spec in TASKS or hub_dataset(spec) else Path(spec.rstrip("/")).name
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not readable ({error})") from error

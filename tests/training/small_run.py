@@ -1,0 +1,53 @@
+"""A real training of two steps that a test looks at afterwards: perl.train on a tiny model and eight sums."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tiny import save_tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+def small_run(folder: Path, name: str = "run", *words: str, **variables: str) -> Path:
+    """Train with `words` as further flags in `folder`, which holds model/, sums.jsonl, digits.py and the run `name`;
+    return the run's folder."""
+    model, data, reward = folder / "model", folder / "sums.jsonl", folder / "digits.py"
+    if not model.exists():
+        save_tiny(model, scale=4.0)
+        rows = [{"question": f"What is {i} + 3 ?", "answer": f"{i} + 3 = {i + 3} #### {i + 3}"} for i in range(8)]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        reward.write_text(  # a random model is never right; the share of digits differs between completions
+            "def digits(completions, **kwargs):\n"
+            "    texts = [c[0]['content'] for c in completions]\n"
+            "    return [sum(x.isdigit() for x in t) / max(len(t), 1) for t in texts]\n"
+        )
+    settings = {
+        "model.model_name_or_path": model,
+        "dataset.dataset_name_or_path": data,
+        "training.output_dir": folder / name,
+        "training.max_steps": 2,
+        "training.per_device_train_batch_size": 4,
+        "training.num_generations": 4,
+        "training.max_completion_length": 8,
+        "training.learning_rate": 0.01,
+        "training.logging_steps": 1,
+        "training.save_steps": 1,
+        "training.gradient_checkpointing": "false",
+        "noise_injection.enabled": "true",
+        "reward.functions": json.dumps(["accuracy", f"{reward}:digits"]),
+        "peft.r": 4,
+    }
+    flags = [word for field, value in settings.items() for word in (f"--config.{field}", str(value))]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "RANK", "WORLD", "TENSORBOARD"))}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | variables
+    command = [sys.executable, "-m", "perl.train", *flags, *words]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / f"{name}.log").write_text(done.stdout)
+    return folder / name

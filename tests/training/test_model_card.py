@@ -1,0 +1,115 @@
+"""What a card says, from records made by hand; tests/tools/test_card.py looks at those of real runs."""
+
+import json
+
+from huggingface_hub import ModelCard
+
+from perl.checkpoints import content_hash
+from perl.training.model_card import add_results, hub_dataset, metadata, run_facts, with_results
+
+
+def adapter(folder, **changes):
+    config = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2.5-7B"} | changes
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+def config(**dataset):
+    return {
+        "common": {"seed": 42},
+        "dataset": {"dataset_name_or_path": "gsm8k"} | dataset,
+        "peft": {"type": "dora", "r": 16, "lora_alpha": 32, "lora_dropout": 0.0},
+        "reward": {"functions": ["accuracy", "/home/me/mine.py:mine"]},
+        "noise_injection": {"enabled": False, "sigma_start": 1, "sigma_end": 0, "num_stages": 2, "schedule": "linear"},
+        "training": {
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 8,
+            "num_generations": 4,
+            "loss_type": "dapo",
+            "beta": 0.0,
+            "learning_rate": 1e-5,
+            "lr_scheduler_type": "linear",
+            "max_completion_length": 256,
+            "temperature": 1.0,
+            "top_p": 1.0,
+        },
+    }
+
+
+ENVIRONMENT = {"num_processes": 4, "device": "npu", "git_commit": None, "packages": {"perl": "0.4.0", "trl": "1.16.0"}}
+
+
+def test_names_of_the_hub_are_metadata_and_local_ones_are_not(tmp_path):
+    data = metadata(adapter(tmp_path), "gsm8k")
+    assert (data.base_model, data.datasets, data.license) == ("Qwen/Qwen2.5-7B", ["openai/gsm8k"], None)
+    assert data.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B", "grpo", "trl", "perl"]
+    local = metadata(adapter(tmp_path, base_model_name_or_path="/home/me/models/Qwen2.5-7B"), "data/sums.jsonl")
+    assert (local.base_model, local.datasets) == (None, None)
+    of_others = metadata(adapter(tmp_path))
+    assert of_others.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B"]
+
+
+def test_hub_datasets():
+    assert hub_dataset("open-r1/DAPO-Math-17k-Processed:cn") == "open-r1/DAPO-Math-17k-Processed"
+    assert hub_dataset("dapo-math") == "open-r1/DAPO-Math-17k-Processed"
+    assert hub_dataset("math") is None  # a task for files
+    assert hub_dataset("data/sums.jsonl") is None
+    assert hub_dataset("./data") is None
+
+
+def test_the_curve_has_its_ends_and_eight_steps_between():
+    history = [{"step": step, "reward": step / 100, "loss": 0.0} for step in range(1, 101)]
+    facts = run_facts(config(), ENVIRONMENT, [*history, {"step": 100, "train_loss": 0.1}])
+    assert facts.steps == 100
+    assert (facts.first_reward, facts.last_reward) == ("0.055", "0.955")  # means of 0.01 … 0.10 and 0.91 … 1.00
+    assert facts.curve_columns == ["step", "reward"]  # what was not logged has no column
+    assert [row[0] for row in facts.curve] == ["1", "15", "29", "43", "58", "72", "86", "100"]
+    assert facts.curve[-1] == ["100", "1.000"]
+    assert facts.settings["completions a step"] == "64, 4 of each prompt"
+    assert facts.settings["rewards"] == "accuracy, mine.py:mine"
+    assert (facts.settings["noise (AQN)"], facts.settings["commit of perl"]) == ("none", "unknown")
+
+
+def test_a_checkpoint_before_the_first_log_has_no_curve():
+    facts = run_facts(config(), ENVIRONMENT, [])
+    assert (facts.steps, facts.first_reward, facts.curve) == (0, "–", [])
+
+
+def test_results_replace_those_between_the_marks_and_nothing_else():
+    text = with_results("# A\n\nmine", "first")
+    assert text.endswith("## Results\n\n<!-- perl: results -->\nfirst\n<!-- perl: end of results -->\n")
+    again = with_results(text + "\nand this\n", r"second \1")
+    assert again == text.replace("first", r"second \1") + "\nand this\n"
+
+
+def test_an_evaluation_that_has_not_ended_is_left_out_with_a_line(tmp_path, caplog):
+    folder = adapter(tmp_path / "adapter", use_dora=True)
+    estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
+    summary = {
+        "adapter_hash": content_hash(folder),
+        "base_hash": "b",
+        "dataset": "gsm8k",
+        "problems": 10,
+        "n": 1,
+        "metrics": {"accuracy": estimate, "avg@1": estimate, "pass@1": estimate, "maj@1": estimate},
+        "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 512, "seed": 0},
+        "engines": ["vllm"],
+        "dtype": "auto",
+        "truncated": 0.1,
+        "unextracted": 0.0,
+        "provenance": {"versions": {"vllm": "0.31.0"}, "git_commit": "abc"},
+    }
+    for name in ("gsm8k", "math500"):
+        (tmp_path / "results" / name).mkdir(parents=True)
+        (tmp_path / "results" / name / "run.json").write_text("{}")
+    (tmp_path / "results" / "gsm8k" / "summary.json").write_text(json.dumps(summary))
+    (result,) = add_results(folder, [tmp_path / "results"])
+    assert (result.dataset_type, result.dataset_name, result.metric_value) == ("openai/gsm8k", "gsm8k", 50.0)
+    assert "math500 is left out: its evaluation has not ended" in caplog.text
+    card = ModelCard.load(folder / "README.md")
+    assert "A DoRA adapter for [Qwen/Qwen2.5-7B](https://huggingface.co/Qwen/Qwen2.5-7B). Made with" in card.text
+    assert "| gsm8k | this adapter | accuracy | 50.00 | 25.00 – 75.00 |" in card.text
+    assert "greedy, at most 512 tokens, seed 0; engine vllm, dtype auto; truncated 10.0%" in card.text
+    assert "## Training" not in card.text  # nothing is known of it

@@ -1,0 +1,114 @@
+"""Where a run's metrics go besides metrics.jsonl."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import sqlite3
+
+import pytest
+
+from perl.config.load import parse
+from perl.errors import UserError
+from perl.tracking import WandbRun, wandb_mode
+from perl.training.run import train
+from perl.training.tracking import check_trackers, configure, trackers
+from tests.training.small_run import small_run
+
+
+def config(*words):
+    return parse([*words]).build()
+
+
+@pytest.mark.parametrize(("tracker", "package"), [("trackio", "trackio"), ("wandb", "wandb"), ("azure_ml", "azureml")])
+def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(monkeypatch, tracker, package):
+    find = importlib.util.find_spec
+    monkeypatch.delenv("WANDB_DISABLED", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == package else find(name, *args))
+    monkeypatch.setattr("perl.training.preflight.load_tokenizer", lambda name: pytest.fail("a tokenizer was loaded"))
+    flag = "--config.training.report_to"
+    with pytest.raises(UserError) as caught:
+        train([flag, tracker])
+    assert (
+        str(caught.value)
+        == f"{flag} {tracker}: {package} is not installed; pip install {package}, or write {flag} none"
+    )
+
+
+def test_an_unknown_tracker_is_named_with_the_nearest():
+    with pytest.raises(
+        UserError, match=r"^--config.training.report_to: unknown tracker 'trakio'; did you mean 'trackio'"
+    ):
+        check_trackers(config("--config.training.report_to", "trakio").training)
+
+
+def test_wandb_that_is_disabled_need_not_be_installed(monkeypatch):
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None)
+    training = config("--config.training.report_to", "[wandb]").training
+    check_trackers(training)
+    assert trackers(training) == []
+
+
+def test_several_trackers_share_a_run(tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_RESUME", "TENSORBOARD_LOGGING_DIR"):
+        monkeypatch.setenv(name, "")  # so that what configure sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("sys.argv", ["perl.train"])
+    WandbRun(id="abc12345", project="p").write(tmp_path)
+    of_run = config(
+        "--config.training.report_to", "[wandb, trackio, tensorboard]", "--config.model.model_name_or_path", "a/B-7B"
+    )
+    configure(of_run, tmp_path, "cpu")
+    assert of_run.training.report_to == ["wandb", "trackio", "tensorboard"]
+    assert of_run.training.project == os.environ["WANDB_PROJECT"] == "grpo-lora-b-7b-cpu"
+    assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "tensorboard")
+    assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]) == ("abc12345", "allow")
+
+
+def test_wandb_mode(monkeypatch, tmp_path):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+    assert wandb_mode() == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "0123")
+    assert wandb_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_mode() == "offline"
+
+
+def test_a_file_that_names_no_run_is_one_line(tmp_path):
+    assert WandbRun.read(tmp_path) is None
+    (tmp_path / "wandb_run.json").write_text("{}")
+    with pytest.raises(UserError, match=r"wandb_run\.json: names no W&B run .*; delete it to start a new one"):
+        WandbRun.read(tmp_path)
+
+
+def test_wandb_and_tensorboard_share_a_run_and_a_resumed_one_goes_on_in_it(tmp_path):
+    report = ("--config.training.report_to", "[wandb, tensorboard]")
+    run = small_run(tmp_path, "run", *report)
+    written = WandbRun.read(run)
+    assert written is not None
+    assert list((run / "wandb").glob(f"offline-run-*-{written.id}"))
+    assert written.project == "grpo-lora-model-cpu"
+    assert list(run.rglob("events.out.tfevents.*"))
+    on = ("--config.training.max_steps", "3", "--config.training.resume_from_checkpoint", "true")
+    small_run(tmp_path, "run", *report, *on)
+    assert WandbRun.read(run) == written
+    assert len(list((run / "wandb").glob(f"offline-run-*-{written.id}"))) == 2
+
+
+def test_trackio_shares_a_run_with_tensorboard(tmp_path):
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is not installed (requirements_dev.txt)")
+    report = ("--config.training.report_to", "[trackio, tensorboard]")
+    run = small_run(tmp_path, "run", *report, TRACKIO_DIR=str(tmp_path / "trackio"))
+    assert "trackio show --project grpo-lora-model-cpu" in (tmp_path / "run.log").read_text()
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "grpo-lora-model-cpu.db")) as database:
+        rows = database.execute("select run_name, metrics from metrics order by step").fetchall()
+    assert {name for name, _ in rows} == {"run"}
+    tracked = [row["train/reward"] for row in (json.loads(text) for _, text in rows) if "train/reward" in row]
+    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert tracked == [row["reward"] for row in written if "reward" in row]
+    assert len(tracked) == 2
+    assert list(run.rglob("events.out.tfevents.*"))
