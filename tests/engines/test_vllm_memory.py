@@ -23,13 +23,13 @@ from tests.tiny import save_tiny, tiny_tokenizer
 ON_80_GIB = Start(share=0.9, eager=False, total_gib=80)
 EAGER = Start(share=0.9, eager=True, total_gib=80)
 TAKEN = (  # vLLM 0.31, and vllm-ascend 0.23 without the device's name
-    "Free memory on device cuda:0 (9.1/80.0 GiB) on startup is less than desired GPU memory utilization (0.9, 72.0 GiB)."
-    " Decrease GPU memory utilization or reduce GPU memory used by other processes."
+    "Free memory on device cuda:0 (9.1/80.0 GiB) on startup is less than desired GPU memory utilization"
+    " (0.9, 72.0 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
 )
 SHORT = (
     "To serve at least one request with the model's max seq len (32768), (8.0 GiB KV cache is needed, which is larger"
-    " than the available KV cache memory (4.0 GiB). Based on the available memory, the estimated maximum model length is"
-    " 16384. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine."
+    " than the available KV cache memory (4.0 GiB). Based on the available memory, the estimated maximum model length"
+    " is 16384. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine."
 )
 NONE_LEFT = (
     "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
