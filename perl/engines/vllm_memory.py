@@ -62,7 +62,7 @@ def explain(error: BaseException, share: float, eager: bool, fixed_cache: bool) 
 def advice(said: str, start: Start) -> str | None:
     """What is short and what to write instead, or None where vLLM spoke of something else than memory."""
     if found := SHARE_TAKEN.search(said):
-        return _share_is_taken(*map(float, found.groups()), start)
+        return _share_is_taken(float(found[1]), float(found[2]), start)
     if found := SHORT_CACHE.search(said):
         longest = LONGEST.search(said)
         needed, available = float(found[2]), float(found[3])
