@@ -139,8 +139,9 @@ class VLLMEngine:
     def replace_weights(self, model_path: str) -> str | None:
         """Have vLLM load the folder into the running engine. See `perl.engines.Engine`.
 
-        vLLM 0.18 on Ascend has no reload_weights. Where there is one, the log-probabilities of a prompt have to move:
-        a graph that was captured with the old weights would go on with them and say nothing.
+        vllm-ascend's workers have reload_weights from 0.24.0rc1 on, so that 0.18 and 0.23 need an engine for each
+        adapter. Where there is one, the log-probabilities of a prompt have to move: a graph that was captured with the
+        old weights would go on with them and say nothing.
         """
         before = self._probe()
         try:
