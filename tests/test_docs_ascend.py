@@ -24,9 +24,27 @@ def test_the_table_of_variables_is_the_launch_scripts():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_table_of_releases_is_the_doctors(page):
+    """What each release of vllm-ascend wants, as versions.json has it."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| 0\.\d+\.\d+", line)
+    ]
+    shown = {row[0].split()[-1]: row[1:] for row in rows}
+    wanted = TABLE["requires"]["vllm-ascend"]
+    assert {"0.23.0", "0.24.0rc1", "0.26.0rc1", "0.30.0rc2"} <= shown.keys() & wanted.keys()
+    for release in ("0.23.0", "0.24.0rc1", "0.26.0rc1", "0.30.0rc2"):
+        exact = {name: spec.removeprefix("==") for name, spec in wanted[release].items()}
+        _, torch, transformers, triton, _ = shown[release]
+        assert re.split("[,、] ?", torch) == [exact["torch"], exact["torch-npu"]]
+        assert (transformers, triton) == (exact["transformers"], exact["triton-ascend"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_versions_are_the_doctors(page):
     text = page.read_text(encoding="utf-8")
-    for entry in SETS[:2]:
+    for entry in SETS[:3]:
         for name, version in entry.packages.items():
             if name != "numpy":
                 assert version in text, (entry.name, name)

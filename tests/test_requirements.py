@@ -1,5 +1,6 @@
 """The Ascend requirements: they resolve, agree with the doctor's table, and lie within pyproject.toml's bounds."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,18 +12,21 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from perl.tools.doctor.versions import SETS
+from perl.tools.doctor.versions import SETS, TABLE
 
 ROOT = Path(__file__).parents[1]
 TRAINING, EVALUATION = ROOT / "requirements_npu.txt", ROOT / "requirements_vllm_npu.txt"
+ONE = ROOT / "requirements_npu_one.txt"
 
 
 def pins(path):
-    """Version by normalised name; everything in these files is pinned exactly."""
+    """Version by normalised name; everything in these files, and in those that they include, is pinned exactly."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         line = line.split("#")[0].strip()
-        if line:
+        if line.startswith("-r "):
+            found |= pins(path.parent / line.removeprefix("-r "))
+        elif line:
             requirement = Requirement(line)
             (spec,) = requirement.specifier
             assert spec.operator == "==", line
@@ -46,12 +50,14 @@ def test_training_pins_lie_within_the_bounds_of_pyproject():
 
 
 def test_pins_are_those_of_the_doctors_sets():
-    training, evaluation = SETS[0], SETS[1]
+    training, evaluation, one = SETS[:3]
     assert training.packages.items() <= pins(TRAINING).items()
     wanted = {name: version for name, version in evaluation.packages.items() if name != "vllm"}
     assert wanted.items() <= pins(EVALUATION).items()
     script = (ROOT / "scripts" / "install_npu.sh").read_text(encoding="utf-8")
-    assert re.findall(r"--no-deps (vllm==\S+)$", script, re.MULTILINE) == [f"vllm=={evaluation.packages['vllm']}"]
+    assert {name: v for name, v in one.packages.items() if name != "vllm"}.items() <= pins(ONE).items()
+    alone = re.findall(r"--no-deps (vllm==\S+)$", script, re.MULTILINE)
+    assert alone == [f"vllm=={entry.packages['vllm']}" for entry in (evaluation, one)]
 
 
 def compile_requirements(*arguments):
@@ -78,6 +84,64 @@ def test_resolves_for_aarch64(path):
         assert resolved[name] == f"{name}=={version}"
     # On aarch64 no CUDA build of torch comes along.
     assert not [name for name in resolved if name.startswith("nvidia-")]
+
+
+@pytest.mark.slow
+def test_one_environment_resolves_for_aarch64_but_for_triton_ascend(tmp_path):
+    """triton-ascend is in Ascend's own index: with the version that the public registry has, all else resolves."""
+    done = compile_requirements(ONE)
+    if done.returncode:
+        assert f"there is no version of triton-ascend=={pins(ONE)['triton-ascend']}" in done.stderr
+    override = tmp_path / "override.txt"
+    override.write_text("triton-ascend==3.2.0\n")
+    done = compile_requirements(ONE, "--override", override)
+    assert done.returncode == 0, done.stderr
+    resolved = {Requirement(line).name: line.strip() for line in done.stdout.splitlines() if line.strip()}
+    for name, version in pins(ONE).items():
+        assert resolved[name] == f"{name}=={version if name != 'triton-ascend' else '3.2.0'}"
+    assert not [name for name in resolved if name.startswith("nvidia-")]
+
+
+def requirements_of_wheel(package, folder):
+    """What the wheel for aarch64 and Python 3.11 asks for, by its metadata in the registry."""
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed", "--no-deps"]
+    command += ["--target", str(folder / "none"), "--python-version", "3.11", "--only-binary=:all:"]
+    command += ["--platform", "manylinux_2_28_aarch64", "--platform", "manylinux_2_34_aarch64"]
+    command += ["--report", str(report), package]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        pytest.skip(f"pip cannot get the metadata of {package}: {done.stderr.strip().splitlines()[-1]}")
+    (found,) = json.loads(report.read_text())["install"]
+    aarch64 = {"platform_machine": "aarch64", "python_version": "3.11", "python_full_version": "3.11.9", "extra": ""}
+    asked = [Requirement(line) for line in found["metadata"]["requires_dist"]]
+    return [requirement for requirement in asked if not requirement.marker or requirement.marker.evaluate(aarch64)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["0.23.0", "0.24.0rc1", "0.26.0rc1"])
+def test_the_doctors_table_is_the_metadata_of_vllm_ascend(version, tmp_path):
+    found = {canonicalize_name(r.name): r.specifier for r in requirements_of_wheel(f"vllm-ascend=={version}", tmp_path)}
+    wanted = dict(TABLE["requires"]["vllm-ascend"][version])
+    assert wanted.pop("vllm") == f"=={version.partition('rc')[0]}"  # by its number; the metadata do not name vllm
+    assert {name: str(found[name]) for name in wanted} == wanted
+
+
+@pytest.mark.slow
+def test_one_environment_lists_what_vllm_imports(tmp_path):
+    """By the metadata of vllm's wheel for aarch64: each of its requirements is pinned within its bounds, but for torch,
+    what is made for CUDA, and opencv."""
+    asked = requirements_of_wheel(f"vllm=={SETS[2].packages['vllm']}", tmp_path)
+    cuda = {"flashinfer-python", "flashinfer-cubin", "apache-tvm-ffi", "tilelang", "nvidia-cudnn-frontend"}
+    cuda |= {"fastsafetensors", "nvidia-cutlass-dsl", "quack-kernels", "tokenspeed-mla", "humming-kernels"}
+    another = {"torch", "torchaudio", "torchvision", "opencv-python-headless"}
+    pinned = pins(ONE)
+    assert len(asked) > 60
+    for requirement in asked:
+        name = canonicalize_name(requirement.name)
+        if name not in cuda:
+            assert name in pinned, requirement
+            assert name in another or requirement.specifier.contains(pinned[name]), f"{requirement}: {pinned[name]}"
 
 
 @pytest.mark.slow
@@ -140,9 +204,22 @@ def test_install_prints_what_it_would_do():
 def test_install_of_one_environment_leaves_the_other():
     assert ".venv-eval" not in install("train", "--dry-run").stdout
     assert ".venv-train" not in install("eval", "--dry-run").stdout
+    assert ".venv-one" not in install("all", "--dry-run").stdout
+
+
+def test_install_of_one_environment_for_both():
+    done = install("one", "--dry-run")
+    commands = [line for line in done.stdout.splitlines() if line.startswith("+ ")]
+    assert not [line for line in commands if ".venv-train" in line or ".venv-eval" in line]
+    (pinned,) = [line for line in commands if "requirements_npu_one.txt" in line]
+    assert "mirrors.huaweicloud.com/ascend" in pinned
+    (alone,) = [line for line in commands if "--no-deps" in line]
+    assert alone.endswith("--no-deps vllm==0.23.0")
+    assert commands.index(pinned) < commands.index(alone) < len(commands) - 1
+    assert "PYTHON=.venv-one/bin/python" in commands[-1]
 
 
 def test_install_refuses_an_unknown_argument():
     done = install("trian")
     assert done.returncode == 2
-    assert done.stderr == "error: unknown argument 'trian'; known: train, eval, all, --dry-run, --python\n"
+    assert done.stderr == "error: unknown argument 'trian'; known: train, eval, all, one, --dry-run, --python\n"

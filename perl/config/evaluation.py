@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from perl.config.harness import refuse_harness_flags
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
 from perl.errors import UserError
@@ -33,7 +34,8 @@ class EvalConfig:
         dtype: dtype to compute in; auto is the checkpoint's own, float32 on a CPU.
         max_model_len: most tokens of prompt and completion together; default: what the model allows.
         max_batch_tokens: most tokens of KV cache at once; default: half of the memory that is free (transformers only).
-        gpu_memory_utilization: share of the device's memory that vLLM takes; default: vLLM's, 0.9 (--use_vllm only).
+        gpu_memory_utilization: share of the device's memory (on a CPU: of the machine's) that vLLM takes; default:
+            vLLM's, 0.9 or 0.92, on a CPU up to 4 GiB of KV cache (--use_vllm only).
         enforce_eager: run vLLM without captured graphs: slower, less memory and a shorter start (--use_vllm only).
         split: split to score on; default: the task's own.
         task: grade every row as this task, whatever the row says.
@@ -116,6 +118,7 @@ def build_parser() -> Parser:
 def parse(argv: Sequence[str]) -> EvalConfig:
     """Parse a command line. Raises UserError for anything that cannot be what the user meant."""
     parser = build_parser()
+    refuse_harness_flags(argv, parser.known_flags())
     if any(word.partition("=")[0] == "--rescore" for word in argv):
         parser.set_defaults(model="", dataset="")
         for action in parser._actions:

@@ -12,9 +12,9 @@ from jsonargparse import ArgumentParser
 from perl.errors import UserError, nearest
 
 OTHER_NAMES = {
-    "batch_size": ("per_device_train_batch_size", "max_batch_tokens"),
+    "batch_size": ("per_device_train_batch_size",),
     "epochs": ("num_train_epochs",),
-    "limit": ("max_samples", "example_numbers"),
+    "limit": ("example_numbers",),
     "lr": ("learning_rate",),
     "model": ("model_name_or_path",),
     "rank": ("r",),

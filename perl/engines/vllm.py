@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl import device
 from perl.checkpoints import eos_token_ids, load_config, load_tokenizer, require_adapter
+from perl.engines import vllm_memory
 from perl.engines.base import Feed, require_room
 from perl.engines.sampling import validate
 from perl.errors import UserError
@@ -38,7 +38,7 @@ ENVIRONMENT = {
 }
 """What vLLM reads from the environment, unless the user has set it."""
 CPU_CACHE_GIB = 4
-"""Most memory for keys and values on a CPU, where vLLM would take half the machine."""
+"""Most memory for keys and values on a CPU, where vLLM would take nearly all of the machine's."""
 MAX_SEQUENCES = 256
 """Rows that vLLM works on at once."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -86,23 +86,25 @@ class VLLMEngine:
             "max_num_seqs": MAX_SEQUENCES,
             "disable_log_stats": True,
             "enable_prefix_caching": True,
-            **_cpu_options(config, max_model_len),
+            **_cpu_options(config, max_model_len, "gpu_memory_utilization" in vllm_options),
             **vllm_options,
         }
         if adapters:
             options |= {"enable_lora": True, "max_lora_rank": max(map(lora_rank, adapters))}
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        from vllm import LLM
+        from vllm import LLM, EngineArgs
         from vllm.lora.request import LoRARequest
 
         self._loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
         try:
             self.engine: Any = LLM(**options).llm_engine
-        except (RuntimeError, ValueError) as error:
-            if not is_short_of_memory(error):
-                raise
-            raise UserError(out_of_memory_line(error, vllm_options)) from error
+        except (RuntimeError, ValueError, AssertionError) as error:
+            share = vllm_options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+            fixed = device.detect().kind == "cpu" and "gpu_memory_utilization" not in vllm_options
+            if known := vllm_memory.explain(error, share, options.get("enforce_eager", False), fixed):
+                raise known from error
+            raise
         self.max_model_len: int = self.engine.vllm_config.model_config.max_model_len
         self.max_num_seqs: int = self.engine.vllm_config.scheduler_config.max_num_seqs
         self._requests = 0
@@ -137,8 +139,9 @@ class VLLMEngine:
     def replace_weights(self, model_path: str) -> str | None:
         """Have vLLM load the folder into the running engine. See `perl.engines.Engine`.
 
-        vLLM 0.18 on Ascend has no reload_weights. Where there is one, the log-probabilities of a prompt have to move:
-        a graph that was captured with the old weights would go on with them and say nothing.
+        vllm-ascend's workers have reload_weights from 0.24.0rc1 on, so that 0.18 and 0.23 need an engine for each
+        adapter. Where there is one, the log-probabilities of a prompt have to move: a graph that was captured with the
+        old weights would go on with them and say nothing.
         """
         before = self._probe()
         try:
@@ -213,21 +216,6 @@ class VLLMEngine:
         )
 
 
-def is_short_of_memory(error: BaseException) -> bool:
-    """Whether vLLM did not start for want of memory: the device's, or what its share leaves for keys and values."""
-    text = str(error).lower()
-    return device.is_out_of_memory(error) or ("memory" in text and ("free" in text or "available" in text))
-
-
-def out_of_memory_line(error: BaseException, options: Mapping[str, Any]) -> str:
-    """What vLLM said, and the flags that change what it takes."""
-    share = options.get("gpu_memory_utilization", "0.9, vLLM's default")
-    flags = [f"--gpu_memory_utilization (now {share}: less where others use the device, more where nobody does)"]
-    flags += [] if options.get("enforce_eager") else ["--enforce_eager (no memory for captured graphs)"]
-    said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return f"vLLM is short of memory: {said}. Set {' or '.join(flags)} or a smaller --max_model_len"
-
-
 def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
     """The dtype's name; vLLM's own "auto" would halve a float32 checkpoint."""
     if dtype != "auto":
@@ -265,15 +253,24 @@ def lora_rank(adapter: str) -> int:
     return max_lora_rank(config)
 
 
-def _cpu_options(config: PreTrainedConfig, max_model_len: int | None) -> dict[str, Any]:
+def _cpu_options(config: PreTrainedConfig, max_model_len: int | None, share_given: bool) -> dict[str, Any]:
     """What a CPU needs in addition. A seeded request dies there on a prefill in several parts (torch's CPU generator
-    has no offset to set back), so a prompt is always prefilled whole."""
+    has no offset to set back), so a prompt is always prefilled whole. Unless the user gives a share of the memory, or
+    VLLM_CPU_KVCACHE_SPACE, the KV cache is sized here."""
     if device.detect().kind != "cpu":
         return {}
     text = config.get_text_config()
     length = max_model_len or text.max_position_embeddings
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    wanted = MAX_SEQUENCES * length * text.num_hidden_layers * 2 * heads * head_dim * 4
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(min(CPU_CACHE_GIB, math.ceil(wanted / 2**30))))
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 8192)}
+    options: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 8192)}
+    in_environment = bool(os.environ.get(vllm_memory.CPU_CACHE))
+    if share_given and in_environment:
+        raise UserError(
+            f"--gpu_memory_utilization: on a CPU vLLM does not read it while {vllm_memory.CPU_CACHE} is set; unset"
+            " that, or leave the flag out"
+        )
+    if not share_given and not in_environment:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        wanted = MAX_SEQUENCES * length * text.num_hidden_layers * 2 * heads * head_dim * 4
+        options["kv_cache_memory_bytes"] = min(CPU_CACHE_GIB * 2**30, wanted)
+    return options

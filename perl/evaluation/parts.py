@@ -14,6 +14,7 @@ from typing import Any
 
 from perl.errors import UserError
 from perl.evaluation.candidates import Candidate
+from perl.evaluation.contamination import trained_on
 from perl.evaluation.plan import Plan, Row
 from perl.evaluation.record import Finished
 from perl.evaluation.setup import MERGED, Setup, weights_of
@@ -163,6 +164,7 @@ def _conclude_dataset(
         "model": setup.config.model,
         "adapter": str(candidate.adapter) if candidate.adapter else None,
         "step": candidate.step,
+        "trained_on": trained_on(candidate.adapter, plan.spec, setup.config.split, {row.key for row in plan.rows}),
         **setup.identity(candidate, plan),
         "merge": setup.merge_report(candidate),
         "chat_template": setup.tokenizer.chat_template,

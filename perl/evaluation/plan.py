@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -17,6 +16,7 @@ from perl.grading import RULES
 from perl.prompts import PromptStyle, build_messages, encode, row_seed
 from perl.records import Problem, Prompt, Sampling
 from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
+from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,8 +134,7 @@ def problem_keys(problems: Sequence[Problem]) -> list[str]:
     seen: Counter[str] = Counter()
     keys = []
     for problem in problems:
-        content = json.dumps([problem.question, problem.messages, problem.gold], ensure_ascii=False)
-        digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        digest = problem_hash(problem)
         keys.append(f"{digest}-{seen[digest]}")
         seen[digest] += 1
     return keys

@@ -18,6 +18,7 @@ from perl.config.evaluation import EvalConfig, vllm_options
 from perl.engines.vllm import lora_rank
 from perl.errors import UserError
 from perl.evaluation.compare import COMPARE, compare, print_comparison, require_common
+from perl.evaluation.contamination import warn_of_trained
 from perl.evaluation.parts import Part, batches, conclude
 from perl.evaluation.plan import make_plans
 from perl.evaluation.progress import Progress
@@ -51,6 +52,9 @@ def evaluate(config: EvalConfig) -> Summaries:
     check_tracker(config)
     setup = Setup.of(config)
     plans = make_plans(config, setup.tokenizer)
+    for plan in plans:
+        adapters = [candidate.adapter for candidate in setup.candidates]
+        warn_of_trained(adapters, plan.spec, config.split, {row.key for row in plan.rows})
     if config.compare:
         keys = {plan.name: {row.key for row in plan.rows} for plan in plans}
         require_common(Path(config.compare), Path(config.result_dir), keys, ("--compare", "--result_dir"))

@@ -17,7 +17,17 @@ from perl.tasks.hub import Hub, hub_rows
 from perl.tasks.registry import DATA_SOURCES, HUBS, SCHEMA_TASKS, TASKS, Task
 from perl.tasks.schemas import SCHEMAS, Fields, asked_form, read_fields
 
-__all__ = ["HUBS", "TASKS", "Task", "gold_problems", "load_problems", "problem_of_row", "rows_of", "training_split"]
+__all__ = [
+    "HUBS",
+    "TASKS",
+    "Task",
+    "gold_problems",
+    "load_problems",
+    "problem_of_row",
+    "rows_of",
+    "source_of",
+    "training_split",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +81,15 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
     name, hub = _hub_of(spec)
     rows = hub_rows(hub, split or hub.eval_split)
     yield from ((row, where, task or name) for row, where in rows)
+
+
+def source_of(spec: str, split: str | None) -> tuple[str, ...]:
+    """What `rows_of` would read: the files, or repository, configuration and split on the hub."""
+    path = Path(spec).expanduser()
+    if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
+        return tuple(str(file.resolve()) for file in find_files(path, split))
+    _, hub = _hub_of(spec)
+    return hub.repo, hub.config or "", split or hub.eval_split
 
 
 def _problems(rows: Iterator[tuple[Row, str, str | None]], reasons: Counter[tuple[str, str, str]]) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from perl.rewards import build_rewards, reward_context
 from perl.training import rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
-from perl.training.setup import build_dataset, load_tokenizer, model_dtype
+from perl.training.setup import PROBLEM, build_dataset, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Checked:
 
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
+    problems: list[str]
+    """Which problems its rows are."""
     checkpoint: str | None
     """To go on from."""
 
@@ -89,7 +91,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     dataset = build_dataset(config.dataset, tokenizer)
     require_full_batch(config.training, len(dataset))
-    return Checked(tokenizer=tokenizer, dataset=dataset, checkpoint=checkpoint)
+    problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
+    return Checked(tokenizer=tokenizer, dataset=dataset, problems=list(problems), checkpoint=checkpoint)
 
 
 def check_training(training: TrainingConfig) -> None:

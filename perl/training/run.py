@@ -21,11 +21,12 @@ from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
 from perl.grading import Grader
 from perl.rewards import build_rewards, grade_early, reward_context
+from perl.tasks.trained import write_trained
 from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
-from perl.training.preflight import check_processes, check_run
+from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.setup import load_model
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def train(argv: Sequence[str]) -> Path:
     ):
         context = reward_context(config, grader)
         rewards = build_rewards(config.reward.functions, context)
-        open_run(run_dir, config, parsed)
+        open_run(run_dir, config, parsed, checked)
         with users_error("--config"):  # TRL checks combinations of its own arguments
             trainer = trainer_class(
                 model=load_model(config),
@@ -126,10 +127,12 @@ def agree_on_folder(config: Config, parsed: Parsed) -> Path:
     return Path(name[0])
 
 
-def open_run(run_dir: Path, config: Config, parsed: Parsed) -> None:
-    """Make the folder with its config.yaml and environment.json, and settle where metrics go."""
+def open_run(run_dir: Path, config: Config, parsed: Parsed, checked: Checked) -> None:
+    """Make the folder with its config.yaml, environment.json and trained_problems.json, and settle where metrics go."""
     if config.training.process_index == 0:
         rundir.prepare(run_dir, parsed, config.training.world_size)
+        data = config.dataset
+        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, checked.checkpoint)
         log.info("run folder: %s", run_dir.resolve())
     tracking.configure(config, run_dir, device.detect().kind)
     if config.training.hub_token:

