@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import shlex
 from collections.abc import Sequence
 from importlib import resources
@@ -25,6 +24,7 @@ from markupsafe import Markup
 from perl.errors import UserError
 from perl.reports import embed, figures
 from perl.reports.results import Run, read_runs
+from perl.results import Summary, atomic_write
 
 SCRIPTS = ("temml.min.js", "formulas.js", "samples.js", "page.js")
 NAME = "report.html"
@@ -38,14 +38,11 @@ def write_report(result_dir: Path, output: Path | None = None) -> Path:
     """
     output = output or result_dir / NAME
     html = render(read_runs(result_dir))
-    temporary = output.with_name(f".{output.name}.partial")
     try:
-        temporary.write_text(html, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, output)
+        with atomic_write(output, errors="backslashreplace") as file:
+            file.write(html)
     except OSError as error:
         raise UserError(f"{output}: {error.strerror}; write another file after --output") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return output
 
 
@@ -174,7 +171,7 @@ def settings(runs: Sequence[Run], dataset: str) -> dict[str, Any]:
     return {"dataset": dataset, "rows": rows, "texts": texts_of(summaries[0][1])}
 
 
-def settings_of(summary: dict[str, Any]) -> dict[str, str | None]:
+def settings_of(summary: Summary) -> dict[str, Any]:
     """None for what does not apply."""
     made = summary["provenance"]
     return {
@@ -198,7 +195,7 @@ def settings_of(summary: dict[str, Any]) -> dict[str, str | None]:
     }
 
 
-def texts_of(summary: dict[str, Any]) -> dict[str, str]:
+def texts_of(summary: Summary) -> dict[str, str]:
     """The prompts' wording, by what it is."""
     texts = {}
     for task, style in summary["styles"].items():
