@@ -265,11 +265,13 @@ def spaced(places: Sequence[float], x: Scale, gap: float = 34) -> list[float]:
 TREND_HEIGHT = 200
 SMOOTHED_FROM = 40
 """Logs from which a line is drawn as their running mean, with the logs themselves thin behind it."""
+DENSE_FROM = 300
+"""Logs from which they are drawn paler."""
 
 
 def window(count: int) -> int:
-    """Logs in the running mean of a line of `count` logs: about a twentieth of them, odd; 1 is none."""
-    return count // 40 * 2 + 1 if count >= SMOOTHED_FROM else 1
+    """Logs in the running mean of a line of `count` logs: about a fifteenth of them, odd; 1 is none."""
+    return count // 30 * 2 + 1 if count >= SMOOTHED_FROM else 1
 
 
 def running_mean(values: Sequence[float], size: int) -> list[float]:
@@ -294,7 +296,7 @@ def trend(lines: Sequence[Line], what: str, *, unit: str, span: Sequence[float] 
     top, right, bottom = 30, 14, 36
     values = [value for line in lines for _, value in line.points]
     steps = [step for line in lines for step, _ in line.points]
-    levels = ticks(min([*values, *span]), max([*values, *span]), 4)
+    levels = ticks(min([*values, *span]), max([*values, *span]), 5)
     labels = [f"{level:,.10g}".replace("-", "−") for level in levels]
     left = 14 + 6.6 * max(map(len, labels))
     x = Scale(min(steps), max(steps), left, WIDTH - right)
@@ -304,8 +306,10 @@ def trend(lines: Sequence[Line], what: str, *, unit: str, span: Sequence[float] 
         parts.append(line(left, y(level), WIDTH - right, y(level), class_="grid"))
         parts.append(text(label, left - 6, y(level) + 4, text_anchor="end", class_="tick"))
     for mark in whole_marks(min(steps), max(steps)):
+        label = f"{mark:,}"
+        place = min(x(mark), WIDTH - 3.5 * len(label))  # the last one would be cut off at the edge
         parts.append(line(x(mark), y(levels[0]), x(mark), y(levels[0]) + 4, class_="grid"))
-        parts.append(text(f"{mark:,}", x(mark), TREND_HEIGHT - bottom + 17, text_anchor="middle", class_="tick"))
+        parts.append(text(label, place, TREND_HEIGHT - bottom + 17, text_anchor="middle", class_="tick"))
     middle = (left + WIDTH - right) / 2
     parts.append(text("optimizer step", middle, TREND_HEIGHT - 4, text_anchor="middle", class_="tick"))
     for number, each in enumerate(lines):
@@ -316,7 +320,7 @@ def trend(lines: Sequence[Line], what: str, *, unit: str, span: Sequence[float] 
         f"{what} ({unit}). {'; '.join(map(in_words, lines))}",
         *parts,
         class_="chart trend",
-        data_metrics=json.dumps([[each.metric, each.name] for each in lines]),
+        data_metrics=json.dumps([each.metric for each in lines]),
         data_plot=json.dumps([x.low, x.high, x.start, x.end]),
     )
 
@@ -333,7 +337,8 @@ def trace(each: Line, x: Scale, y: Scale, number: int, smooth: bool) -> list[Mar
     )
     if size == 1:
         return [drawn]
-    return [path([(x(s), y(v)) for s, v in each.points], class_=f"raw s{number}"), drawn]
+    kind = "raw dense" if len(values) > DENSE_FROM else "raw"
+    return [path([(x(s), y(v)) for s, v in each.points], class_=f"{kind} s{number}"), drawn]
 
 
 def in_words(each: Line) -> str:
@@ -348,18 +353,20 @@ def whole_marks(low: int, high: int) -> list[int]:
 
 GROUP, BAR = 26, 26
 """Heights of a group's title and of a bar with the space below it."""
+PERCENT_MARKS = (0.0, 0.5, 1.0)
 
 
 def before_after(groups: Sequence[Bars]) -> Markup:
     """A bar with its interval for each score, on one axis from 0 to 100 %."""
     names = [name for group in groups for name, _ in group.rows]
     left, right = min(14 + 6.6 * max(map(len, names)), 150), WIDTH - 150
-    bottom = sum(GROUP + BAR * len(group.rows) for group in groups) + 4
     scale = Scale(0.0, 1.0, left, right)
-    parts, y, spoken = percent_grid(scale, bottom, (0.0, 0.5, 1.0)), 0, []
+    parts, y, spoken = [], 0, []
     for group in groups:
-        parts.append(text(group.title, 0, y + 17, class_="name backed"))
+        parts.append(text(group.title, 0, y + 17, class_="name"))
         y += GROUP
+        end = y + BAR * len(group.rows)
+        parts += [line(scale(share), y - 2, scale(share), end - 4, class_="grid") for share in PERCENT_MARKS]
         for place, (name, point) in enumerate(group.rows):
             said = f"{name}: {point.words}"
             spoken.append(f"{group.title}, {said}")
@@ -369,7 +376,10 @@ def before_after(groups: Sequence[Bars]) -> Markup:
             parts += interval(scale(point.low), scale(point.high), y + 10)
             parts.append(text(point.words, WIDTH, y + 14, text_anchor="end", class_="value"))
             y += BAR
-    return drawing(bottom + 24, f"Scores with 95 % intervals. {'; '.join(spoken)}", *parts, class_="chart scores")
+    for share in PERCENT_MARKS:
+        parts.append(text(f"{100 * share:.0f} %", scale(share), y + 12, text_anchor="middle", class_="tick"))
+    label = f"Scores with 95 % intervals. {'; '.join(spoken)}"
+    return drawing(y + 18, label, *parts, class_="chart scores")
 
 
 def shortened(name: str, longest: int) -> str:

@@ -83,12 +83,13 @@ def problem_columns(dataset: str, ends: tuple[int, int], records: Sequence[Recor
 def sample_columns(
     dataset: str, run: int, index: dict[tuple[str, str], int], records: Sequence[Record], limit: int
 ) -> dict[str, Any]:
-    names = ("sample", "score", "scores", "extracted", "reason", "tokens", "finish_reason", "error", "time", "seed")
+    names = ("sample", "score", "scores", "extracted", "reason", "tokens", "finish_reason", "error", "time")
     return {
         "dataset": dataset,
         "run": run,
         "problem": [index[problem_of(r)] for r in records],
         "completion": [shortened(r["completion"], limit) for r in records],
+        "seed": [str(r["seed"]) for r in records],  # of 63 bits, and a number of JavaScript holds 53
     } | {name: [r[name] for r in records] for name in names}
 
 

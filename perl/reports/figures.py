@@ -40,7 +40,7 @@ class OverSteps:
 
 REWARD = OverSteps(
     title="Reward",
-    note="Mean over the completions of a step.",
+    note="Mean over a step's completions, and its running mean.",
     unit="reward",
     lines={"reward": "reward"},
     span=(0.0, 1.0),
@@ -48,20 +48,13 @@ REWARD = OverSteps(
 OVER_STEPS = (
     OverSteps(
         title="Completion length",
-        note="Mean over the completions of a step.",
+        note="Mean over a step's completions.",
         unit="tokens",
         lines={"completions/mean_length": "length"},
     ),
     OverSteps(
-        title="Truncated completions",
-        note="Share that reached max_completion_length.",
-        unit="share",
-        lines={"completions/clipped_ratio": "truncated"},
-        span=(0.0, 0.1),
-    ),
-    OverSteps(
         title="Entropy",
-        note="Of the policy over its next token, mean over the tokens of the completions.",
+        note="Of the next token, mean over the completions' tokens.",
         unit="nats a token",
         lines={"entropy": "entropy"},
         span=(0.0,),
@@ -127,10 +120,8 @@ def over_training(run: TrainingRun, wanted: OverSteps) -> Figure | None:
     if not lines:
         return None
     chart = charts.trend(lines, wanted.title, unit=wanted.unit, span=wanted.span, smooth=wanted.smooth)
-    size = charts.window(max(len(line.points) for line in lines)) if wanted.smooth else 1
-    note = wanted.note + (f" Thin: each log; thick: mean of {size}." if size > 1 else "")
     legend = [(f"s{number}", line.name) for number, line in enumerate(lines)] if len(lines) > 1 else ()
-    return Figure(wanted.title, note, chart, legend)
+    return Figure(wanted.title, wanted.note, chart, legend)
 
 
 def before_and_after(runs: Sequence[Run], pairs: Mapping[int, int]) -> Figure | None:

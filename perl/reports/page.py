@@ -25,7 +25,7 @@ import yaml
 from markupsafe import Markup
 
 from perl.errors import UserError
-from perl.reports import embed, figures, training_run
+from perl.reports import charts, embed, figures, training_run
 from perl.reports.results import Run
 from perl.reports.sources import Material, read_material
 from perl.reports.training_run import TrainingRun
@@ -115,6 +115,7 @@ def training_section(run: TrainingRun, with_reward: bool) -> Markup:
     return part(
         "training",
         facts=training_run.facts(run),
+        smoothed=charts.window(len(run.steps)),
         figures=[reward, *others] if reward else others,
         steps=embed.json_for_html(embed.step_columns(run, figures.shown_metrics(run))),
     )

@@ -18,6 +18,11 @@ from perl.reports.svg import WIDTH, element, rect, text
 
 PAD, HEAD = 20, 58
 """Space around a chart, and above it for its title and note."""
+STYLE = """.frame { fill: var(--card); stroke: var(--line); }
+text { font-family: var(--sans); }
+.title { font-size: 16px; font-weight: 600; fill: var(--ink); }
+.note { font-size: 12.5px; fill: var(--soft); }
+"""
 
 
 def write_figure(material: Material, file: Path) -> list[Path]:
@@ -58,14 +63,7 @@ def alone(drawn: Sequence[Figure], palette: dict[str, str]) -> Markup:
     boxes = [re.search(r'viewBox="0 0 \S+ (\S+)"', figure.chart) for figure in drawn]
     heights = [float(box[1]) for box in boxes if box]
     width, height = len(drawn) * (WIDTH + 2 * PAD), max(heights) + HEAD + PAD
-    style = (
-        asset("charts.css")
-        + ".chart { max-width: none; }\n.frame { fill: var(--card); stroke: var(--line); }\n"
-        + (
-            "text { font-family: var(--sans); }\n.title { font-size: 16px; font-weight: 600; fill: var(--ink); }\n"
-            ".note { font-size: 12.5px; fill: var(--soft); }\n"
-        )
-    )
+    style = asset("charts.css") + STYLE
     style = re.sub(r"var\(--([\w-]+)\)", lambda match: " ".join(palette[match[1]].split()), style)
     parts = [element("style", Markup(style)), rect(0.5, 0.5, width - 1, height - 1, rx=8, class_="frame")]
     for place, (figure, own) in enumerate(zip(drawn, heights, strict=True)):
@@ -73,7 +71,7 @@ def alone(drawn: Sequence[Figure], palette: dict[str, str]) -> Markup:
         parts.append(text(figure.title, x, 28, class_="title"))
         parts.append(text(figure.note, x, 46, class_="note"))
         box = f' x="{x}" y="{HEAD}" width="{WIDTH}" height="{own:g}"'
-        parts.append(Markup(figure.chart.replace("<svg", "<svg" + box, 1)))
+        parts.append(Markup(str(figure.chart).replace("<svg", "<svg" + box, 1)))
     label = "; ".join(figure.title for figure in drawn)
     return element(
         "svg",

@@ -106,6 +106,8 @@ def facts(run: TrainingRun) -> dict[str, str]:
     if rewards:
         tenth = max(len(rewards) // 10, 1)
         found["reward, first and last tenth"] = f"{mean(rewards[:tenth]):.3f} → {mean(rewards[-tenth:]):.3f}"
+    if truncated := [value for _, value in run.points("completions/clipped_ratio")]:
+        found["truncated, last tenth"] = f"{100 * mean(truncated[-max(len(truncated) // 10, 1) :]):.1f} %"
     if seconds := run.points("timing/step"):
         found["time in steps"] = clock(time_in_steps(seconds))
     if speeds := [value for _, value in run.points("perf/throughput")]:
@@ -153,7 +155,8 @@ def settings(run: TrainingRun) -> dict[str, str]:
             "lr_scheduler_type", "loss_type", "beta", "epsilon", "epsilon_high", "num_iterations", "max_steps",
         ),
         "seed": run.setting("common", "seed"),
-        "device": f"{made['device']}, {processes} processes" if "device" in made else None,
+        "device": made.get("device"),
+        "processes": processes,
         "command": shlex.join(map(str, made["command"])) if "command" in made else None,
         "folder": made.get("folder"),
         "commit": made.get("git_commit"),
@@ -183,8 +186,10 @@ def _product(numbers: Sequence[Any]) -> str | None:
     if not all(isinstance(value, int) for value in numbers):
         return None
     first, second, third = numbers
-    return f"{first * second * third:,} ({first} × {second} accumulated × {third} processes)"
+    return f"{first * second * third:,} (batch {first} × accumulation {second} × processes {third})"
 
 
 def plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return " + ".join(map(str, value)) if isinstance(value, list) else str(value)

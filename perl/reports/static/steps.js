@@ -6,6 +6,7 @@
   const charts = [...document.querySelectorAll("svg.trend")].map((svg) => ({
     svg, metrics: JSON.parse(svg.dataset.metrics), plot: JSON.parse(svg.dataset.plot),
     readout: svg.querySelector(".readout"), cursor: svg.querySelector(".cursor"),
+    legend: [...svg.parentElement.querySelectorAll(".legend b")], // one for each metric where there are several
   }));
 
   // Place in the columns of the logged step nearest to `step`.
@@ -19,15 +20,15 @@
     return step - columns.step[low] <= columns.step[high] - step ? low : high;
   }
 
+  const said = (value) => (value === null ? "–" : value.toLocaleString("en", { maximumSignificantDigits: 4 }));
+
   function show(place) {
     const step = columns.step[place];
-    for (const { metrics, plot: [low, high, start, end], readout, cursor } of charts) {
-      const values = metrics.map(([metric, name]) => {
-        const value = columns.values[metric][place];
-        const said = value === null ? "–" : Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
-        return metrics.length > 1 ? `${name} ${said}` : said;
-      });
-      readout.textContent = `step ${step.toLocaleString("en")}: ${values.join(", ")}`;
+    for (const { metrics, plot: [low, high, start, end], readout, cursor, legend } of charts) {
+      const values = metrics.map((name) => said(columns.values[name][place]));
+      const one = legend.length ? "" : `: ${values[0]}`;
+      readout.textContent = `step ${step.toLocaleString("en")}${one}`;
+      legend.forEach((entry, i) => { entry.textContent = values[i]; });
       const x = high > low ? start + ((step - low) / (high - low)) * (end - start) : (start + end) / 2;
       cursor.setAttribute("x1", x);
       cursor.setAttribute("x2", x);
@@ -36,8 +37,9 @@
   }
 
   function rest() {
-    for (const { readout, cursor } of charts) {
+    for (const { readout, cursor, legend } of charts) {
       readout.textContent = "";
+      for (const entry of legend) entry.textContent = "";
       cursor.setAttribute("visibility", "hidden");
     }
   }
