@@ -1,13 +1,11 @@
-"""With what a run, or a comparison, was made: versions, commit, command, samples."""
+"""With what a run was made: versions, commit, command."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -69,12 +67,3 @@ def provenance() -> dict[str, Any]:
 def text_hash(text: object) -> str:
     """BLAKE2b of a text, such as a chat template: 16 hexadecimal digits."""
     return hashlib.blake2b(str(text).encode(), digest_size=8).hexdigest()
-
-
-def samples_hash(rows: Iterable[Mapping[str, Any]]) -> str:
-    """16 hexadecimal digits of what a comparison reads of samples.jsonl (key, sample, score, extracted answer), in
-    whatever order the rows stand. Where two rows are of the same sample, the first counts, as everywhere."""
-    read: dict[tuple[str, int], Any] = {}
-    for row in rows:
-        read.setdefault((row["key"], row["sample"]), [row["score"], row["extracted"]])
-    return hashlib.blake2b(json.dumps(sorted(read.items())).encode(), digest_size=8).hexdigest()

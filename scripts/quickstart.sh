@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains a tiny model by GRPO with LoRA and AQN, scores it before and after on held-out problems, shows both.
+# Trains a tiny model by GRPO with LoRA and AQN, scores it before and after on held-out problems, shows both,
+# and writes a page with the curves and the completions.
 #
 #   bash scripts/quickstart.sh        from any folder; `make quickstart` sets up .venv first
 #
@@ -7,7 +8,7 @@
 #   QUICKSTART_SEED    seed of training and evaluation (1)
 #   QUICKSTART_ENGINE  what evaluates: hf (transformers) or vllm (hf)
 #   PYTHON             the Python to use (.venv's, else python3)
-# Everything is written to outputs/quickstart_<seed>_<date>; the last line on the screen is JSON.
+# Everything is written to outputs/quickstart_<seed>_<date>, with report.html; the last line on the screen is JSON.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

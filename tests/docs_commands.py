@@ -171,6 +171,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.scaling",
             "benchmarks.reward_curves",
             "benchmarks.accelerator",
+            "benchmarks.report_page",
         )
     },
     ("python", "-m", "benchmarks.evaluator"): lambda words: benchmark(["benchmarks.evaluator.__main__", *words]),

@@ -24,6 +24,7 @@ LEVELS = [
         "sharding",
         "checkpoints",
         "tracking",
+        "results",
     },
     {"tasks", "grading"},
     {"rewards", "engines", "adapters", "noise"},

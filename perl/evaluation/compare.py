@@ -27,11 +27,10 @@ from rich.table import Table
 from perl.errors import UserError
 from perl.evaluation.plan import cluster_of
 from perl.evaluation.statistics import paired_difference
-from perl.evaluation.store import Record, differences
+from perl.evaluation.store import differences
 from perl.evaluation.summary import problem_scores, shown
-from perl.provenance import samples_hash
+from perl.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_json, read_samples, samples_hash
 
-COMPARE = "compare.json"
 MODEL = ("model", "adapter", "base_hash", "adapter_hash")
 CONDITIONS = (
     "tasks", "styles", "chat_template_hash", "sampling", "dtype", "max_model_len", "adapter_mode", "engines",
@@ -44,7 +43,7 @@ CONDITIONS = (
 class Results:
     """What lies in one dataset's folder."""
 
-    samples: dict[str, dict[int, Record]]
+    samples: dict[str, dict[int, SampleRecord]]
     """Record by key and sample."""
     summary: dict[str, Any]
     """summary.json, or run.json as long as there is none."""
@@ -54,36 +53,24 @@ def read_results(folder: Path, flag: str) -> dict[str, Results]:
     """Every dataset in the result folder of a single evaluation, finished or not. UserErrors name `flag`."""
     if not folder.is_dir():
         raise UserError(f"{flag} {folder}: no such folder; write the --result_dir of an evaluation")
-    if (folder / "sweep.json").is_file():
-        names = [entry["name"] for entry in _json(folder / "sweep.json", flag)["candidates"]]
+    if (folder / SWEEP).is_file():
+        names = [entry["name"] for entry in read_json(folder / SWEEP, flag)["candidates"]]
         raise UserError(f"{flag} {folder}: holds a sweep; write the folder of one of {', '.join(names)} in it")
-    found = {path.parent.name: path for path in sorted(folder.glob("*/samples.jsonl"))}
+    found = {path.parent.name: path for path in sorted(folder.glob(f"*/{SAMPLES}"))}
     if not found:
-        hint = f"; did you mean {folder.parent}?" if (folder / "samples.jsonl").is_file() else ""
+        hint = f"; did you mean {folder.parent}?" if (folder / SAMPLES).is_file() else ""
         raise UserError(f"{flag} {folder}: holds no results (no DATASET/samples.jsonl){hint}")
     return {name: _read(path, flag) for name, path in found.items()}
 
 
 def _read(file: Path, flag: str) -> Results:
-    samples: dict[str, dict[int, Record]] = defaultdict(dict)
-    for line in file.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-            _ = record["score"], record["extracted"]  # what is compared
-            samples[record["key"]].setdefault(record["sample"], record)
-        except (ValueError, KeyError, TypeError):  # a torn line, owed again by whoever writes here
-            continue
-    for name in ("summary.json", "run.json"):
+    samples: dict[str, dict[int, SampleRecord]] = defaultdict(dict)
+    for (key, sample), record in read_samples(file).items():
+        samples[key][sample] = record
+    for name in (SUMMARY, RUN):
         if (file.parent / name).is_file():
-            return Results(samples, _json(file.parent / name, flag))
+            return Results(samples, read_json(file.parent / name, flag))
     return Results(samples, {})
-
-
-def _json(file: Path, flag: str) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{flag}: {file} is not readable ({error})") from error
 
 
 def require_common(other: Path, this: Path, keys: Mapping[str, Collection[str]], flags: tuple[str, str]) -> None:

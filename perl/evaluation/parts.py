@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -18,11 +17,12 @@ from perl.evaluation.contamination import trained_on
 from perl.evaluation.plan import Plan, Row
 from perl.evaluation.record import Finished
 from perl.evaluation.setup import MERGED, Setup, weights_of
-from perl.evaluation.store import Store, write_json
+from perl.evaluation.store import Store
 from perl.evaluation.summary import grading_of, summarize
 from perl.evaluation.worker import Load
 from perl.evaluation.workers import Batch
 from perl.provenance import provenance
+from perl.results import SUMMARY, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -147,16 +147,16 @@ def conclude(setup: Setup, part: Part, generation: dict[str, Any] | None) -> dic
     for plan in part.plans:
         store = part.stores[plan.rows[0].dataset]
         summaries[plan.name] = _conclude_dataset(setup, part.candidate, plan, store, generation)
-    write_json(setup.folder(part.candidate) / "summary.json", summaries)
+    write_json(setup.folder(part.candidate) / SUMMARY, summaries)
     return summaries
 
 
 def _conclude_dataset(
     setup: Setup, candidate: Candidate, plan: Plan, store: Store, generation: dict[str, Any] | None
 ) -> dict[str, Any]:
-    file = store.folder / "summary.json"
+    file = store.folder / SUMMARY
     if generation is None and file.is_file():  # nothing was generated this time: the speed of the time before stands
-        generation = json.loads(file.read_text(encoding="utf-8"))["generation"]
+        generation = read_json(file)["generation"]
     summary = {
         **summarize([store.records[row.key, row.sample] for row in plan.rows], plan.sampling.n),
         "generation": generation,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from perl.evaluation.store import Record
+from perl.results import SampleRecord
 
 LOG_EVERY_S = 30.0
 
@@ -37,7 +37,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: SampleRecord) -> None:
         """Count one graded record (called from the recorder's thread)."""
         self.started = self.started or time.monotonic() - record["time"]
         self.done += 1

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from perl.evaluation.plan import Row
-from perl.evaluation.store import Record, Store
+from perl.evaluation.store import Store
 from perl.grading import Grader
 from perl.records import Completion, Grade
+from perl.results import SampleRecord
 from perl.tasks import TASKS
 
 BATCH = 256
@@ -39,7 +40,7 @@ class Recorder:
     """
 
     def __init__(
-        self, stores: Mapping[str, Store], engine: str, on_record: Callable[[Record], None] = lambda record: None
+        self, stores: Mapping[str, Store], engine: str, on_record: Callable[[SampleRecord], None] = lambda record: None
     ):
         self._stores = stores
         self._engine = engine
@@ -102,7 +103,7 @@ class Recorder:
                 self._on_record(record)
 
 
-def record_of(finished: Finished, grade: Grade, engine: str) -> Record:
+def record_of(finished: Finished, grade: Grade, engine: str) -> SampleRecord:
     """A line of samples.jsonl."""
     row, completion = finished.row, finished.completion
     return {

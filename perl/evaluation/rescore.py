@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter, defaultdict
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError, lookup
-from perl.evaluation.store import GRADING_HASH, Record, Store, locked, write_json
+from perl.evaluation.store import GRADING_HASH, Store, locked
 from perl.evaluation.summary import grading_of, print_table, summarize
-from perl.evaluation.sweep import SWEEP, print_sweep
+from perl.evaluation.sweep import print_sweep
 from perl.grading import Grader, rules_hash
 from perl.provenance import provenance
+from perl.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_json, write_json
 from perl.tasks import TASKS
 
 logger = logging.getLogger(__name__)
@@ -33,26 +32,26 @@ def rescore(config: EvalConfig) -> None:
     given = [f"--{f.name}" for f in fields(config) if getattr(config, f.name) not in (f.default, "", None)]
     if unused := [flag for flag in given if flag not in ("--rescore", "--result_dir")]:
         logger.warning("--rescore grades all that lies in --result_dir; not read: %s", " ".join(unused))
-    files = sorted([*result_dir.glob("*/samples.jsonl"), *result_dir.glob("*/*/samples.jsonl")])
+    files = sorted([*result_dir.glob(f"*/{SAMPLES}"), *result_dir.glob(f"*/*/{SAMPLES}")])
     if not files:
         raise UserError(f"--result_dir {result_dir}: holds no results to grade (no DATASET/samples.jsonl)")
     with locked(result_dir), Grader() as grader:
         for file in files:
-            identity = _load(file.parent / "run.json") | {GRADING_HASH: rules_hash()}
+            identity = read_json(file.parent / RUN) | {GRADING_HASH: rules_hash()}
             store = Store(file.parent, {name: value for name, value in identity.items() if name != GRADING_HASH})
             before = list(store.records.values())
             after = regrade(before, grader)
             store.replace(after)
-            write_json(file.parent / "run.json", identity)
+            write_json(file.parent / RUN, identity)
             changed = [(a, b) for a, b in zip(before, after, strict=True) if a["score"] != b["score"]]
             _tell(str(file.parent.relative_to(result_dir)), len(after), changed, console)
             refresh(file.parent, after, len(changed), console)
         _refresh_tables(result_dir, console)
 
 
-def regrade(records: list[Record], grader: Grader) -> list[Record]:
+def regrade(records: list[SampleRecord], grader: Grader) -> list[SampleRecord]:
     """The same records in the same order with today's verdicts."""
-    regraded: list[Record] = list(records)
+    regraded: list[SampleRecord] = list(records)
     by_task: dict[str, list[int]] = defaultdict(list)
     for place, record in enumerate(records):
         by_task[record["task"]].append(place)
@@ -62,20 +61,26 @@ def regrade(records: list[Record], grader: Grader) -> list[Record]:
             batch = places[start : start + BATCH]
             texts, golds = ([records[place][name] for place in batch] for name in ("completion", "gold"))
             for place, grade in zip(batch, grader.grade(rubric, texts, golds), strict=True):
-                regraded[place] = records[place] | grade.as_dict()
+                regraded[place] = {
+                    **records[place],
+                    "score": grade.score,
+                    "scores": grade.scores,
+                    "extracted": grade.extracted,
+                    "reason": grade.reason,
+                }
     return regraded
 
 
-def refresh(folder: Path, records: list[Record], changed: int, console: Console) -> None:
+def refresh(folder: Path, records: list[SampleRecord], changed: int, console: Console) -> None:
     """Compute summary.json anew over the problems that are complete, if there is one; what tells how the rows were made
     stays."""
-    file = folder / "summary.json"
+    file = folder / SUMMARY
     if not file.is_file():
         console.print("  not finished, so without a summary; the command that began it goes on", highlight=False)
         return
-    before = _load(file)
+    before = read_json(file)
     n = before["n"]
-    by_key: dict[str, list[Record]] = defaultdict(list)
+    by_key: dict[str, list[SampleRecord]] = defaultdict(list)
     for record in records:
         if record["sample"] < n:
             by_key[record["key"]].append(record)
@@ -89,7 +94,7 @@ def refresh(folder: Path, records: list[Record], changed: int, console: Console)
     write_json(file, summary)
 
 
-def _tell(name: str, count: int, changed: list[tuple[Record, Record]], console: Console) -> None:
+def _tell(name: str, count: int, changed: list[tuple[SampleRecord, SampleRecord]], console: Console) -> None:
     kinds = Counter((a["reason"], b["reason"]) for a, b in changed)
     how = ": " + ", ".join(f"{n} from {a} to {b}" for (a, b), n in kinds.most_common()) if kinds else ""
     console.print(f"{name}: {count} completions graded again, {len(changed)} verdicts changed{how}", highlight=False)
@@ -103,25 +108,18 @@ def _tell(name: str, count: int, changed: list[tuple[Record, Record]], console: 
 
 def _refresh_tables(result_dir: Path, console: Console) -> None:
     """Write the tables above the datasets anew: each candidate's summary.json, and sweep.json."""
-    for file in sorted([*result_dir.glob("summary.json"), *result_dir.glob("*/summary.json")]):
-        if not (file.parent / "run.json").is_file():  # a dataset's own is done
-            own = [(name, file.parent / name / "summary.json") for name in _load(file)]
-            summaries = {name: _load(of_dataset) for name, of_dataset in own if of_dataset.is_file()}
+    for file in sorted([*result_dir.glob(SUMMARY), *result_dir.glob(f"*/{SUMMARY}")]):
+        if not (file.parent / RUN).is_file():  # a dataset's own is done
+            own = [(name, file.parent / name / SUMMARY) for name in read_json(file)]
+            summaries = {name: read_json(of_dataset) for name, of_dataset in own if of_dataset.is_file()}
             write_json(file, summaries)
             if file.parent == result_dir and summaries:
                 print_table(summaries, console)
     if (result_dir / SWEEP).is_file():
-        sweep = _load(result_dir / SWEEP)
+        sweep = read_json(result_dir / SWEEP)
         for entry in sweep["candidates"]:
             if entry["metrics"] is not None:
-                summaries = _load(result_dir / entry["name"] / "summary.json")
+                summaries = read_json(result_dir / entry["name"] / SUMMARY)
                 entry["metrics"] = {name: summary["metrics"] for name, summary in summaries.items()}
         write_json(result_dir / SWEEP, sweep)
         print_sweep(sweep["candidates"], console)
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not readable ({error})") from error

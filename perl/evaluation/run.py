@@ -17,19 +17,20 @@ from rich.console import Console
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.engines.vllm import lora_rank
 from perl.errors import UserError
-from perl.evaluation.compare import COMPARE, compare, print_comparison, require_common
+from perl.evaluation.compare import compare, print_comparison, require_common
 from perl.evaluation.contamination import warn_of_trained
 from perl.evaluation.parts import Part, batches, conclude
 from perl.evaluation.plan import make_plans
 from perl.evaluation.progress import Progress
 from perl.evaluation.record import Finished, Recorder
 from perl.evaluation.setup import Setup, worker_specs
-from perl.evaluation.store import locked, write_json
+from perl.evaluation.store import locked
 from perl.evaluation.summary import print_table
-from perl.evaluation.sweep import SWEEP, SweepError, print_sweep, sweep_entry
+from perl.evaluation.sweep import SweepError, print_sweep, sweep_entry
 from perl.evaluation.tracking import check_tracker, log_results
 from perl.evaluation.workers import WorkerError, Workers
 from perl.provenance import provenance
+from perl.results import COMPARE, SWEEP, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@ weights."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,11 +16,12 @@ from perl.errors import UserError
 from perl.evaluation.candidates import Candidate, find_candidates
 from perl.evaluation.executors import EXECUTORS, Executor
 from perl.evaluation.plan import Plan, Row, described
-from perl.evaluation.store import GRADING_HASH, write_json
+from perl.evaluation.store import GRADING_HASH
 from perl.evaluation.worker import Load, WorkerSpec
 from perl.grading import rules_hash
 from perl.prompts import require_chat_template
 from perl.provenance import text_hash
+from perl.results import read_json, write_json
 
 MERGED = "merged"
 MERGE_REPORT = "merge.json"
@@ -93,7 +93,7 @@ class Setup:
         file = self.folder(candidate) / MERGE_REPORT
         if candidate.adapter is None or self.config.adapter_mode != "merge" or not file.is_file():
             return None
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = read_json(file)
         same = (report["base_hash"], report["adapter_hash"]) == (self.base_hash, candidate.adapter_hash)
         return report if same else None
 

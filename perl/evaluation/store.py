@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from perl.errors import UserError
+from perl.results import RUN, SAMPLES, SampleRecord, atomic_write, json_line, read_json, read_samples, write_json
 
 logger = logging.getLogger(__name__)
 
 GRADING_HASH = "grading_hash"
 """In run.json: hash of the code that graded (perl.grading.rules_hash)."""
-Record = dict[str, Any]
 RowId = tuple[str, int]
 """(key, sample)."""
 
@@ -55,10 +55,10 @@ class Store:
                 was begun with another one is refused, with the difference named.
         """
         self.folder = folder
-        self.path = folder / "samples.jsonl"
-        self.records: dict[RowId, Record] = {}
+        self.path = folder / SAMPLES
+        self.records: dict[RowId, SampleRecord] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self.grading_hash: str | None = _require_same(folder / "run.json", json.loads(json.dumps(identity)))
+        self.grading_hash: str | None = _require_same(folder / RUN, json.loads(json.dumps(identity)))
         """Of the rules that graded the first rows; None: of a version that did not note it."""
         if self.path.exists():
             self._load()
@@ -66,9 +66,9 @@ class Store:
     def __contains__(self, row: RowId) -> bool:
         return row in self.records
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[SampleRecord]) -> None:
         """Add rows, on disk when this returns (as far as the kernel goes: a killed process loses none of them)."""
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        lines = "".join(map(json_line, records))
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(lines)
@@ -79,35 +79,21 @@ class Store:
         for record in records:
             self.records.setdefault((record["key"], record["sample"]), record)
 
-    def replace(self, records: Sequence[Record]) -> None:
-        """Write the file anew with `records`; the old one stays until the new one is whole on disk."""
-        temporary = self.path.with_name(f".{self.path.name}.partial")
+    def replace(self, records: Sequence[SampleRecord]) -> None:
+        """Write the file again with `records`; the old one stays until the new one is whole on disk."""
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
+            with atomic_write(self.path) as file:
+                file.writelines(map(json_line, records))
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise UserError(f"{self.path}: {error.strerror}; it stays as it was") from error
         self.records = {(record["key"], record["sample"]): record for record in records}
 
     def _load(self) -> None:
-        """Read what is there; cut a torn last line off."""
+        """Read what is there; cut a torn last line off, so that the next one does not continue it."""
+        self.records = read_samples(self.path)
         data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        broken = 0
-        for line in whole.splitlines():
-            try:
-                record = json.loads(line)
-                self.records.setdefault((record["key"], record["sample"]), record)
-            except (ValueError, KeyError, TypeError):
-                broken += 1
-        if len(whole) < len(data):
-            os.truncate(self.path, len(whole))
-        if broken or len(whole) < len(data):
-            logger.warning("%s: %d broken lines, made again", self.path, broken + (len(whole) < len(data)))
+        if data and not data.endswith(b"\n"):
+            os.truncate(self.path, data.rfind(b"\n") + 1)
 
 
 def _require_same(file: Path, identity: dict[str, Any]) -> str | None:
@@ -115,10 +101,7 @@ def _require_same(file: Path, identity: dict[str, Any]) -> str | None:
     if not file.exists():
         write_json(file, identity)
         return identity.get(GRADING_HASH)
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: not readable ({error}); remove the folder, or name another --result_dir") from error
+    before = read_json(file, hint="remove the folder, or name another --result_dir")
     graded = before.pop(GRADING_HASH, None)
     if None not in (graded, grading := identity.pop(GRADING_HASH, None)) and graded != grading:
         logger.warning("%s was graded by other rules than today's; --rescore grades all of it again", file.parent)
@@ -141,10 +124,3 @@ def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, A
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write atomically."""
-    temporary = file.with_name(f".{file.name}.partial")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(file)

@@ -18,17 +18,17 @@ from perl.evaluation.statistics import (
     pass_at_k,
     powers_of_two,
 )
-from perl.evaluation.store import Record
+from perl.results import SampleRecord
 from perl.tasks import TASKS
 
 
-def summarize(records: Sequence[Record], n: int) -> dict[str, Any]:
+def summarize(records: Sequence[SampleRecord], n: int) -> dict[str, Any]:
     """Everything that is computed from the records: metrics with intervals, shares, lengths.
 
     Args:
         records: `n` of each problem.
     """
-    by_problem: dict[str, list[Record]] = defaultdict(list)
+    by_problem: dict[str, list[SampleRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record["sample"]):
         by_problem[record["key"]].append(record)
     count = len(records)
@@ -52,14 +52,14 @@ def summarize(records: Sequence[Record], n: int) -> dict[str, Any]:
     }
 
 
-def metrics(by_problem: Mapping[str, Sequence[Record]]) -> dict[str, Estimate]:
+def metrics(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str, Estimate]:
     """accuracy (the mean score of all samples), avg@n (the same under its usual name), pass@k and maj@k, each a mean
     over problems with a 95 % interval by bootstrap over problems (equal problems are one cluster)."""
     clusters = [cluster_of(key) for key in by_problem]
     return {name: clustered_bootstrap(values, clusters) for name, values in problem_scores(by_problem).items()}
 
 
-def problem_scores(by_problem: Mapping[str, Sequence[Record]]) -> dict[str, list[float]]:
+def problem_scores(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str, list[float]]:
     """Each metric's value for each problem, in their order."""
     groups = list(by_problem.values())
     n = min(map(len, groups))
@@ -73,7 +73,7 @@ def problem_scores(by_problem: Mapping[str, Sequence[Record]]) -> dict[str, list
     return per_problem
 
 
-def rule_means(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+def rule_means(records: Sequence[SampleRecord]) -> dict[str, dict[str, float]]:
     """Each rule's mean score and how many samples it was asked about (a fallback is not asked about all)."""
     scores: dict[str, list[float]] = defaultdict(list)
     for record in records:

@@ -21,8 +21,6 @@ from rich.table import Table
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.summary import shown
 
-SWEEP = "sweep.json"
-
 
 class SweepError(RuntimeError):
     """Some candidates were not scored, and all others were. One line."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +38,26 @@ class Point:
 class Curve:
     name: str
     points: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A metric over the optimizer steps."""
+
+    metric: str
+    """Its name in metrics.jsonl."""
+    name: str
+    """What it is called in the legend."""
+    points: Sequence[tuple[int, float]]
+    """(step, value), ascending, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Scores that differ in the model alone, the first of them without training."""
+
+    title: str
+    rows: Sequence[tuple[str, Point]]
 
 
 ROW, BOTTOM = 44, 24
@@ -87,10 +109,10 @@ def estimates(what: str, rows: Sequence[tuple[str, Point, str]], scale: Scale, g
     )
 
 
-def percent_grid(scale: Scale, bottom: float) -> list[Markup]:
+def percent_grid(scale: Scale, bottom: float, marks: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)) -> list[Markup]:
     """Vertical lines at 0, 25, … 100 % and their labels below."""
     parts = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+    for share in marks:
         anchor = {0.0: "start", 1.0: "end"}.get(share, "middle")
         parts.append(line(scale(share), 0, scale(share), bottom, class_="grid"))
         parts.append(text(f"{100 * share:.0f} %", scale(share), bottom + 17, text_anchor=anchor, class_="tick"))
@@ -238,3 +260,127 @@ def spaced(places: Sequence[float], x: Scale, gap: float = 34) -> list[float]:
     if kept[-1] != places[-1]:
         kept[-1] = places[-1]
     return kept
+
+
+TREND_HEIGHT = 200
+SMOOTHED_FROM = 40
+"""Logs from which a line is drawn as their running mean, with the logs themselves thin behind it."""
+DENSE_FROM = 300
+"""Logs from which they are drawn paler."""
+
+
+def window(count: int) -> int:
+    """Logs in the running mean of a line of `count` logs: about a fifteenth of them, odd; 1 is none."""
+    return count // 30 * 2 + 1 if count >= SMOOTHED_FROM else 1
+
+
+def running_mean(values: Sequence[float], size: int) -> list[float]:
+    """Mean of the `size` (odd) values around each value; at the ends of as many on both sides as there are."""
+    sums = [0.0, *itertools.accumulate(values)]
+    means = []
+    for place in range(len(values)):
+        reach = min(size // 2, place, len(values) - 1 - place)
+        means.append((sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1))
+    return means
+
+
+def trend(lines: Sequence[Line], what: str, *, unit: str, span: Sequence[float] = (), smooth: bool = True) -> Markup:
+    """Metrics over the optimizer steps. The page's script finds what it needs for the values under the pointer in the
+    data attributes.
+
+    Args:
+        unit: of the vertical axis, written above it.
+        span: values that the vertical axis shows in any case.
+        smooth: draw the running mean where there are many logs.
+    """
+    top, right, bottom = 30, 14, 36
+    values = [value for line in lines for _, value in line.points]
+    steps = [step for line in lines for step, _ in line.points]
+    levels = ticks(min([*values, *span]), max([*values, *span]), 5)
+    labels = [f"{level:,.10g}".replace("-", "−") for level in levels]
+    left = 14 + 6.6 * max(map(len, labels))
+    x = Scale(min(steps), max(steps), left, WIDTH - right)
+    y = Scale(levels[0], levels[-1], TREND_HEIGHT - bottom, top)
+    parts = [text(unit, 0, 12, class_="tick unit"), text("", WIDTH - right, 12, text_anchor="end", class_="readout")]
+    for level, label in zip(levels, labels, strict=True):
+        parts.append(line(left, y(level), WIDTH - right, y(level), class_="grid"))
+        parts.append(text(label, left - 6, y(level) + 4, text_anchor="end", class_="tick"))
+    for mark in whole_marks(min(steps), max(steps)):
+        label = f"{mark:,}"
+        place = min(x(mark), WIDTH - 3.5 * len(label))  # the last one would be cut off at the edge
+        parts.append(line(x(mark), y(levels[0]), x(mark), y(levels[0]) + 4, class_="grid"))
+        parts.append(text(label, place, TREND_HEIGHT - bottom + 17, text_anchor="middle", class_="tick"))
+    middle = (left + WIDTH - right) / 2
+    parts.append(text("optimizer step", middle, TREND_HEIGHT - 4, text_anchor="middle", class_="tick"))
+    for number, each in enumerate(lines):
+        parts += trace(each, x, y, number, smooth)
+    parts.append(line(left, top, left, TREND_HEIGHT - bottom, class_="cursor", visibility="hidden"))
+    return drawing(
+        TREND_HEIGHT,
+        f"{what} ({unit}). {'; '.join(map(in_words, lines))}",
+        *parts,
+        class_="chart trend",
+        data_metrics=json.dumps([each.metric for each in lines]),
+        data_plot=json.dumps([x.low, x.high, x.start, x.end]),
+    )
+
+
+def trace(each: Line, x: Scale, y: Scale, number: int, smooth: bool) -> list[Markup]:
+    """One line, or its running mean with the logs behind it; a dot where there is a single log."""
+    if len(each.points) == 1:
+        ((step, value),) = each.points
+        return [element("circle", cx=x(step), cy=y(value), r=4.0, class_=f"dot s{number}")]
+    steps, values = zip(*each.points, strict=True)
+    size = window(len(values)) if smooth else 1
+    drawn = path(
+        [(x(s), y(v)) for s, v in zip(steps, running_mean(values, size), strict=True)], class_=f"line s{number}"
+    )
+    if size == 1:
+        return [drawn]
+    kind = "raw dense" if len(values) > DENSE_FROM else "raw"
+    return [path([(x(s), y(v)) for s, v in each.points], class_=f"{kind} s{number}"), drawn]
+
+
+def in_words(each: Line) -> str:
+    (first, start), (last, end) = each.points[0], each.points[-1]
+    return f"{each.name}: {start:.4g} at step {first:,}, {end:.4g} at step {last:,}"
+
+
+def whole_marks(low: int, high: int) -> list[int]:
+    """About five round whole numbers from `low` to `high`; `low` itself where there are none."""
+    return [int(mark) for mark in ticks(low, high, 5) if low <= mark <= high and mark == int(mark)] or [low]
+
+
+GROUP, BAR = 26, 26
+"""Heights of a group's title and of a bar with the space below it."""
+PERCENT_MARKS = (0.0, 0.5, 1.0)
+
+
+def before_after(groups: Sequence[Bars]) -> Markup:
+    """A bar with its interval for each score, on one axis from 0 to 100 %."""
+    names = [name for group in groups for name, _ in group.rows]
+    left, right = min(14 + 6.6 * max(map(len, names)), 150), WIDTH - 150
+    scale = Scale(0.0, 1.0, left, right)
+    parts, y, spoken = [], 0, []
+    for group in groups:
+        parts.append(text(group.title, 0, y + 17, class_="name"))
+        y += GROUP
+        end = y + BAR * len(group.rows)
+        parts += [line(scale(share), y - 2, scale(share), end - 4, class_="grid") for share in PERCENT_MARKS]
+        for place, (name, point) in enumerate(group.rows):
+            said = f"{name}: {point.words}"
+            spoken.append(f"{group.title}, {said}")
+            parts.append(text(shortened(name, 19), left - 8, y + 14, text_anchor="end", class_="tick"))
+            kind = "bar first" if place else "bar before"
+            parts.append(rect(left, y + 2, scale(point.value) - left, 16, title(said), rx=2, class_=kind))
+            parts += interval(scale(point.low), scale(point.high), y + 10)
+            parts.append(text(point.words, WIDTH, y + 14, text_anchor="end", class_="value"))
+            y += BAR
+    for share in PERCENT_MARKS:
+        parts.append(text(f"{100 * share:.0f} %", scale(share), y + 12, text_anchor="middle", class_="tick"))
+    label = f"Scores with 95 % intervals. {'; '.join(spoken)}"
+    return drawing(y + 18, label, *parts, class_="chart scores")
+
+
+def shortened(name: str, longest: int) -> str:
+    return name if len(name) <= longest else name[: longest - 1] + "…"

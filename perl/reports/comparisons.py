@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perl.provenance import samples_hash
+from perl.results import samples_hash
 
 logger = logging.getLogger(__name__)
 

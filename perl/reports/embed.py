@@ -1,7 +1,8 @@
-"""Samples as they stand in the page: columns, deflated, in base64, in pieces that a browser reads one after another.
+"""The values of a training's steps, and samples, as they stand in the page.
 
-A piece is data, never markup: base64 has no character that HTML could take for a tag. What stands in the page as plain
-JSON has its `<`, `>`, `&` and line separators escaped.
+Samples stand there as columns, deflated, in base64, in pieces that a browser reads one after another. A piece is data,
+never markup: base64 has no character that HTML could take for a tag. What stands in the page as plain JSON has its `<`,
+`>`, `&` and line separators escaped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from markupsafe import Markup
 
 from perl.reports.results import Record, Run, Scored
+from perl.reports.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -37,43 +39,57 @@ def deflated(value: Any) -> str:
     return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogatepass"), 6)).decode("ascii")
 
 
-def pieces(runs: Sequence[Run]) -> Iterator[str]:
-    """Every run's problems and samples as deflated pieces: `problems` before the `samples` that refer to them.
+def step_columns(run: TrainingRun, names: Sequence[str]) -> dict[str, Any]:
+    """{"step": […], "values": {name: [a value or null for each step]}}, values to five significant digits."""
+    values = {name: [None if v is None else float(f"{v:.5g}") for v in run.metrics[name]] for name in names}
+    return {"step": run.steps, "values": values}
 
-    {"problems": {"dataset": name, "first": index of the first, "key": […], "prompt": […], "gold": […], …}}
+
+def pieces(runs: Sequence[Run]) -> Iterator[str]:
+    """Every run's problems and samples as deflated pieces: `problems` before the `samples` that refer to them. Runs
+    with the same prompt for a problem share it.
+
+    {"problems": {"dataset": name, "head": …, "tail": … (shared_ends), "key": […], "prompt": […], "gold": […], …}}
     {"samples": {"dataset": name, "run": index, "problem": [index among the dataset's problems], "completion": […], …}}
     """
     limit = longest_that_fits([len(r["completion"]) for run in runs for s in run.scored for r in s.records])
-    known: dict[str, dict[str, int]] = {}
+    known: dict[str, dict[tuple[str, str], int]] = {}
     for number, run in enumerate(runs):
         for scored in run.scored:
             index = known.setdefault(scored.dataset, {})
-            fresh: dict[str, Record] = {}
+            fresh: dict[tuple[str, str], Record] = {}
             for record in scored.records:
-                if record["key"] not in index:
-                    fresh.setdefault(record["key"], record)
+                if problem_of(record) not in index:
+                    fresh.setdefault(problem_of(record), record)
+            ends = shared_ends(scored) if fresh else (0, 0)
             for batch in batches(list(fresh.values()), "prompt"):
-                yield deflated({"problems": problem_columns(scored.dataset, len(index), batch)})
-                index |= {record["key"]: len(index) + i for i, record in enumerate(batch)}
+                yield deflated({"problems": problem_columns(scored.dataset, ends, batch)})
+                index |= {problem_of(record): len(index) + i for i, record in enumerate(batch)}
             for batch in batches(scored.records, "completion"):
                 columns = sample_columns(scored.dataset, number, index, batch, limit)
                 yield deflated({"samples": columns | compared_columns(run, scored.dataset, batch)})
 
 
-def problem_columns(dataset: str, first: int, records: Sequence[Record]) -> dict[str, Any]:
+def problem_of(record: Record) -> tuple[str, str]:
+    return record["key"], record["prompt"]
+
+
+def problem_columns(dataset: str, ends: tuple[int, int], records: Sequence[Record]) -> dict[str, Any]:
     names = ("key", "prompt", "gold", "source", "task", "prompt_tokens")
-    return {"dataset": dataset, "first": first} | {name: [r[name] for r in records] for name in names}
+    head, tail = ends
+    return {"dataset": dataset, "head": head, "tail": tail} | {name: [r[name] for r in records] for name in names}
 
 
 def sample_columns(
-    dataset: str, run: int, index: dict[str, int], records: Sequence[Record], limit: int
+    dataset: str, run: int, index: dict[tuple[str, str], int], records: Sequence[Record], limit: int
 ) -> dict[str, Any]:
-    names = ("sample", "score", "scores", "extracted", "reason", "tokens", "finish_reason", "error", "time", "seed")
+    names = ("sample", "score", "scores", "extracted", "reason", "tokens", "finish_reason", "error", "time")
     return {
         "dataset": dataset,
         "run": run,
-        "problem": [index[r["key"]] for r in records],
+        "problem": [index[problem_of(r)] for r in records],
         "completion": [shortened(r["completion"], limit) for r in records],
+        "seed": [str(r["seed"]) for r in records],  # of 63 bits, and a number of JavaScript holds 53
     } | {name: [r[name] for r in records] for name in names}
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from perl.reports import charts
-from perl.reports.charts import Curve, Point
+from perl.reports.charts import Bars, Curve, Line, Point
 from perl.reports.results import Record, Run, Scored
+from perl.reports.training_run import TrainingRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,136 @@ class Figure:
     chart: Markup
     legend: Sequence[tuple[str, str]] = ()
     """(class of the swatch, name)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverSteps:
+    """A chart over the optimizer steps."""
+
+    title: str
+    note: str
+    unit: str
+    lines: dict[str, str]
+    """Metrics of docs/training.md and docs/performance.md, with their names in the legend."""
+    span: tuple[float, ...] = ()
+    """Values that the vertical axis shows in any case."""
+    smooth: bool = True
+
+
+REWARD = OverSteps(
+    title="Reward",
+    note="Mean over a step's completions, and its running mean.",
+    unit="reward",
+    lines={"reward": "reward"},
+    span=(0.0, 1.0),
+)
+OVER_STEPS = (
+    OverSteps(
+        title="Completion length",
+        note="Mean over a step's completions.",
+        unit="tokens",
+        lines={"completions/mean_length": "length"},
+    ),
+    OverSteps(
+        title="Entropy",
+        note="Of the next token, mean over the completions' tokens.",
+        unit="nats a token",
+        lines={"entropy": "entropy"},
+        span=(0.0,),
+    ),
+    OverSteps(
+        title="Noise of the rollouts (AQN)",
+        note="σ of the schedule, and the root mean square of what the weights really changed by.",
+        unit="standard deviation",
+        lines={"aqn/sigma": "σ", "aqn/sigma_realized": "realized"},
+        span=(0.0,),
+        smooth=False,
+    ),
+    OverSteps(
+        title="Step time",
+        note="A whole step, and the two largest parts of it.",
+        unit="seconds",
+        lines={"timing/step": "step", "timing/rollout": "rollout", "timing/update": "update"},
+        span=(0.0,),
+    ),
+    OverSteps(
+        title="Sampler and trainer",
+        note="Mean absolute difference of their log-probabilities of the sampled tokens.",
+        unit="nats",
+        lines={"rollout/logp_mismatch": "difference"},
+        span=(0.0,),
+    ),
+    OverSteps(
+        title="Gradient norm",
+        note="Before clipping.",
+        unit="L2 norm",
+        lines={"grad_norm": "gradient norm"},
+        span=(0.0,),
+    ),
+)
+
+
+def of_reward(run: TrainingRun) -> Figure | None:
+    return over_training(run, REWARD)
+
+
+def of_training(run: TrainingRun) -> list[Figure]:
+    """The charts besides the reward's, of what was logged."""
+    return [figure for wanted in charts_of(run) if (figure := over_training(run, wanted))]
+
+
+def charts_of(run: TrainingRun) -> list[OverSteps]:
+    """OVER_STEPS, and before them one of the reward functions where there are several."""
+    functions = [name for name in run.metrics if re.fullmatch(r"rewards/.+/mean", name) and run.points(name)]
+    if len(functions) < 2:
+        return list(OVER_STEPS)
+    names = {name: name.removeprefix("rewards/").removesuffix("/mean") for name in functions}
+    note = "Mean of each function, before its weight."
+    return [OverSteps(title="Reward by function", note=note, unit="reward", lines=names, span=(0.0, 1.0)), *OVER_STEPS]
+
+
+def shown_metrics(run: TrainingRun) -> list[str]:
+    """Names of the logged metrics that are drawn."""
+    return [name for wanted in (REWARD, *charts_of(run)) for name in wanted.lines if run.points(name)]
+
+
+def over_training(run: TrainingRun, wanted: OverSteps) -> Figure | None:
+    lines = [Line(metric, name, points) for metric, name in wanted.lines.items() if (points := run.points(metric))]
+    if not lines:
+        return None
+    chart = charts.trend(lines, wanted.title, unit=wanted.unit, span=wanted.span, smooth=wanted.smooth)
+    legend = [(f"s{number}", line.name) for number, line in enumerate(lines)] if len(lines) > 1 else ()
+    return Figure(wanted.title, wanted.note, chart, legend)
+
+
+def before_and_after(runs: Sequence[Run], pairs: Mapping[int, int]) -> Figure | None:
+    """Scores without training and with it, dataset by dataset; None without a pair.
+
+    Args:
+        pairs: index of a run -> index of the one that it is compared with.
+    """
+    groups: dict[tuple[int, str], list[int]] = {}
+    for after, before in pairs.items():
+        for name in dataset_names([runs[after]]):
+            if name in dataset_names([runs[before]]):
+                groups.setdefault((before, name), []).append(after)
+    made = []
+    for (before, name), afters in groups.items():
+        names = ["before", *(["after"] if len(afters) == 1 else [runs[after].label for after in afters])]
+        found = [scored for i in (before, *afters) for scored in runs[i].scored if scored.dataset == name]
+        rows = [(said, accuracy(scored)) for said, scored in zip(names, found, strict=True)]
+        made.append(Bars(f"{name}, {sampled(found[0])}", rows))
+    if not made:
+        return None
+    return Figure("Before and after training", "Accuracy with its 95 % interval.", charts.before_after(made))
+
+
+def sampled(scored: Scored) -> str:
+    """How the completions were sampled, in a few words."""
+    summary = scored.summary
+    temperature, n = summary["sampling"]["temperature"], summary["n"]
+    each = "" if n == 1 else f", {n} samples each"
+    return f"{summary['problems']:,} problems{each}, " + (f"temperature {temperature:g}" if temperature else "greedy")
 
 
 OUTCOMES = {

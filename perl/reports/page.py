@@ -1,4 +1,6 @@
-"""report.html: one file, no network, from a result folder.
+"""report.html: one file, no network, of a training, of evaluations, or of both.
+
+`render` is the main path: a section is a function that gives the template's part of its name.
 
 Formulas are typeset in the reader's browser by Temml, which is part of the page: of the 19,174 formulas in the problems
 and solutions of MATH-500, AIME, AMC and 2,300 rows of DAPO-Math it refuses 3, which then show as source, whereas
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import shlex
 from collections.abc import Sequence
 from importlib import resources
@@ -20,38 +21,72 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import yaml
 from markupsafe import Markup
 
 from perl.errors import UserError
-from perl.reports import embed, figures
-from perl.reports.results import Run, read_runs
+from perl.reports import charts, embed, figures, training_run
+from perl.reports.results import Run
+from perl.reports.sources import Material, read_material
+from perl.reports.training_run import TrainingRun
+from perl.results import Summary, atomic_write
 
-SCRIPTS = ("temml.min.js", "formulas.js", "samples.js", "page.js")
+STYLES = ("palette.css", "charts.css", "report.css")
+STEPS_SCRIPTS = ("steps.js",)
+SAMPLES_SCRIPTS = ("temml.min.js", "formulas.js", "samples.js", "page.js")
 NAME = "report.html"
+ADAPTER_NAMES = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "lora_plus": "LoRA+"}
+"""As their papers write them; others stand as `config.peft.type` has them."""
 
 
-def write_report(result_dir: Path, output: Path | None = None) -> Path:
-    """Write the report of what lies in `result_dir`; return its path, `result_dir`/report.html unless given.
+def write_report(folder: Path) -> Path:
+    """Write the report of what lies in `folder` there; return its path. A UserError where nothing does."""
+    return write_page(read_material([folder]), folder / NAME)
 
-    Raises:
-        UserError: no results there, or `output` cannot be written.
-    """
-    output = output or result_dir / NAME
-    html = render(read_runs(result_dir))
-    temporary = output.with_name(f".{output.name}.partial")
+
+def write_page(material: Material, output: Path) -> Path:
+    """Write the page of `material`; return `output`. A UserError where it cannot be written."""
+    html = render(material)
     try:
-        temporary.write_text(html, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, output)
+        with atomic_write(output, errors="backslashreplace") as file:
+            file.write(html)
     except OSError as error:
         raise UserError(f"{output}: {error.strerror}; write another file after --output") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return output
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page of one run, or of the checkpoints of a sweep."""
-    scripts, style = [asset(name) for name in SCRIPTS], asset("report.css")
+def render(material: Material) -> str:
+    """The page: a result where scores before and after are there, the training, the scores, the samples, and how all
+    of it was made."""
+    training, runs = material.training, material.runs
+    sections, scripts = [], []
+    result = figures.before_and_after(runs, material.pairs)
+    if result:
+        sections.append(result_section(training, result))
+    if training:
+        sections.append(training_section(training, with_reward=result is None))
+        scripts += STEPS_SCRIPTS
+    if runs:
+        sections += [scores_section(material), *comparison_sections(material), samples_section(material)]
+        scripts += SAMPLES_SCRIPTS
+    sections.append(settings_section(material))
+    texts = [asset(name) for name in scripts]
+    style = "".join(asset(name) for name in STYLES)
+    return part(
+        "report",
+        title=heading(material),
+        kind=kind(material),
+        policy=policy(texts, style),
+        style=Markup(style),
+        sections=sections,
+        meta=embed.json_for_html(meta(material)) if runs else None,
+        pieces=embed.pieces(runs) if runs else None,
+        scripts=[Markup(text) for text in texts],
+    )
+
+
+def part(template: str, **content: Any) -> Markup:
+    """static/`template`.html.j2 filled in; what is no Markup is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perl.reports", "static"),
         autoescape=True,
@@ -64,19 +99,51 @@ def render(runs: Sequence[Run]) -> str:
         "points": lambda share: f"{100 * share:+.2f}".replace("-", "−"),
         "count": lambda number: f"{number:,.0f}",
     }
-    return environment.get_template("report.html.j2").render(
-        title=heading(runs),
-        runs=runs,
-        sweep=bool(runs[0].label),
-        policy=policy(scripts, style),
-        style=Markup(style),
-        scripts=[Markup(script) for script in scripts],
-        figures=figures,
-        comparisons=comparisons(runs),
-        settings=[settings(runs, name) for name in figures.dataset_names(runs)],
-        meta=embed.json_for_html(meta(runs)),
-        pieces=embed.pieces(runs),
+    return Markup(environment.get_template(f"{template}.html.j2").render(**content))
+
+
+def result_section(training: TrainingRun | None, scores: figures.Figure) -> Markup:
+    """The reward over the steps alongside the scores before and after."""
+    reward = figures.of_reward(training) if training else None
+    return part("result", figures=[figure for figure in (reward, scores) if figure])
+
+
+def training_section(run: TrainingRun, with_reward: bool) -> Markup:
+    """The run in a few numbers, its metrics over the steps, and their values for the script."""
+    reward = figures.of_reward(run) if with_reward else None
+    others = figures.of_training(run)
+    return part(
+        "training",
+        facts=training_run.facts(run),
+        smoothed=charts.window(len(run.steps)),
+        figures=[reward, *others] if reward else others,
+        steps=embed.json_for_html(embed.step_columns(run, figures.shown_metrics(run))),
     )
+
+
+def scores_section(material: Material) -> Markup:
+    return part(
+        "scores", runs=material.runs, label=material.label, overview=figures.overview(material.runs), figures=figures
+    )
+
+
+def comparison_sections(material: Material) -> list[Markup]:
+    return [
+        part("compared", compared=compared, number=number, label=material.label)
+        for number, compared in enumerate(comparisons(material), start=1)
+    ]
+
+
+def samples_section(material: Material) -> Markup:
+    return part("samples", label=material.label)
+
+
+def settings_section(material: Material) -> Markup:
+    made = [settings(material.runs, name) for name in figures.dataset_names(material.runs)]
+    if run := material.training:
+        texts = {"config.yaml": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)} if run.config else {}
+        made.insert(0, {"title": "Training", "rows": training_run.settings(run), "texts": texts})
+    return part("made", settings=made)
 
 
 def asset(name: str) -> str:
@@ -102,13 +169,36 @@ def policy(scripts: Sequence[str], style: str) -> str:
     )
 
 
-def heading(runs: Sequence[Run]) -> str:
-    summaries = [scored.summary for run in runs for scored in run.scored]
+def kind(material: Material) -> str:
+    """What the page is of, and, of a training, which folder it shows: every training of a model has the same title."""
+    evaluated = "Evaluation" if len(material.runs) == 1 or material.label == "checkpoint" else "Evaluations"
+    if not material.training:
+        return evaluated
+    name = material.folder.resolve().name
+    return f"Training and {evaluated.lower()} · {name}" if material.runs else f"Training · {name}"
+
+
+def heading(material: Material) -> str:
+    if material.training:
+        return training_heading(material.training)
+    summaries = [scored.summary for run in material.runs for scored in run.scored]
     models = " and ".join(dict.fromkeys(Path(summary["model"]).name or summary["model"] for summary in summaries))
-    if runs[0].label:
-        return f"{models}, sweep of {len(runs)}"
+    if material.label == "checkpoint":
+        return f"{models}, sweep of {len(material.runs)}"
     adapters = dict.fromkeys(adapter_name(summary["adapter"]) for summary in summaries if summary["adapter"])
     return " with ".join([models, *adapters])
+
+
+def training_heading(run: TrainingRun) -> str:
+    model, adapter = run.setting("model", "model_name_or_path"), run.setting("peft", "type")
+    if not model:
+        return run.folder.resolve().name
+    noise = " and AQN" if run.setting("noise_injection", "enabled") else ""
+    return (
+        f"{Path(model).name or model}: GRPO"
+        + (f" with {ADAPTER_NAMES.get(adapter, adapter)}" if adapter else "")
+        + noise
+    )
 
 
 def adapter_name(adapter: str) -> str:
@@ -119,44 +209,52 @@ def adapter_name(adapter: str) -> str:
     return f"{parent}/{last}" if last.startswith("checkpoint-") and parent else last
 
 
-def meta(runs: Sequence[Run]) -> dict[str, Any]:
+def meta(material: Material) -> dict[str, Any]:
     """What samples.js needs before the first piece arrives."""
-    datasets: dict[str, dict[str, int]] = {}
-    for run in runs:
-        for scored in run.scored:
-            if scored.dataset not in datasets:
-                head, tail = embed.shared_ends(scored)
-                datasets[scored.dataset] = {"head": head, "tail": tail}
+    runs = material.runs
     return {
-        "datasets": datasets,
+        "datasets": figures.dataset_names(runs),
         "runs": [run.label for run in runs],
+        "label": material.label,
+        "before": [material.pairs.get(index) for index in range(len(runs))],
         "samples": sum(len(scored.records) for run in runs for scored in run.scored),
         "compared": any(run.comparison for run in runs),
     }
 
 
-def comparisons(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A section for each evaluation that runs were compared with: its name and folder, those runs, the charts, and what
-    besides the model differs, by (name, there, here), where several runs were compared as each of them says."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.comparison:
-            groups.setdefault(run.comparison.folder, []).append(run)
+def comparisons(material: Material) -> list[dict[str, Any]]:
+    """A section for each model that runs were compared with: its name, those runs with what each was compared with, the
+    charts, and what besides the model differs, by (name, there, here), where several runs were compared as each of
+    them says."""
+    groups: dict[tuple[str | None, str | None], list[int]] = {}
+    for index, run in enumerate(material.runs):
+        if other := run.comparison:
+            groups.setdefault((other.model or other.folder, other.adapter), []).append(index)
     made = []
-    for folder, compared in groups.items():
+    for (model, adapter), places in groups.items():
+        compared = [material.runs[index] for index in places]
         found = [run.comparison for run in compared if run.comparison]
-        names = [Path(found[0].model or folder).name, *([adapter_name(found[0].adapter)] if found[0].adapter else [])]
+        names = [Path(str(model)).name, *([adapter_name(adapter)] if adapter else [])]
         made.append(
             {
                 "title": " with ".join(names),
-                "folder": folder,
-                "runs": compared,
+                "pairs": "; ".join(dict.fromkeys(pair_in_words(material, index) for index in places)),
+                "runs": [(index, material.runs[index]) for index in places],
                 "figures": figures.of_comparisons(compared),
                 "same": [run.label or "both" for run in compared if run.comparison and run.comparison.same_model],
                 "differs": list(dict.fromkeys(row for comparison in found for row in comparison.differs)),
             }
         )
     return made
+
+
+def pair_in_words(material: Material, index: int) -> str:
+    """What a run was compared with: another one of this page by its label, else a folder."""
+    run, before = material.runs[index], material.pairs.get(index)
+    assert run.comparison is not None
+    if before is None:
+        return f"with {run.comparison.folder}"
+    return f"{run.label} with {material.runs[before].label}"
 
 
 def settings(runs: Sequence[Run], dataset: str) -> dict[str, Any]:
@@ -171,10 +269,10 @@ def settings(runs: Sequence[Run], dataset: str) -> dict[str, Any]:
             rows[name] = "\n".join(f"{label}: {value}" for label, value in values.items())
         elif values:
             rows[name] = next(iter(values.values()))
-    return {"dataset": dataset, "rows": rows, "texts": texts_of(summaries[0][1])}
+    return {"title": dataset, "rows": rows, "texts": texts_of(summaries[0][1])}
 
 
-def settings_of(summary: dict[str, Any]) -> dict[str, str | None]:
+def settings_of(summary: Summary) -> dict[str, Any]:
     """None for what does not apply."""
     made = summary["provenance"]
     return {
@@ -198,7 +296,7 @@ def settings_of(summary: dict[str, Any]) -> dict[str, str | None]:
     }
 
 
-def texts_of(summary: dict[str, Any]) -> dict[str, str]:
+def texts_of(summary: Summary) -> dict[str, str]:
     """The prompts' wording, by what it is."""
     texts = {}
     for task, style in summary["styles"].items():

@@ -1,29 +1,19 @@
-"""What a report is made of, read from a result folder: each dataset's summary.json and samples.jsonl, compare.json."""
+"""What a report is made of: one run, or those of a sweep, each with its datasets and its comparison."""
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from perl.errors import UserError
 from perl.reports.comparisons import Comparison, read_comparison
+from perl.results import SAMPLES, SWEEP, Scored, Sweep, is_scored, read_json, read_scored
+from perl.results import SampleRecord as Record
+
+__all__ = ["Record", "Run", "Scored", "read_runs"]
 
 logger = logging.getLogger(__name__)
-
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """One dataset, scored by one model."""
-
-    dataset: str
-    summary: dict[str, Any]
-    records: list[Record]
-    """Rows of samples.jsonl, each problem's samples side by side in the order of their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +44,14 @@ def read_runs(result_dir: Path) -> list[Run]:
     """
     if not result_dir.is_dir():
         raise UserError(f"RESULT_DIR: no such folder {result_dir}; write what --result_dir of perl/eval.py was")
-    if (result_dir / "sweep.json").is_file():
+    if (result_dir / SWEEP).is_file():
         runs = read_sweep(result_dir)
     else:
-        scored = [read_scored(result_dir)] if is_dataset(result_dir) else scored_in(result_dir)
+        scored = [read_scored(result_dir)] if is_scored(result_dir) else scored_in(result_dir)
         runs = [Run.of(result_dir, scored)] if scored else []
     if runs:
         return runs
-    if any(result_dir.glob("**/samples.jsonl")):
+    if any(result_dir.glob(f"**/{SAMPLES}")):
         raise UserError(
             f"RESULT_DIR: no dataset in {result_dir} has a summary.json, so its evaluation has not ended; the same"
             " command of perl/eval.py finishes it"
@@ -72,7 +62,8 @@ def read_runs(result_dir: Path) -> list[Run]:
 def read_sweep(result_dir: Path) -> list[Run]:
     """The candidates of a sweep that were scored; a warning for each other one."""
     runs = []
-    for candidate in _read_json(result_dir / "sweep.json")["candidates"]:
+    sweep: Sweep = read_json(result_dir / SWEEP, hint="the same command of perl/eval.py writes it again")
+    for candidate in sweep["candidates"]:
         name, folder = candidate["name"], result_dir / candidate["name"]
         if candidate["metrics"] is None or not (scored := scored_in(folder)):
             logger.warning("report: %s is left out: %s", name, candidate["error"] or "it is not scored yet")
@@ -81,46 +72,5 @@ def read_sweep(result_dir: Path) -> list[Run]:
     return runs
 
 
-def is_dataset(folder: Path) -> bool:
-    return (folder / "samples.jsonl").is_file() and (folder / "summary.json").is_file()
-
-
 def scored_in(folder: Path) -> list[Scored]:
-    return [read_scored(inner) for inner in sorted(folder.iterdir()) if inner.is_dir() and is_dataset(inner)]
-
-
-def read_scored(folder: Path) -> Scored:
-    summary = _read_json(folder / "summary.json")
-    records = list(_read_lines(folder / "samples.jsonl"))
-    place = {key: i for i, key in enumerate(dict.fromkeys(record["key"] for record in records))}
-    records.sort(key=lambda record: (place[record["key"]], record["sample"]))
-    if len(records) != summary["samples"]:
-        logger.warning(
-            "%s: samples.jsonl has %d rows, the summary was made from %d (another --n or --max_samples)",
-            folder, len(records), summary["samples"],
-        )  # fmt: skip
-    return Scored(dataset=folder.name, summary=summary, records=records)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not readable ({error}); the same command of perl/eval.py writes it again") from error
-
-
-def _read_lines(file: Path) -> list[Record]:
-    """The rows; those that are no JSON (a line torn by a killed process) are left out, with a warning."""
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from error
-    records, torn = [], 0
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            torn += 1
-    if torn:
-        logger.warning("%s: %d broken lines left out", file, torn)
-    return records
+    return [read_scored(inner) for inner in sorted(folder.iterdir()) if is_scored(inner)]

@@ -51,9 +51,11 @@ def title(content: str) -> Markup:
     return element("title", content)
 
 
-def drawing(height: float, label: str, *children: str) -> Markup:
+def drawing(height: float, label: str, *children: str, **attributes: object) -> Markup:
     """A chart. `label` is what a screen reader says in its place."""
-    return element("svg", *children, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=label, class_="chart")
+    box = f"0 0 {WIDTH} {height:g}"
+    attributes = {"viewBox": box, "role": "img", "aria_label": label, "class_": "chart"} | attributes
+    return element("svg", *children, **attributes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 10) for i in range(first, last + 1)]
+    digits = max(10, 2 - math.floor(math.log10(step)))
+    return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 def path(points: Sequence[tuple[float, float]], **attributes: object) -> Markup:

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from perl.errors import UserError
-from perl.evaluation.compare import COMPARE, compare, print_comparison
-from perl.evaluation.store import write_json
+from perl.evaluation.compare import compare, print_comparison
 from perl.reports.page import NAME, write_report
+from perl.results import COMPARE, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from perl.errors import UserError, lookup
 from perl.grading import Grader
 from perl.records import Grade
+from perl.results import atomic_write
 from perl.tasks import TASKS, Task
 from perl.tasks.files import Row, read_rows
 
@@ -36,21 +36,13 @@ def run(args: argparse.Namespace) -> int:
     if not output.parent.is_dir():
         raise UserError(f"--output: no such folder {output.parent}")
     reasons: Counter[str] = Counter()
-    unfinished = output.with_name(output.name + ".tmp")
-    try:
-        # A lone surrogate, which json may hold and UTF-8 may not, is written as the escape it came as.
-        with (
-            Grader(args.deadline_s) as grader,
-            unfinished.open("w", encoding="utf-8", errors="backslashreplace") as lines,
-        ):
-            for row, grade in graded_rows(source, task, grader):
-                reasons[grade.reason] += 1
-                lines.write(json.dumps(row | grade.as_dict(), ensure_ascii=False, default=float) + "\n")
+    # A lone surrogate, which json may hold and UTF-8 may not, is written as the escape it came as.
+    with Grader(args.deadline_s) as grader, atomic_write(output, errors="backslashreplace") as lines:
+        for row, grade in graded_rows(source, task, grader):
+            reasons[grade.reason] += 1
+            lines.write(json.dumps(row | grade.as_dict(), ensure_ascii=False, default=float) + "\n")
         if not (rows := reasons.total()):
             raise UserError(f"--input: {source} holds no rows")
-        os.replace(unfinished, output)
-    finally:
-        unfinished.unlink(missing_ok=True)
     counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     print(f"{output}: {rows} rows graded as {task.name}, accuracy {reasons['correct'] / rows:.4f} ({counts})")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from perl.errors import UserError, lookup
 from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem
+from perl.results import atomic_write
 from perl.tasks import TASKS, Task, gold_problems, problem_of_row, rows_of
 from perl.tasks.files import Row, find_files, read_rows
 
@@ -149,6 +149,5 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    unfinished = path.with_name(path.name + ".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
-    os.replace(unfinished, path)
+    with atomic_write(path, "wb") as file:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)

@@ -1,20 +1,51 @@
-"""python -m perl report: write report.html of a result folder."""
+"""python -m perl report: write report.html of a training, of evaluations, or of both."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
-from perl.reports.page import NAME, write_report
+from perl.evaluation.compare import compare
+from perl.reports.comparisons import Comparison
+from perl.reports.page import NAME, write_page
+from perl.reports.readme_figure import write_figure
+from perl.reports.sources import Material, read_material, untrained_like
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("result_dir", metavar="RESULT_DIR", help="what --result_dir of perl/eval.py was")
-    parser.add_argument("--output", help=f"file to write; default: {NAME} in RESULT_DIR")
+    what = "a run's folder, the --result_dir of an evaluation, or a folder that holds such; several make one page"
+    parser.add_argument("folders", metavar="DIR", nargs="+", help=what)
+    parser.add_argument("--output", help=f"file to write; default: {NAME} in the first DIR")
+    parser.add_argument(
+        "--figure", metavar="FILE.svg",
+        help="also draw the reward and the scores before and after as FILE_light.svg and FILE_dark.svg",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    output = Path(args.output).expanduser() if args.output else None
-    written = write_report(Path(args.result_dir).expanduser(), output)
-    print(f"{written}: {written.stat().st_size / 1e6:.1f} MB, needs no network")
+    material = compared(read_material([Path(folder).expanduser() for folder in args.folders]))
+    output = Path(args.output).expanduser() if args.output else material.folder / NAME
+    if args.figure:
+        for file in write_figure(material, Path(args.figure).expanduser()):
+            print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
+    write_page(material, output)
+    print(f"{output}: {output.stat().st_size / 1e6:.1f} MB, needs no network")
     return 0
+
+
+def compared(material: Material) -> Material:
+    """Each adapter's scores compared with those of its base where both are given, unless compare.json has it already
+    and in a sweep, which shows the base among its checkpoints."""
+    if material.label != "evaluation":
+        return material
+    runs = list(material.runs)
+    for index, run in enumerate(runs):
+        before = untrained_like(run, runs)
+        if before is None or run.comparison:
+            continue
+        content = compare(material.folders[before], material.folders[index], flags=("DIR", "DIR"))
+        datasets = {scored.dataset for scored in run.scored}
+        content["datasets"] = {name: entry for name, entry in content["datasets"].items() if name in datasets}
+        runs[index] = replace(run, comparison=Comparison.of(content))
+    return replace(material, runs=runs)

@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("perl.evaluation.store.os.fsync", full)
+    monkeypatch.setattr("perl.results.os.fsync", full)
     with pytest.raises(UserError, match="No space left on device; it stays as it was"):
         store.replace([{"key": "a", "sample": 0, "score": 1.0}])
     assert store.path.read_bytes() == before

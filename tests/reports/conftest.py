@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from perl.provenance import provenance
 from perl.tasks import TASKS
@@ -59,6 +60,39 @@ def write_results(folder: Path, records: Sequence[dict[str, Any]], n: int = 1, *
     (folder / "summary.json").write_text(json.dumps(summary | changes), encoding="utf-8")
 
 
+CONFIG = {
+    "common": {"seed": 3},
+    "model": {"model_name_or_path": "models/tiny"},
+    "dataset": {"dataset_name_or_path": "gsm8k"},
+    "peft": {"type": "dora", "r": 8, "target_modules": ["q_proj", "v_proj"]},
+    "reward": {"functions": ["accuracy"], "weights": None},
+    "noise_injection": {"enabled": True, "sigma_start": 0.05, "warmup_stage": False},
+    "training": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4},
+}
+
+
+def write_training(
+    folder: Path, rows: Sequence[dict[str, Any]], config: dict[str, Any] | None = None, **environment: Any
+) -> None:
+    """A run's metrics.jsonl, config.yaml (CONFIG unless given) and environment.json."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG if config is None else config), encoding="utf-8")
+    made = {"command": ["perl/train.py", "--recipe", "my own.yaml"], "device": "npu", "num_processes": 3} | environment
+    (folder / "environment.json").write_text(json.dumps(made), encoding="utf-8")
+
+
+def logged(step: int, **changes: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl, with each metric that the page shows."""
+    made = {
+        "step": step, "time": 1000.0 + step, "reward": 0.5, "completions/mean_length": 100.0,
+        "completions/clipped_ratio": 0.25, "entropy": 0.4, "aqn/sigma": 0.05, "aqn/sigma_realized": 0.049,
+        "timing/step": 2.0, "timing/rollout": 1.25, "timing/update": 0.5, "rollout/logp_mismatch": 0.001,
+        "grad_norm": 0.1, "perf/throughput": 900.0, "rewards/accuracy/mean": 0.5,
+    }  # fmt: skip
+    return made | changes
+
+
 @pytest.fixture(scope="session")
 def chrome(tmp_path_factory) -> Iterator[Any]:
     """A selenium driver; its log "performance" holds the requests, "browser" the console."""
@@ -90,7 +124,7 @@ class Page:
         chrome.get("about:blank")
         chrome.get_log("performance"), chrome.get_log("browser")
         chrome.get(file.as_uri())
-        self.until("!/oading/.test(document.getElementById('count').textContent)")
+        self.until("!/oading/.test(document.getElementById('count')?.textContent)")
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.chrome.execute_script(script, *arguments)

@@ -89,5 +89,13 @@ def test_training_raises_the_accuracy(tmp_path, engine):
         assert summary["engines"] == [engine]
         assert summary["problems"] == 256
         assert (summary["adapter_hash"] is None) == (stage == "before")
+    page = tmp_path / "run" / "report.html"
+    assert run.stdout.splitlines()[-2] == f"report: {page}"
+    text = page.read_text(encoding="utf-8")
+    assert [
+        name for name in ("Result", "Training", "Compared with quickstart-base") if f">{name}</h2>" not in text
+    ] == []
+    assert run.stdout.count("  reward ") == 6  # every tenth step
     metrics = [json.loads(line) for line in (tmp_path / "run" / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 61))
     assert metrics[0]["aqn/sigma"] > metrics[-1]["aqn/sigma"] == 0.0005

@@ -155,7 +155,8 @@
     if (state === opened) return;
     opened = state;
     panel.replaceChildren(
-      head(sample), facts(sample), ...siblings(sample), block("Prompt", ...prompt(sample)), completion(sample));
+      head(sample), facts(sample), ...siblings(sample), block("Prompt", ...prompt(sample)),
+      completion(sample), ...answerBefore(sample));
     panel.scrollTop = 0;
   }
 
@@ -256,6 +257,19 @@
     return made;
   }
 
+  // What the model that this one is compared with, here too, answered to a problem whose score changed.
+  function answerBefore(sample) {
+    const run = Samples.meta.before[sample.run];
+    if (run === null || !sample.changed) return [];
+    const theirs = sample.problem.samples.filter((other) => other.run === run);
+    const before = theirs.find((other) => other.number === sample.number) ?? theirs[0];
+    if (!before) return [];
+    const made = block("", make("div", "text completion before", ...body(before.completion)));
+    made.firstChild.append(verdict(before), ` Before: ${Samples.meta.runs[run]} #${before.number}, read `,
+      before.unextracted ? "nothing" : brief(before.extracted));
+    return [made];
+  }
+
   // Text as nodes: formulas typeset unless the source is wanted, what was searched for marked.
   function body(text) {
     if (!text) return [make("em", "", "empty")];
@@ -305,13 +319,23 @@
     select.hidden = names.length < 2;
   }
 
+  // From a number of a comparison to the samples that it counts.
+  function show(event) {
+    const { change, dataset, runIndex } = event.currentTarget.dataset;
+    form.reset();
+    form.elements.change.value = change;
+    at("dataset").value = dataset;
+    at("run").value = runIndex;
+    at("samples-title").scrollIntoView();
+  }
+
   function chooseFigures() {
     for (const group of document.querySelectorAll("[data-run]")) group.hidden = group.dataset.run !== this.value;
   }
 
   at("compared").hidden = !Samples.meta.compared;
-  options(at("dataset"), Object.keys(Samples.meta.datasets).map((name) => [name, name]), "All datasets");
-  options(at("run"), Samples.meta.runs.map((name, i) => [i, name]), "All checkpoints");
+  options(at("dataset"), Samples.meta.datasets.map((name) => [name, name]), "All datasets");
+  options(at("run"), Samples.meta.runs.map((name, i) => [i, name]), `All ${Samples.meta.label}s`);
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", changed);
   form.addEventListener("reset", () => setTimeout(anew)); // the fields are empty only after this event
@@ -320,6 +344,7 @@
   document.addEventListener("keydown", keys);
   window.addEventListener("resize", () => draw());
   window.addEventListener("hashchange", follow);
+  for (const jumper of document.querySelectorAll(".jump")) jumper.addEventListener("click", show);
   at("run-figures")?.addEventListener("change", chooseFigures);
   Samples.load(() => refresh(true)).then(follow, (error) => {
     at("count").textContent = `The samples cannot be read: ${error.message}`;

@@ -3,7 +3,7 @@
 
 const Samples = (() => {
   const meta = JSON.parse(document.getElementById("meta").textContent);
-  const problems = new Map(Object.keys(meta.datasets).map((name) => [name, []])); // dataset -> problems
+  const problems = new Map(meta.datasets.map((name) => [name, []])); // dataset -> problems
   const all = []; // every sample, in order of problems
 
   // Unpack every piece; `onPiece()` after each, so that the page can show what is there already.
@@ -24,7 +24,7 @@ const Samples = (() => {
   }
 
   function addProblems(columns) {
-    const { head, tail } = meta.datasets[columns.dataset];
+    const { head, tail } = columns;
     const list = problems.get(columns.dataset);
     columns.key.forEach((key, i) => {
       const prompt = columns.prompt[i];

@@ -1,6 +1,7 @@
 """The quickstart: score the base model, train an adapter with GRPO and AQN, score again, side by side.
 
-    perl/eval.py  ->  accelerate launch -m perl.train  ->  perl/eval.py --adapter  ->  table, and JSON as the last line
+    perl/eval.py  ->  accelerate launch -m perl.train  ->  perl/eval.py --adapter  ->  python -m perl report
+    ->  table, the path of the report, and JSON as the last line
 
 Each stage is the command that a user would type, in its own process, with its output in a log of its own.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +33,9 @@ from perl.tools.quickstart.problems import DATA_FOLDER
 ROOT = Path(__file__).resolve().parents[3]
 HELD_OUT = DATA_FOLDER / "test.jsonl"
 Engine = Literal["hf", "vllm"]
+PROGRESS_STEP = re.compile(rf"{PROGRESS}step (\d+)/")
+SHOWN_STEPS = 10
+"""Every step is logged, for the report's curves; the screen shows every tenth."""
 
 
 class StageError(Exception):
@@ -59,13 +64,16 @@ class Scores:
 def quickstart(seed: int, engine: Engine, folder: Path, console: Console) -> dict[str, float | int]:
     """Run the stages and show the table; returns what the JSON line holds. `folder` gets everything."""
     started = time.monotonic()
-    console.print(f"[1/3] score the base model on held-out problems, {SAMPLED.n} samples each and greedily")
+    console.print(f"[1/4] score the base model on held-out problems, {SAMPLED.n} samples each and greedily")
     before = evaluate(folder / "before", engine, seed, console)
-    console.print("[2/3] train a LoRA adapter with GRPO and AQN (recipes/quickstart.yaml)")
+    console.print("[2/4] train a LoRA adapter with GRPO and AQN (recipes/quickstart.yaml)")
     adapter = train(folder / "train", seed, console)
-    console.print("[3/3] score the base model with the adapter, on the same problems")
+    console.print("[3/4] score the base model with the adapter, on the same problems")
     after = evaluate(folder / "after", engine, seed, console, adapter)
+    console.print("[4/4] write the report (python -m perl report)")
+    page = report(folder)
     console.print(comparison(before, after))
+    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
     return {
         "before": round(before.sampled.value, 4),
         "after": round(after.sampled.value, 4),
@@ -107,10 +115,17 @@ def train(folder: Path, seed: int, console: Console) -> Path:
     with log.open("a", encoding="utf-8") as file:
         for line in process.stdout:
             file.write(line)
-            if line.startswith(PROGRESS):
+            if (found := PROGRESS_STEP.match(line)) and int(found[1]) % SHOWN_STEPS == 0:
                 console.print("      " + line.removeprefix(PROGRESS).strip(), highlight=False, soft_wrap=True)
     finish(process, log, "training")
     return folder / "adapter"
+
+
+def report(folder: Path) -> Path:
+    """One page of the training and of all evaluations; returns its path."""
+    process, log = start([sys.executable, "-m", "perl", "report", str(folder)], folder / "report.log")
+    finish(process, log, "the report")
+    return folder / "report.html"
 
 
 def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> tuple[subprocess.Popen[str], Path]:

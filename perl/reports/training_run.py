@@ -1,0 +1,195 @@
+"""What a training left in its folder (perl.training.rundir, perl.training.callbacks), as a report shows it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """The logs of one training, and what it was made with."""
+
+    folder: Path
+    steps: list[int]
+    """Optimizer steps that were logged, ascending, each once."""
+    metrics: dict[str, list[float | None]]
+    """By name, a value for each of `steps`; None where a step did not log it, or logged NaN or infinity."""
+    config: dict[str, Any]
+    """config.yaml, empty without one."""
+    environment: dict[str, Any]
+    """environment.json, empty without one."""
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric where it was logged."""
+        values = self.metrics.get(name, ())
+        return [(step, value) for step, value in zip(self.steps, values, strict=False) if value is not None]
+
+    def setting(self, group: str, name: str) -> Any:
+        """`config.group.name`, None where it is not set."""
+        return (self.config.get(group) or {}).get(name)
+
+
+def is_training_run(folder: Path) -> bool:
+    return (folder / METRICS).is_file()
+
+
+def read_training_run(folder: Path) -> TrainingRun:
+    """Read the folder of a run, finished or not. Where a step was logged twice, as a resumed run does with the steps
+    after its checkpoint, the later row counts.
+
+    Raises:
+        UserError: metrics.jsonl has no step yet.
+    """
+    rows, broken = {}, 0
+    for line in (folder / METRICS).read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+            step = int(row["step"]) if "reward" in row else None  # else an evaluation's row, or the summary at the end
+        except (ValueError, KeyError, TypeError):
+            broken += 1
+            continue
+        if step is not None:
+            rows[step] = row
+    if broken:
+        logger.warning("%s: %d broken lines left out", folder / METRICS, broken)
+    if not rows:
+        raise UserError(f"{folder / METRICS}: no step is logged there yet; wait for --config.training.logging_steps")
+    steps = sorted(rows)
+    names = dict.fromkeys(name for step in steps for name in rows[step] if name != "step")
+    return TrainingRun(
+        folder=folder,
+        steps=steps,
+        metrics={name: [number(rows[step].get(name)) for step in steps] for name in names},
+        config=_mapping(folder / "config.yaml"),
+        environment=_mapping(folder / "environment.json"),
+    )
+
+
+def number(value: Any) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    """A YAML or JSON file; empty, with a line, where it is missing or is no mapping."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no mapping")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        logger.warning("report: %s is left out: %s", file, reason)
+        return {}
+    return content
+
+
+def facts(run: TrainingRun) -> dict[str, str]:
+    """The run in a few numbers, by name. What was not logged has no entry."""
+    planned = number(run.setting("training", "max_steps")) or 0
+    found = {"steps": f"{run.steps[-1]:,}" + (f" of {planned:,.0f}" if planned > 0 else "")}
+    rewards = [value for _, value in run.points("reward")]
+    if rewards:
+        tenth = max(len(rewards) // 10, 1)
+        found["reward, first and last tenth"] = f"{mean(rewards[:tenth]):.3f} → {mean(rewards[-tenth:]):.3f}"
+    if truncated := [value for _, value in run.points("completions/clipped_ratio")]:
+        found["truncated, last tenth"] = f"{100 * mean(truncated[-max(len(truncated) // 10, 1) :]):.1f} %"
+    if seconds := run.points("timing/step"):
+        found["time in steps"] = clock(time_in_steps(seconds))
+    if speeds := [value for _, value in run.points("perf/throughput")]:
+        found["tokens/s a device"] = f"{mean(speeds):,.0f}"
+    if memory := [value for _, value in run.points("perf/max_memory_allocated_gb")]:
+        found["most memory"] = f"{max(memory):.1f} GB"
+    return found
+
+
+def time_in_steps(seconds: Sequence[tuple[int, float]]) -> float:
+    """Seconds in all steps, from (step, mean seconds of the steps since the row before)."""
+    total, before = 0.0, 0
+    for step, value in seconds:
+        total += (step - before) * value
+        before = step
+    return total
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss"""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}"
+
+
+def settings(run: TrainingRun) -> dict[str, str]:
+    """What the training was made with, as name -> value; what is not known has no entry."""
+    made = run.environment
+    processes = made.get("num_processes")
+    batch = [run.setting("training", name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    rows = {
+        "model": run.setting("model", "model_name_or_path"),
+        "dataset": run.setting("dataset", "dataset_name_or_path"),
+        "adapter": _named(run, "peft", "type", "r", "lora_alpha", "lora_dropout", "target_modules"),
+        "reward": _named(run, "reward", "functions", "weights"),
+        "rollout": _named(run, "rollout", "engine", "importance_correction"),
+        "noise": _noise(run),
+        "completions a step": _product([*batch, processes]),
+        "training": _named(
+            run, "training", "num_generations", "max_completion_length", "temperature", "learning_rate",
+            "lr_scheduler_type", "loss_type", "beta", "epsilon", "epsilon_high", "num_iterations", "max_steps",
+        ),
+        "seed": run.setting("common", "seed"),
+        "device": made.get("device"),
+        "processes": processes,
+        "command": shlex.join(map(str, made["command"])) if "command" in made else None,
+        "folder": made.get("folder"),
+        "commit": made.get("git_commit"),
+        "versions": ", ".join(f"{name} {version}" for name, version in (made.get("packages") or {}).items()),
+        "machine": made.get("machine"),
+    }  # fmt: skip
+    return {name: str(value) for name, value in rows.items() if value not in (None, "")}
+
+
+def _named(run: TrainingRun, group: str, *names: str) -> str:
+    found = {name: run.setting(group, name) for name in names}
+    return ", ".join(f"{name} {plain(value)}" for name, value in found.items() if value is not None)
+
+
+def _noise(run: TrainingRun) -> str | None:
+    if not run.config:
+        return None
+    if not run.setting("noise_injection", "enabled"):
+        return "off"
+    return _named(
+        run, "noise_injection", "sigma_start", "sigma_end", "num_stages", "schedule", "warmup_stage", "target_modules",
+        "old_logps",
+    )  # fmt: skip
+
+
+def _product(numbers: Sequence[Any]) -> str | None:
+    if not all(isinstance(value, int) for value in numbers):
+        return None
+    first, second, third = numbers
+    return f"{first * second * third:,} (batch {first} × accumulation {second} × processes {third})"
+
+
+def plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " + ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,62 @@
+"""The files of a result folder: what a killed writer leaves, and how a file is replaced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perl.errors import UserError
+from perl.results import atomic_write, read_json, read_samples, write_json
+
+
+def test_only_whole_lines_with_a_key_and_a_number_are_records(tmp_path, caplog):
+    """Of six lines two are records of different samples; the third is the second one again, and does not count."""
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(
+        b'{"key": "a", "sample": 0, "text": "\xcf\x80"}\n{"key": "a", "sample": 1}\n{"key": "a", "sample": 0}\n'
+        b'{"key": "b"}\n\xff\xfe\n{"key": "c", "sample": 0}'
+    )
+    assert list(read_samples(file)) == [("a", 0), ("a", 1)]
+    assert read_samples(file)["a", 0]["text"] == "π"  # pyright: ignore
+    assert [record.getMessage().split(": ")[1].split(" left")[0] for record in caplog.records] == ["3 broken lines"] * 2
+
+
+def test_whole_files_are_read_without_a_word(tmp_path, caplog):
+    (tmp_path / "samples.jsonl").write_text('{"key": "a", "sample": 0}\n')
+    (tmp_path / "none.jsonl").write_text("")
+    assert len(read_samples(tmp_path / "samples.jsonl")) == 1
+    assert read_samples(tmp_path / "none.jsonl") == {}
+    assert caplog.records == []
+    with pytest.raises(UserError, match=r"gone\.jsonl: No such file"):
+        read_samples(tmp_path / "gone.jsonl")
+
+
+def test_json_that_is_not_readable_names_file_flag_and_way_out(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text("{")
+    with pytest.raises(UserError, match=r"^--compare: .*run\.json is not readable \(Expecting .*\); remove it$"):
+        read_json(file, "--compare", "remove it")
+    with pytest.raises(UserError, match=r"^/.*none\.json is not readable \(.*No such file.*\)$"):
+        read_json(tmp_path / "none.json")
+
+
+def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path):
+    file = tmp_path / "out.json"
+    write_json(file, {"a": "π"})
+
+    def fail_halfway() -> None:
+        with atomic_write(file) as handle:
+            handle.write("half")
+            handle.flush()
+            assert json.loads(file.read_text()) == {"a": "π"}
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail_halfway()
+    assert json.loads(file.read_text()) == {"a": "π"}
+    with atomic_write(file, "wb") as handle:
+        handle.write(b"\x00")
+    assert file.read_bytes() == b"\x00"
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["out.json"]
