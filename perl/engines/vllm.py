@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -272,5 +273,5 @@ def _cpu_options(config: PreTrainedConfig, max_model_len: int | None, share_give
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         wanted = MAX_SEQUENCES * length * text.num_hidden_layers * 2 * heads * head_dim * 4
-        options["kv_cache_memory_bytes"] = min(CPU_CACHE_GIB * 2**30, wanted)
+        options["kv_cache_memory_bytes"] = min(CPU_CACHE_GIB, math.ceil(wanted / 2**30)) * 2**30
     return options
