@@ -13,7 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("perl.tools.prepare", "write a task's data as train.parquet and test.parquet with verl's columns"),
     "merge": ("perl.tools.merge", "write base and adapter as one model, checked against what PEFT computes"),
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
-    "report": ("perl.tools.report", "write report.html of a training, of evaluations, or of both: curves, scores, samples"),
+    "report": ("perl.tools.report", "write report.html of a training, of evaluations, or of both"),
     "compare": ("perl.tools.compare", "compare two evaluations problem by problem: what differs by more than chance"),
     "doctor": ("perl.tools.doctor", "check this machine: driver, CANN, versions, variables; also on CUDA and CPU"),
 }
