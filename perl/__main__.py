@@ -1,4 +1,4 @@
-"""python -m perl COMMAND: the tools beside training (perl.train) and evaluation (perl/eval.py)."""
+"""python -m perl COMMAND: the tools alongside training (perl.train) and evaluation (perl/eval.py)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("perl.tools.prepare", "write a task's data as train.parquet and test.parquet with verl's columns"),
     "merge": ("perl.tools.merge", "write base and adapter as one model, checked against what PEFT computes"),
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
-    "report": (
-        "perl.tools.report",
-        "write report.html of a training, of evaluations, or of both: curves, scores, samples",
-    ),
+    "report": ("perl.tools.report", "write report.html of a training, of evaluations, or of both"),
     "compare": ("perl.tools.compare", "compare two evaluations problem by problem: what differs by more than chance"),
     "card": ("perl.tools.card", "write an adapter's scores into its model card (README.md)"),
     "doctor": ("perl.tools.doctor", "check this machine: driver, CANN, versions, variables; also on CUDA and CPU"),
