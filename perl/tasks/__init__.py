@@ -17,7 +17,16 @@ from perl.tasks.hub import Hub, hub_rows
 from perl.tasks.registry import DATA_SOURCES, HUBS, SCHEMA_TASKS, TASKS, Task
 from perl.tasks.schemas import SCHEMAS, Fields, asked_form, read_fields
 
-__all__ = ["HUBS", "TASKS", "Task", "gold_problems", "load_problems", "problem_of_row", "rows_of", "training_split"]
+__all__ = [
+    "HUBS",
+    "TASKS",
+    "Task",
+    "failing_references",
+    "load_problems",
+    "problem_of_row",
+    "rows_of",
+    "training_split",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +129,7 @@ def task_of(fields: Fields, where: str) -> tuple[str, str]:
     )
 
 
-def gold_problems(problems: Sequence[Problem], grader: Grader) -> list[Problem]:
+def failing_references(problems: Sequence[Problem], grader: Grader) -> list[Problem]:
     """The problems whose own gold, stated in the form the task asks for, does not pass the task's rubric: a model
     could not earn these points. They are also logged, as one warning with the first few."""
     failed = []
