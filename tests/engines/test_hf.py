@@ -161,7 +161,7 @@ def test_a_stream_takes_rows_while_others_are_under_way(folder):
     order = []
 
     def feed():
-        yield asked[0], samplings[0]
+        yield replace(asked[0], sampling=samplings[0])
         for index in range(1, 6):
             yield replace(asked[index], sampling=samplings[index])
             while index not in order:
