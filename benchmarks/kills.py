@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._nodes import add_node, alive, kill_node, ray_cluster, raylet, workers_below
+from perl.results import SAMPLES, read_samples
 
 ROOT = Path(__file__).resolve().parents[1]
 MORE_SAMPLES = 8
@@ -65,15 +66,12 @@ class Evaluation:
         self.process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
 
     def rows(self) -> int:
-        return len(self.lines())
-
-    def lines(self) -> list[bytes]:
-        file = self.folder / "test" / "samples.jsonl"
-        return file.read_bytes().splitlines() if file.exists() else []
+        file = self.folder / "test" / SAMPLES
+        return file.read_bytes().count(b"\n") if file.exists() else 0
 
     def records(self) -> dict[tuple[str, int], dict[str, Any]]:
-        records = [json.loads(line) for line in self.lines()]
-        return {(r["key"], r["sample"]): {k: v for k, v in r.items() if k != "time"} for r in records}
+        records = read_samples(self.folder / "test" / SAMPLES)
+        return {row: {k: v for k, v in record.items() if k != "time"} for row, record in records.items()}
 
     def go_on(self, rows: int) -> bool:
         """Wait for `rows` more rows; False when the command has ended."""

@@ -21,10 +21,10 @@ def main(argv: list[str]) -> int:
     config = parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("perl").setLevel(logging.INFO)
+    from perl.evaluation.pool.pool import WorkerError
     from perl.evaluation.rescore import rescore
     from perl.evaluation.run import evaluate
     from perl.evaluation.sweep import SweepError
-    from perl.evaluation.workers import WorkerError
     from perl.reports.page import write_report
 
     code, summaries = 0, {}

@@ -1,6 +1,9 @@
 """The records that the stages exchange.
 
 Task --Problem--> prompts --Prompt--> Engine --Completion--> grading --Grade--> rewards | evaluation
+
+In an evaluation the Prompt is a Sample, which knows its place, and a line of samples.jsonl (perl.results.SampleRecord)
+is made of Sample, Completion and Grade.
 """
 
 from __future__ import annotations
@@ -65,8 +68,38 @@ class Prompt:
     token_ids: tuple[int, ...]
     seed: int
     """Seed of this completion alone: it does not depend on the batch, the order or the device."""
+    sampling: Sampling = Sampling()
+    """How its tokens are drawn; `n` and `seed` there are of the run."""
     adapter: str | None = None
-    """Folder of the adapter that completes it, one of those that the engine serves beside its model; None: none."""
+    """Folder of the adapter that completes it, one of those that the engine serves alongside its model; None: none."""
+
+
+SampleId = tuple[str, str, int]
+"""(dataset, key, index) of a Sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Prompt):
+    """One completion to make and to grade: a Prompt that knows which problem of which dataset it belongs to."""
+
+    dataset: str
+    """Folder of the dataset below the result folder: "gsm8k", in a sweep "checkpoint-10/gsm8k"."""
+    key: str
+    """The problem: a hash of its content, and its occurrence among equal ones ("9f0c…-0")."""
+    index: int
+    """Which of the problem's n completions."""
+    problem: Problem
+    prompt_text: str
+    """What `token_ids` say, chat template included."""
+
+    @property
+    def id(self) -> SampleId:
+        return self.dataset, self.key, self.index
+
+    @property
+    def prompt_id(self) -> tuple[str, str]:
+        """What all n samples of a problem have in common."""
+        return self.dataset, self.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +111,15 @@ class Completion:
     text: str
     finish_reason: Literal["stop", "length"]
     """"length": cut off at max_new_tokens, so the answer may be missing for that reason alone."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the engine's taking the prompt to its end, where somebody measured it."""
+    error: str | None = None
+    """Why nothing was generated."""
+
+    @classmethod
+    def failed(cls, error: str) -> Completion:
+        """An empty, truncated one."""
+        return cls(token_ids=(), text="", finish_reason="length", error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What an evaluation leaves on disk: the files' names, what stands in them, and how they are read and written.
 
-RESULT_DIR/DATASET/run.json         what every sample in the folder was made with
+RESULT_DIR/DATASET/run.json         an Identity
 RESULT_DIR/DATASET/samples.jsonl    a SampleRecord a line, only appended to
 RESULT_DIR/DATASET/summary.json     a Summary
 RESULT_DIR/summary.json             every dataset's Summary by the name of its folder
@@ -90,7 +90,7 @@ class Generation(TypedDict):
     dp_size: int
     tp_size: int
     gpu_memory_utilization: NotRequired[float]
-    """This and the next: as far as the user has set them (vLLM)."""
+    """vLLM's, as far as the user has set it, as is `enforce_eager`."""
     enforce_eager: NotRequired[bool]
     device: str
     """Kind of device: cpu, cuda, npu."""
@@ -105,8 +105,27 @@ class Generation(TypedDict):
     worker_restarts: int
 
 
-class Summary(TypedDict):
-    """summary.json of one dataset."""
+class Identity(TypedDict):
+    """run.json: what every sample in a dataset's folder was made with."""
+
+    dataset: str
+    """As after --dataset."""
+    base_hash: str
+    adapter_hash: str | None
+    adapter_mode: str | None
+    dtype: str
+    max_model_len: int | None
+    chat_template_hash: str
+    styles: dict[str, Any]
+    """How prompts are built, by task."""
+    sampling: dict[str, Any]
+    grading_hash: str | None
+    """Of the code that graded (perl.grading.rules_hash); absent or None: of a version that did not note it. It alone
+    may differ between the command that began a folder and the one that goes on."""
+
+
+class Statistics(TypedDict):
+    """What is computed from a dataset's records."""
 
     problems: int
     samples: int
@@ -127,6 +146,11 @@ class Summary(TypedDict):
     mean_prompt_tokens: float
     tokens: int
     engines: list[str]
+
+
+class Summary(Statistics, Identity):
+    """summary.json of one dataset."""
+
     generation: Generation | None
     tasks: list[str]
     """Those that grade the problems, the commonest first."""
@@ -134,22 +158,11 @@ class Summary(TypedDict):
     adapter: str | None
     step: int | None
     """Optimizer steps of training; 0 for the base of a sweep, None where nothing tells."""
-    dataset: str
-    """As after --dataset."""
-    base_hash: str
-    adapter_hash: str | None
-    adapter_mode: str | None
-    dtype: str
-    max_model_len: int | None
+    trained_on: NotRequired[dict[str, Any] | None]
+    """{"run", "problems"}: how many of these the adapter's run trained on (perl.evaluation.contamination)."""
     chat_template: str | None
-    chat_template_hash: str
-    styles: dict[str, Any]
-    """How prompts are built, by task."""
-    sampling: dict[str, Any]
     grading: dict[str, Any]
     """Each task's rubric."""
-    grading_hash: str | None
-    """Of the code that graded; None: of a version that did not note it."""
     merge: dict[str, Any] | None
     """merge.json."""
     rescored: NotRequired[dict[str, Any]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.evaluator.ours import Flags, Run, evaluate, rows_of
 from benchmarks.evaluator.raw import RawEngine, Turn, work_of
-from perl.evaluation.plan import Row
+from perl.records import Sample
 
 
 def measure_one(flags: Flags, folder: Path, pairs: int) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def turns_together(engines: Sequence[RawEngine]) -> list[Turn]:
     return [Turn(**engine.read()) for engine in engines]
 
 
-def share_of_equal(run: Run, raw: Sequence[tuple[Sequence[Row], Turn]]) -> float:
+def share_of_equal(run: Run, raw: Sequence[tuple[Sequence[Sample], Turn]]) -> float:
     """Share of the rows to which both sides gave the same text."""
     mine = {(record["key"], record["sample"]): record["completion"] for record in run.records}
-    theirs = {(row.key, row.sample): text for rows, turn in raw for row, text in zip(rows, turn.texts, strict=True)}
+    theirs = {(row.key, row.index): text for rows, turn in raw for row, text in zip(rows, turn.texts, strict=True)}
     return sum(mine[row] == text for row, text in theirs.items()) / len(theirs)

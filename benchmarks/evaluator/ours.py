@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from perl.config.evaluation import EvalConfig, parse
-from perl.evaluation.plan import Row, make_plans
+from perl.evaluation.plan import make_plans
+from perl.records import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE_GIB = 1
@@ -49,13 +50,13 @@ def words(flags: Flags) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--use_vllm"]
 
 
-def rows_of(flags: Flags) -> Sequence[Row]:
+def rows_of(flags: Flags) -> Sequence[Sample]:
     """The rows that the command makes of these flags."""
     from transformers import AutoTokenizer
 
     config: EvalConfig = parse(words(flags))
     (plan,) = make_plans(config, AutoTokenizer.from_pretrained(config.model))
-    return plan.rows
+    return plan.samples
 
 
 def evaluate(flags: Flags, result_dir: Path) -> Run:

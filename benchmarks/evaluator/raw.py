@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evaluator.ours import environment
-from perl.evaluation.plan import Row
+from perl.records import Sample
 
 MAX_SEQUENCES = 256
 
@@ -90,7 +90,7 @@ class RawEngine:
         return Turn(**self.read())
 
 
-def work_of(model: Path, rows: Sequence[Row], core: int | None) -> Work:
+def work_of(model: Path, rows: Sequence[Sample], core: int | None) -> Work:
     """The evaluator's rows, all of one sampling, as SamplingParams of vLLM's."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -101,9 +101,9 @@ def work_of(model: Path, rows: Sequence[Row], core: int | None) -> Work:
     return Work(
         model=str(model),
         eos_token_ids=sorted(ends),
-        context=max(len(row.prompt.token_ids) for row in rows) + sampling.max_new_tokens,
-        prompts=[list(row.prompt.token_ids) for row in rows],
-        seeds=[row.prompt.seed for row in rows],
+        context=max(len(row.token_ids) for row in rows) + sampling.max_new_tokens,
+        prompts=[list(row.token_ids) for row in rows],
+        seeds=[row.seed for row in rows],
         sampling={
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

@@ -12,8 +12,8 @@ from perl.records import Completion, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
-Feed = Iterable[tuple[Prompt, Sampling] | None]
-"""What `Engine.stream` reads: prompts as they come; None for "nothing at the moment"."""
+Feed = Iterable[Prompt | None]
+"""What `Engine.stream` reads: prompts as they come, each with its own sampling; None for "nothing at the moment"."""
 
 
 class Engine(Protocol):
@@ -35,9 +35,9 @@ class Engine(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Yield (index into `prompts`, completion) as each finishes, in any order.
 
-        Each Prompt is completed once: `sampling.n` and `sampling.seed` are the caller's, who has already made n
-        prompts of each problem and given each its own seed. Raises a UserError, before anything is generated, when
-        a prompt leaves no room for a completion in the model's context.
+        Each Prompt is completed once, with `sampling` in the place of its own. `sampling.n` and `sampling.seed` are the
+        caller's, who has already made n prompts of each problem and given each its own seed. Raises a UserError,
+        before anything is generated, when a prompt leaves no room for a completion in the model's context.
         """
         ...
 

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class HFEngine:
     def generate(self, prompts: List[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         validate(sampling)
         require_room(prompts, self.max_model_len)
-        return self.stream((prompt, sampling) for prompt in prompts)
+        return self.stream(replace(prompt, sampling=sampling) for prompt in prompts)
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         """Rows drawn from one distribution are decoded together; where another one comes, those under way end first.
@@ -81,16 +82,15 @@ class HFEngine:
 
     def _sequences(self, stretch: Stretches) -> Iterator[Sequence | None]:
         """The sequences of one stretch."""
-        for item in stretch:
-            if item is None:
+        for prompt in stretch:
+            if prompt is None:
                 yield None
                 continue
-            prompt, sampling = item
             require_room([prompt], self.max_model_len)
             if prompt.adapter is not None:
                 raise UserError(f"{prompt.adapter}: transformers serves no adapter alongside a model; merge it")
             room = self.max_model_len - len(prompt.token_ids)
-            yield Sequence(prompt.token_ids, prompt.seed, min(sampling.max_new_tokens, room))
+            yield Sequence(prompt.token_ids, prompt.seed, min(prompt.sampling.max_new_tokens, room))
 
     def replace_weights(self, model_path: str) -> str | None:
         """Copy tensor by tensor, in place. See `perl.engines.Engine`."""
@@ -125,7 +125,7 @@ class Stretches:
 
     def __init__(self, feed: Feed):
         self._source = iter(feed)
-        self._next: tuple[Prompt, Sampling] | None = None
+        self._next: Prompt | None = None
         """Read, and not given yet."""
         self._current: Sampling | None = None
         self.taken = 0
@@ -138,24 +138,24 @@ class Stretches:
                 self._next = next(self._source)
             except StopIteration:
                 return None
-        self._current = self._next[1]
+        self._current = self._next.sampling
         return self._current
 
     def __iter__(self) -> Stretches:
         return self
 
-    def __next__(self) -> tuple[Prompt, Sampling] | None:
+    def __next__(self) -> Prompt | None:
         """A prompt of this stretch, or None when there is nothing at the moment."""
         if self._next is None:
             self._next = next(self._source)
         if self._next is None:
             return None
         assert self._current is not None
-        if self._next[1].distribution != self._current.distribution:
+        if self._next.sampling.distribution != self._current.distribution:
             raise StopIteration
-        item, self._next = self._next, None
+        prompt, self._next = self._next, None
         self.taken += 1
-        return item
+        return prompt
 
 
 def pad_token_id(tokenizer: Any, eos: frozenset[int]) -> int:

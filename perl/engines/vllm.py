@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,7 @@ class VLLMEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         require_room(prompts, self.max_model_len)
-        return self.stream((prompt, sampling) for prompt in prompts)
+        return self.stream(replace(prompt, sampling=sampling) for prompt in prompts)
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         """The feed is read until twice `max_num_seqs` requests are under way. See `Engine.stream`."""
@@ -122,14 +123,15 @@ class VLLMEngine:
         exhausted = False
         while True:
             while not exhausted and len(indices) < 2 * self.max_num_seqs:
-                item = next(source, StopIteration)
-                if item is StopIteration:
+                try:
+                    prompt = next(source)
+                except StopIteration:
                     exhausted = True
-                elif item is None:
                     break
-                else:
-                    indices[self._add(*item)] = taken  # pyright: ignore[reportGeneralTypeIssues]
-                    taken += 1
+                if prompt is None:
+                    break
+                indices[self._add(prompt)] = taken
+                taken += 1
             if indices:
                 for output in self.engine.step():
                     if output.finished:
@@ -178,19 +180,20 @@ class VLLMEngine:
                     rows = output.prompt_logprobs[1:]  # the first token has none
                     return [row[token].logprob for row, token in zip(rows, ids[1:], strict=True)]
 
-    def _add(self, prompt: Prompt, sampling: Sampling) -> str:
+    def _add(self, prompt: Prompt) -> str:
         self._requests += 1
         request_id = str(self._requests)
         room = self.max_model_len - len(prompt.token_ids)
-        parameters = self._parameters(prompt, sampling, room)
+        parameters = self._parameters(prompt, room)
         lora = self._loras[prompt.adapter] if prompt.adapter is not None else None
         self.engine.add_request(request_id, {"prompt_token_ids": list(prompt.token_ids)}, parameters, lora_request=lora)
         return request_id
 
-    def _parameters(self, prompt: Prompt, sampling: Sampling, room: int) -> Any:
+    def _parameters(self, prompt: Prompt, room: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        sampling = prompt.sampling
         validate(sampling)
         return SamplingParams(
             temperature=sampling.temperature,

@@ -1,6 +1,6 @@
 """What is scored: a base alone, or a base with one adapter. A sweep scores several, each into a folder of its own.
 
-    result_dir/sweep.json            the table and the curve (perl.evaluation.sweep says what stands in it)
+    result_dir/sweep.json            the table and the curve (perl.results.Sweep)
     result_dir/logs/worker-N.log
     result_dir/CANDIDATE/            as the result_dir of a single evaluation: summary.json, merge.json
         DATASET/                     run.json, samples.jsonl, summary.json
@@ -39,7 +39,7 @@ class Candidate:
     """Optimizer steps that the adapter was trained for, as far as its folder tells; 0 for the base."""
 
     def served(self, mode: str) -> str | None:
-        """What the engine serves beside the base under this --adapter_mode, as Prompt.adapter names it."""
+        """What the engine serves alongside the base under this --adapter_mode, as Prompt.adapter names it."""
         return str(self.adapter.resolve()) if self.adapter is not None and mode == "lora" else None
 
 
@@ -54,7 +54,7 @@ def find_candidates(words: Sequence[str] | None) -> tuple[Candidate, ...]:
     if len(words) == 1 and len(found) == 1 and found[0].adapter == Path(words[0]).expanduser():
         return (replace(found[0], name=""),)
     if list(words) == [BASE]:
-        raise UserError("--adapter base: the base alone needs no --adapter; leave it out, or write adapters beside it")
+        raise UserError("--adapter base: the base alone needs no --adapter; leave it out, or write adapters with it")
     return tuple(_named(found))
 
 

@@ -14,7 +14,6 @@ compare.json:
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from rich.table import Table
 from perl.errors import UserError
 from perl.evaluation.plan import cluster_of
 from perl.evaluation.statistics import paired_difference
-from perl.evaluation.store import differences
+from perl.evaluation.store import differences, short
 from perl.evaluation.summary import problem_scores, shown
 from perl.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_json, read_samples, samples_hash
 
@@ -189,7 +188,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
             highlight=False, soft_wrap=True, markup=False,
         )  # fmt: skip
     if comparison["differs"]:
-        named = "; ".join(f"{d['name']} {_short(d['other'])} | {_short(d['this'])}" for d in comparison["differs"])
+        named = "; ".join(f"{d['name']} {short(d['other'])} | {short(d['this'])}" for d in comparison["differs"])
         console.print(
             f"warning: besides the model these differ (other | this): {named}",
             highlight=False, soft_wrap=True, markup=False,
@@ -205,8 +204,3 @@ def verdict(metric: Mapping[str, Any], problems: int) -> str:
     if metric["detectable"] >= 1:
         return f"no difference that {problems} problems could show"
     return f"no difference that {problems} problems could show: they would show {100 * metric['detectable']:.1f} points"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,4 +1,4 @@
-"""What there is to do: the rows of each dataset, each with its key, its prompt and its seed."""
+"""What there is to do: the samples of each dataset, each with its key, its prompt and its seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.grading import RULES
 from perl.prompts import PromptStyle, build_messages, encode, row_seed
-from perl.records import Problem, Prompt, Sampling
+from perl.records import Problem, Sample, Sampling
 from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
 from perl.tasks.trained import problem_hash
 
@@ -25,27 +25,11 @@ SAMPLING_FLAGS = ("n", "temperature", "top_p", "top_k", "max_new_tokens", "seed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One completion to make and to grade."""
-
-    dataset: str
-    """Name of its Plan."""
-    key: str
-    """The problem: a hash of its content, and its occurrence among equal ones ("9f0c…-0")."""
-    sample: int
-    """Which of the problem's n completions."""
-    problem: Problem
-    prompt: Prompt
-    prompt_text: str
-    sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One dataset of the evaluation."""
 
     name: str
-    """Name of its folder below --result_dir."""
+    """Name of its folder below --result_dir, or below a candidate's."""
     spec: str
     """What the user wrote after --dataset."""
     tasks: tuple[str, ...]
@@ -53,8 +37,24 @@ class Plan:
     sampling: Sampling
     styles: Mapping[str, PromptStyle]
     """By task."""
-    rows: tuple[Row, ...]
+    samples: tuple[Sample, ...]
     problems: int
+
+    @property
+    def dataset(self) -> str:
+        """`Sample.dataset` of its samples."""
+        return self.samples[0].dataset
+
+    def of_candidate(self, name: str, adapter: str | None) -> Plan:
+        """The same for a candidate of a sweep: its samples are stored in its folder and completed with its adapter.
+
+        Args:
+            name: of the candidate's folder; empty outside a sweep.
+            adapter: as in Prompt.
+        """
+        dataset = f"{name}/{self.name}".lstrip("/")
+        samples = tuple(replace(sample, dataset=dataset, adapter=adapter) for sample in self.samples)
+        return replace(self, samples=samples)
 
 
 def make_plans(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
@@ -76,22 +76,23 @@ def make_plan(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str,
     sampling = choose_sampling(config, tasks[0])
     examples = few_shot_examples(config, spec, problems)
     styles = {task: _style(config, task, examples) for task in tasks}
-    rows = []
+    samples = []
     for problem, key in zip(problems, problem_keys(problems), strict=True):
         messages = build_messages(problem, styles[problem.task])
         token_ids = tuple(encode(tokenizer, messages))
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        rows += [
-            Row(
+        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        samples += [
+            Sample(
+                token_ids=token_ids,
+                seed=row_seed(sampling.seed, key, index),
+                sampling=sampling,
                 dataset=name,
                 key=key,
-                sample=sample,
+                index=index,
                 problem=problem,
-                prompt=Prompt(token_ids=token_ids, seed=row_seed(sampling.seed, key, sample)),
-                prompt_text=str(text),
-                sampling=sampling,
+                prompt_text=text,
             )
-            for sample in range(sampling.n)
+            for index in range(sampling.n)
         ]
     return Plan(
         name=name,
@@ -99,7 +100,7 @@ def make_plan(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str,
         tasks=tasks,
         sampling=sampling,
         styles=styles,
-        rows=tuple(rows),
+        samples=tuple(samples),
         problems=len(problems),
     )
 
@@ -204,11 +205,3 @@ def _style(config: EvalConfig, task: str, examples: tuple[tuple[str, str], ...])
     if config.system_prompt is not None:
         style = replace(style, system_prompt=config.system_prompt)
     return replace(style, few_shot=examples) if examples else style
-
-
-def described(plan: Plan) -> dict[str, Any]:
-    """Prompts and sampling as they stand in run.json and summary.json: JSON values."""
-    sampling = asdict(plan.sampling)
-    sampling.pop("n")
-    styles = {task: asdict(style) for task, style in plan.styles.items()}
-    return json.loads(json.dumps({"dataset": plan.spec, "styles": styles, "sampling": sampling}))

@@ -1,67 +1,72 @@
-"""A line on the screen while rows come in: done, rate, remaining time, running accuracy."""
+"""What the screen shows while completions come in: done, rate, remaining time, running accuracy."""
 
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
+from rich import progress
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from perl.results import SampleRecord
 
 LOG_EVERY_S = 30.0
+STARTING = "starting engines …"
+
+
+class RateColumn(progress.ProgressColumn):
+    """Samples per second over the last half minute."""
+
+    def render(self, task: progress.Task) -> Text:
+        return Text(f"{task.speed or 0:.1f}/s")
 
 
 class Progress:
-    """On a terminal the line is redrawn in place; into a file it is written anew every half minute."""
+    """On a terminal a bar; into a file a line every half minute."""
 
     def __init__(self, total: int, done: int, console: Console):
-        self.total = total
-        self.done = done
-        self.began_with = done
-        self.score = 0.0
-        self.graded = 0
-        self.started: float | None = None
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._bar = progress.Progress(
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            RateColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not console.is_terminal,
+        )
+        self._bar.add_task(STARTING, total=total, completed=done)
+        (self._task,) = self._bar.tasks
+        self._graded, self._score = 0, 0.0
         self._next_log = time.monotonic() + LOG_EVERY_S
 
     def __enter__(self) -> Progress:
-        if self._live is not None:
-            self._live.start()
-        self.refresh()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._bar.stop()
 
     def add(self, record: SampleRecord) -> None:
-        """Count one graded record (called from the recorder's thread)."""
-        self.started = self.started or time.monotonic() - record["time"]
-        self.done += 1
-        self.graded += 1
-        self.score += record["score"]
+        """Count one graded sample (called from the recorder's thread)."""
+        self._graded += 1
+        self._score += record["score"]
+        accuracy = f"accuracy so far {100 * self._score / self._graded:.1f}"
+        self._bar.update(self._task.id, advance=1, description=accuracy)
 
     def refresh(self) -> None:
-        if self._live is not None:
-            self._live.update(Text(self.line()))
-        elif time.monotonic() >= self._next_log:
+        """Write the line into a file when it is time."""
+        if not self._console.is_terminal and time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + LOG_EVERY_S
             self._console.print(self.line(), highlight=False)
 
     def line(self) -> str:
-        if self.started is None:
-            return f"{self.done}/{self.total} rows; starting engines …"
-        elapsed = max(time.monotonic() - self.started, 1e-9)
-        rate = (self.done - self.began_with) / elapsed
-        remaining = (self.total - self.done) / rate if rate else 0.0
-        accuracy = f", accuracy so far {100 * self.score / self.graded:.1f}" if self.graded else ""
-        return f"{self.done}/{self.total} rows, {rate:.1f}/s, {_duration(remaining)} left{accuracy}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        task = self._task
+        counts = f"{task.completed:.0f}/{task.total:.0f} rows"
+        if task.speed is None or task.time_remaining is None:
+            return f"{counts}, {task.description}"
+        remaining = timedelta(seconds=round(task.time_remaining))
+        return f"{counts}, {task.speed:.1f}/s, {remaining} left, {task.description}"

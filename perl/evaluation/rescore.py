@@ -27,7 +27,7 @@ LISTED = 5
 
 
 def rescore(config: EvalConfig) -> None:
-    """Grade every stored completion below `config.result_dir` again; write samples.jsonl and the summaries anew."""
+    """Grade every stored completion below `config.result_dir` again; replace samples.jsonl and the summaries."""
     result_dir, console = Path(config.result_dir), Console()
     given = [f"--{f.name}" for f in fields(config) if getattr(config, f.name) not in (f.default, "", None)]
     if unused := [flag for flag in given if flag not in ("--rescore", "--result_dir")]:
@@ -72,8 +72,8 @@ def regrade(records: list[SampleRecord], grader: Grader) -> list[SampleRecord]:
 
 
 def refresh(folder: Path, records: list[SampleRecord], changed: int, console: Console) -> None:
-    """Compute summary.json anew over the problems that are complete, if there is one; what tells how the rows were made
-    stays."""
+    """Compute summary.json, if there is one, again over the problems that are complete; what tells how the rows were
+    made stays."""
     file = folder / SUMMARY
     if not file.is_file():
         console.print("  not finished, so without a summary; the command that began it goes on", highlight=False)
@@ -107,7 +107,7 @@ def _tell(name: str, count: int, changed: list[tuple[SampleRecord, SampleRecord]
 
 
 def _refresh_tables(result_dir: Path, console: Console) -> None:
-    """Write the tables above the datasets anew: each candidate's summary.json, and sweep.json."""
+    """Write the tables above the datasets again: each candidate's summary.json, and sweep.json."""
     for file in sorted([*result_dir.glob(SUMMARY), *result_dir.glob(f"*/{SUMMARY}")]):
         if not (file.parent / RUN).is_file():  # a dataset's own is done
             own = [(name, file.parent / name / SUMMARY) for name in read_json(file)]

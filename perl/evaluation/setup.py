@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,19 +15,19 @@ from perl.checkpoints import content_hash, load_config, load_tokenizer, resolve_
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.errors import UserError
 from perl.evaluation.candidates import Candidate, find_candidates
-from perl.evaluation.executors import EXECUTORS, Executor
-from perl.evaluation.plan import Plan, Row, described
-from perl.evaluation.store import GRADING_HASH
-from perl.evaluation.worker import Load, WorkerSpec
+from perl.evaluation.plan import Plan
+from perl.evaluation.pool.executors import EXECUTORS, Executor
+from perl.evaluation.pool.worker import WeightsSpec, WorkerSpec
 from perl.grading import rules_hash
 from perl.prompts import require_chat_template
 from perl.provenance import text_hash
-from perl.results import read_json, write_json
+from perl.records import Sample
+from perl.results import Identity, read_json, write_json
 
 MERGED = "merged"
 MERGE_REPORT = "merge.json"
 CONTEXT_STEP = 1024
-"""vLLM compiles a model anew for each length of context, and keeps what it has compiled: few lengths, few times."""
+"""vLLM compiles a model again for each length of context, and keeps what it has compiled: few lengths, few times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,11 @@ class Setup:
     def folder(self, candidate: Candidate) -> Path:
         return Path(self.config.result_dir) / candidate.name
 
-    def identity(self, candidate: Candidate, plan: Plan) -> dict[str, Any]:
+    def identity(self, candidate: Candidate, plan: Plan) -> Identity:
         """What every row of a dataset's folder has in common. Not in it: what does not change a row, such as the
         number of devices, and how many rows there are."""
+        sampling = asdict(plan.sampling)
+        sampling.pop("n")
         return {
             "base_hash": self.base_hash,
             "adapter_hash": candidate.adapter_hash,
@@ -84,8 +87,10 @@ class Setup:
             "dtype": self.config.dtype,
             "max_model_len": self.config.max_model_len,
             "chat_template_hash": text_hash(self.tokenizer.chat_template),
-            **described(plan),
-            GRADING_HASH: rules_hash(),
+            "dataset": plan.spec,
+            "styles": json.loads(json.dumps({task: asdict(style) for task, style in plan.styles.items()})),
+            "sampling": sampling,
+            "grading_hash": rules_hash(),
         }
 
     def merge_report(self, candidate: Candidate) -> dict[str, Any] | None:
@@ -98,14 +103,14 @@ class Setup:
         return report if same else None
 
 
-def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerSpec]:
+def worker_specs(setup: Setup, engine: str, samples: Sequence[Sample]) -> list[WorkerSpec]:
     """One worker a device, with its own visibility, thread count and log."""
     config = setup.config
-    options: dict[str, Any] = {"tp_size": config.tp_size, "max_model_len": needed_context(setup, rows)}
+    options: dict[str, Any] = {"tp_size": config.tp_size, "max_model_len": needed_context(setup, samples)}
     if config.max_batch_tokens:
         options["max_batch_tokens"] = config.max_batch_tokens
     options |= vllm_options(config)
-    if served := sorted({row.prompt.adapter for row in rows if row.prompt.adapter is not None}):
+    if served := sorted({sample.adapter for sample in samples if sample.adapter is not None}):
         options["adapters"] = served
     specs = []
     for index in range(config.dp_size):
@@ -114,7 +119,7 @@ def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerS
                 index=index,
                 device=setup.executor.devices.kind,
                 engine=engine,
-                load=Load(str(setup.model.resolve()), config.dtype),
+                weights=WeightsSpec(str(setup.model.resolve()), config.dtype),
                 options=options,
                 environment=setup.executor.environment(index) | {"TOKENIZERS_PARALLELISM": "false"},
                 log=(Path(config.result_dir) / "logs" / f"worker-{index}.log").resolve(),
@@ -123,18 +128,18 @@ def worker_specs(setup: Setup, engine: str, rows: Sequence[Row]) -> list[WorkerS
     return specs
 
 
-def needed_context(setup: Setup, rows: Sequence[Row]) -> int:
-    """Tokens of the longest prompt and completion among `rows`, within what is allowed: a cache for a context of 128k
+def needed_context(setup: Setup, samples: Sequence[Sample]) -> int:
+    """Tokens of the longest prompt and completion of `samples`, within what is allowed: a cache for a context of 128k
     that nobody uses would not fit. Rounded up for vLLM, to CONTEXT_STEP."""
-    needed = max(len(row.prompt.token_ids) + row.sampling.max_new_tokens for row in rows)
+    needed = max(len(sample.token_ids) + sample.sampling.max_new_tokens for sample in samples)
     if setup.config.use_vllm:
         needed = math.ceil(needed / CONTEXT_STEP) * CONTEXT_STEP
     return min(needed, setup.context) if setup.context else needed
 
 
-def weights_of(setup: Setup, candidate: Candidate) -> Load:
-    """What completes the rows of `candidate`: the base, or a merged model, made here. Merged or served, the adapter is
-    proven to fit and to do something.
+def weights_of(setup: Setup, candidate: Candidate) -> WeightsSpec:
+    """What completes the samples of `candidate`: the base, or a merged model, made here. Merged or served, the adapter
+    is proven to fit and to do something.
 
     Raises:
         UserError: it does not fit the base, changes nothing, or cannot be merged.
@@ -143,10 +148,10 @@ def weights_of(setup: Setup, candidate: Candidate) -> Load:
     if candidate.adapter is None or setup.config.adapter_mode == "lora":
         if candidate.adapter is not None:
             adapter_effect(setup.model, candidate.adapter)
-        return Load(str(setup.model.resolve()), dtype, candidate.served(setup.config.adapter_mode))
+        return WeightsSpec(str(setup.model.resolve()), dtype, candidate.served(setup.config.adapter_mode))
     report = merged_model(setup, candidate, candidate.adapter)
     folder = setup.folder(candidate) / MERGED
-    return Load(str(folder.resolve()), report.dtype if dtype == "auto" and report.note else dtype)
+    return WeightsSpec(str(folder.resolve()), report.dtype if dtype == "auto" and report.note else dtype)
 
 
 def merged_model(setup: Setup, candidate: Candidate, adapter: Path) -> MergeReport:

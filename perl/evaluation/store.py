@@ -1,7 +1,7 @@
 """samples.jsonl: append-only, keyed by content, safe against a process that dies while it writes.
 
 A folder holds run.json (what every row in it was made with) and samples.jsonl (one line a row). A last line that was
-torn is cut off and owed again. Nothing else is ever rewritten, but for verdicts by --rescore.
+torn is cut off, and its sample is pending again. Nothing else is ever rewritten, but for verdicts by --rescore.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _require_same(file: Path, identity: dict[str, Any]) -> str | None:
     graded = before.pop(GRADING_HASH, None)
     if None not in (graded, grading := identity.pop(GRADING_HASH, None)) and graded != grading:
         logger.warning("%s was graded by other rules than today's; --rescore grades all of it again", file.parent)
-    changes = [f"{name} was {_short(old)}, is {_short(new)}" for name, old, new in differences(before, identity)]
+    changes = [f"{name} was {short(old)}, is {short(new)}" for name, old, new in differences(before, identity)]
     if changes:
         raise UserError(f"{file.parent} holds other results: {'; '.join(changes)}; name another --result_dir")
     return graded
@@ -121,6 +121,7 @@ def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, A
     return [] if before == now else [(name, before, now)]
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """JSON for a message."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"

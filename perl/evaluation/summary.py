@@ -18,11 +18,11 @@ from perl.evaluation.statistics import (
     pass_at_k,
     powers_of_two,
 )
-from perl.results import SampleRecord
+from perl.results import MetricRecord, RuleRecord, SampleRecord, Statistics, Summary
 from perl.tasks import TASKS
 
 
-def summarize(records: Sequence[SampleRecord], n: int) -> dict[str, Any]:
+def summarize(records: Sequence[SampleRecord], n: int) -> Statistics:
     """Everything that is computed from the records: metrics with intervals, shares, lengths.
 
     Args:
@@ -37,7 +37,7 @@ def summarize(records: Sequence[SampleRecord], n: int) -> dict[str, Any]:
         "problems": len(by_problem),
         "samples": count,
         "n": n,
-        "metrics": {name: estimate._asdict() for name, estimate in metrics(by_problem).items()},
+        "metrics": {name: MetricRecord(**estimate._asdict()) for name, estimate in metrics(by_problem).items()},
         "rules": rule_means(records),
         "truncated": sum(record["finish_reason"] == "length" for record in records) / count,
         "unextracted": sum(record["extracted"] is None for record in records) / count,
@@ -73,7 +73,7 @@ def problem_scores(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str
     return per_problem
 
 
-def rule_means(records: Sequence[SampleRecord]) -> dict[str, dict[str, float]]:
+def rule_means(records: Sequence[SampleRecord]) -> dict[str, RuleRecord]:
     """Each rule's mean score and how many samples it was asked about (a fallback is not asked about all)."""
     scores: dict[str, list[float]] = defaultdict(list)
     for record in records:
@@ -93,7 +93,7 @@ def grading_of(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {task: asdict(rubric) | {"rules": list(rubric.rules)} for task, rubric in rubrics.items()}
 
 
-def print_table(summaries: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+def print_table(summaries: Mapping[str, Summary], console: Console) -> None:
     """The metrics of each dataset."""
     table = Table("dataset", "metric")
     for column in ("value", "95 % interval"):
@@ -109,7 +109,7 @@ def print_table(summaries: Mapping[str, Mapping[str, Any]], console: Console) ->
         console.print(f"{name}: {_sentence(summary)}", highlight=False, soft_wrap=True)
 
 
-def _sentence(summary: Mapping[str, Any]) -> str:
+def _sentence(summary: Summary) -> str:
     rules = ", ".join(f"{rule} {100 * mean['mean']:.2f}" for rule, mean in summary["rules"].items())
     text = (
         f"{summary['problems']} problems × {summary['n']}; truncated {summary['truncated']:.1%}, no answer found"

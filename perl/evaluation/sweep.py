@@ -1,34 +1,22 @@
-"""A sweep's table, and sweep.json, from which a curve over the steps is drawn.
-
-sweep.json: {"model": …, "candidates": [one a row of the table, in the order of the command], "provenance": …}, with
-
-    name          its folder below the result folder (perl.evaluation.candidates says what lies there)
-    adapter       folder of the adapter, null for the base
-    adapter_hash  as in summary.json
-    step          optimizer steps of training; 0 for the base, null where the adapter's folder does not tell
-    error         why it was not scored, else null
-    metrics       dataset -> metric -> {"value", "low", "high"}, as in summary.json; null while it is not scored
-"""
+"""A sweep's table, and its entries in sweep.json, from which a curve over the steps is drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.summary import shown
+from perl.results import MetricRecord, Summary, SweepEntry
 
 
 class SweepError(RuntimeError):
     """Some candidates were not scored, and all others were. One line."""
 
 
-def sweep_entry(
-    candidate: Candidate, summaries: Mapping[str, Mapping[str, Any]] | None, error: str | None
-) -> dict[str, Any]:
+def sweep_entry(candidate: Candidate, summaries: Mapping[str, Summary] | None, error: str | None) -> SweepEntry:
     """One candidate's entry in sweep.json."""
     metrics = {name: summary["metrics"] for name, summary in summaries.items()} if summaries is not None else None
     return {
@@ -41,7 +29,7 @@ def sweep_entry(
     }
 
 
-def print_sweep(entries: Sequence[Mapping[str, Any]], console: Console) -> None:
+def print_sweep(entries: Sequence[SweepEntry], console: Console) -> None:
     """A row a candidate, a column a metric, in percent with the 95 % interval."""
     columns = list(
         dict.fromkeys(
@@ -65,7 +53,7 @@ def print_sweep(entries: Sequence[Mapping[str, Any]], console: Console) -> None:
             console.print(f"{entry['name']}: not scored: {why}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _cell(estimate: Mapping[str, float] | None) -> str:
+def _cell(estimate: MetricRecord | None) -> str:
     if estimate is None:
         return "–"
     return f"{100 * estimate['value']:.2f} ({100 * estimate['low']:.1f} – {100 * estimate['high']:.1f})"

@@ -21,7 +21,7 @@ __all__ = [
     "HUBS",
     "TASKS",
     "Task",
-    "gold_problems",
+    "failing_references",
     "load_problems",
     "problem_of_row",
     "rows_of",
@@ -139,7 +139,7 @@ def task_of(fields: Fields, where: str) -> tuple[str, str]:
     )
 
 
-def gold_problems(problems: Sequence[Problem], grader: Grader) -> list[Problem]:
+def failing_references(problems: Sequence[Problem], grader: Grader) -> list[Problem]:
     """The problems whose own gold, stated in the form the task asks for, does not pass the task's rubric: a model
     could not earn these points. They are also logged, as one warning with the first few."""
     failed = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 
 from perl.errors import UserError
 from perl.records import Problem
+from perl.results import atomic_write
 from perl.tasks import source_of, training_split
 
 TRAINED_PROBLEMS = "trained_problems.json"
@@ -54,9 +54,8 @@ def write_trained(
     if checkpoint and (earlier := _read(Path(checkpoint).parent / TRAINED_PROBLEMS)):
         found |= set(earlier["problems"])
     text = json.dumps({"dataset": dataset, "split": split, "problems": sorted(found)}, ensure_ascii=False)
-    temporary = run_dir / f".{TRAINED_PROBLEMS}.partial"
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, run_dir / TRAINED_PROBLEMS)
+    with atomic_write(run_dir / TRAINED_PROBLEMS) as file:
+        file.write(text + "\n")
 
 
 def read_trained(adapter: Path) -> Trained | None:

@@ -14,7 +14,7 @@ from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem
 from perl.results import atomic_write
-from perl.tasks import TASKS, Task, gold_problems, problem_of_row, rows_of
+from perl.tasks import TASKS, Task, failing_references, problem_of_row, rows_of
 from perl.tasks.files import Row, find_files, read_rows
 
 SPLITS = ("train", "test")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with Grader() as grader:
         for split, rows in splits.items():
-            failed = gold_problems([problem for _, problem in rows], grader)
+            failed = failing_references([problem for _, problem in rows], grader)
             _write(folder / f"{split}.parquet", [_verl_row(r, p, task, split, i) for i, (r, p) in enumerate(rows)])
             print(
                 f"{folder / f'{split}.parquet'}: {len(rows)} rows;"

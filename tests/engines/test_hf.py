@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -160,9 +161,9 @@ def test_a_stream_takes_rows_while_others_are_under_way(folder):
     order = []
 
     def feed():
-        yield asked[0], samplings[0]
+        yield replace(asked[0], sampling=samplings[0])
         for index in range(1, 6):
-            yield asked[index], samplings[index]
+            yield replace(asked[index], sampling=samplings[index])
             while index not in order:
                 yield None
         while 0 not in order:
@@ -180,8 +181,8 @@ def test_a_stream_takes_rows_while_others_are_under_way(folder):
 def test_a_stream_of_several_distributions_gives_each_row_its_own(folder):
     engine, asked = HFEngine(str(folder), max_batch_tokens=300), ask(9)
     kinds = [Sampling(temperature=0, max_new_tokens=8), Sampling(temperature=0.7, max_new_tokens=12)]
-    mixed = [(prompt, kinds[index // 3 % 2]) for index, prompt in enumerate(asked)]
+    mixed = [replace(prompt, sampling=kinds[index // 3 % 2]) for index, prompt in enumerate(asked)]
     got = dict(engine.stream(iter(mixed)))
     assert sorted(got) == list(range(9))
-    for index, (prompt, sampling) in enumerate(mixed):
-        assert [got[index]] == complete(engine, [prompt], sampling)
+    for index, prompt in enumerate(mixed):
+        assert [got[index]] == complete(engine, [asked[index]], prompt.sampling)

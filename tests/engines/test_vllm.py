@@ -57,7 +57,8 @@ def in_vllm(model: str, adapter: str, other: str, merged: list[str]) -> dict[str
     found["shuffled"] = {order[place]: completion for place, completion in shuffled.items()}
     found["alone"] = {i: dict(engine.generate([prompts[i]], SAMPLED))[0] for i in (0, 7)}
     found["greedy"] = dict(engine.generate(prompts[:40], GREEDY))
-    mixed: list[tuple[Prompt, Sampling] | None] = [(prompts[0], GREEDY), None, (prompts[0], SAMPLED), None, None]
+    greedy, sampled = replace(prompts[0], sampling=GREEDY), replace(prompts[0], sampling=SAMPLED)
+    mixed: list[Prompt | None] = [greedy, None, sampled, None, None]
     found["mixed"] = dict(engine.stream(iter(mixed)))
     try:
         list(engine.generate([Prompt(token_ids=(7,) * CONTEXT, seed=1)], GREEDY))

@@ -19,9 +19,9 @@ pytest.importorskip("ray")
 from benchmarks._nodes import add_node, kill_node, ray_cluster, raylet, workers_below
 from perl.config.evaluation import EvalConfig, parse
 from perl.errors import UserError
-from perl.evaluation.cluster import Host, slots_of
-from perl.evaluation.executors import EXECUTORS
-from perl.evaluation.worker import Failed, Load, WorkerSpec, require_device
+from perl.evaluation.pool.cluster import WorkerActor, slots_of
+from perl.evaluation.pool.executors import EXECUTORS
+from perl.evaluation.pool.worker import Failed, WeightsSpec, WorkerSpec, require_device
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import lines, wait_for
 
@@ -108,12 +108,12 @@ def test_a_node_without_the_model_says_so(tmp_path):
         index=0,
         device="cpu",
         engine="hf",
-        load=Load(str(tmp_path / "nowhere"), "auto"),
+        weights=WeightsSpec(str(tmp_path / "nowhere"), "auto"),
         options={},
         environment={},
         log=tmp_path / "log",
     )
-    failed, end = Host(spec).receive()
+    failed, end = WorkerActor(spec).receive()
     assert isinstance(failed, Failed)
     assert end is None
     assert failed.message.startswith(f"node {socket.gethostname()} has no {tmp_path}/nowhere; models and adapters have")

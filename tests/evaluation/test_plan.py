@@ -28,10 +28,10 @@ def test_keys_follow_content_and_occurrence():
 def test_rows_have_their_own_seeds(config, sums):
     plan = make_plan(config, tiny_tokenizer(), str(sums), "sums")
     assert plan.problems == 40
-    assert len(plan.rows) == 640
-    assert len({row.prompt.seed for row in plan.rows}) == 640
-    first = plan.rows[3]
-    assert first.prompt.seed == row_seed(0, first.key, 3)
+    assert len(plan.samples) == 640
+    assert len({sample.seed for sample in plan.samples}) == 640
+    first = plan.samples[3]
+    assert first.seed == row_seed(0, first.key, 3)
     assert first.prompt_text.startswith("<|user|> What is 0 + 0 ?")
     assert first.problem.gold == "0"
 
@@ -39,7 +39,7 @@ def test_rows_have_their_own_seeds(config, sums):
 def test_more_samples_keep_the_rows_there_are(config, sums):
     few = make_plan(config, tiny_tokenizer(), str(sums), "sums")
     more = make_plan(replace(config, n=20), tiny_tokenizer(), str(sums), "sums")
-    assert set(few.rows) - {replace(r, sampling=few.sampling) for r in more.rows} == set()
+    assert set(few.samples) - {replace(s, sampling=few.sampling) for s in more.samples} == set()
 
 
 def test_flags_stand_over_the_tasks_sampling():
@@ -59,7 +59,7 @@ def test_few_shot_from_the_train_file(tmp_path, config):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = make_plan(replace(config, few_shot="2", system_prompt="Be brief."), tiny_tokenizer(), str(tmp_path), "x")
     assert plan.styles["gsm8k"].few_shot == tuple((row["question"], row["answer"]) for row in train[:2])
-    text = plan.rows[0].prompt_text
+    text = plan.samples[0].prompt_text
     assert text.index("Be brief.") < text.index("train 0") < text.index("derivation of 1") < text.index("test")
     with pytest.raises(UserError, match="holds 3 usable rows"):
         make_plan(replace(config, few_shot="5"), tiny_tokenizer(), str(tmp_path), "x")

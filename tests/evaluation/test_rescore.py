@@ -1,4 +1,4 @@
-"""--rescore: verdicts made anew from what is stored, with the model gone, finished or not."""
+"""--rescore: verdicts made again from what is stored, with the model gone, finished or not."""
 
 from __future__ import annotations
 

@@ -19,6 +19,6 @@ from perl.records import Sampling
 )
 def test_context_is_what_the_rows_need(use_vllm, allowed, context):
     setup = SimpleNamespace(config=EvalConfig(model="m", dataset="d", use_vllm=use_vllm), context=allowed)
-    prompts = [SimpleNamespace(token_ids=[0] * length) for length in (150, 200, 3)]
-    rows = [SimpleNamespace(prompt=prompt, sampling=Sampling(max_new_tokens=512)) for prompt in prompts]
-    assert needed_context(setup, rows) == context
+    sampling = Sampling(max_new_tokens=512)
+    samples = [SimpleNamespace(token_ids=[0] * length, sampling=sampling) for length in (150, 200, 3)]
+    assert needed_context(setup, samples) == context

@@ -24,7 +24,7 @@ def test_rows_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("torn", ['{"key": "c", "sam', '{"key": "c", "sample": 0}', "\x00\x00"])
-def test_a_torn_last_line_is_owed_again(tmp_path, torn, caplog):
+def test_a_torn_last_line_is_pending_again(tmp_path, torn, caplog):
     Store(tmp_path, IDENTITY).append([row("a"), row("b")])
     whole = (tmp_path / "samples.jsonl").read_bytes()
     (tmp_path / "samples.jsonl").write_bytes(whole + torn.encode())
@@ -35,7 +35,7 @@ def test_a_torn_last_line_is_owed_again(tmp_path, torn, caplog):
     assert (tmp_path / "samples.jsonl").read_bytes() == whole + b'{"key": "c", "sample": 0, "text": "new"}\n'
 
 
-def test_a_line_broken_in_the_middle_is_owed_again(tmp_path):
+def test_a_line_broken_in_the_middle_is_pending_again(tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"key": "a", "sample": 0}\n{"key": \n{"key": "b", "sample": 0}\n')
     assert list(Store(tmp_path, IDENTITY).records) == [("a", 0), ("b", 0)]
 

@@ -100,7 +100,7 @@ def test_sweep_json_holds_the_curve(swept, run):
 
 def test_a_candidates_folder_is_a_result_folder_of_its_own(swept, settings, run, monkeypatch):
     """A single evaluation finds the sweep's rows there, and refuses another adapter."""
-    monkeypatch.setattr("perl.evaluation.run.Workers", None)
+    monkeypatch.setattr("perl.evaluation.run.WorkerPool", None)
     here = replace(settings, result_dir=str(swept / "checkpoint-4"))
     evaluate(replace(here, adapter=[str(run / "checkpoint-4")]))
     with pytest.raises(UserError, match="adapter_hash was"):

@@ -1,7 +1,8 @@
-"""A worker's side of the protocol, with an engine in this process: weights change between jobs, and nowhere else."""
+"""A worker's side of the protocol, with an engine in this process: weights change between batches, and nowhere else."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -13,14 +14,26 @@ from transformers import AutoModelForCausalLM
 from perl.adapters.merge import merge_adapter
 from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
-from perl.evaluation.worker import Done, Inbox, Job, Load, Renew, completed
-from perl.records import Prompt, Sampling
+from perl.evaluation.pool.worker import Batch, Inbox, Restart, Result, WeightsSpec, completed
+from perl.records import Problem, Sample, Sampling
 from tests.tiny import save_tiny
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=12)
 KEPT = []
 """Ends of pipes: a worker whose parent's end closes kills its process group."""
-PROMPTS = [Prompt(token_ids=(4, 8 + i, 9), seed=i) for i in range(12)]
+SAMPLES = [
+    Sample(
+        token_ids=(4, 8 + i, 9),
+        seed=i,
+        sampling=SAMPLING,
+        dataset="sums",
+        key=str(i),
+        index=0,
+        problem=Problem(task="gsm8k", question="?", gold="1"),
+        prompt_text="",
+    )
+    for i in range(12)
+]
 
 
 def make_adapter(
@@ -47,15 +60,15 @@ def models(tmp_path_factory) -> list[Path]:
     return [base, folder / "merged_a", folder / "merged_b"]
 
 
-def through_worker(loads: list[Load]) -> list[Done | Renew]:
-    """All prompts for each load in turn, all jobs there from the beginning."""
+def through_worker(weights: list[WeightsSpec]) -> list[Result | Restart]:
+    """All samples with each weights in turn, everything sent at the beginning."""
     ours, theirs = Pipe()
     inbox = Inbox(theirs)
-    for place, load in enumerate(loads):
-        ours.send([Job(100 * place + i, prompt, SAMPLING, load) for i, prompt in enumerate(PROMPTS)])
+    for place, needed in enumerate(weights):
+        ours.send(Batch(needed, [replace(sample, dataset=str(place)) for sample in SAMPLES]))
     ours.send(None)
-    engine = ENGINES["hf"](loads[0].model, dtype=loads[0].dtype)
-    messages = list(completed(engine, loads[0], inbox))
+    engine = ENGINES["hf"](weights[0].model, dtype=weights[0].dtype)
+    messages = list(completed(engine, weights[0], inbox))
     engine.close()
     KEPT.append(ours)
     return messages
@@ -63,19 +76,19 @@ def through_worker(loads: list[Load]) -> list[Done | Renew]:
 
 def fresh(model: Path) -> list[tuple[int, ...]]:
     engine = ENGINES["hf"](str(model), dtype="float32")
-    found = dict(engine.generate(PROMPTS, SAMPLING))
+    found = dict(engine.generate(SAMPLES, SAMPLING))
     engine.close()
-    return [found[i].token_ids for i in range(len(PROMPTS))]
+    return [found[i].token_ids for i in range(len(SAMPLES))]
 
 
-def test_each_job_is_completed_with_its_own_weights(models):
+def test_each_sample_is_completed_with_its_own_weights(models):
     """Equal to a fresh engine on each folder, the base after the adapters too: nothing of them stays."""
-    loads = [Load(str(model), "float32") for model in (models[0], models[1], models[2], models[0])]
-    messages = [message for message in through_worker(loads) if isinstance(message, Done)]
+    weights = [WeightsSpec(str(model), "float32") for model in (models[0], models[1], models[2], models[0])]
+    messages = [message for message in through_worker(weights) if isinstance(message, Result)]
     assert len(messages) == 48
-    got = {message.tag: message.completion.token_ids for message in messages}
+    got = {message.id: message.completion.token_ids for message in messages}
     for place, model in enumerate((models[0], models[1], models[2], models[0])):
-        assert [got[100 * place + i] for i in range(12)] == fresh(model)
+        assert [got[str(place), str(i), 0] for i in range(12)] == fresh(model)
     assert len({tuple(fresh(model)) for model in models}) == 3
 
 
@@ -89,14 +102,14 @@ def test_replaced_weights_are_a_fresh_engines_bit_for_bit(models):
 
 
 def test_another_dtype_and_another_shape_need_a_new_engine(models, tmp_path):
-    first, second = Load(str(models[0]), "float32"), Load(str(models[1]), "bfloat16")
+    first, second = WeightsSpec(str(models[0]), "float32"), WeightsSpec(str(models[1]), "bfloat16")
     *done, last = through_worker([first, second])
     assert len(done) == 12
-    assert isinstance(last, Renew)
-    assert last.load == second
+    assert isinstance(last, Restart)
+    assert last.weights == second
     assert "another dtype" in last.reason
     deeper = save_tiny(tmp_path / "deeper", layers=3)
-    *_, last = through_worker([first, Load(str(deeper), "float32")])
-    assert isinstance(last, Renew)
+    *_, last = through_worker([first, WeightsSpec(str(deeper), "float32")])
+    assert isinstance(last, Restart)
     assert "does not store its weights under the names" in last.reason
     assert "layers.2" in last.reason

@@ -13,7 +13,7 @@ from perl.errors import UserError
 from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem
-from perl.tasks import TASKS, gold_problems, load_problems, training_split
+from perl.tasks import TASKS, failing_references, load_problems, training_split
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not there")
@@ -248,10 +248,10 @@ def test_golds_that_fail_their_own_verifier_are_reported(caplog):
     rows = [Problem(task="gsm8k", question="?", gold=gold, source=f"rows:{gold}") for gold in ("18", "eighteen", "-5")]
     rows.append(Problem(task="math500", question="?", gold="\\frac{1}{2}"))
     with Grader() as grader, caplog.at_level(logging.WARNING):
-        assert [problem.gold for problem in gold_problems(rows, grader)] == ["eighteen"]
+        assert [problem.gold for problem in failing_references(rows, grader)] == ["eighteen"]
         assert "1 of 4 gold answers do not pass their own verifier: rows:eighteen ('eighteen')" in caplog.text
         caplog.clear()
-        assert gold_problems(rows[:1], grader) == []
+        assert failing_references(rows[:1], grader) == []
         assert caplog.text == ""
 
 
@@ -276,7 +276,7 @@ def test_every_gold_of_the_real_data_passes_its_own_verifier(file, rows, task):
     assert {problem.task for problem in problems} == {task}
     assert all(problem.question == problem.question.strip() for problem in problems)
     with Grader() as grader:
-        assert gold_problems(problems, grader) == []
+        assert failing_references(problems, grader) == []
 
 
 @needs_shared

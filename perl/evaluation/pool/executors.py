@@ -2,8 +2,8 @@
 
 An Executor starts workers; the Link that it returns is the parent's way to one of them:
 
-    parent -> worker   list[Job], as often as there is work; None: no more will come
-    worker -> parent   Ready, Done for each job, Failed; None when it is gone, whatever ended it
+    parent -> worker   Batch, as often as there is work; None: no more will come
+    worker -> parent   Ready, Result for each sample, Restart, Failed; None when it is gone, whatever ended it
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Protocol
 from perl.config.evaluation import EvalConfig
 from perl.device import Devices
 from perl.errors import UserError
-from perl.evaluation.local import LocalExecutor
-from perl.evaluation.worker import Deliver, Job, WorkerSpec
+from perl.evaluation.pool.local import LocalExecutor
+from perl.evaluation.pool.worker import Batch, Deliver, WorkerSpec
 
 
 class Link(Protocol):
     """One started worker."""
 
-    def send(self, jobs: list[Job] | None) -> None:
+    def send(self, batch: Batch | None) -> None:
         """Send; that a worker is gone is delivered, not raised."""
         ...
 
@@ -34,7 +34,7 @@ class Link(Protocol):
         """End the worker and all its processes now. A second call does nothing."""
         ...
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended, as far as is known."""
         ...
 
@@ -63,7 +63,7 @@ def _local(config: EvalConfig) -> Executor:
 def _ray(config: EvalConfig) -> Executor:
     if importlib.util.find_spec("ray") is None:
         raise UserError('--executor ray: ray is not installed; pip install "ray>=2.50", or leave --executor out')
-    from perl.evaluation.cluster import RayExecutor
+    from perl.evaluation.pool.cluster import RayExecutor
 
     return RayExecutor(config.dp_size, config.tp_size, config.ray_address)
 

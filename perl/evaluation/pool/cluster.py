@@ -1,8 +1,8 @@
 """Workers in a Ray cluster: one actor a slot, each with a worker's process of its own on the node where Ray puts it.
 
-The actor (Host) does on its node what the parent does at home: it starts the process, holds the pipe to it, and passes
-rows and completions on. So a node that is lost looks like a worker that died, and a worker whose actor or node is gone
-ends by itself. Ray shows each actor its own devices. Nodes need perl and the model under the same paths.
+The actor (WorkerActor) does on its node what the parent does at home: it starts the process, holds the pipe to it, and
+passes samples and completions on. So a node that is lost looks like a worker that died, and a worker whose actor or
+node is gone ends by itself. Ray shows each actor its own devices. Nodes need perl and the model under the same paths.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from ray.exceptions import GetTimeoutError, RayError
 from perl import device
 from perl.device import RAY_RESOURCE, Devices, Kind
 from perl.errors import UserError
-from perl.evaluation.local import ProcessLink
-from perl.evaluation.worker import Deliver, Failed, Job, Message, WorkerSpec
+from perl.evaluation.pool.local import ProcessLink
+from perl.evaluation.pool.worker import Batch, Deliver, Failed, Message, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
-FREE_WITHIN_S = 15.0
+SLOTS_TIMEOUT_S = 15.0
 """How long slots that a run before has left may take to become free."""
-PLACED_WITHIN_S = 60.0
+PLACEMENT_TIMEOUT_S = 60.0
 """How long Ray may take to start one actor."""
-KILLED_WITHIN_S = 5.0
-KNOCK_S = 5.0
-ROOT = Path(__file__).resolve().parents[2]
+KILL_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 5.0
+ROOT = Path(__file__).resolve().parents[3]
 """What has to be on sys.path for perl to be imported."""
 
 
-class Host:
+class WorkerActor:
     """The actor: one worker on its node."""
 
     def __init__(self, spec: WorkerSpec):
-        self._said: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         missing = [path for path in spec.paths if not Path(path).exists()]
         self._link: ProcessLink | None = None
         if missing:
             why = f"node {self.node()} has no {missing[0]}; models and adapters have to be under the same path on"
-            self._said.put(Failed(f"{why} every node, and --result_dir too, as an adapter is merged there", ""))
-            self._said.put(None)
+            self._messages.put(Failed(f"{why} every node, and --result_dir too, as an adapter is merged there", ""))
+            self._messages.put(None)
         else:
-            self._link = ProcessLink(spec, self._said.put)
+            self._link = ProcessLink(spec, self._messages.put)
 
     def node(self) -> str:
         return socket.gethostname()
 
-    def send(self, jobs: list[Job] | None) -> None:
+    def send(self, batch: Batch | None) -> None:
         if self._link is not None:
-            self._link.send(jobs)
+            self._link.send(batch)
 
     def receive(self) -> list[Message | None]:
         """What the worker has said since the last call, waiting for something."""
-        said = [self._said.get()]
+        messages = [self._messages.get()]
         with contextlib.suppress(queue.Empty):
             while True:
-                said.append(self._said.get_nowait())
-        return said
+                messages.append(self._messages.get_nowait())
+        return messages
 
-    def last_words(self) -> str:
-        return self._link.last_words() if self._link is not None else ""
+    def exit_reason(self) -> str:
+        return self._link.exit_reason() if self._link is not None else ""
 
 
 class ActorLink:
@@ -78,14 +78,14 @@ class ActorLink:
 
     def __init__(self, spec: WorkerSpec, deliver: Deliver, options: Mapping[str, Any]):
         self._deliver = deliver
-        self._words = "its actor was ended"
+        self._exit_reason = "its actor was ended"
         self._index = spec.index
-        self._actor: Any = ray.remote(Host).options(**options).remote(spec)
+        self._actor: Any = ray.remote(WorkerActor).options(**options).remote(spec)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def send(self, jobs: list[Job] | None) -> None:
-        self._actor.send.remote(jobs)
+    def send(self, batch: Batch | None) -> None:
+        self._actor.send.remote(batch)
 
     def join(self, timeout: float) -> None:
         self._listener.join(timeout)
@@ -93,27 +93,28 @@ class ActorLink:
     def kill(self) -> None:
         """The worker's process ends with its actor, as it does with its parent."""
         ray.kill(self._actor)
-        self._listener.join(KILLED_WITHIN_S)
+        self._listener.join(KILL_TIMEOUT_S)
 
-    def last_words(self) -> str:
-        return self._words
+    def exit_reason(self) -> str:
+        return self._exit_reason
 
     def _listen(self) -> None:
         """Runs in a thread of its own until the worker is gone."""
         try:
-            node = ray.get(self._actor.node.remote(), timeout=PLACED_WITHIN_S)
+            node = ray.get(self._actor.node.remote(), timeout=PLACEMENT_TIMEOUT_S)
             logger.info("worker %d runs on %s", self._index, node)
             while True:
                 for message in ray.get(self._actor.receive.remote()):
                     if message is None:
-                        self._words = f"{ray.get(self._actor.last_words.remote())} on node {node}"
+                        self._exit_reason = f"{ray.get(self._actor.exit_reason.remote())} on node {node}"
                         self._deliver(None)
                         return
                     self._deliver(message)
         except GetTimeoutError:
-            self._words = f"Ray had no slot for it within {PLACED_WITHIN_S:.0f} s (cluster: {_listed(_total())})"
+            where = f"cluster: {_listed(_total())}"
+            self._exit_reason = f"Ray had no slot for it within {PLACEMENT_TIMEOUT_S:.0f} s ({where})"
         except RayError as error:
-            self._words = _why(error)
+            self._exit_reason = _why(error)
         self._deliver(None)
 
 
@@ -143,7 +144,7 @@ class RayExecutor:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._options = {
             **amount,
-            "max_concurrency": 4,  # send and last_words while receive waits
+            "max_concurrency": 4,  # send and exit_reason while receive waits
             "max_restarts": 0,
             "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
         }
@@ -166,7 +167,7 @@ def _join(address: str) -> str:
     named = address if address != "auto" else os.environ.get("RAY_ADDRESS", "auto")
     flag = "--ray_address" if address != "auto" else "RAY_ADDRESS"
     try:
-        _knock(named)
+        probe_port(named)
         ray.init(address=named, **options)
     except (OSError, ValueError) as error:  # ConnectionError among them
         if named != "auto":
@@ -184,11 +185,11 @@ def _join(address: str) -> str:
     return where
 
 
-def _knock(address: str) -> None:
+def probe_port(address: str) -> None:
     """Raise an OSError when nothing listens at HOST:PORT, as ray.init would try for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
+        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
 
 
 def _kind(where: str) -> Kind:
@@ -216,11 +217,11 @@ def _require_slots(where: str, kind: Kind, dp_size: int, tp_size: int) -> None:
             f"{flags}: the cluster {where} has {_listed(_total())} on {len(nodes)} node(s), room for {slots} workers"
             f"; write --dp_size {max(slots, 1)}, or add nodes with ray start --address=HEAD:6379"
         )
-    deadline = time.monotonic() + FREE_WITHIN_S
+    deadline = time.monotonic() + SLOTS_TIMEOUT_S
     while (free := ray.available_resources().get(resource, 0)) < dp_size * tp_size:
         if time.monotonic() > deadline:
             raise UserError(
-                f"{flags}: {free:g} of {_total()[resource]:g} {resource} of the cluster {where} are free, other jobs"
+                f"{flags}: {free:g} of {_total()[resource]:g} {resource} of the cluster {where} are free, other batch"
                 " hold the rest; wait for them, or write a smaller --dp_size"
             )
         time.sleep(0.5)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from perl import device
 from perl.errors import UserError
-from perl.evaluation.worker import Deliver, Job, WorkerSpec, run_worker
+from perl.evaluation.pool.worker import Batch, Deliver, WorkerSpec, run_worker
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,9 @@ class ProcessLink:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def send(self, jobs: list[Job] | None) -> None:
+    def send(self, batch: Batch | None) -> None:
         try:
-            self._connection.send(jobs)
+            self._connection.send(batch)
         except OSError:
             logger.debug("%s is gone", self._process.name)
 
@@ -56,7 +56,7 @@ class ProcessLink:
         self._process.join()
         self._connection.close()
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         code = self._process.exitcode
         return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 

@@ -1,0 +1,174 @@
+"""One candidate's share of an evaluation: its samples, where they are stored, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from perl.errors import UserError
+from perl.evaluation.candidates import Candidate
+from perl.evaluation.contamination import trained_on
+from perl.evaluation.plan import Plan
+from perl.evaluation.pool.worker import Batch, WeightsSpec
+from perl.evaluation.setup import MERGED, Setup, weights_of
+from perl.evaluation.store import Store
+from perl.evaluation.summary import grading_of, summarize
+from perl.provenance import provenance
+from perl.records import Completion, Sample
+from perl.results import SUMMARY, Generation, Summary, read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class CheckpointRun:
+    """One candidate's samples."""
+
+    candidate: Candidate
+    plans: list[Plan]
+    stores: dict[str, Store]
+    """By `Sample.dataset`."""
+    pending: list[Sample]
+    """Not on disk when the command began."""
+    runnable: list[Sample]
+    """Those of them that leave room for a completion."""
+    error: str | None = None
+    """Why it cannot be scored."""
+    tokens: int = 0
+    """Generated for it this time."""
+    remaining: int = 0
+    """Of the runnable samples."""
+    began: float = 0.0
+    """time.monotonic() when its samples joined the queue."""
+    ended: float = 0.0
+    """time.monotonic() when its last sample was completed."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """Nothing remains."""
+
+    @classmethod
+    def open(cls, setup: Setup, candidate: Candidate, plans: Sequence[Plan]) -> CheckpointRun:
+        """Open the candidate's folders. Raises a UserError for one that holds other results."""
+        own = [plan.of_candidate(candidate.name, candidate.served(setup.config.adapter_mode)) for plan in plans]
+        folder = setup.folder(candidate)
+        stores = {plan.dataset: Store(folder / plan.name, setup.identity(candidate, plan)) for plan in own}
+        pending = [s for plan in own for s in plan.samples if (s.key, s.index) not in stores[s.dataset]]
+        runnable = [s for s in pending if setup.context is None or len(s.token_ids) < setup.context]
+        run = cls(candidate, own, stores, pending, runnable, remaining=len(runnable))
+        if not runnable:
+            run.done.set()
+        return run
+
+    @property
+    def complete(self) -> bool:
+        return all((s.key, s.index) in self.stores[s.dataset] for plan in self.plans for s in plan.samples)
+
+    def count(self, completion: Completion) -> None:
+        """One of the runnable samples is completed."""
+        self.tokens += len(completion.token_ids)
+        self.ended = time.monotonic()
+        self.remaining -= 1
+
+    def speed(self, since: float, ready: float | None) -> dict[str, Any]:
+        """Samples and tokens completed this time, and how long it took, fields of Generation.
+
+        Args:
+            since: time.monotonic() when its start began.
+            ready: when the first engine was; None: none was.
+        """
+        first = max(ready or self.ended, self.began)
+        return {
+            "rows": len(self.runnable),
+            "tokens": self.tokens,
+            "start_s": round(first - since, 2),
+            "wall_s": round(self.ended - first, 2),
+            "tokens_per_s": round(self.tokens / max(self.ended - first, 1e-9), 1),
+        }
+
+    def fail(self, error: Exception) -> None:
+        self.error = " ".join(str(error).split())
+        self.remaining = 0
+        self.done.set()
+
+    def close(self, setup: Setup) -> None:
+        """Remove what was only needed to complete the samples."""
+        self.done.set()
+        shutil.rmtree(setup.folder(self.candidate) / MERGED, ignore_errors=True)
+
+    def summarize(self, setup: Setup, generation: Generation | None) -> dict[str, Summary]:
+        """Compute each dataset's summary, where all samples are on disk, and write the files summary.json.
+
+        Args:
+            generation: None where nothing was generated this time.
+        """
+        summaries = {plan.name: self._summarize_dataset(setup, plan, generation) for plan in self.plans}
+        write_json(setup.folder(self.candidate) / SUMMARY, summaries)
+        return summaries
+
+    def _summarize_dataset(self, setup: Setup, plan: Plan, generation: Generation | None) -> Summary:
+        store = self.stores[plan.dataset]
+        file = store.folder / SUMMARY
+        if generation is None and file.is_file():  # the speed of the time before stands
+            generation = read_json(file)["generation"]
+        keys = {sample.key for sample in plan.samples}
+        summary: Summary = {
+            **summarize([store.records[sample.key, sample.index] for sample in plan.samples], plan.sampling.n),
+            "generation": generation,
+            "tasks": list(plan.tasks),
+            "model": setup.config.model,
+            "adapter": str(self.candidate.adapter) if self.candidate.adapter else None,
+            "step": self.candidate.step,
+            "trained_on": trained_on(self.candidate.adapter, plan.spec, setup.config.split, keys),
+            **setup.identity(self.candidate, plan),
+            "merge": setup.merge_report(self.candidate),
+            "chat_template": setup.tokenizer.chat_template,
+            "grading": grading_of(plan.tasks),
+            "grading_hash": store.grading_hash,
+            "provenance": provenance(),
+        }
+        write_json(file, summary)
+        return summary
+
+
+def batches(setup: Setup, runs: Sequence[CheckpointRun]) -> Generator[Batch | None]:
+    """Each run's samples with the weights that complete them; None while these are being made.
+
+    The weights of the next run are made in a thread alongside generation, once the run before the current one is done,
+    so that no more than two merged models lie on disk. A candidate that cannot be scored fails alone in a sweep.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+        ahead: Future[WeightsSpec] | None = None
+        try:
+            for place, run in enumerate(runs):
+                while ahead is not None and not ahead.done():
+                    yield None
+                try:
+                    weights = ahead.result() if ahead is not None else weights_of(setup, run.candidate)
+                except (UserError, RuntimeError) as error:
+                    if not setup.is_sweep:
+                        raise
+                    run.fail(error)
+                    logger.error("%s is not scored: %s", run.candidate.name, run.error)
+                    weights = None
+                if place + 1 < len(runs):
+                    before = runs[place - 1].done if place else None
+                    ahead = pool.submit(_weights_after, before, setup, runs[place + 1].candidate)
+                if weights is not None:
+                    run.began = time.monotonic()
+                    yield Batch(weights, run.runnable)
+        finally:
+            for run in runs:
+                run.done.set()
+            if ahead is not None:
+                ahead.cancel()
+
+
+def _weights_after(before: threading.Event | None, setup: Setup, candidate: Candidate) -> WeightsSpec:
+    if before is not None:
+        before.wait()
+    return weights_of(setup, candidate)
