@@ -129,13 +129,15 @@ def worker_environment(index: int, tp_size: int = 1) -> dict[str, str]:
 
 
 def pin_cpu(index: int, workers: int) -> None:
-    """On a CPU, keep this process on its own share of the cores, so that workers do not chase each other's."""
+    """On a CPU, keep this process on its own share of the cores, so that workers do not chase each other's, and of the
+    memory (`available_memory`)."""
     if detect().kind != "cpu":
         return
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // workers)
     start = (index * share) % len(cores)
     os.sched_setaffinity(0, cores[start : start + share])
+    os.environ["LOCAL_WORLD_SIZE"] = str(workers)
 
 
 def peak_memory_bytes() -> int | None:

@@ -12,3 +12,11 @@ def test_emulated_bfloat16_is_not_the_default(monkeypatch, native, dtype):
     monkeypatch.setattr(device, "detect", lambda: device.Devices("cuda", 1))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
     assert device.default_dtype() == dtype
+
+
+def test_processes_on_a_cpu_share_its_memory(monkeypatch):
+    monkeypatch.setattr(device, "detect", lambda: device.Devices("cpu", 1))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = device.available_memory()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert device.available_memory() < alone / 2

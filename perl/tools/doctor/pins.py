@@ -86,8 +86,8 @@ def pins_of(root: Path) -> Iterator[Pin]:
     project = {requirement.name: requirement.specifier for _, requirement in _of_project(root)}
     for file in sorted(root.glob("requirements_*.txt")):
         requirements = list(_of_file(file))
-        pinned = {canonicalize_name(r.name): version for r in requirements if (version := _exact(r.specifier))}
-        pinned = _set_of(pinned) | pinned  # what the file leaves to a step of its own (vllm) stands in its set
+        exact: dict[str, str] = {canonicalize_name(r.name): v for r in requirements if (v := _exact(r.specifier))}
+        pinned = _set_of(exact) | exact  # what the file leaves to a step of its own (vllm) stands in its set
         for requirement in requirements:
             yield _pin(file.name, requirement.name, requirement.specifier, pinned, project, "npu" in file.name)
     for where, requirement in _of_project(root):
