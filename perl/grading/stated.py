@@ -22,7 +22,8 @@ from perl.grading.text import LONGEST_ANSWER, Box, find_boxes, last_match, plain
 # ------------------------------------------------------------------------------------------ where the statement stands
 
 _PHRASE = re.compile(
-    r"(?:answers?|(?:correct|right) (?:option|choice))[*_\s]{0,4}(?:(?:is|are|would be|must be)\b[*_\s]{0,4}:?|:|=)"
+    r"(?:answers?|(?:correct|right) (?:option|choice))[*_\s]{0,4}"
+    r"(?:(?:is|are|would be|must be)\b(?:\s(?:therefore|thus|then|hence|indeed))?[*_\s]{0,4}:?|:|=)"
     r"|answer[*_]{0,3}[ \t]*+(?=\n)|####[ \t]*+(?=[-$\\(\d])(?!\d+\.\s)",
     re.IGNORECASE,
 )
@@ -35,6 +36,7 @@ _BETWEEN_BOXES = re.compile(
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)", re.DOTALL)
 _DOLLAR = re.compile(r"(?<!\\)\$")
+_ASIDE = re.compile(r",\s(?:as|which|since|because|so)\s")
 _LONGEST_SENTENCE = 300
 
 
@@ -72,6 +74,7 @@ def _sentence(text: str) -> str:
         return display[0]
     ends = (end.start() for end in _SENTENCE_END.finditer(text))
     sentence = text[: next((end for end in ends if len(_DOLLAR.findall(text, 0, end)) % 2 == 0), None)]
+    sentence = _ASIDE.split(sentence)[0]
     return "" if re.match(r"(?i)not\b", sentence) else sentence
 
 
@@ -113,6 +116,7 @@ NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?:\\[()\[\]]|\$)", " "),
         (r"√\s*(\d+|[a-zA-Z]|(?=[({]))", r"\\sqrt{\1}"),
         (r"(?<![\\a-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<=[\d}])\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*([mghs])\s*\}", r" \1! "),  # a unit, not a variable
         (
             r"\\(?:mathbf|mathrm|textbf|text|bold|boldsymbol|mathit|textit)\s*\{\s*([A-Za-z]|\([A-Za-z]\)|[-\d.,:]+)\s*\}",
             r"\1",
@@ -355,8 +359,12 @@ def _said(sentence: str) -> str:
 
 
 def _bracket(text: str) -> Bracket | Matrix | None:
-    match = re.fullmatch(r"(\(|\[|\\langle)(.*)(\)|\]|\\rangle)\s*(?:\^T)?", text)
-    if match is None or len(items := _split(match[2], (",",))) < 2 or not _balanced(match[2]):
+    match = re.fullmatch(
+        r"(?:(?:[Tt]he )?(?:ordered )?(?:point|vector|interval|pair|triple) )?"
+        r"(\(|\[|\\langle)(.*)(\)|\]|\\rangle)\s*(?:\^T)?",
+        text,
+    )
+    if match is None or len(items := _split(match[2], (",", ";"))) < 2 or not _balanced(match[2]):
         return None
     parts = tuple(_value(item) for item in items)
     if match[1] == "[" and match[3] == "]" and all(isinstance(part, Bracket) and part.ends == "[]" for part in parts):
@@ -492,10 +500,10 @@ def _without_approximation(text: str) -> str:
 UNITS = {
     "degrees": "degrees degree deg", "radians": "radians radian rad", "percent": "percent percentage",
     "dollars": "dollars dollar usd dollars!", "cents": "cents cent",
-    "mm": "mm millimeters millimeter", "cm": "cm centimeters centimeter centimetres", "m": "m meters meter metres",
+    "mm": "mm millimeters millimeter", "cm": "cm centimeters centimeter centimetres", "m": "m! meters meter metres",
     "km": "km kilometers kilometer", "in": "in inches inch in.", "ft": "ft feet foot", "yd": "yd yards yard",
-    "mi": "mi miles mile", "s": "s sec seconds second", "min": "min minutes minute", "h": "h hr hours hour",
-    "days": "days day", "weeks": "weeks week", "g": "g grams gram", "kg": "kg kilograms kilogram",
+    "mi": "mi miles mile", "s": "s! sec seconds second", "min": "min minutes minute", "h": "h! hr hours hour",
+    "days": "days day", "weeks": "weeks week", "g": "g! grams gram", "kg": "kg kilograms kilogram",
 }  # fmt: skip
 _UNIT_OF = {word: name for name, words in UNITS.items() for word in words.split()}
 _MULTIPLES = frozenset(

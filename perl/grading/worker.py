@@ -58,10 +58,10 @@ def judge(text: str, gold: str) -> tuple[float, str | None, str]:
 
 
 def judge_parts(answer: str, gold: str) -> tuple[float, str | None, str]:
-    """(score, answer, reason) of an answer that stated.extract found: its parts are the gold's, math-verify deciding
-    on plain expressions."""
+    """(score, None, reason) of an answer that stated.extract found: whether its parts are the gold's, math-verify
+    deciding on plain expressions. What was extracted is known to the parent."""
     correct = stated.equal(gold, answer, _same)
-    return float(correct), answer, "correct" if correct else "wrong"
+    return float(correct), None, "correct" if correct else "wrong"
 
 
 def _same(gold: str, answer: str) -> bool:

@@ -71,6 +71,14 @@ def test_math_verify_sees_through_notation(grader):
     assert [grade.score for grade in grader.grade(MATH, completions, golds)] == [1.0] * 5
 
 
+def test_what_is_extracted_is_one_notation(grader):
+    """maj@k counts extracted answers: those that differ in notation only are one, right or wrong, settled or judged."""
+    completions = ["\\boxed{\\frac{28}{6}}", "\\boxed{14/3}", "The answer is $4\\frac23$."]
+    assert {
+        grade.extracted for gold in ("\\frac{14}{3}", "7") for grade in grader.grade(MATH, completions, [gold] * 3)
+    } == {"14/3"}
+
+
 def test_never_means_never():
     rubric = Rubric(rules=("flexible",), primary="flexible", math_verify="never", form="strict")
     with Grader() as grader:
