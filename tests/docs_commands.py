@@ -162,6 +162,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.scaling",
             "benchmarks.reward_curves",
             "benchmarks.accelerator",
+            "tests.grading.measure",
         )
     },
     ("python", "-m", "benchmarks.evaluator"): lambda words: benchmark(["benchmarks.evaluator.__main__", *words]),

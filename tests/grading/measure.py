@@ -49,11 +49,15 @@ def accepted_by_math_verify(rows: Sequence[Statement]) -> list[bool]:
     return [verify(parse(f"\\boxed{{{row.gold}}}"), parse(row.text)) for row in rows]
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--math_verify", action="store_true")
     parser.add_argument("--show", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     rows = statements()
     accepted = (accepted_by_math_verify if args.math_verify else accepted_by_perl)(rows)
     for name, held_out in (("seen", (False,)), ("held out", (True,)), ("all", (False, True))):
