@@ -85,7 +85,9 @@ def report_errors() -> Iterator[None]:
     try:
         try:
             yield
-        except SystemExit:
+        except SystemExit as end:
+            if isinstance(end.__context__, BrokenPipeError):  # rich's consoles make an exit with code 1 of it
+                sys.exit(EXIT_BROKEN_PIPE)
             sys.stdout.flush()  # here, where a closed pipe can still be dealt with
             raise
         sys.stdout.flush()

@@ -172,6 +172,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.reward_curves",
             "benchmarks.accelerator",
             "benchmarks.report_page",
+            "tests.grading.measure",
         )
     },
     ("python", "-m", "benchmarks.evaluator"): lambda words: benchmark(["benchmarks.evaluator.__main__", *words]),

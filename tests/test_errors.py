@@ -25,6 +25,44 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(command):
     assert process.returncode == 141
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "-m perl compare --help",
+        "-m perl doctor --help",
+        "-m perl grade --help",
+        "-m perl merge --help",
+        "-m perl prepare --help",
+        "-m perl report --help",
+        "-m perl.train --help",
+        "perl/eval.py --help",
+    ],
+)
+def test_the_first_line_of_every_command_is_enough(command):
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} {command} | head -1"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("usage: ")
+    assert done.stderr == ""
+
+
+def test_a_table_whose_reader_goes_away_ends_quietly():
+    """rich answers a closed pipe with exit code 1; the evaluator and `compare` print through it."""
+    code = (
+        "from rich.console import Console\n"
+        "from perl.errors import report_errors\n"
+        "with report_errors():\n"
+        "    Console().print('a table')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, said) == (141, "")
+
+
 def test_another_broken_pipe_is_no_reason_to_be_quiet():
     code = "from perl.errors import report_errors\nwith report_errors():\n    raise BrokenPipeError('a worker is gone')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -15,7 +15,7 @@ from perl.errors import UserError
 from perl.grading import RULES
 from perl.prompts import PromptStyle, build_messages, encode, row_seed
 from perl.records import Problem, Sample, Sampling
-from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
+from perl.tasks import TASKS, data_name, load_problems, problem_of_row, rows_of
 from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Plan:
 def make_plans(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
     """Load every dataset and build its prompts. UserErrors name the dataset or the flag."""
     plans: dict[str, Plan] = {}
-    for spec in config.datasets:
+    for spec in map(data_name, config.datasets):
         name = folder_name(spec)
         if name in plans:
             raise UserError(

@@ -14,7 +14,7 @@ from typing import Literal
 
 from perl.errors import UserError, lookup
 from perl.grading.rules import RULES, Rule, is_number
-from perl.grading.verifier import MathVerifier, Verdict
+from perl.grading.verifier import MathVerifier, Question, Verdict
 from perl.provenance import text_hash
 from perl.records import Grade
 
@@ -32,21 +32,21 @@ class Rubric:
     rules: tuple[str, ...]
     """Keys of RULES, scored side by side."""
     primary: str
-    """The rule, or "math_verify", whose score is the reward and the accuracy."""
-    math_verify: Literal["always", "fallback", "never"]
-    """always: on every completion. fallback: only where the primary rule settles nothing, that is, reads no answer,
-    or reads an expression rather than a number and one that differs from the gold; math-verify's score then stands
-    for it. never: a completion that the primary rule cannot read is wrong."""
+    """The rule whose score is the reward and the accuracy."""
+    math_verify: Literal["parts", "fallback", "never"]
+    """Who decides where the primary rule settles nothing, that is, reads no answer, or reads an expression rather than
+    a number and one that differs from the gold. fallback: math-verify, on the answer, or on the whole completion where
+    none was read. parts: the parts of the answer are compared with those of the gold, math-verify comparing plain
+    expressions (stated.equal); a completion without an answer is wrong. never: it is wrong."""
     form: str
     """The rule whose form the prompt asks for; the format reward looks for it."""
 
     def __post_init__(self):
         for name in (*self.rules, self.form):
             lookup(RULES, name, "grading rule")
-        if self.primary not in self.rules and not (self.primary == MATH_VERIFY and self.math_verify == "always"):
+        if self.primary not in self.rules:
             raise UserError(
-                f"rubric: the primary rule {self.primary!r} is not scored; name one of {', '.join(self.rules)},"
-                " or math_verify with math_verify='always'"
+                f"rubric: the primary rule {self.primary!r} is not scored; name one of {', '.join(self.rules)}"
             )
 
 
@@ -92,7 +92,7 @@ class Grader:
         while this process does something else."""
         reading = _read(rubric, completion, gold)
         if _needs_algebra(rubric, reading):
-            self._verifier.start((_algebra_text(rubric, reading, completion), gold))
+            self._verifier.start(_question(rubric, reading, completion, gold))
 
     def grade(self, rubric: Rubric, completions: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """One Grade per completion, in order.
@@ -104,7 +104,7 @@ class Grader:
         """
         readings = [_read(rubric, text, gold) for text, gold in zip(completions, golds, strict=True)]
         asked = [i for i, reading in enumerate(readings) if _needs_algebra(rubric, reading)]
-        rows = [(_algebra_text(rubric, readings[i], completions[i]), golds[i]) for i in asked]
+        rows = [_question(rubric, readings[i], completions[i], golds[i]) for i in asked]
         verdicts = dict(zip(asked, self._verifier.verify(rows), strict=True))
         return [_verdict(rubric, reading, verdicts.get(i)) for i, reading in enumerate(readings)]
 
@@ -125,15 +125,18 @@ def _read(rubric: Rubric, completion: str, gold: str) -> _Reading:
 
 
 def _needs_algebra(rubric: Rubric, reading: _Reading) -> bool:
-    return rubric.math_verify == "always" or (rubric.math_verify == "fallback" and not reading.settled)
+    if rubric.math_verify == "parts":
+        return not reading.settled and reading.written is not None
+    return rubric.math_verify == "fallback" and not reading.settled
 
 
-def _algebra_text(rubric: Rubric, reading: _Reading, completion: str) -> str:
-    """What math-verify gets: the whole completion, but in a fallback only the stated answer where there is one, so
-    that no other number of the completion can score in its place."""
-    if rubric.math_verify == "always" or reading.written is None:
-        return completion
-    return f"\\boxed{{{reading.written}}}"
+def _question(rubric: Rubric, reading: _Reading, completion: str, gold: str) -> Question:
+    """What the worker is asked: about the stated answer where there is one, so that no other number of the completion
+    can score in its place, else about the whole completion."""
+    if rubric.math_verify == "parts":
+        return Question(reading.written or "", gold, parts=True)
+    text = completion if reading.written is None else f"\\boxed{{{reading.written}}}"
+    return Question(text, gold, parts=False)
 
 
 def _verdict(rubric: Rubric, reading: _Reading, algebra: Verdict | None) -> Grade:

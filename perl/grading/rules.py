@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
-LONGEST_ANSWER = 1000
-"""Characters of a stated answer that are looked at (the longest gold of MATH-500 has 159)."""
+from perl.grading.stated import extract as extract_stated
+from perl.grading.stated import normalize as normalize_stated
+from perl.grading.text import ASCII, LONGEST_ANSWER, last_box, last_match, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,6 @@ class Rule:
 
 # ---------------------------------------------------------------------------------------------------------- numbers
 
-# Look-alikes of the ASCII signs in numbers and answers.
-_ASCII = str.maketrans(
-    dict.fromkeys("−–‐‑‒﹣－", "-") | {"，": ",", "．": ".", "：": ":", "＄": "$", "％": "%", "＝": "="}
-)
-_GROUPING = re.compile("(?<=\\d)(?:\\{,\\}|,?\\\\[!,; ]\\s?|[\u2009\u202f])(?=\\d{3}(?!\\d))")
-
 _CURRENCY = r"(?:\\?[$€£¥])?"
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)|\d++)(?:\.\d++)?|(?<!\.)\.\d++"
 _WHOLE_NUMBER = re.compile(rf"(?:-?{_CURRENCY}|{_CURRENCY}-?)(?:{_UNSIGNED})")
@@ -49,15 +44,6 @@ _NUMBER = re.compile(
 )
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _ARITHMETIC = re.compile(r"\\(?:[dtc]?frac|sqrt|times|cdot|div|d?binom|pi\b)")
-
-
-def plain(text: str) -> str:
-    """`text` with ASCII signs in place of their Unicode look-alikes, and digits grouped by commas."""
-    if not text.isascii():
-        text = text.translate(_ASCII)
-    elif "\\" not in text and "{,}" not in text:
-        return text
-    return _GROUPING.sub(",", text)
 
 
 def normalize_number(text: str) -> str:
@@ -82,33 +68,6 @@ def is_number(text: str) -> bool:
 _STRICT = re.compile(r"#### (-?[0-9.,]++)")
 _MARKER = re.compile(r"####\s*+([^\n]*+)")
 _ANSWER_LINE = re.compile(r"answer[*_\s]*+:[*_\s]*+([^\n]++)", re.IGNORECASE)
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
-
-
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    match = None
-    for match in pattern.finditer(text):  # noqa: B007
-        pass
-    return match
-
-
-def _last_box(text: str) -> tuple[int, str] | None:
-    """Position and content of the closed `\\boxed{}` that begins last. One pass, however deep the braces nest."""
-    first = min((at for at in (text.find("\\boxed"), text.find("\\fbox")) if at >= 0), default=-1)
-    if first < 0:
-        return None
-    best: tuple[int, int] | None = None
-    open_braces: list[int | None] = []  # where a box's content begins; None for an ordinary brace
-    for token in _BRACES.finditer(text, first):
-        if token[0] == "{":
-            open_braces.append(None)
-        elif token[0] == "}":
-            begin = open_braces.pop() if open_braces else None
-            if begin is not None and (best is None or begin > best[0]):
-                best = (begin, token.start())
-        elif token[0].endswith("{") and token[0] != "\\{":
-            open_braces.append(token.end())
-    return None if best is None else (best[0], text[best[0] : best[1]])
 
 
 # ------------------------------------------------------------------------------------------------------ GSM8K's rules
@@ -116,7 +75,7 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
 def _extract_strict(completion: str) -> str | None:
     """verl's strict rule and lm-evaluation-harness's strict-match, last match: what stands behind `#### `."""
-    match = _last(_STRICT, completion)
+    match = last_match(_STRICT, completion)
     answer = match[1].rstrip(".,") if match else ""
     return answer or None
 
@@ -128,7 +87,7 @@ def _extract_flexible(completion: str) -> str | None:
     (`\\boxed{\\frac{36}{2}}`) is no number: None, and algebra has to decide.
     """
     text = plain(completion)
-    marker, box = _last(_MARKER, text), _last_box(text)
+    marker, box = last_match(_MARKER, text), last_box(text)
     if marker and (box is None or marker.start() > box[0]):
         stated, arithmetic, number = marker[1], _ARITHMETIC.match, _NUMBER.match
     elif box:
@@ -138,7 +97,7 @@ def _extract_flexible(completion: str) -> str | None:
     stated = stated[:LONGEST_ANSWER].rsplit("=", 1)[-1].lstrip(" \t$*`(")
     if arithmetic(stated):
         return None
-    match = number(stated) or _last(_NUMBER, text)
+    match = number(stated) or last_match(_NUMBER, text)
     return match[1] if match else None
 
 
@@ -155,29 +114,29 @@ _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 def _clean(answer: str) -> str | None:
     """An answer without the markup around it (`**$34$.**` gives `34`), or None when nothing is left."""
-    box = _last_box(answer)
+    box = last_box(answer)
     answer = (box[1] if box else answer)[:LONGEST_ANSWER]
     return answer.strip().strip('$*`"“” ').removesuffix(".").removesuffix("。").strip('$*`"“” ') or None
 
 
 def _extract_answer_line(completion: str) -> str | None:
     """DAPO's rule (math_dapo): what stands behind the last `Answer:`, to the end of its line."""
-    match = _last(_ANSWER_LINE, completion if completion.isascii() else completion.translate(_ASCII))
+    match = last_match(_ANSWER_LINE, completion if completion.isascii() else completion.translate(ASCII))
     return _clean(match[1]) if match else None
 
 
 def _extract_boxed(completion: str) -> str | None:
-    box = _last_box(completion)
+    box = last_box(completion)
     return _clean(box[1]) if box else None
 
 
 def _extract_answer(completion: str) -> str | None:
     """The last `Answer:` line; a box where there is none, or where the line is prose and a box follows it."""
-    line, box = _extract_answer_line(completion), _last_box(completion)
+    line, box = _extract_answer_line(completion), last_box(completion)
     if box is None:
         return line
     if line is not None and not is_number(normalize_answer(line)):
-        begin = _last(_ANSWER_LINE, completion)
+        begin = last_match(_ANSWER_LINE, completion)
         line = None if begin is not None and box[0] > begin.end() else line
     return line or _clean(box[1])
 
@@ -204,4 +163,5 @@ RULES: dict[str, Rule] = {
     "answer_line": Rule(_extract_answer_line, normalize_answer, "Answer: {answer}"),
     "boxed": Rule(_extract_boxed, normalize_answer, "\\boxed{{answer}}"),
     "answer": Rule(_extract_answer, normalize_answer, "Answer: {answer}"),
+    "stated": Rule(extract_stated, normalize_stated, "\\boxed{{answer}}"),
 }

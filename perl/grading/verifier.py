@@ -24,6 +24,13 @@ START_DEADLINE_S = 120.0
 """Importing sympy takes a second, and much longer on a machine that is busy loading a model."""
 
 
+class Question(NamedTuple):
+    text: str
+    gold: str
+    parts: bool
+    """Whether `text` is an answer that is compared part by part (stated.equal), not a text to find one in."""
+
+
 class Verdict(NamedTuple):
     score: float
     extracted: str | None
@@ -31,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 class MathVerifier:
-    """Judges (text, gold) rows with math-verify. The worker starts with the first row and may be shared by threads.
+    """Judges rows with math-verify. The worker starts with the first row and may be shared by threads.
 
     Args:
         deadline_s: wall-clock seconds that one row may take, extraction and comparison together.
@@ -44,21 +51,21 @@ class MathVerifier:
         self._connection: Connection | None = None
         self._owner = os.getpid()
         self._early = ThreadPoolExecutor(1, thread_name_prefix="math-verify")
-        self._started: dict[tuple[str, str], Future[list[Verdict]]] = {}
+        self._started: dict[Question, Future[list[Verdict]]] = {}
 
-    def start(self, row: tuple[str, str]) -> None:
+    def start(self, row: Question) -> None:
         """Begin to judge a row that `verify` will be asked for, while this process does something else."""
         if row not in self._started:
             self._started[row] = self._early.submit(self._ask, [row])
 
-    def verify(self, rows: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def verify(self, rows: Sequence[Question]) -> list[Verdict]:
         """One Verdict per row, in order. A row that kills the worker twice (it may have been killed for another
         reason the first time) is an "error"."""
         early = {row: self._started.pop(row) for row in set(rows) & self._started.keys()}
         verdicts = iter(self._ask([row for row in rows if row not in early]))
         return [early[row].result()[0] if row in early else next(verdicts) for row in rows]
 
-    def _ask(self, rows: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def _ask(self, rows: Sequence[Question]) -> list[Verdict]:
         verdicts: list[Verdict] = []
         died_at = -1
         with self._lock:

@@ -1,7 +1,7 @@
 """The process that runs math-verify: `python -m perl.grading.worker FD`, started by `verifier.MathVerifier`.
 
-It reads lists of (text, gold) from the socket FD and answers each row as soon as it is judged. Nothing here bounds
-the time of a row (`9^{9^{9^{9}}}` keeps the interpreter inside one C call, where no signal handler runs): the parent
+It reads lists of Questions from the socket FD and answers each as soon as it is judged. Nothing here bounds the time
+of a row (`9^{9^{9^{9}}}` keeps the interpreter inside one C call, where no signal handler runs): the parent
 kills this process when an answer is late, and the kernel kills it when the parent dies.
 """
 
@@ -18,6 +18,8 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
+
+from perl.grading import stated
 
 MEMORY_LIMIT = 4 << 30
 """Bytes of address space: an answer may write a number that no machine can hold."""
@@ -40,8 +42,8 @@ def main() -> None:
             rows = connection.recv()
         except EOFError:
             return
-        for text, gold in rows:
-            connection.send(judge(text, gold))
+        for text, gold, parts in rows:
+            connection.send((judge_parts if parts else judge)(text, gold))
 
 
 def judge(text: str, gold: str) -> tuple[float, str | None, str]:
@@ -53,6 +55,20 @@ def judge(text: str, gold: str) -> tuple[float, str | None, str]:
         return 0.0, None, "unextracted"
     correct = verify(_parse_gold(gold), answer, timeout_seconds=None)
     return float(correct), _printed(answer), "correct" if correct else "wrong"
+
+
+def judge_parts(answer: str, gold: str) -> tuple[float, str | None, str]:
+    """(score, None, reason) of an answer that stated.extract found: whether its parts are the gold's, math-verify
+    deciding on plain expressions. What was extracted is known to the parent."""
+    correct = stated.equal(gold, answer, _same)
+    return float(correct), None, "correct" if correct else "wrong"
+
+
+def _same(gold: str, answer: str) -> bool:
+    from math_verify import parse, verify
+
+    read = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return bool(read) and verify(_parse_gold(gold), read, timeout_seconds=None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,6 +21,7 @@ __all__ = [
     "HUBS",
     "TASKS",
     "Task",
+    "data_name",
     "failing_references",
     "load_problems",
     "problem_of_row",
@@ -32,18 +33,33 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+def data_name(spec: str) -> str:
+    """The name of a task or a known repository of the hub as it is written here, whatever its case and its hyphens in
+    `spec` ("GSM8K", "MATH-500"); anything else, and what names an existing file or folder, as it stands."""
+    repo, colon, config = spec.partition(":")
+    if spec in TASKS or repo in HUBS or Path(spec).expanduser().exists() or _looks_like_path(spec):
+        return spec
+    found = [name for name in (*TASKS, *HUBS) if _plain(name) == _plain(repo)]
+    return f"{found[0]}{colon}{config}" if len(found) == 1 else spec
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
 def load_problems(
     spec: str, split: str | None = None, limit: int | None = None, task: str | None = None
 ) -> list[Problem]:
     """The problems of a data set.
 
     Args:
-        spec: a task's name, a hub name ("openai/gsm8k", "open-r1/DAPO-Math-17k-Processed", with ":cn" for another
-            configuration), or a path to a parquet, json, jsonl or csv file or to a folder with one per split.
+        spec: a task's name in any case, a hub name ("openai/gsm8k", "open-r1/DAPO-Math-17k-Processed", with ":cn" for
+            another configuration), or a path to a parquet, json, jsonl or csv file or to a folder with one per split.
         split: default: the task's evaluation split; in a folder test, else train. A single file is one split.
         limit: keep only the first `limit` problems.
         task: grade every row as this task, whatever the row says.
     """
+    spec = data_name(spec)
     if task is not None:
         lookup(TASKS, task, "task")
     reasons: Counter[tuple[str, str, str]] = Counter()
@@ -61,6 +77,7 @@ def load_problems(
 def training_split(spec: str) -> str | None:
     """The split to train on where the user names none: the data set's own training split, a folder's train files, and
     for a single file None. A UserError for a bench, which has none: what is trained on can no longer be scored on."""
+    spec = data_name(spec)
     path = Path(spec).expanduser()
     if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
         return "train" if path.is_dir() else None
@@ -73,6 +90,7 @@ def training_split(spec: str) -> str | None:
 def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[tuple[Row, str, str | None]]:
     """Yield (row, place, task or None) of whatever `spec` names; the task is known where `spec` or the caller says it.
     A task's name comes first, then an existing path, then the hub."""
+    spec = data_name(spec)
     path = Path(spec).expanduser()
     if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
         for file in find_files(path, split):

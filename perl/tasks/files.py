@@ -21,8 +21,7 @@ def find_files(path: Path, split: str | None) -> list[Path]:
     """The files of `path` that hold `split`: the file itself, or in a folder `<split>.parquet` and the like, or the
     shards `<split>-00000-of-00002.parquet`. Without a split, a folder's test files, else its train files."""
     if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise UserError(f"{path}: {path.suffix or 'no suffix'} is no data format; known: {', '.join(SUFFIXES)}")
+        check_suffix(path)
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder")
@@ -42,9 +41,18 @@ def find_files(path: Path, split: str | None) -> list[Path]:
     )
 
 
+def check_suffix(file: Path, flag: str = "") -> None:
+    """Raise a UserError unless `file` ends like a format that can be read."""
+    if file.suffix not in SUFFIXES:
+        where = f"{flag}: " if flag else ""
+        ending = file.suffix or "no suffix"
+        raise UserError(f"{where}{file}: {ending} is no data format; known: {', '.join(SUFFIXES)}")
+
+
 def read_rows(file: Path) -> Iterator[tuple[Row, str]]:
     """Yield (row, place) of one file, place being "train.jsonl:17". Fractional numbers of json come as Decimal, so
-    that a large gold is never rounded."""
+    that a large gold is never rounded. A UserError for a suffix that is not in SUFFIXES."""
+    check_suffix(file)
     readers = {".parquet": _parquet, ".json": _json, ".jsonl": _json, ".csv": _csv}
     try:
         for number, row in enumerate(readers[file.suffix](file), start=1):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from perl.grading import MATH_VERIFY, Rubric
+from perl.grading import Rubric
 from perl.prompts import PromptStyle
 from perl.records import Sampling
 from perl.tasks.hub import Hub
@@ -53,7 +53,9 @@ _GSM8K_RUBRIC = Rubric(rules=("strict", "flexible"), primary="flexible", math_ve
 _DAPO_RUBRIC = Rubric(
     rules=("answer", "answer_line", "boxed"), primary="answer", math_verify="fallback", form="answer_line"
 )
-_MATH_RUBRIC = Rubric(rules=("boxed",), primary=MATH_VERIFY, math_verify="always", form="boxed")
+# Golds of every kind: the parts of the stated answer are compared, plain expressions by math-verify. `boxed` stands
+# beside it: the box alone, by its text.
+_MATH_RUBRIC = Rubric(rules=("stated", "boxed"), primary="stated", math_verify="parts", form="boxed")
 
 _GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=2048)
 # Thirty or forty problems decide nothing with one sample each; temperature and top_p are DAPO's for AIME.
@@ -61,7 +63,7 @@ _AVG_32 = Sampling(n=32, temperature=1.0, top_p=0.7, max_new_tokens=4096)
 
 
 def _bench(name: str, hub: Hub | None, data_source: str, sampling: Sampling) -> Task:
-    """A task of LaTeX answers, asked for in a box and graded by math-verify."""
+    """A task of LaTeX answers, asked for in a box and graded part by part."""
     return Task(
         name=name,
         hub=hub,

@@ -14,7 +14,7 @@ from perl.grading import Grader
 from perl.records import Grade
 from perl.results import atomic_write
 from perl.tasks import TASKS, Task
-from perl.tasks.files import Row, read_rows
+from perl.tasks.files import Row, check_suffix, read_rows
 
 BATCH = 1024
 
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     source, output = Path(args.input).expanduser(), Path(args.output).expanduser()
     if not source.is_file():
         raise UserError(f"--input: no such file {source}")
+    check_suffix(source, "--input")
     if not output.parent.is_dir():
         raise UserError(f"--output: no such folder {output.parent}")
     reasons: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from perl.grading.worker import judge
 
 GSM8K = Rubric(rules=("strict", "flexible"), primary="flexible", math_verify="fallback", form="strict")
 DAPO = Rubric(rules=("answer", "boxed"), primary="answer", math_verify="fallback", form="answer_line")
-MATH = Rubric(rules=("boxed",), primary="math_verify", math_verify="always", form="boxed")
+MATH = Rubric(rules=("stated", "boxed"), primary="stated", math_verify="parts", form="boxed")
 TOWER = "\\boxed{9^{9^{9^{9}}}}"  # 9^9^9 has 370 million digits
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -71,6 +71,14 @@ def test_math_verify_sees_through_notation(grader):
     assert [grade.score for grade in grader.grade(MATH, completions, golds)] == [1.0] * 5
 
 
+def test_what_is_extracted_is_one_notation(grader):
+    """maj@k counts extracted answers: those that differ in notation only are one, right or wrong, settled or judged."""
+    completions = ["\\boxed{\\frac{28}{6}}", "\\boxed{14/3}", "The answer is $4\\frac23$."]
+    assert {
+        grade.extracted for gold in ("\\frac{14}{3}", "7") for grade in grader.grade(MATH, completions, [gold] * 3)
+    } == {"14/3"}
+
+
 def test_never_means_never():
     rubric = Rubric(rules=("flexible",), primary="flexible", math_verify="never", form="strict")
     with Grader() as grader:
@@ -115,11 +123,11 @@ def test_nothing_to_grade(grader):
 
 
 def test_a_killed_worker_is_replaced(grader):
-    assert grader.grade(MATH, ["\\boxed{18}"], ["18"])[0].score == 1.0
+    assert grader.grade(MATH, ["\\boxed{2 \\cdot 9}"], ["18"])[0].score == 1.0
     worker = grader._verifier._worker
     worker.kill()
     worker.wait()
-    grades = grader.grade(MATH, ["\\boxed{18}", "\\boxed{17}"], ["18", "18"])
+    grades = grader.grade(MATH, ["\\boxed{3 \\cdot 6}", "\\boxed{3 \\cdot 7}"], ["18", "18"])
     assert [grade.reason for grade in grades] == ["correct", "wrong"]
 
 
@@ -127,7 +135,7 @@ def test_threads_share_a_grader(grader):
     results = {}
 
     def work(name: int):
-        results[name] = [g.score for g in grader.grade(MATH, [f"\\boxed{{{name}}}"] * 20, [str(name), "99"] * 10)]
+        results[name] = [g.score for g in grader.grade(MATH, [f"\\boxed{{{name} + 0}}"] * 20, [str(name), "99"] * 10)]
 
     threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
     for thread in threads:
@@ -138,23 +146,23 @@ def test_threads_share_a_grader(grader):
 
 
 def test_a_fork_gets_a_worker_of_its_own(grader):
-    grader.grade(MATH, ["\\boxed{1}"], ["1"])
+    grader.grade(MATH, ["\\boxed{1 + 0}"], ["1"])
     child = os.fork()
     if child == 0:
-        grade = grader.grade(MATH, ["\\boxed{2}"], ["2"])[0]
+        grade = grader.grade(MATH, ["\\boxed{2 + 0}"], ["2"])[0]
         grader.close()
         os._exit(0 if grade.score == 1.0 else 1)
-    assert grader.grade(MATH, ["\\boxed{3}"], ["3"])[0].score == 1.0
+    assert grader.grade(MATH, ["\\boxed{3 + 0}"], ["3"])[0].score == 1.0
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_close_ends_the_worker_and_the_next_call_starts_another():
     grader = Grader()
-    grader.grade(MATH, ["\\boxed{1}"], ["1"])
+    grader.grade(MATH, ["\\boxed{1 + 0}"], ["1"])
     worker = grader._verifier._worker
     grader.close()
     assert worker.poll() is not None
-    assert grader.grade(MATH, ["\\boxed{1}"], ["1"])[0].score == 1.0
+    assert grader.grade(MATH, ["\\boxed{1 + 0}"], ["1"])[0].score == 1.0
     grader.close()
 
 
@@ -162,10 +170,11 @@ def test_close_ends_the_worker_and_the_next_call_starts_another():
 def test_the_worker_dies_with_a_killed_parent(busy):
     """kill -9 of a rank in the middle of a verification must leave no process behind."""
     program = (
-        "from perl.grading.verifier import MathVerifier\n"
+        "from perl.grading.verifier import MathVerifier, Question\n"
         "verifier = MathVerifier(600.0)\n"
-        "verifier.verify([('1', '1')])\n"
-        "print(verifier._worker.pid, flush=True)\n" + (f"verifier.verify([({TOWER!r}, '1')])" if busy else "input()")
+        "verifier.verify([Question('1', '1', False)])\n"
+        "print(verifier._worker.pid, flush=True)\n"
+        + (f"verifier.verify([Question({TOWER!r}, '1', False)])" if busy else "input()")
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
@@ -191,7 +200,7 @@ def test_a_rubric_names_rules_that_exist():
     with pytest.raises(UserError, match="did you mean 'strict'"):
         Rubric(rules=("stric",), primary="stric", math_verify="never", form="boxed")
     with pytest.raises(UserError, match="is not scored"):
-        Rubric(rules=("strict",), primary="math_verify", math_verify="fallback", form="strict")
+        Rubric(rules=("strict",), primary="flexible", math_verify="fallback", form="strict")
 
 
 INTEGERS = ["5", "-5", "0", "-0", "025", "12345678901234567890123", "1.5", "x", "1,2"]
@@ -238,7 +247,7 @@ def test_what_was_started_early_is_not_judged_again():
         asked = []
         ask = grader._verifier._ask
         grader._verifier._ask = lambda rows: asked.append(list(rows)) or ask(rows)
-        texts = ["\\boxed{\\frac{1}{2}}", TOWER, "\\boxed{0.5}"]
+        texts = ["\\boxed{1 - \\frac{1}{2}}", TOWER, "\\boxed{2^{-1}}"]
         for text in texts[:2]:
             grader.start(MATH, text, "\\frac{1}{2}")
             grader.start(MATH, text, "\\frac{1}{2}")

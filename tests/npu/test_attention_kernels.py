@@ -470,7 +470,7 @@ def test_an_update_of_the_trainer_is_computed_by_the_kernel_that_was_asked_for(a
     calls, moved = [], []
     kernel = torch_npu.npu_fusion_attention
     torch_npu.npu_fusion_attention = lambda *args, **kw: (calls.append(1), kernel(*args, **kw))[1]
-    plain = dict(max_steps=1, engine="fast", optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant")
+    plain = dict(max_steps=1, engine="fast", bf16=False, optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant")
     for wanted in (False, True):
         trainer = make_trainer({str(tmp_path)!r}, attention_kernels=wanted, **plain)
         before = adapter_state(trainer)

@@ -13,7 +13,7 @@ from perl.errors import UserError
 from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem
-from perl.tasks import TASKS, failing_references, load_problems, training_split
+from perl.tasks import TASKS, data_name, failing_references, load_problems, training_split
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not there")
@@ -223,6 +223,41 @@ def test_names_that_mean_nothing():
         load_problems("math")
     with pytest.raises(UserError, match="no split 'test'; splits: train"):
         load_problems("dapo-math", "test")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("GSM8K", "gsm8k"),
+        ("Gsm8k", "gsm8k"),
+        ("DAPO_Math", "dapo-math"),
+        ("MATH-500", "math500"),
+        ("OpenAI/GSM8K", "openai/gsm8k"),
+        ("bytedtsinghua-sia/dapo-math-17k:default", "BytedTsinghua-SIA/DAPO-Math-17k:default"),
+        ("gsm8k", "gsm8k"),
+        ("gsm8", "gsm8"),
+        ("some/Set", "some/Set"),
+    ],
+)
+def test_a_data_set_is_found_whatever_its_case(written, name):
+    assert data_name(written) == name
+
+
+def test_a_folder_of_that_name_comes_before_another_case_of_a_task(monkeypatch, tmp_path):
+    folder = tmp_path / "GSM8K"
+    folder.mkdir()
+    write(folder, [GSM8K, GSM8K], "train.jsonl")
+    assert data_name(str(folder)) == str(folder)
+    monkeypatch.chdir(tmp_path)
+    assert data_name("GSM8K") == "GSM8K"
+    assert len(load_problems("GSM8K", "train")) == 2
+    assert training_split("GSM8K") == "train"
+
+
+def test_a_task_in_another_case_is_trained_on_by_its_own_split():
+    assert training_split("GSM8K") == "train"
+    with pytest.raises(UserError, match="math500 is a bench without a training split"):
+        training_split("Math500")
 
 
 def test_offline_names_the_file_to_give(monkeypatch, tmp_path):

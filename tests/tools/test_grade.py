@@ -72,6 +72,16 @@ def test_missing_files_are_named(tmp_path):
     assert done.stderr == f"error: --output: no such folder {tmp_path / 'no'}\n"
 
 
+@pytest.mark.parametrize(("name", "what"), [("in.txt", ".txt"), ("in", "no suffix")])
+def test_an_unknown_suffix_is_one_line_with_those_there_are(tmp_path, name, what):
+    source = write(tmp_path / name, [{"gold": "18", "output": "18"}])
+    done = perl("grade", "--task", "gsm8k", "--input", source, "--output", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: --input: {source}: {what} is no data format; known: .parquet, .jsonl, .json, .csv\n"
+    )
+
+
 def test_commands_are_listed_and_guessed():
     done = perl("--help")
     assert done.returncode == 0
