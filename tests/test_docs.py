@@ -110,7 +110,7 @@ def test_files_and_links_exist(page):
         assert not re.search(r"docs/\w+(?<!_zh)\.md", text), "a Chinese page leads to Chinese pages"
 
 
-@pytest.mark.parametrize("page", BOTH["README"], ids=name)
+@pytest.mark.parametrize("page", BOTH["structure"], ids=name)
 def test_the_tree_is_the_tree(page):
     (tree,) = re.findall(r"^```\n(README.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     above, below = tree.split("\nperl/\n")
@@ -122,7 +122,7 @@ def test_the_tree_is_the_tree(page):
     assert modules == {path.name for path in (ROOT / "perl").iterdir()} - {"__pycache__", "__init__.py"}
 
 
-@pytest.mark.parametrize("page", BOTH["README"], ids=name)
+@pytest.mark.parametrize("page", BOTH["status"], ids=name)
 def test_what_is_not_there_yet_is_not_there(page):
     """Fails when it comes: then the page has to tell."""
     text = page.read_text(encoding="utf-8")
