@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -10,9 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from perl.engines.base import warn_once
 from tests.npuemu import emulator
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+# TRL imports vLLM wherever it is installed, which takes seconds in every process; the tests that train with vLLM do so
+# in processes of their own.
+setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_said_again():
+    """`warn_once` remembers what earlier tests of this process have heard."""
+    warn_once.cache_clear()
 
 
 @pytest.fixture(scope="session")
