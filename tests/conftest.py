@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -22,9 +23,15 @@ setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda
 
 
 @pytest.fixture(autouse=True)
-def _warnings_are_said_again():
-    """`warn_once` remembers what earlier tests of this process have heard."""
+def _nothing_is_left_for_the_next_test():
+    """Of what a run in this process changes: the environment, the level of our log, what `warn_once` has said."""
+    before = dict(os.environ)
     warn_once.cache_clear()
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    logging.getLogger("perl").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

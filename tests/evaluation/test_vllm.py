@@ -13,6 +13,8 @@ from perl.evaluation.run import evaluate
 from tests.engines.test_vllm import make_adapter
 from tests.evaluation.conftest import Records, read
 
+pytestmark = pytest.mark.xdist_group("evaluation/test_vllm")  # one process makes the evaluation for all
+
 
 @pytest.fixture(scope="module")
 def settings(config, tiny, tmp_path_factory) -> EvalConfig:
@@ -42,7 +44,6 @@ def test_two_vllm_workers_make_the_rows_of_one(settings, two_workers, tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_summary_tells_how_it_was_made(two_workers, undisturbed):
     summary, rows = two_workers
     assert summary["engines"] == ["vllm"]
