@@ -24,8 +24,6 @@ from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
 from tests.tiny import save_tiny
 
-pytestmark = pytest.mark.xdist_group("engines/test_vllm")  # one process starts the engines for all
-
 SAMPLED = Sampling(temperature=1.0, max_new_tokens=30)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=30)
 CONTEXT = 64

@@ -13,8 +13,6 @@ from perl.evaluation.run import evaluate
 from tests.engines.test_vllm import make_adapter
 from tests.evaluation.conftest import Records, read
 
-pytestmark = pytest.mark.xdist_group("evaluation/test_vllm")  # one process makes the evaluation for all
-
 
 @pytest.fixture(scope="module")
 def settings(config, tiny, tmp_path_factory) -> EvalConfig:

@@ -107,9 +107,6 @@ def require_same(folder, other):
     assert all((one[name] == two[name]).all() for name in one)
 
 
-of_the_whole_run = pytest.mark.xdist_group("whole run")  # tests of one process, which makes it once
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, flags):
     """A run of three steps with a checkpoint after each, as a user starts it: what it printed, and its folder."""
@@ -126,7 +123,6 @@ def whole(tmp_path_factory, flags):
     return done, run
 
 
-@of_the_whole_run
 def test_a_run_leaves_all_that_it_promises(whole):
     done, folder = whole
     assert "num_processes: 1\n" in done.stdout
@@ -150,7 +146,6 @@ def test_a_run_leaves_all_that_it_promises(whole):
     assert list(folder.rglob("events.out.tfevents.*"))  # report_to tensorboard
 
 
-@of_the_whole_run
 def test_a_runs_configuration_repeats_it(whole, tmp_path):
     _, folder = whole
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -160,7 +155,6 @@ def test_a_runs_configuration_repeats_it(whole, tmp_path):
     require_same(again, folder)
 
 
-@of_the_whole_run
 def test_resume_in_another_process_is_exact(whole, tmp_path, flags):
     _, folder = whole
     changes = {"training__save_steps": 1, "training__max_steps": 3, "training__output_dir": tmp_path / "part"}
