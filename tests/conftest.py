@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -10,9 +12,26 @@ from pathlib import Path
 
 import pytest
 
+from perl.engines.base import warn_once
 from tests.npuemu import emulator
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+# TRL imports vLLM wherever it is installed, which takes seconds in every process; the tests that train with vLLM do so
+# in processes of their own.
+setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_for_the_next_test():
+    """Of what a run in this process changes: the environment, the level of our log, what `warn_once` has said."""
+    before = dict(os.environ)
+    warn_once.cache_clear()
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    logging.getLogger("perl").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

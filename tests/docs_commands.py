@@ -30,6 +30,10 @@ RECIPE = "recipes/dapo_lora.yaml"
 """The launch script's; it also stands for outputs/RUN/config.yaml, which is a recipe of the same form."""
 
 
+TAKEN: set[str] = set()
+"""Lines that `check` has found to be taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One line of a bash block, continued lines joined."""
@@ -60,11 +64,25 @@ def commands(page: Path) -> list[Command]:
 
 
 def check(command: Command) -> None:
-    """Raise (UserError, AssertionError, SystemExit) for a command that would not be taken."""
+    """Raise (UserError, AssertionError, SystemExit) for a command that would not be taken.
+
+    A command that was taken is not tried again: the pages of both languages have the same.
+    """
+    if command.line in TAKEN:
+        return
+    check_variables(command)
+    check_words(command)
+    TAKEN.add(command.line)
+
+
+def check_variables(command: Command) -> None:
     for name, value in command.variables.items():
         known_variable(name)
         if name == "ACCELERATE_CONFIG":
             assert (ROOT / value).is_file(), value
+
+
+def check_words(command: Command) -> None:
     words = command.words
     if Path(words[0]).name == "python":
         words = ("python", *words[1:])

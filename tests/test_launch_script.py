@@ -46,6 +46,10 @@ def flags(model, data, **changes):
     return [word for name, value in settings.items() for word in (f"--config.{name}", str(value))]
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def plain_environment():
     """This one without what a run reads, and with the Python that runs these tests."""
     cleared = ("WANDB", "NUM_PROCESSES", "PYTHONPATH")
@@ -162,6 +166,7 @@ def test_one_device_needs_no_deepspeed_and_several_say_how_to_do_without(monkeyp
         launch.accelerate_config("cuda", 2)
 
 
+@pytest.mark.slow
 def test_a_failure_while_training_ends_with_the_log_and_its_exit_code(tmp_path, model, sums):
     reward = tmp_path / "broken.py"
     reward.write_text("def broken(**kwargs):\n    raise RuntimeError('no reward today')\n")
@@ -171,7 +176,7 @@ def test_a_failure_while_training_ends_with_the_log_and_its_exit_code(tmp_path, 
     assert str(run_folder(done) / "output.log") in done.stderr
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, slow(2)])
 def test_the_exit_code_is_the_training_processs_and_nothing_is_said_of_the_launcher(tmp_path, model, sums, processes):
     reward = tmp_path / "broken.py"
     reward.write_text("import os\ndef broken(**kwargs):\n    os._exit(7)\n")
@@ -216,10 +221,6 @@ def start(tmp_path, model, sums):
         process.kill()
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def wait_for(text, log, script, seconds=120):
     deadline = time.monotonic() + seconds
     while not (log.exists() and text in log.read_text(errors="replace")):
@@ -242,9 +243,9 @@ def left_over(folder):
 @pytest.mark.parametrize(
     ("processes", "sent"),
     [
-        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+        slow(1, signal.SIGTERM),
         (2, signal.SIGTERM),
-        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+        slow(2, signal.SIGINT),
     ],
 )
 def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, processes, sent):
@@ -271,6 +272,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
     assert [row["step"] for row in rows if "reward" in row] == [*range(1, step + 2)]
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_the_step(tmp_path, start):
     script = start(1000, processes=2)
     wait_for("grading now", tmp_path / "run" / "output.log", script)
@@ -283,6 +285,7 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path, start):
     assert left_over(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, start):
     script = start(1000, processes=2)
     wait_for("num_processes: 2", tmp_path / "run" / "output.log", script)
@@ -321,7 +324,6 @@ def test_on_two_npus_with_zero2_and_real_gsm8k_rows(tmp_path, model, npu_env):
 
 
 @pytest.mark.npu
-@pytest.mark.slow
 def test_on_two_npus_the_adapter_learns_the_quickstarts_problems(tmp_path, npu_env):
     """A tiny random model earns nothing on GSM8K; the quickstart's base does on its own problems."""
     argv = flags(

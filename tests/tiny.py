@@ -1,10 +1,13 @@
-"""A tiny Qwen2 with its own tokenizer and chat template, made on the spot: no hub, no files of ours."""
+"""Tiny random models of any family with a tokenizer and a chat template, made on the spot: no hub, no files of ours."""
+
+from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import AddedToken
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|> {% endfor %}"
@@ -12,47 +15,64 @@ CHAT_TEMPLATE = (
 )
 WORDS = [*"0123456789+-=#.,?", "What", "is", "Answer:", "the", "answer", "####", "so"]
 SPECIAL = ["<pad>", "<unk>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+END = SPECIAL.index("<|end|>")
+SHAPE: dict[str, Any] = {
+    "vocab_size": len(SPECIAL) + len(WORDS),
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+}
+"""Two heads of 32, which is what vLLM's attention on a CPU wants, and the vocabulary of `tiny_tokenizer`."""
 
 
-def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """Whole words and single digits; every other word is <unk>."""
+def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Qwen2Tokenizer:
+    """Token i is the i-th of SPECIAL and WORDS. Blanks and letters that belong to no word are dropped.
+
+    It is of the class that AutoTokenizer takes for every Qwen2, whatever the folder says, so that the tokenizer read
+    from a folder is the one that was saved: that class keeps a word of several letters only as an added token.
+    """
     vocabulary = {word: index for index, word in enumerate([*SPECIAL, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
         pad_token="<pad>",
         unk_token="<unk>",
         eos_token="<|end|>",
         additional_special_tokens=SPECIAL[3:],
     )
+    tokenizer.add_tokens([AddedToken(word, single_word=word.isalpha()) for word in WORDS if len(word) > 1])
     if chat_template is not None:
-        fast.chat_template = chat_template
-    return fast
+        tokenizer.chat_template = chat_template
+    return tokenizer
 
 
-def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 2, scale: float = 1.0):
-    """Random Qwen2, hidden 64, two heads of 32 (vLLM's CPU attention wants 32), vocabulary of `tiny_tokenizer`.
+def tiny_model(
+    family: str = "qwen2",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    scale: float = 1.0,
+    **changes: Any,
+) -> Any:
+    """A random model for causal language modelling, in training mode, of SHAPE but for `changes`.
 
-    `scale` multiplies all weight matrices: 1 samples almost uniformly, larger makes some tokens likelier.
+    Args:
+        family: transformers' model type, such as "qwen2", "llama" or "mistral".
+        scale: multiplies all weight matrices: 1 samples almost uniformly, with more the next token depends on the
+            whole prompt and two tokens seldom tie.
+        changes: fields of the family's configuration.
     """
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(SPECIAL) + len(WORDS),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=SPECIAL.index("<|end|>"),
-        pad_token_id=0,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config)
+    shape = SHAPE | {"num_hidden_layers": layers} | changes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -60,8 +80,8 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 
     return model.to(dtype)
 
 
-def save_tiny(folder: Path, **kwargs) -> Path:
-    """A model folder as a user would have it."""
-    tiny_model(**kwargs).save_pretrained(folder)
+def save_tiny(folder: Path, **settings: Any) -> Path:
+    """A model folder as a user would have it, of `tiny_model(**settings)`."""
+    tiny_model(**settings).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

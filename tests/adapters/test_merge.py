@@ -10,11 +10,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from perl.adapters.merge import merge_adapter, read_report
 from perl.checkpoints import Checkpoint, content_hash, resolve_model
 from perl.errors import UserError
+from tests.tiny import tiny_model
 
 TOKENS = torch.tensor([[5, 17, 300, 2, 99, 511, 64, 8]])
 
@@ -22,18 +23,17 @@ TOKENS = torch.tensor([[5, 17, 300, 2, 99, 511, 64, 8]])
 def make_base(
     folder: Path, *, hidden: int = 64, layers: int = 2, dtype=torch.bfloat16, tied: bool = False, **save
 ) -> Path:
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    model = tiny_model(
+        dtype=dtype,
         vocab_size=512,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
         tie_word_embeddings=tied,
     )
-    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder, **save)
+    model.save_pretrained(folder, **save)
     (folder / "tokenizer_config.json").write_text('{"odd   spacing":  1,"rope_theta": 1e6}\n')
     return folder
 

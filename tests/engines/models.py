@@ -1,16 +1,14 @@
-"""Tiny random models, prompts and sequences for the engines' tests."""
+"""Prompts and sequences for the engines' tests, and both ways to complete them, with a model of three layers."""
 
 from __future__ import annotations
 
 import random
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
 from perl.engines.decoder import Decoder
 from perl.engines.sequence import Sequence
 from perl.engines.stock import generate_stock
 from perl.records import Sampling
+from tests.tiny import tiny_model
 
 SHAPE = {
     "vocab_size": 61,
@@ -29,19 +27,8 @@ GREEDY = Sampling(temperature=0)
 
 
 def tiny(family: str = "qwen2", seed: int = 0, spread: float = 4.0, **changes):
-    """A random model in evaluation mode. `spread` scales its matrices, so that the next token depends on the whole
-    prompt and two tokens seldom tie."""
-    torch.manual_seed(seed)
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[family]
-    model = model_class(config_class(**{**SHAPE, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(spread)
-    return model.eval()
+    """`tiny_model` of this file's SHAPE in evaluation mode, its matrices scaled by `spread`."""
+    return tiny_model(family, seed=seed, scale=spread, **(SHAPE | changes)).eval()
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[tuple[int, ...]]:

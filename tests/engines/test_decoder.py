@@ -16,13 +16,10 @@ from transformers import (
     LogitsProcessor,
     MambaConfig,
     MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from perl.engines.base import warn_once
 from perl.engines.decoder import REFILL_SHARE, unsupported_reason
 from perl.engines.sequence import Sequence, left_pad
 from perl.errors import UserError
@@ -343,7 +340,6 @@ def test_logits_processors_change_the_choice_and_not_the_logprobs():
 
 def test_generation_kwargs_that_the_loop_does_not_serve_are_left_to_generate(caplog):
     """The review's: they were dropped without a word."""
-    warn_once.cache_clear()
     model = tiny()
     asked = make_sequences(prompts(30), max_new_tokens=10)
     assert min(map(len, tokens(decode(model, asked, Sampling())))) < 6
@@ -374,7 +370,7 @@ def test_what_cannot_be_served_is_named():
     assert unsupported_reason(BloomForCausalLM(BloomConfig(n_layer=1, n_head=2, **small))) == "it takes no position_ids"
     mamba = MambaForCausalLM(MambaConfig(num_hidden_layers=1, **small))
     assert unsupported_reason(mamba) == "its cache is recurrent"
-    mistral = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
+    mistral = tiny("mistral", sliding_window=8)
     assert unsupported_reason(mistral) == "its cache has DynamicSlidingWindowLayer"
     assert unsupported_reason(get_peft_model(mistral, LoraConfig(target_modules="all-linear"))) is not None
     virtual = get_peft_model(tiny(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
@@ -382,9 +378,7 @@ def test_what_cannot_be_served_is_named():
 
 
 def test_a_model_that_the_loop_cannot_serve_is_left_to_generate_and_that_is_said_once(caplog):
-    torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)).eval()
-    warn_once.cache_clear()
+    model = tiny("mistral", spread=1.0, sliding_window=8)
     first = tokens(decode(model, make_sequences(prompts(5)), Sampling(), max_batch_tokens=50))
     assert tokens(decode(model, make_sequences(prompts(5)), Sampling())) == first
     assert len(caplog.records) == 1
@@ -397,7 +391,6 @@ def test_a_distribution_that_cannot_be_is_named():
 
 
 def test_captured_graphs_on_a_cpu_are_said_not_to_be_there(caplog):
-    warn_once.cache_clear()
     assert len(decode(tiny(), make_sequences(prompts(2)), capture=True)) == 2
     assert [record.message for record in caplog.records] == [
         "decoding without captured graphs: there are none on a cpu"

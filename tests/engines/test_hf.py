@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from perl.engines import ENGINES
-from perl.engines.base import warn_once
 from perl.engines.hf import HFEngine
 from perl.errors import UserError
 from perl.records import Prompt, Sampling
-from tests.engines.models import SHAPE, prompts
+from tests.engines.models import prompts
 from tests.tiny import save_tiny, tiny_tokenizer
 
 
@@ -99,11 +98,8 @@ def test_completion_ends_where_the_context_does(folder):
 
 
 def test_model_that_the_fast_loop_cannot_serve_falls_back_and_says_so(tmp_path, caplog):
-    torch.manual_seed(0)
-    MistralForCausalLM(MistralConfig(**{**SHAPE, "sliding_window": 8})).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, family="mistral", sliding_window=8)
     engine, asked = HFEngine(str(tmp_path), max_batch_tokens=120), ask(12)
-    warn_once.cache_clear()
     sampling = Sampling(max_new_tokens=10)
     with caplog.at_level(logging.WARNING):
         together = complete(engine, asked, sampling)

@@ -42,7 +42,6 @@ def test_two_vllm_workers_make_the_rows_of_one(settings, two_workers, tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_summary_tells_how_it_was_made(two_workers, undisturbed):
     summary, rows = two_workers
     assert summary["engines"] == ["vllm"]

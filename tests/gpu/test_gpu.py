@@ -4,17 +4,17 @@ its allocator. They run on a CUDA GPU or an NPU (an emulated one too, without it
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import get_peft_model
-from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
-from perl.config.training import TrainingConfig
+from perl.config.schema import NoiseConfig, PeftConfig
 from perl.training.trainer import PerlGRPOTrainer
-from tests.tiny import SPECIAL, WORDS, tiny_model, tiny_tokenizer
+from tests import trainers
+from tests.tiny import END, WORDS, tiny_model, tiny_tokenizer
+from tests.trainers import reward_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,53 +24,26 @@ pytestmark = [
 PROMPTS = [[6 + (3 * i + j) % len(WORDS) for j in range(4 + 5 * i)] for i in range(3)]
 GROUP = 4
 PEFT = PeftConfig(r=4, lora_alpha=8, lora_dropout=0.0)
-END = SPECIAL.index("<|end|>")
 
 
-def reward_by_words(completion_ids, **kwargs):
-    """An irregular number of a completion's tokens, so that every group has a gradient."""
-    return [sum((7 * i + 3) * token for i, token in enumerate(ids)) % 101 / 101 for ids in completion_ids]
-
-
-def make_trainer(folder, *, kind=PerlGRPOTrainer, model=None, noise=None, rollout=None, callbacks=(), **args):
-    """A trainer of a tiny model on the device, in float32 unless `bf16`, with LoRA r 4 that changes the model."""
-    settings = {
+def make_trainer(folder, **settings):
+    """A trainer of a tiny model on the device, in float32 unless `bf16`, with LoRA that changes the model."""
+    defaults = {
         "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
         "num_generations": GROUP,
         "max_completion_length": 24,
-        "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "beta": 0.0,
-        "seed": 11,
         "bf16": False,
+        "engine": "fast",
+        "peft": PEFT,
+        "prompts": [f"What is {i} + {j} ?" for i in range(4) for j in range(4)],
+        "tokenizer": tiny_tokenizer(chat_template=None),
+        "rewards": [reward_tokens],
     }
-    adapter = ADAPTERS["lora"]
-    extra = {"peft_config": adapter.build(PEFT)}
-    if kind is PerlGRPOTrainer:
-        extra = {"adapter": adapter, "adapter_config": PEFT, "noise": noise or NoiseConfig(enabled=False, seed=0)}
-        extra["rollout"] = RolloutConfig(**({"capture_graphs": False} | (rollout or {})))
-    trainer = kind(
-        model=model or tiny_model(scale=4.0),
-        args=TrainingConfig(output_dir=str(folder), **(settings | args)),
-        train_dataset=Dataset.from_list([{"prompt": f"What is {i} + {j} ?"} for i in range(4) for j in range(4)]),
-        processing_class=tiny_tokenizer(chat_template=None),
-        reward_funcs=[reward_by_words],
-        callbacks=list(callbacks),
-        **extra,
-    )
+    settings["rollout"] = {"capture_graphs": False} | settings.get("rollout", {})
+    trainer = trainers.make_trainer(folder, **(defaults | settings))
     trainer.state.max_steps = 100  # train() sets its own; a rollout outside of it asks too
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    trainers.move_adapter(trainer.model, std=0.1)
     trainer.model.train()
     return trainer
 
@@ -225,23 +198,18 @@ def test_no_rollout_leaves_its_kv_cache_behind(tmp_path, capture_graphs):
     """At most one cache, the decoder's, is alive beside the update, however many rollouts there were. The cache is much
     larger than all else that comes and stays, cuBLAS's workspaces (32 MB a stream) included."""
     rows, longest, layers, hidden = 8, 1000, 8, 256
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(SPECIAL) + len(WORDS),
+    model = tiny_model(
         hidden_size=hidden,
         intermediate_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=2048,
-        eos_token_id=END,
-        pad_token_id=0,
-        bos_token_id=None,
     )
     cache = rows * longest * layers * 2 * hidden * 4  # 131 MB
     held = Held()
     settings = {"rollout": {"capture_graphs": capture_graphs}, "max_completion_length": longest, "max_steps": 6}
-    trainer = make_trainer(tmp_path, model=Qwen2ForCausalLM(config), callbacks=[held], **settings)
+    trainer = make_trainer(tmp_path, model=model, callbacks=[held], **settings)
     before = device.restart_peak_memory()
     trainer.train()
     assert held.bytes[-1] - held.bytes[1] < cache / 2

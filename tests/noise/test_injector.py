@@ -3,24 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from perl.errors import UserError
 from perl.noise.injector import NoiseInjector, find_targets
-
-
-def tiny_model(dtype=torch.float32, hidden=64, layers=2):
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=32,
-        hidden_size=hidden,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return Qwen2ForCausalLM(config).to(dtype).eval()
+from tests.tiny import tiny_model
 
 
 def guide_injector(model, seed=0):
@@ -44,7 +30,7 @@ def test_only_the_chosen_norms_change_and_every_bit_returns():
 
 
 def test_an_exception_inside_leaves_clean_weights():
-    model = tiny_model(torch.bfloat16)
+    model = tiny_model(dtype=torch.bfloat16)
     before = state(model)
     with pytest.raises(RuntimeError, match="out of memory"), guide_injector(model).applied(0.05, draw=(0, 0)):
         raise RuntimeError("out of memory")
@@ -52,7 +38,7 @@ def test_an_exception_inside_leaves_clean_weights():
 
 
 def test_size_is_sigma():
-    model = tiny_model(hidden=2048, layers=4)  # 8,192 noisy numbers: the standard error of their RMS is 0.8 %
+    model = tiny_model(hidden_size=2048, layers=4)  # 8,192 noisy numbers: the standard error of their RMS is 0.8 %
     injector = guide_injector(model)
     for sigma in (0.05, 0.0005):
         with injector.applied(sigma, draw=(1, 0)):
@@ -64,7 +50,7 @@ def test_size_is_sigma():
 
 def test_bfloat16_eats_small_noise_and_the_realized_sigma_says_so():
     # Around 1 the neighbours in bfloat16 are 1/256 below and 1/128 above: 0.0005 hardly ever reaches halfway.
-    injector = guide_injector(tiny_model(torch.bfloat16, hidden=2048))
+    injector = guide_injector(tiny_model(dtype=torch.bfloat16, hidden_size=2048))
     with injector.applied(0.0005, draw=(0, 0)):
         pass
     assert injector.realized_sigma < 0.0003
@@ -100,7 +86,7 @@ def test_sigma_zero_changes_nothing():
 
 
 def test_noise_moves_the_distribution_more_with_a_larger_sigma():
-    model = tiny_model()
+    model = tiny_model(scale=4.0)
     injector = guide_injector(model)
     ids = torch.arange(16).view(1, 16)
     with torch.no_grad():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from perl.config.schema import NoiseConfig
 from perl.noise.injector import is_norm
-from tests.training.test_trainer import make_trainer
+from tests.trainers import make_trainer
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from perl import device
 from perl.config.schema import NoiseConfig
-from tests.training.test_trainer import make_trainer
+from tests.trainers import make_trainer
 
 
 def full(weight: torch.Tensor) -> list[float]:

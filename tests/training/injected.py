@@ -4,25 +4,26 @@ As a program, one rank of two: python -m tests.training.injected OUT_FILE '[{"be
 OUT_FILE gets one object for each of the settings.
 """
 
+from __future__ import annotations
+
 import json
 import random
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
-from trl import GRPOTrainer
 
-from perl.adapters import ADAPTERS
-from perl.config.schema import NoiseConfig, PeftConfig
-from perl.config.training import TrainingConfig
-from perl.training.trainer import PerlGRPOTrainer
-from tests.tiny import SPECIAL, WORDS, tiny_model, tiny_tokenizer
+from perl.config.schema import PeftConfig
+from tests.tiny import END, SPECIAL, WORDS
+from tests.trainers import make_trainer, question, reward_tokens
 
-END = SPECIAL.index("<|end|>")
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
 LONGEST = 12
 
 
@@ -43,23 +44,17 @@ def completion(rollout: int, place: int) -> list[int]:
     return words if length > LONGEST else [*words[:-1], END]
 
 
-def reward(completion_ids, **kwargs):
-    """An irregular number from a completion's tokens: no group's rewards are equal, as rounding in a zero advantage
-    is the one thing in which the trainers may differ."""
-    return [sum((7 * i + 3) * token for i, token in enumerate(ids)) % 101 / 101 for ids in completion_ids]
-
-
 def reward_with_ties(completion_ids, prompts, **kwargs):
-    """`reward`, but 1 for every completion of a prompt with two or more +: such groups have no gradient."""
+    """`reward_tokens`, but 1 for every completion of a prompt with two or more +: such groups have no gradient."""
     tied = [prompt[-1]["content"].count("+") >= 2 for prompt in prompts]
-    return [1.0 if same else number for same, number in zip(tied, reward(completion_ids), strict=True)]
+    return [1.0 if same else number for same, number in zip(tied, reward_tokens(completion_ids), strict=True)]
 
 
 def one(completions, **kwargs):
     return [1.0] * len(completions)
 
 
-REWARDS = {"no ties": [reward], "ties": [reward_with_ties], "ties of a sum": [reward_with_ties, one]}
+REWARDS = {"no ties": [reward_tokens], "ties": [reward_with_ties], "ties of a sum": [reward_with_ties, one]}
 
 
 def inject(trainer: GRPOTrainer) -> None:
@@ -75,45 +70,25 @@ def inject(trainer: GRPOTrainer) -> None:
     trainer._generate_single_turn = generate  # type: ignore[method-assign]
 
 
-def learn(trainer_class: type[GRPOTrainer], rewards: str = "no ties", **settings) -> Learned:
+def learn(trainer_class: type[GRPOTrainer] | None, rewards: str = "no ties", **settings) -> Learned:
     """Train a tiny model with LoRA, float32, without dropout, on injected completions.
 
     Args:
+        trainer_class: TRL's GRPOTrainer, or None for ours.
         rewards: key of REWARDS.
         settings: fields of GRPOConfig.
     """
     defaults = {
         "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
         "max_completion_length": LONGEST,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "beta": 0.0,
-        "seed": 11,
+        "peft": PeftConfig(r=4, lora_alpha=8, lora_dropout=0.0),
+        "prompts": [question("What is " + " + ".join(map(str, range(i, i + 1 + i % 4)))) for i in range(16)],
+        "rewards": REWARDS[rewards],
     }
-    prompts = [
-        {"prompt": [{"role": "user", "content": "What is " + " + ".join(map(str, range(i, i + 1 + i % 4)))}]}
-        for i in range(16)
-    ]
-    adapter, peft = ADAPTERS["lora"], PeftConfig(r=4, lora_alpha=8, lora_dropout=0.0)
-    ours = {"adapter": adapter, "adapter_config": peft, "noise": NoiseConfig(enabled=False, seed=0)}
-    extra = ours if issubclass(trainer_class, PerlGRPOTrainer) else {"peft_config": adapter.build(peft)}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_class(
-            model=tiny_model(scale=4.0),
-            args=TrainingConfig(output_dir=folder, **(defaults | settings)),
-            train_dataset=Dataset.from_list(prompts),
-            processing_class=tiny_tokenizer(),
-            reward_funcs=REWARDS[rewards],
-            **extra,
-        )
+        trainer = make_trainer(folder, kind=trainer_class, **(defaults | settings))
         inject(trainer)
         trainer.train()
     steps = [row for row in trainer.state.log_history if "loss" in row]
@@ -125,7 +100,10 @@ def learn(trainer_class: type[GRPOTrainer], rewards: str = "no ties", **settings
 
 
 def compare(**settings) -> dict:
-    theirs, mine = learn(GRPOTrainer, **settings), learn(PerlGRPOTrainer, **settings)
+    mine = learn(None, **settings)  # first: it hides vLLM from TRL
+    from trl import GRPOTrainer
+
+    theirs = learn(GRPOTrainer, **settings)
     return {
         "losses": [theirs.losses, mine.losses],
         "grad_norms": [theirs.grad_norms, mine.grad_norms],

@@ -14,7 +14,8 @@ from trl import GRPOTrainer
 
 from perl.training.microbatches import SCALE
 from perl.training.trainer import PerlGRPOTrainer
-from tests.training.injected import LONGEST, completion, learn, reward
+from tests.trainers import reward_tokens
+from tests.training.injected import LONGEST, completion, learn
 
 ROOT = Path(__file__).parents[2]
 LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -173,5 +174,5 @@ def test_the_injected_groups_differ_in_reward_and_length():
     assert min(map(len, rows)) < 4
     for rollout in range(1, 31):
         for group in range(8):
-            rewards = reward([completion(rollout, 4 * group + i) for i in range(4)])
+            rewards = reward_tokens([completion(rollout, 4 * group + i) for i in range(4)])
             assert max(rewards) - min(rewards) > 0.01

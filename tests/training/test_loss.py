@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from perl.engines.base import warn_once
 from perl.errors import RankError
 from perl.training.loss import (
     Difference,
@@ -51,7 +50,6 @@ def test_another_policy_is_refused_and_rounding_is_not():
 
 
 def test_a_difference_that_grows_is_said_once(caplog):
-    warn_once.cache_clear()
     warn_of_difference(Difference(5.0, 1.0), None)  # nothing was compared at the start
     warn_of_difference(Difference(1e-4, 0.0), 1e-3)
     assert caplog.records == []

@@ -21,7 +21,8 @@ from perl.training.metrics import (
     update_flops,
 )
 from tests.tiny import tiny_model
-from tests.training.test_trainer import make_trainer, rows
+from tests.trainers import make_trainer
+from tests.training.test_trainer import rows
 
 TINY = ModelSize(base=2 * (4 * 64 * 64 + 3 * 64 * 64) + 64 * 30, adapter=2 * 7 * (64 * 4 + 4 * 64), attention=2 * 64)
 """tests/tiny.py: two layers of q, k, v, o and gate, up, down, all 64 x 64, a head of 64 x 30 words; LoRA of rank 4."""

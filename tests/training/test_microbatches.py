@@ -13,7 +13,7 @@ from perl.training.microbatches import (
     smallest_limit,
     spread,
 )
-from tests.training.test_trainer import make_trainer
+from tests.trainers import make_trainer
 
 
 def batch(prompts, lengths, advantages):

@@ -26,7 +26,7 @@ from perl.engines.vllm import ENVIRONMENT
 from perl.errors import RankError
 from perl.training import vllm_sync
 from tests.tiny import save_tiny
-from tests.training.test_trainer import make_trainer
+from tests.trainers import make_trainer
 
 CACHE = {"num_blocks": 16, "block_size": 32, "max_batch_tokens": 128}
 
@@ -52,7 +52,6 @@ def test_continuous_batching_agrees_with_the_trainer(tmp_path):
 
 
 def test_continuous_batching_without_the_adapter_shows_in_the_metric(tmp_path, caplog):
-    warn_once.cache_clear()
     trainer = trained_by(tmp_path, "continuous_batching", transformers_continuous_batching_config=CACHE)
     policy = trainer.model.get_base_model()
     complete = policy.generate_batch
@@ -91,7 +90,7 @@ def logged():
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("perl").addHandler(handler)
     logging.getLogger("perl").setLevel(logging.INFO)
-    warn_once.cache_clear()
+    warn_once.cache_clear()  # several trainings share the process
     yield lines
     logging.getLogger("perl").removeHandler(handler)
 

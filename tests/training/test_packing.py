@@ -5,18 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    NemotronConfig,
-    NemotronForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from trl.trainer.utils import add_fused_lm_head
 
 from perl.training.metrics import Work
@@ -28,21 +16,22 @@ from perl.training.packing import (
     packed_work,
     split_rows,
 )
+from tests.tiny import tiny_model
 
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-MODELS = {
-    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES, **more)),
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES, **more)),
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES, **more)),
-}
+
+
+def make(family="qwen2", **more):
+    return tiny_model(family, **SIZES, **more)
+
 
 # Two completions of one prompt, one of another whose prompt is a single token, one that is all masked.
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9], [5, 6, 8, 7]]
@@ -91,11 +80,10 @@ def test_layout_by_hand():
     assert packed.work == packed_work(rows) == Work(18, pairs)  # padded: 4 rows of 8
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_log_probabilities_and_gradients_equal_the_padded_forward(name, checkpointing):
-    torch.manual_seed(0)
-    model = MODELS[name]()
+    model = make(name)
     add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     ids, mask, width = micro_batch()
     labels = ids.masked_fill(mask == 0, -100)
@@ -114,7 +102,7 @@ def test_log_probabilities_and_gradients_equal_the_padded_forward(name, checkpoi
         model.train()
     packed = pack(split_rows(ids, mask, width), width, "cpu")
     output = model(**forward_arguments(packed))
-    assert packed.packing.uses == SIZES["num_hidden_layers"]
+    assert packed.packing.uses == SIZES["layers"]
     torch.testing.assert_close(packed.unpack(output.log_probs), expected[0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(packed.unpack(output.entropy), expected[1], atol=1e-6, rtol=1e-6)
     (packed.unpack(output.log_probs) * weights).sum().backward()
@@ -123,8 +111,7 @@ def test_log_probabilities_and_gradients_equal_the_padded_forward(name, checkpoi
 
 
 def test_forwards_without_a_layout_are_as_before():
-    torch.manual_seed(0)
-    model = MODELS["qwen2"]().eval()
+    model = make().eval()
     ids, mask, _ = micro_batch()
     before = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
     generated = model.generate(input_ids=ids[:2], attention_mask=mask[:2], max_new_tokens=5, do_sample=False)
@@ -135,9 +122,9 @@ def test_forwards_without_a_layout_are_as_before():
 
 
 def test_what_cannot_be_packed_says_why():
-    eager = MODELS["qwen2"](attn_implementation="eager")
+    eager = make(attn_implementation="eager")
     assert enable_packing(eager) == "attention is eager, not sdpa"
-    sliding = MODELS["qwen2"](use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    sliding = make(use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert "SlidingWindow" in enable_packing(sliding)
 
 
@@ -188,8 +175,7 @@ def test_each_way_to_attend_gives_the_numbers_and_gradients_of_a_mask(way):
 
 def test_autocast_reaches_the_attention_of_a_packed_forward():
     """float32 weights under bfloat16, as --config.training.bf16 with --config.model.dtype float32."""
-    torch.manual_seed(0)
-    model = MODELS["qwen2"]()
+    model = make()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_packing(model)
     ids, mask, width = micro_batch()
@@ -211,7 +197,7 @@ def test_on_a_cpu_attention_takes_no_mask(monkeypatch):
         return theirs(*args, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    model = MODELS["qwen2"]()
+    model = make()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_packing(model)
     ids, mask, width = micro_batch()
@@ -220,7 +206,7 @@ def test_on_a_cpu_attention_takes_no_mask(monkeypatch):
 
 
 def test_the_output_layer_meets_completion_tokens_only():
-    model = MODELS["llama"]()
+    model = make("llama")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_packing(model)
     enable_packing(model)  # as often as one likes
@@ -234,7 +220,7 @@ def test_the_output_layer_meets_completion_tokens_only():
 
 
 def test_a_micro_batch_without_any_completion_token_has_zero_gradients():
-    model = MODELS["llama"]()
+    model = make("llama")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_packing(model)
     packed = pack([Row((5,), []), Row((5,), [])], 4, "cpu")
@@ -248,11 +234,8 @@ def test_a_micro_batch_without_any_completion_token_has_zero_gradients():
 
 def test_a_model_that_drops_arguments_of_attention_is_told_at_the_start():
     """Its first packed forward would have stopped the run."""
-    config = NemotronConfig(**SIZES, attn_implementation="sdpa")
-    model = NemotronForCausalLM(config)
+    model = make("nemotron", attn_implementation="sdpa")
     assert enable_packing(model) == "its layers do not hand arguments on to attention"
-    softcapped = Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, attn_implementation="sdpa", layer_types=["full_attention"] * 3)
-    )
+    softcapped = make("gemma2", attn_implementation="sdpa", layer_types=["full_attention"] * 3)
     assert "softcap" in enable_packing(softcapped)
     assert model(input_ids=torch.tensor([[5, 6]])).logits.shape == (1, 2, 50)

@@ -7,15 +7,15 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
+from transformers import GenerationConfig
 
-from perl.engines.base import warn_once
 from perl.errors import RankError, UserError
 from perl.records import Sampling
 from perl.training.callbacks import MetricsWriter
 from perl.training.rollout import evaluation_mode, rollout_seeds, sampling_of
-from tests.engines.models import SHAPE
-from tests.training.test_trainer import adapter_state, guide_noise, make_trainer
+from tests.tiny import tiny_model
+from tests.trainers import make_trainer
+from tests.training.test_trainer import adapter_state, guide_noise
 
 
 def metrics(folder, name):
@@ -62,7 +62,7 @@ def test_trls_generation_configuration_is_read_whole():
 
 
 def test_evaluation_mode_gives_each_module_its_own_flag_back():
-    base = MistralForCausalLM(MistralConfig(**SHAPE, attention_dropout=0.5))
+    base = tiny_model("mistral", attention_dropout=0.5)
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", lora_dropout=0.5)).train()
     base.model.norm.eval()
 
@@ -200,7 +200,6 @@ def test_an_adapter_that_is_off_while_sampling_stops_a_run_that_goes_on_with_one
 
 
 def test_a_sampler_that_misses_the_adapter_later_shows_in_the_metric_and_is_said(tmp_path, caplog):
-    warn_once.cache_clear()
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     settings = {"callbacks": [writer], "lr_scheduler_type": "constant"}
     trainer = trained_by(tmp_path, rollout={"merge_adapter": False}, **settings)

@@ -46,8 +46,9 @@ def digits_reward(tmp_path_factory):
     return f"{file}:digits"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def flags(model, data, digits_reward):
+    """`flags(training__max_steps=3)`: flags of a run of two steps but for these."""
     settings = {
         "model.model_name_or_path": model,
         "dataset.dataset_name_or_path": data,
@@ -96,19 +97,43 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_all_that_it_promises_and_can_be_repeated(tmp_path, flags):
-    done = python_train(flags(training__hub_token="hf_not_a_real_one"), tmp_path, WANDB_API_KEY="local-0123secret")
+def adapter_of(folder):
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def require_same(folder, other):
+    one, two = adapter_of(folder), adapter_of(other)
+    assert one.keys() == two.keys()
+    assert all((one[name] == two[name]).all() for name in one)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, flags):
+    """A run of three steps with a checkpoint after each, as a user starts it: what it printed, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    argv = flags(
+        training__hub_token="hf_not_a_real_one",
+        training__save_steps=1,
+        training__max_steps=3,
+        training__report_to="tensorboard",
+    )
+    done = python_train(argv, folder, WANDB_API_KEY="local-0123secret")
     assert done.returncode == 0, done.stderr[-3000:]
+    (run,) = (folder / "outputs").glob("grpo_lora_tiny_model0_cpu_*")
+    return done, run
+
+
+def test_a_run_leaves_all_that_it_promises(whole):
+    done, folder = whole
     assert "num_processes: 1\n" in done.stdout
-    assert "progress: step 2/2" in done.stdout
-    (folder,) = (tmp_path / "outputs").glob("grpo_lora_tiny_model0_cpu_*")
+    assert "progress: step 3/3" in done.stdout
 
     rows = [row for row in metrics(folder) if "reward" in row]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert [row["aqn/stage"] for row in rows] == [0, 5]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["aqn/stage"] for row in rows] == [0, 3, 6]
     assert {"aqn/sigma", "aqn/num_modules", "loss", "rewards/accuracy/mean", "rewards/digits/mean"} <= rows[0].keys()
 
-    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    adapter = adapter_of(folder)
     assert any(tensor.abs().sum() > 0 for name, tensor in adapter.items() if "lora_B" in name)
     assert not (folder / "adapter" / "training_args.bin").exists()
     environment = json.loads((folder / "environment.json").read_text())
@@ -118,13 +143,23 @@ def test_a_run_leaves_all_that_it_promises_and_can_be_repeated(tmp_path, flags):
         assert b"hf_not_a_real_one" not in file.read_bytes(), file
         assert b"local-0123secret" not in file.read_bytes(), file
     assert "hf_not_a_real_one" not in done.stdout + done.stderr
+    assert list(folder.rglob("events.out.tfevents.*"))  # report_to tensorboard
 
+
+def test_a_runs_configuration_repeats_it(whole, tmp_path):
+    _, folder = whole
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["training"]["learning_rate"] == 0.01
-    again = python_train(["--recipe", str(folder / "config.yaml"), "--config.training.output_dir", "again"], tmp_path)
-    assert again.returncode == 0, again.stderr[-3000:]
-    repeated = load_file(tmp_path / "again" / "adapter" / "adapter_model.safetensors")
-    assert all((repeated[name] == adapter[name]).all() for name in adapter)
+    again = tmp_path / "again"
+    train(["--recipe", str(folder / "config.yaml"), "--config.training.output_dir", str(again)])
+    require_same(again, folder)
+
+
+def test_resume_in_another_process_is_exact(whole, tmp_path, flags):
+    _, folder = whole
+    changes = {"training__save_steps": 1, "training__max_steps": 3, "training__output_dir": tmp_path / "part"}
+    train(flags(training__resume_from_checkpoint=folder / "checkpoint-1", **changes))
+    require_same(tmp_path / "part", folder)
 
 
 def test_two_cpu_processes_train_together(tmp_path, flags):
@@ -132,10 +167,11 @@ def test_two_cpu_processes_train_together(tmp_path, flags):
     done = launched_train(2, argv, tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert done.stdout.count("num_processes: 2\n") == 1
-    adapter = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    adapter = adapter_of(tmp_path / "out")
     assert any(tensor.abs().sum() > 0 for name, tensor in adapter.items() if "lora_B" in name)
 
 
+@pytest.mark.slow
 def test_fewer_processes_than_asked_for_is_an_error(tmp_path, flags):
     """What accelerate makes of MULTI_CPU without mpirun: one process, and nobody says so."""
     config = tmp_path / "multi_cpu.yaml"
@@ -145,28 +181,11 @@ def test_fewer_processes_than_asked_for_is_an_error(tmp_path, flags):
     assert "2 processes were asked for but 1 train together" in done.stderr
 
 
+@pytest.mark.slow
 def test_rank_0_alone_says_what_is_wrong(tmp_path, flags):
     done = launched_train(2, [*flags(), "--config.training.max_stepz", "1"], tmp_path)
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("error: unknown flag --config.training.max_stepz") == 1
-
-
-def test_resume_through_the_command_line_is_exact(tmp_path, flags):
-    save = {"training__save_steps": 1, "training__max_steps": 3}
-    whole = python_train(flags(training__output_dir="whole", **save), tmp_path)
-    assert whole.returncode == 0, whole.stderr[-3000:]
-    part = python_train(
-        flags(
-            training__output_dir="part",
-            training__resume_from_checkpoint=tmp_path / "whole" / "checkpoint-1",
-            **save,
-        ),
-        tmp_path,
-    )
-    assert part.returncode == 0, part.stderr[-3000:]
-    expected = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
-    got = load_file(tmp_path / "part" / "adapter" / "adapter_model.safetensors")
-    assert all((got[name] == expected[name]).all() for name in expected)
 
 
 @pytest.mark.slow
@@ -185,9 +204,7 @@ def test_two_cpu_processes_resume_exactly_and_another_number_of_them_is_refused(
     settings["training__resume_from_checkpoint"] = tmp_path / "whole" / "checkpoint-1"
     part = launched_train(2, flags(training__output_dir="part", **settings), tmp_path)
     assert part.returncode == 0, (part.stdout + part.stderr)[-3000:]
-    expected = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
-    got = load_file(tmp_path / "part" / "adapter" / "adapter_model.safetensors")
-    assert all((got[name] == expected[name]).all() for name in expected)
+    require_same(tmp_path / "part", tmp_path / "whole")
     settings["training__per_device_train_batch_size"] = 4
     alone = python_train(flags(training__output_dir="alone", **settings), tmp_path)
     assert alone.returncode != 0
@@ -207,33 +224,28 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path, caplog):
 
 
 def test_save_total_limit_keeps_the_last(tmp_path, flags):
-    argv = flags(
-        training__output_dir="out", training__save_steps=1, training__save_total_limit=1, training__max_steps=3
-    )
-    assert python_train(argv, tmp_path).returncode == 0
+    save = {"training__save_steps": 1, "training__save_total_limit": 1, "training__max_steps": 3}
+    train(flags(training__output_dir=tmp_path / "out", **save))
     assert [p.name for p in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
 
 
-def test_wandb_offline_without_a_key_and_off_when_disabled(tmp_path, flags):
+def test_wandb_offline_without_a_key(tmp_path, flags):
     secret = {"training__model_init_kwargs": '{"token": "hf_not_a_real_one"}'}
-    argv = flags(training__report_to="wandb", training__max_steps=1, **secret)
-    done = python_train([*argv, "--config.training.output_dir", "offline"], tmp_path)
+    argv = flags(training__report_to="wandb", training__max_steps=1, training__output_dir="offline", **secret)
+    done = python_train(argv, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert list((tmp_path / "offline" / "wandb").glob("offline-run-*"))
     assert "WARNING W&B is offline, project grpo-lora-" in done.stdout  # the script shows warnings on the screen
     assert "wandb sync" in done.stdout
     for file in [f for f in (tmp_path / "offline").rglob("*") if f.is_file()]:
         assert b"hf_not_a_real_one" not in file.read_bytes(), file
-    done = python_train([*argv, "--config.training.output_dir", "off"], tmp_path, WANDB_DISABLED="true")
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_wandb_off_when_disabled(tmp_path, flags, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    train(flags(training__report_to="wandb", training__max_steps=1, training__output_dir=tmp_path / "off"))
     assert not (tmp_path / "off" / "wandb").exists()
-    assert "WANDB_DISABLED" in done.stdout
-
-
-def test_tensorboard(tmp_path, flags):
-    argv = flags(training__report_to="tensorboard", training__max_steps=1, training__output_dir="out")
-    assert python_train(argv, tmp_path).returncode == 0
-    assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
+    assert "WANDB_DISABLED" in caplog.text
 
 
 def message(argv, capsys=None):

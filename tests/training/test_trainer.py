@@ -4,57 +4,15 @@ import json
 
 import pytest
 import torch
-from datasets import Dataset
 from peft.tuners.lora import LoraLayer
 from trl import GRPOTrainer
 
 from perl.adapters import ADAPTERS
-from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
-from perl.config.training import TrainingConfig
+from perl.config.schema import NoiseConfig, PeftConfig
 from perl.errors import UserError
 from perl.training.callbacks import MetricsWriter
-from perl.training.trainer import PerlGRPOTrainer
-from tests.tiny import tiny_model, tiny_tokenizer
-
-
-def reward_digits(completions, **kwargs):
-    """Share of digits in the text: random completions differ in it, so every group has a gradient."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
-
-
-def make_trainer(
-    folder, *, model=None, noise=None, adapter="lora", peft=None, callbacks=(), engine="generate", rollout=None, **args
-):
-    settings = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "beta": 0.0,
-        "seed": 11,
-    }
-    config = TrainingConfig(output_dir=str(folder), **(settings | args))
-    prompts = [{"prompt": [{"role": "user", "content": f"What is {i} + {j} ?"}]} for i in range(4) for j in range(4)]
-    return PerlGRPOTrainer(
-        model=model or tiny_model(scale=4.0),
-        args=config,
-        train_dataset=Dataset.from_list(prompts),
-        processing_class=tiny_tokenizer(),
-        reward_funcs=[reward_digits],
-        adapter=ADAPTERS[adapter],
-        adapter_config=peft or PeftConfig(type=adapter, r=4, lora_alpha=8),
-        noise=noise or NoiseConfig(enabled=False, seed=0),
-        rollout=RolloutConfig(engine=engine, **(rollout or {})),
-        callbacks=list(callbacks),
-    )
+from tests.tiny import tiny_tokenizer
+from tests.trainers import make_trainer
 
 
 def guide_noise(**changes):

@@ -1,0 +1,112 @@
+"""Trainers of a tiny model on sums, for every test that trains in its own process or is one rank of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from perl.adapters import ADAPTERS
+from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.training import TrainingConfig
+from perl.training.run import import_trainer
+from tests.tiny import tiny_model, tiny_tokenizer
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "gradient_checkpointing": False,
+    "beta": 0.0,
+    "seed": 11,
+}
+"""Fields of GRPOConfig: two steps of two groups of four short completions."""
+
+
+def reward_digits(completions: list, **kwargs: Any) -> list[float]:
+    """Share of digits in the text: random completions differ in it, so every group has a gradient."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
+
+
+def reward_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """An irregular number in [0, 1) of a completion's tokens: no two completions of a group have the same."""
+    return [sum((7 * i + 3) * token for i, token in enumerate(ids)) % 101 / 101 for ids in completion_ids]
+
+
+def question(text: str) -> list[dict[str, str]]:
+    """A conversation with one message."""
+    return [{"role": "user", "content": text}]
+
+
+SUMS = [question(f"What is {i} + {j} ?") for i in range(4) for j in range(4)]
+
+
+def make_trainer(
+    folder: Path | str,
+    *,
+    kind: type | None = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    prompts: Sequence[Any] = SUMS,
+    rewards: Sequence[Callable] = (reward_digits,),
+    noise: NoiseConfig | None = None,
+    adapter: str = "lora",
+    peft: PeftConfig | None = None,
+    engine: str = "generate",
+    rollout: dict[str, Any] | None = None,
+    callbacks: Sequence[Any] = (),
+    **args: Any,
+) -> Any:
+    """PerlGRPOTrainer with an adapter of rank 4 on `tiny_model(scale=4.0)`, without noise.
+
+    vLLM is hidden from TRL unless the rollouts use it, as in a run (perl.training.run.import_trainer): to import it
+    takes longer than to train.
+
+    Args:
+        folder: the trainer's output folder.
+        kind: another class: TRL's GRPOTrainer, which is given the adapter's PEFT configuration, or one of ours.
+        noise, adapter, peft, engine, rollout: as in a run's configuration; `rollout` has RolloutConfig's fields.
+        args: fields of GRPOConfig that differ from SETTINGS.
+    """
+    config = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
+    ours = import_trainer(SimpleNamespace(training=config))  # type: ignore[arg-type]
+    kind = kind or ours
+    peft = peft or PeftConfig(type=adapter, r=4, lora_alpha=8)
+    extra: dict[str, Any] = {"peft_config": ADAPTERS[adapter].build(peft)}
+    if issubclass(kind, ours):
+        extra = {
+            "adapter": ADAPTERS[adapter],
+            "adapter_config": peft,
+            "noise": noise or NoiseConfig(enabled=False, seed=0),
+            "rollout": RolloutConfig(**({"engine": engine} | (rollout or {}))),
+        }
+    return kind(
+        model=model or tiny_model(scale=4.0),
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        processing_class=tokenizer or tiny_tokenizer(),
+        reward_funcs=list(rewards),
+        callbacks=list(callbacks),
+        **extra,
+    )
+
+
+def move_adapter(model: Any, std: float, seed: int = 5) -> None:
+    """LoRA's B is zero at first; make it N(0, std²), so that the adapter changes the model."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
