@@ -311,8 +311,8 @@ def command_with(page: Path, *wanted: str):
 
 
 def test_the_doctor_runs():
-    page = BOTH["README"][0]
-    done = run(command_with(page, "doctor").words, ROOT)
+    (command,) = [c for c in commands(BOTH["ascend"][0]) if c.words[-2:] == ["doctor", "--json"]]
+    done = run(command.words, ROOT)
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)["exit_code"] == done.returncode
 
@@ -326,7 +326,7 @@ def test_make_knows_its_targets():
 def test_grade_as_the_page_writes_it(tmp_path):
     rows = [{"gold": "18", "output": "so it is\n#### 18"}, {"gold": "18", "output": "I do not know"}]
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run(command_with(BOTH["README"][0], "grade").words, tmp_path)
+    done = run(command_with(BOTH["evaluation"][0], "grade", "gsm8k").words, tmp_path)
     assert done.returncode == 0, done.stderr
     graded = [json.loads(line) for line in (tmp_path / "graded.jsonl").read_text().splitlines()]
     assert [(row["score"], row["reason"]) for row in graded] == [(1.0, "correct"), (0.0, "unextracted")]
