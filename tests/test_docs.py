@@ -311,7 +311,7 @@ def command_with(page: Path, *wanted: str):
 
 
 def test_the_doctor_runs():
-    (command,) = [c for c in commands(BOTH["ascend"][0]) if c.words[-2:] == ["doctor", "--json"]]
+    (command,) = [c for c in commands(BOTH["ascend"][0]) if c.words[-2:] == ("doctor", "--json")]
     done = run(command.words, ROOT)
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)["exit_code"] == done.returncode
