@@ -66,8 +66,9 @@ lint: $(FULL)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 
-bench: $(FULL)  # all but the one for accelerators
-	@for file in $(filter-out benchmarks/accelerator.py,$(wildcard benchmarks/[a-z]*)); do \
+bench: $(FULL)  # all but the one for accelerators, and the one of the page where there is no browser
+	@for file in $(filter-out benchmarks/accelerator.py $(if $(shell command -v chromedriver),,benchmarks/report_page.py), \
+			$(wildcard benchmarks/[a-z]*)); do \
 		$(VENV)/bin/python -m benchmarks.$$(basename $$file .py) || exit $$?; done
 
 clean:

@@ -80,6 +80,14 @@ def test_only_what_both_have_is_compared(tmp_path):
     assert (reverse["value"], reverse["verdict"]) == (-0.5, "worse")
 
 
+def test_a_base_serves_no_adapter_and_so_does_not_differ_in_how(tmp_path):
+    base = write_results(tmp_path / "base", {"a": [1.0]}, adapter_mode=None)
+    merged = write_results(tmp_path / "run", {"a": [1.0]}, adapter_mode="merge")
+    unmerged = write_results(tmp_path / "lora", {"a": [1.0]}, adapter_mode="lora")
+    assert compare(base, merged)["differs"] == []
+    assert [d["name"] for d in compare(merged, unmerged)["differs"]] == ["adapter_mode"]
+
+
 def test_what_differs_besides_the_model_is_named(tmp_path, capsys):
     scores = {f"{i:016x}-0": [1.0] for i in range(3)}
     style = {"gsm8k": {"template": "{question}"}}
