@@ -119,7 +119,6 @@ def without_template(folder: Path) -> Path:
     [
         ({"--model": "no/such/folder"}, "no such folder"),
         ({"--dataset": "gsm9k"}, "did you mean 'gsm8k'"),
-        ({"--dataset": "GSM8K"}, "did you mean 'gsm8k'"),
         ({"--dataset": "missing.jsonl"}, "missing.jsonl"),
         ({"--task": "gsm9k"}, "gsm9k"),
         ({"--adapter": "nowhere"}, "no such folder"),

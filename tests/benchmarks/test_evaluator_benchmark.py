@@ -66,7 +66,7 @@ def test_lm_eval_asks_in_our_words(tmp_path):
 
 
 def test_rows_of_raw_engines_are_found_again():
-    row = [SimpleNamespace(key="k", sample=sample) for sample in range(4)]
+    row = [SimpleNamespace(key="k", index=index) for index in range(4)]
     run = Run(1.0, {}, [{"key": "k", "sample": n, "completion": str(n)} for n in (3, 1, 0, 2)])
     halves = [(row[0::2], Turn(1.0, 2, ["0", "2"])), (row[1::2], Turn(1.0, 2, ["1", "other"]))]
     assert share_of_equal(run, halves) == 0.75

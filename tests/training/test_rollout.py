@@ -1,6 +1,7 @@
 """The policy that samples: its seeds and distribution, the adapter merged into it, and how far it is from the trained
 one."""
 
+import dataclasses
 import json
 import logging
 
@@ -174,9 +175,7 @@ def test_another_models_log_probabilities_stop_the_run(tmp_path):
 
 
 def without_noise(request):
-    return type(request)(
-        prompt_ids=request.prompt_ids, seeds=request.seeds, weights=request.weights._replace(sigma=0.0)
-    )
+    return dataclasses.replace(request, weights=request.weights._replace(sigma=0.0))
 
 
 @pytest.mark.parametrize("merge", [True, False])
