@@ -337,3 +337,22 @@ def test_zero3_moves_the_weights_from_rollout_to_rollout(monkeypatch):
     assert graphs.unsupported_reason(layer, None) is None
     layer.weight.ds_id = 0  # as DeepSpeed marks it
     assert "ZeRO-3 gathers" in graphs.unsupported_reason(layer, None)
+
+
+@pytest.mark.slow
+def test_a_run_captures_each_shape_once(answer, tmp_path):
+    """The quickstart's: 64 rows in steps of 8, and all of its sequences within 128 places."""
+    found = answer(
+        DECODE
+        + f"""
+    from perl.training.run import train
+    flags = ["--config.rollout.capture_graphs", "true", "--config.training.max_steps", "8"]
+    train(["--recipe", "recipes/quickstart.yaml", "--config.training.output_dir", {str(tmp_path / "run")!r}, *flags])
+    answer = [len(captures), len(replays), lines]
+    """,
+        ASCEND_RT_VISIBLE_DEVICES="0",
+    )
+    captured, replayed, lines = found
+    assert captured <= 12
+    assert replayed > 8 * captured
+    assert lines == []
