@@ -1,4 +1,4 @@
-"""What an NVIDIA GPU or an Ascend NPU makes of perl beside TRL, in one command of ten minutes.
+"""What an NVIDIA GPU or an Ascend NPU makes of perl alongside TRL, in one command of ten minutes.
 
     python -m benchmarks.accelerator [--minutes 10] [--output FILE] [--models qwen2.5-0.5b] [--rows 64] [--skip_tests]
 

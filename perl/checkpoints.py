@@ -251,7 +251,7 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def written_whole(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output` that takes its place when the body ends well and vanishes when it does not.
+    """A temporary folder next to `output` that takes its place when the body ends well and vanishes when it does not.
 
     `output` must be absent, empty, or an earlier merge of ours.
     """

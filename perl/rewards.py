@@ -197,7 +197,7 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
     call = function.__name__ if hasattr(function, "__name__") else "it"
     if {"solution_str", "ground_truth"} <= parameters.keys():
         raise UserError(
-            f"{FLAG}: {name} is a reward of verl's form, for one text; write beside it and name instead: def"
+            f"{FLAG}: {name} is a reward of verl's form, for one text; write next to it and name instead: def"
             f" reward(completions, gold, task, **others): return [{call}(t, c[0]['content'], g) for c, g, t in"
             " zip(completions, gold, task)]"
         )

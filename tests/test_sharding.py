@@ -82,7 +82,7 @@ with resharded(model):
     assert local(weight).shape == (32,)
 logits(model)
 with torch.no_grad():
-    for one in (alone, model):  # an optimizer step: written to the shards, beside what is still gathered
+    for one in (alone, model):  # an optimizer step: written to the shards, alongside what is still gathered
         with resharded(one):
             for name, parameter in one.named_parameters():
                 if "lora_" in name:

@@ -1,4 +1,4 @@
-"""Grading: completions a second on one core, beside math-verify alone on the same texts.
+"""Grading: completions a second on one core, alongside math-verify alone on the same texts.
 
     python -m benchmarks.evaluator.grading perl|math_verify TASK ROWS.json     one side, in a process of its own
 

@@ -10,7 +10,7 @@ Against the model's own `generate`: a prompt is prefilled once, however many com
 leaves the batch at once, and a waiting one takes its place; no key or value is copied for the attention of a new token
 (perl.engines.attention); each sequence draws from its own random stream (perl.engines.sampling), so that what it gets
 depends neither on its neighbours nor on the memory that there is. When that runs short the newest sequences are parked:
-they wait and are computed anew from their tokens.
+they wait and are computed again from their tokens.
 
 An accelerator is never waited for: while it computes a step the host reads the tokens of the one before, so that a
 sequence that ended is computed once more for nothing. On a CPU tokens are read at once.
@@ -159,7 +159,7 @@ def unsupported_reason(model: Any) -> str | None:
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         return "it takes no position_ids"
     if config._attn_implementation == "flex_attention":
-        return "flex_attention compiles anew for each shape"
+        return "flex_attention compiles again for each shape"
     return None
 
 
@@ -620,7 +620,7 @@ class _Run:
 
     def _park(self) -> None:
         """Memory is short: forget the prompts that are kept for sequences that wait, then the newest sequence, which
-        waits and is computed anew from its tokens."""
+        waits and is computed again from its tokens."""
         if self._forget_prompts():
             return
         self._collect(0)

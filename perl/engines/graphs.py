@@ -57,7 +57,7 @@ class StepGraphs:
     """Decode steps by captured graphs, where there is one.
 
     Args:
-        made_for: what is baked into them beside shapes and the addresses of `state` and cache.
+        made_for: what is baked into them besides shapes and the addresses of `state` and cache.
         state: what a step advances.
         max_rows, max_width: of the cache.
         host_lengths: the step calls a kernel that reads the rows' lengths from the host (perl.kernels.Kernel).

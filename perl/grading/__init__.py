@@ -21,7 +21,7 @@ from perl.records import Grade
 __all__ = ["MATH_VERIFY", "RULES", "Grader", "Rubric", "Rule", "rules_hash"]
 
 MATH_VERIFY = "math_verify"
-"""Name of math-verify's score beside those of RULES."""
+"""Name of math-verify's score alongside those of RULES."""
 _LONGEST_EXTRACT = 256
 
 

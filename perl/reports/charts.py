@@ -125,7 +125,7 @@ def interval(start: float, end: float, y: float) -> list[Markup]:
 
 
 def bars(rows: Sequence[tuple[str, float, str]]) -> Markup:
-    """Each rule's score as a bar on one axis from 0 to 100 %. Rows are (name, share, note beside the share)."""
+    """Each rule's score as a bar on one axis from 0 to 100 %. Rows are (name, share, note alongside the share)."""
     row_height, bottom = 40, 24
     height = row_height * len(rows) + bottom
     scale = Scale(0.0, 1.0, 8, WIDTH - 8)

@@ -134,7 +134,7 @@ def read_comparison(folder: Path, records: Mapping[str, Sequence[Mapping[str, An
     if other := [name for name in datasets if name not in fitting]:
         logger.warning(
             "report: %s is left out for %s: made from other samples than lie there now; python -m perl compare makes it"
-            " anew", file, ", ".join(other),
+            " again", file, ", ".join(other),
         )  # fmt: skip
     if not fitting:
         return None

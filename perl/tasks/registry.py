@@ -46,7 +46,7 @@ _BOXED_STYLE = PromptStyle(
 
 # Primary: flexible. lm-evaluation-harness reports both and verl's default is strict, but strict also measures whether
 # the marker is written exactly, so an instruct model that answers \boxed{18} or `#### $18` scores 0. What is asked of
-# a model here is the number; the marker is the format reward's affair, and `strict` stands beside it in every report.
+# a model here is the number; the marker is the format reward's affair, and `strict` stands next to it in every report.
 _GSM8K_RUBRIC = Rubric(rules=("strict", "flexible"), primary="flexible", math_verify="fallback", form="strict")
 # DAPO grades the last `Answer:` line by its normalized text. Golds are integers, which `answer` compares exactly; an
 # expression (`Answer: 2^5`) goes to math-verify, where DAPO's own grader gives no point.
@@ -54,7 +54,7 @@ _DAPO_RUBRIC = Rubric(
     rules=("answer", "answer_line", "boxed"), primary="answer", math_verify="fallback", form="answer_line"
 )
 # Golds of every kind: the parts of the stated answer are compared, plain expressions by math-verify. `boxed` stands
-# beside it: the box alone, by its text.
+# next to it: the box alone, by its text.
 _MATH_RUBRIC = Rubric(rules=("stated", "boxed"), primary="stated", math_verify="parts", form="boxed")
 
 _GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=2048)

@@ -15,7 +15,7 @@ from perl.results import COMPARE, write_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("A", help="result folder of an evaluation")
-    text = f"result folder that is compared with A; compare.json is written here, and {NAME} anew where there is one"
+    text = f"result folder that is compared with A; compare.json is written here, and {NAME} again where there is one"
     parser.add_argument("B", help=text)
 
 

@@ -273,7 +273,7 @@ def prompt_work(prompt: int) -> Work:
 
 
 def row_work(prompt: int, completion: int) -> Work:
-    """What a packed sequence takes for each row, beside its prompt's own."""
+    """What a packed sequence takes for each row, besides its prompt's own."""
     whole, before = sequences([prompt + completion]), sequences([prompt - 1])
     return Work(whole.tokens - before.tokens, whole.pairs - before.pairs)
 

@@ -97,7 +97,7 @@ def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
 class PerlGRPOTrainer(GRPOTrainer):
     """GRPO on a LoRA adapter, sampled with noise on the norm weights.
 
-    Args (beside GRPOTrainer's):
+    Args (besides GRPOTrainer's):
         adapter: the PEFT method; its optimizer replaces the default one when it has its own.
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.

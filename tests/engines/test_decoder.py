@@ -134,7 +134,7 @@ LAYOUTS = {"rows": None, "blocks": 16}
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("budget", [1, 70, 200, 1_000, 100_000])
 def test_sequences_do_not_depend_on_the_memory_or_the_order(budget, layout):
-    """Where memory is short, rows are parked and computed anew."""
+    """Where memory is short, rows are parked and computed again."""
     model = tiny()
     asked = make_sequences(prompts(20), group_size=3, max_new_tokens=12)
     expected = tokens(decode(model, asked, Sampling()))
@@ -164,7 +164,7 @@ def test_parked_sequences_get_the_tokens_that_they_would_have_got(layout):
     budget = sum(map(len, asked)) + 8 * 40
     tight = decode(model, sequences, Sampling(), eos_token_ids=eos, max_batch_tokens=budget, block_size=LAYOUTS[layout])
     assert tokens(tight) == tokens(expected)
-    assert sum(rows for rows, _ in forwards.prefills) > len(asked)  # some were computed anew
+    assert sum(rows for rows, _ in forwards.prefills) > len(asked)  # some were computed again
     for mine, theirs in zip(tight, expected, strict=True):
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 

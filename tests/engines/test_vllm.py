@@ -1,4 +1,4 @@
-"""A real vLLM engine, in a process of its own: three starts (base model, merged model, LoRA beside it) serve all."""
+"""A real vLLM engine, in a process of its own: three starts (base model, merged model, LoRA alongside it) serve all."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_greedy_equals_transformers(found, base):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_no_adapter_is_dropped(found, merged):
-    """LoRA served beside the base gives what the merged model gives, and not what the base gives; one adapter after
+    """LoRA served alongside the base gives what the merged model gives, and not what the base gives; one adapter after
     another, and then none."""
     for name, model in zip(("lora", "other_lora"), merged, strict=True):
         assert found[name] == with_transformers(model)

@@ -195,7 +195,7 @@ class Held(TrainerCallback):
 
 @pytest.mark.parametrize("capture_graphs", [False, True])
 def test_no_rollout_leaves_its_kv_cache_behind(tmp_path, capture_graphs):
-    """At most one cache, the decoder's, is alive beside the update, however many rollouts there were. The cache is much
+    """At most one cache, the decoder's, is alive during the update, however many rollouts there were. The cache is much
     larger than all else that comes and stays, cuBLAS's workspaces (32 MB a stream) included."""
     rows, longest, layers, hidden = 8, 1000, 8, 256
     model = tiny_model(

@@ -16,7 +16,7 @@ def worker(*arguments):
         return device.worker_environment(*arguments)
     except errors.UserError as error:
         return str(error)
-def workers(devices, visible):   # read anew each time, as no device is used
+def workers(devices, visible):   # read again each time, as no device is used
     os.environ["NPUEMU_DEVICES"] = str(devices)
     os.environ.pop("ASCEND_RT_VISIBLE_DEVICES", None)
     if visible:

@@ -223,7 +223,7 @@ def test_a_comparison_and_the_problems_that_changed(tmp_path, visit, chrome):
                       dtype=HOSTILE[2] if name == "other" else "float32")  # fmt: skip
     file = write_report(tmp_path / "this")
     assert visit(file).run("return document.getElementById('compared').hidden")
-    assert main(["compare", str(tmp_path / "other"), str(tmp_path / "this")]) == 0  # writes the report anew
+    assert main(["compare", str(tmp_path / "other"), str(tmp_path / "this")]) == 0  # writes the report again
     page = visit(file)
     assert page.text(".compared h2") == "Compared with script>"
     assert page.run("return [...document.querySelectorAll('.compared tbody tr')].slice(0, 2).map((row) => "

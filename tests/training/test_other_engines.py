@@ -139,7 +139,7 @@ def colocated(folder: Path, adapter: str = "lora", rank: int = 4) -> dict[str, A
     if (adapter, rank) != ("lora", 4):
         keeps_its_weights()
     base = save_tiny(folder / "model", scale=4.0)
-    settings = {"lr_scheduler_type": "constant", "max_steps": 4}  # so that a step's change is plain beside rounding
+    settings = {"lr_scheduler_type": "constant", "max_steps": 4}  # so that a step's change is plain against rounding
     settings |= {"adapter": adapter, "peft": PeftConfig(type=adapter, r=rank, lora_alpha=2 * rank)}
     sent = []
     with logged() as lines:

@@ -24,7 +24,7 @@ class Finding:
     why: str = ""
     """Why it matters, in a clause. Empty when all is well."""
     fix: str = ""
-    """The command that mends it. Empty when all is well, or when only a person with the hardware can."""
+    """The command that fixes it. Empty when all is well, or when only a person with the hardware can."""
 
 
 def ok(found: str) -> Finding:
@@ -58,7 +58,7 @@ def as_text(machine: Machine, findings: dict[str, Finding], fix_hints: bool) -> 
     if fix_hints:
         lines += [
             "",
-            "# What mends it, failures first. Commented out: what has a gap to fill in (…) or interrupts others.",
+            "# What fixes it, failures first. Commented out: what has a gap to fill in (…) or interrupts others.",
         ]
         for status in (FAILURE, WARNING):
             for name, finding in findings.items():

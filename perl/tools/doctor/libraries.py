@@ -36,7 +36,7 @@ def missing(packages: dict[str, str], until: float) -> dict[str, list[str]]:
 
 
 def _objects(folder: Path) -> list[Path]:
-    """The extension modules that `import` loads, and the libraries beside them."""
+    """The extension modules that `import` loads, and the libraries alongside them."""
     paths = [*folder.glob("*.so"), *folder.glob("lib/*.so")]
     return [path for path in paths if path.name not in OPTIONAL]
 

@@ -129,7 +129,7 @@ def read(path: str | Path) -> str:
 
 
 def _files(root: Path) -> dict[str, str]:
-    """Version files of driver, firmware, CANN and NNAL, and the set_env.sh scripts beside them."""
+    """Version files of driver, firmware, CANN and NNAL, and the set_env.sh scripts alongside them."""
     text = list(TEXT_FILES)
     homes = ["/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", os.path.expanduser("~/Ascend/cann")]
     homes += sorted(glob.glob("/usr/local/Ascend/cann-*"), reverse=True)
@@ -176,7 +176,7 @@ def _pci_accelerators(root: Path) -> int:
 
 
 def _command(line: str, until: float) -> Command | None:
-    """Run it without a shell; None when it is not installed. `ray status` runs only beside a Ray process."""
+    """Run it without a shell; None when it is not installed. `ray status` runs only alongside a Ray process."""
     words = line.split()
     program = shutil.which(words[0])
     if program is None or (words[0] == "ray" and not _ray_runs()):

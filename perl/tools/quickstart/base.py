@@ -4,7 +4,7 @@
 
 It is trained from scratch on the CPU, on text with two wrong habits: most subtractions are answered by adding, and
 some last lines repeat a number of the question. So the model knows its sums and often gives a wrong answer all the
-same, a fault that reinforcement learning can mend.
+same, a fault that reinforcement learning can fix.
 """
 
 from __future__ import annotations

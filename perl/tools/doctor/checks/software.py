@@ -116,7 +116,7 @@ def torch(machine: Machine) -> Finding | None:
             return failure(
                 f"import fails: {error}",
                 "libraries are missing",
-                "bash scripts/check_npu_env.sh  # mend libraries first",
+                "bash scripts/check_npu_env.sh  # fix libraries first",
             )
         return failure(
             f"import fails: {error}", "nothing can run", "python -X importtime -c 'import torch' 2>&1 | tail"
