@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 import os
 import select
 import sys
@@ -77,6 +78,8 @@ def lookup(table: Mapping[str, T], name: str, kind: str, flag: str = "") -> T:
 def report_errors() -> Iterator[None]:
     """Turn a UserError or Stopped into one line on stderr and its exit code, and Ctrl-C into exit code 130.
 
+    A package that is not installed for this Python is one line too.
+
     Of several launched processes only rank 0 prints. The others wait for the launcher to end them: the first to exit
     would have rank 0 killed before it has said what is wrong. A RankError is printed by the process that meets it,
     and later by a higher rank, so that the launcher ends those that meet it at the same time. Where the reader of
@@ -91,6 +94,16 @@ def report_errors() -> Iterator[None]:
             sys.stdout.flush()  # here, where a closed pipe can still be dealt with
             raise
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or package == "perl" or importlib.util.find_spec(package) is not None:
+            raise
+        print(
+            f"error: {package} is not installed for {sys.executable}; run make quickstart once or pip install -e ., and"
+            " use that environment's Python (the launch script takes PYTHON=/path/to/python)",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_USER_ERROR)
     except UserError as error:
         alone = isinstance(error, RankError)
         if alone:

@@ -10,8 +10,10 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
 
-from perl.config.evaluation import parse  # noqa: E402
 from perl.errors import report_errors  # noqa: E402
+
+with report_errors():  # without the environment, one line
+    from perl.config.evaluation import parse
 
 EXIT_NOT_ALL_GENERATED = 3
 """Scored, but some rows have an error in the place of a completion and count as wrong."""

@@ -1,5 +1,6 @@
 """How every entry point ends."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,17 @@ def test_another_broken_pipe_is_no_reason_to_be_quiet():
 def test_a_name_in_another_case_is_found():
     with pytest.raises(UserError, match="did you mean 'gsm8k'"):
         lookup({"gsm8k": 1, "math": 2}, "GSM8K", "task")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["perl/eval.py", "--help"], ["-m", "perl", "grade", "--help"], ["-m", "perl.train"], ["-m", "perl.tools.launch"]],
+)
+def test_a_python_without_the_packages_is_one_line(command):
+    """-S leaves site-packages out: a clone before anything was installed."""
+    done = subprocess.run(
+        [sys.executable, "-S", *command], cwd=ROOT, env={}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"error: \w+ is not installed for .*python\S*; run make quickstart", line)

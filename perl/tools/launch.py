@@ -14,12 +14,14 @@ import shlex
 import sys
 from pathlib import Path
 
-import yaml
-
-from perl import device
-from perl.config.load import parse
 from perl.errors import UserError, report_errors
-from perl.training.rundir import default_run_dir
+
+with report_errors():  # without the environment, one line
+    import yaml
+
+    from perl import device
+    from perl.config.load import parse
+    from perl.training.rundir import default_run_dir
 
 CONFIG_FOLDER = Path(__file__).parents[2] / "scripts" / "accelerate"
 CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
