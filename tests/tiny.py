@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, Qwen2Tokenizer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|> {% endfor %}"
@@ -72,7 +72,8 @@ def tiny_model(
     """
     torch.manual_seed(seed)
     shape = SHAPE | {"num_hidden_layers": layers} | changes
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+    config = AutoConfig.for_model(family, **shape)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)  # from_config would partition it under ZeRO-3
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

@@ -209,7 +209,7 @@ def test_two_cpu_processes_resume_exactly_and_another_number_of_them_is_refused(
     alone = python_train(flags(training__output_dir="alone", **settings), tmp_path)
     assert alone.returncode != 0
     (line,) = [line for line in alone.stderr.splitlines() if "error: " in line]
-    assert "was written by 2 processes in the middle of a generation window, and 1 go on now" in line
+    assert "in the middle of a generation window, with 2 processes, now 1" in line
     assert "Traceback" not in alone.stderr
 
 
