@@ -12,6 +12,7 @@ write position for all. Here each row has its own length, and a step writes one 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,7 @@ class KVLayer(CacheLayerMixin):
         return self.step
 
 
-class KVCache(Cache):
+class KVCache(Cache, ABC):
     """
     Args:
         like: keys and values of each layer, for heads, head_dim, dtype and device.
@@ -137,9 +138,9 @@ class KVCache(Cache):
         self.kv_layers = [KVLayer(_zeros(shape, keys), _zeros(shape, values)) for keys, values in like]
         super().__init__(layers=list(self.kv_layers))
 
+    @abstractmethod
     def _shape(self) -> tuple[int, int]:
         """Rows or blocks, and the places of each."""
-        raise NotImplementedError
 
     def extend(self, max_num_seqs: int, max_seq_len: int) -> None:
         """Make room for more rows or longer ones, layer by layer, keeping what is held."""
@@ -151,8 +152,9 @@ class KVCache(Cache):
                 layer.keys = self._moved(layer.keys, shape)
                 layer.values = self._moved(layer.values, shape)
 
+    @abstractmethod
     def _moved(self, old: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        raise NotImplementedError
+        """What is held of `old`, in a tensor of `shape`."""
 
     @property
     def bytes(self) -> int:
@@ -161,21 +163,21 @@ class KVCache(Cache):
     # What a new sequence takes
 
     @property
+    @abstractmethod
     def room(self) -> int:
         """Tokens, or blocks, that new sequences may take, so that each row can still grow by GROWTH tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prompt_cost(self, length: int) -> int:
         """What a prompt of `length` tokens and a sequence that begins with it take of `room`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cost(self, prefix: Prefix) -> int:
         """What one more sequence that begins with `prefix` takes of `room`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keep(self, states: KeysAndValues, length: int) -> Prefix:
         """Keep a prompt: [heads, length, head_dim] of each layer."""
-        raise NotImplementedError
 
     def drop(self, prefix: Prefix) -> None:
         """No further sequence begins with it."""
@@ -183,13 +185,13 @@ class KVCache(Cache):
 
     # Rows
 
+    @abstractmethod
     def append(self, prefix: Prefix) -> None:
         """A new row after the last one, which holds the prompt."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grow(self) -> bool:
         """Make room for one more token of each row; False when there is none."""
-        raise NotImplementedError
 
     def remove(self, count: int, moves: List[tuple[int, int]]) -> None:
         """Keep the first `count` rows; first each of `moves` takes a row from where it is to the place of one that
@@ -212,8 +214,9 @@ class KVCache(Cache):
             layer.step, layer.whole = step, whole
         return step.width
 
+    @abstractmethod
     def _step(self, positions: torch.Tensor, width: int) -> Step:
-        raise NotImplementedError
+        """Where a step writes and what it reads, see `begin`."""
 
     def _write(self, index: int, states: KeysAndValues, start: int, length: int) -> None:
         """To the first `length` places of row or block `index`: tokens from `start` on."""

@@ -11,6 +11,18 @@ from pathlib import Path
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "training.max_steps": 2,
+    "training.per_device_train_batch_size": 4,
+    "training.num_generations": 4,
+    "training.max_completion_length": 8,
+    "training.learning_rate": 0.01,
+    "training.logging_steps": 1,
+    "training.gradient_checkpointing": "false",
+    "noise_injection.enabled": "true",
+    "peft.r": 4,
+}
+"""Flags of two steps of one group of four short completions."""
 
 
 def small_run(folder: Path, name: str = "run", *words: str, **variables: str) -> Path:
@@ -26,21 +38,12 @@ def small_run(folder: Path, name: str = "run", *words: str, **variables: str) ->
             "    texts = [c[0]['content'] for c in completions]\n"
             "    return [sum(x.isdigit() for x in t) / max(len(t), 1) for t in texts]\n"
         )
-    settings = {
+    settings = SETTINGS | {
         "model.model_name_or_path": model,
         "dataset.dataset_name_or_path": data,
         "training.output_dir": folder / name,
-        "training.max_steps": 2,
-        "training.per_device_train_batch_size": 4,
-        "training.num_generations": 4,
-        "training.max_completion_length": 8,
-        "training.learning_rate": 0.01,
-        "training.logging_steps": 1,
         "training.save_steps": 1,
-        "training.gradient_checkpointing": "false",
-        "noise_injection.enabled": "true",
         "reward.functions": json.dumps(["accuracy", f"{reward}:digits"]),
-        "peft.r": 4,
     }
     flags = [word for field, value in settings.items() for word in (f"--config.{field}", str(value))]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "RANK", "WORLD", "TENSORBOARD"))}

@@ -16,6 +16,7 @@ from perl.errors import UserError
 from perl.training.run import train
 from perl.training.rundir import last_whole_checkpoint
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+from tests.training.small_run import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,19 +50,10 @@ def digits_reward(tmp_path_factory):
 @pytest.fixture(scope="session")
 def flags(model, data, digits_reward):
     """`flags(training__max_steps=3)`: flags of a run of two steps but for these."""
-    settings = {
+    settings = SETTINGS | {
         "model.model_name_or_path": model,
         "dataset.dataset_name_or_path": data,
-        "training.max_steps": 2,
-        "training.per_device_train_batch_size": 4,
-        "training.num_generations": 4,
-        "training.max_completion_length": 8,
-        "training.learning_rate": 0.01,
-        "training.logging_steps": 1,
-        "training.gradient_checkpointing": "false",
-        "noise_injection.enabled": "true",
         "reward.functions": json.dumps(["accuracy", digits_reward]),
-        "peft.r": 4,
     }
 
     def make(**changes):
