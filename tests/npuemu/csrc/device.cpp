@@ -4,6 +4,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -253,6 +254,7 @@ TORCH_LIBRARY(npuemu, m) {
   m.def("initialize() -> ()", [] { initialize(); });
   m.def("is_initialized() -> bool", [] { return g_initialized && !g_bad_fork; });
   m.def("is_in_bad_fork() -> bool", [] { return g_bad_fork.load(); });
+  m.def("stop_backward_threads() -> ()", [] { torch::autograd::Engine::get_default_engine().stop(); });
   // Operators may return a generator only as an optional; it is always there.
   m.def("default_generator(int device) -> Generator?", [](int64_t device) -> std::optional<at::Generator> {
     TORCH_CHECK_INDEX(device >= 0 && device < device_count(), "no generator for npu:", device);

@@ -1,7 +1,11 @@
 """TEST FIXTURE, not Huawei's torch_npu: an emulated "npu" device in host memory. See tests/npuemu/README.md."""
 
+import atexit
+import contextlib
 import os
 import sys
+import time
+from pathlib import Path
 
 import torch
 
@@ -24,6 +28,25 @@ def _start():
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
     hccl.register()
+    atexit.register(_end_backward_threads)
+
+
+def _end_backward_threads():
+    """Wait until the threads that ran this process's backwards have ended (2 s at most).
+
+    Such a thread lets go of its graph after backward() has returned, and takes the interpreter's lock for that: in an
+    interpreter that is ending, CPython 3.11 ends the thread within C++, which aborts the process.
+    """
+    torch.ops.npuemu.stop_backward_threads()
+    end = time.monotonic() + 2
+    while any(name.startswith("pt_autograd_") for name in _threads()) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _threads():
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            yield (task / "comm").read_text()
 
 
 def _autoload():
