@@ -227,7 +227,7 @@ def _main(run: Curves) -> str:
 
 def _reach(run: Curves, axis: Axis, index: int) -> str:
     found = placed(run, "reward" if "reward" in run.metrics else "loss", axis, index)
-    return f"{found[0].start + 1} to {found[-1].end}" if found else "has none"
+    return f"has {found[0].start + 1} to {found[-1].end}" if found else "has none whole"
 
 
 def placed(run: Curves, name: str, axis: Axis, index: int) -> list[Span]:
@@ -246,6 +246,8 @@ def placed(run: Curves, name: str, axis: Axis, index: int) -> list[Span]:
         groups.setdefault(math.ceil(step / k), []).append(step)
     spans: list[Span] = []
     for end, steps in groups.items():
+        if every < k and steps[-1] <= end * k - every:
+            continue  # the run ended before all updates of this rollout
         start = max(math.ceil((steps[0] - every) / k), spans[-1].end // unit if spans else 0)
         spans.append(Span(start * unit, end * unit, combined(run, name, steps, k)))
     return spans

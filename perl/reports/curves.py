@@ -204,12 +204,7 @@ def read_perl(path: Path) -> Curves | None:
         try:
             row = json.loads(line)
             rows.append((int(row.pop("step")), row))
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ):  # a line that was being written when the run was killed
+        except (ValueError, KeyError, TypeError, AttributeError):  # torn: the run was killed while it was written
             continue
     if not rows:
         raise UserError(f"no step is logged in {file.name} yet; write a training that has logged one")
@@ -265,6 +260,7 @@ def read_wandb(path: Path) -> Curves | None:
         return None
     if len(files) > 1:
         raise several(files)
+    from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
     rows, settings = [], {}
@@ -272,12 +268,12 @@ def read_wandb(path: Path) -> Curves | None:
         record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]  # its modules are generated
         try:
             record.ParseFromString(content)
-        except ValueError as error:  # DecodeError
+        except DecodeError as error:
             raise UserError("is damaged: a record cannot be read") from error
-        for item in record.config.update:
+        for item in (*record.run.config.update, *record.config.update):
             if item.key == "data":  # verl's
                 settings["train_batch_size"] = json.loads(item.value_json).get("train_batch_size")
-            elif item.key in (*BATCH_SETTINGS,):
+            elif item.key in BATCH_SETTINGS:
                 settings[item.key] = json.loads(item.value_json)
         row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         if row:

@@ -105,13 +105,12 @@ def compare_trainings(args: argparse.Namespace, paths: dict[str, list[Path]]) ->
     if window < 1:
         raise UserError(f"--window {window}: write 1 or more rollouts")
     comparison = compare_runs(runs, limits, args.error or "relative", args.align or "auto", window)
+    page = write_agreement(comparison, runs, Path(args.output).expanduser()) if args.output else None
     if args.json:
         print(json.dumps(comparison.as_json(), ensure_ascii=False))
     else:
         print_trainings(comparison, runs, Console())
-    if args.output:
-        page = write_agreement(comparison, runs, Path(args.output).expanduser())
-        if not args.json:
+        if page:
             print(f"report: {page}")
     return 0 if comparison.within else 1
 
