@@ -17,7 +17,17 @@ from perl.reports.curves import Curves
 from perl.reports.figures import Figure
 from perl.reports.page import STEPS_SCRIPTS, document, part, write_html
 
-X_NAMES = {"rollout": "rollout", "prompt": "prompts seen", "step": "logged step"}
+X_NAMES = {"rollout": "rollout", "prompt": "number of the prompt", "step": "logged step"}
+UNITS = {
+    "entropy": "nats a token",
+    "completions/clipped_ratio": "share",
+    "completions/": "tokens",
+    "prompts/": "tokens",
+    "timing/": "seconds a rollout",
+    "perf/throughput": "tokens/s a device",
+    "perf/max_memory": "GB",
+}
+"""Of metrics whose names begin so; others have none but their name."""
 
 
 def write_agreement(comparison: Comparison, runs: Runs, output: Path) -> Path:
@@ -33,7 +43,7 @@ def render(comparison: Comparison, runs: Runs) -> Markup:
     section = part(
         "agreement",
         verdict=verdict(comparison),
-        aligned=f"Aligned by {x_name}: {comparison.axis.why}.",
+        aligned=f"Aligned by {x_name} ({comparison.axis.why}).",
         metrics=comparison.metrics,
         notes=remarks(comparison),
         x_name=comparison.axis.name,
@@ -42,7 +52,7 @@ def render(comparison: Comparison, runs: Runs) -> Markup:
         steps=embed.json_for_html(columns([line for pair in lines.values() for line in pair])),
         files=[(side, run) for side in ("A", "B") for run in runs[side]],
     )
-    return document(" and ".join(title(runs[side]) for side in ("A", "B")), "Comparison", [section], STEPS_SCRIPTS)
+    return document(f"{title(runs['B'])} against {title(runs['A'])}", "Comparison", [section], STEPS_SCRIPTS)
 
 
 def title(side: Sequence[Curves]) -> str:
@@ -70,7 +80,8 @@ def label(side: Side, count: int) -> str:
 
 
 def figure(found: Agreement, lines: Sequence[Line], x_name: str) -> Figure:
-    chart = charts.trend(lines, found.name, unit=found.name, x_name=x_name)
+    unit = next((unit for start, unit in UNITS.items() if found.name.startswith(start)), found.name)
+    chart = charts.trend(lines, found.name, unit=unit, x_name=x_name)
     share = "" if found.relative is None else f", {100 * found.relative:.2f} % of A"
     note = f"MAE {found.absolute:.4g}{share}."
     return Figure(found.name, note, chart, [(f"s{number}", line.name) for number, line in enumerate(lines)])

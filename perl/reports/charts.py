@@ -300,7 +300,7 @@ def trend(
         unit: of the vertical axis, written above it.
         span: values that the vertical axis shows in any case.
         smooth: draw the running mean where there are many logs.
-        x_name: what the steps count; its last word is what one of them is called.
+        x_name: what the horizontal axis counts; its last word is what one of them is called.
     """
     top, right, bottom = 30, 14, 36
     x_word = x_name.split()[-1]
@@ -330,9 +330,9 @@ def trend(
         f"{what} ({unit}). {'; '.join(in_words(each, x_word) for each in lines)}",
         *parts,
         class_="chart trend",
-        data_x=x_word,
         data_metrics=json.dumps([each.metric for each in lines]),
         data_plot=json.dumps([x.low, x.high, x.start, x.end]),
+        **({} if x_word == "step" else {"data_x": x_word}),
     )
 
 

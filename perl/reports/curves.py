@@ -350,7 +350,8 @@ def read_verl(path: Path) -> Curves | None:
     """verl's console log (verl/utils/logger/aggregate_logger.py: `step:0 - name:value - …`), as it was redirected to a
     file. Colours, Ray's prefixes, bars of tqdm and other lines in between are passed over; a step's line may have been
     broken after any value."""
-    if not path.is_file() or b"\0" in (content := path.read_bytes())[:65536]:
+    # NUL further on: what a machine that went down leaves at the end of a file.
+    if not path.is_file() or b"\0" in (content := path.read_bytes())[:1024]:
         return None
     text = ANSI.sub("", content.decode("utf-8", errors="replace")).replace("\r", "\n")
     text = BAR.sub(" ", RAY.sub("", text))

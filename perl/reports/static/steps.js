@@ -27,7 +27,7 @@
     for (const { svg, metrics, plot: [low, high, start, end], readout, cursor, legend } of charts) {
       const values = metrics.map((name) => said(columns.values[name][place]));
       const one = legend.length ? "" : `: ${values[0]}`;
-      readout.textContent = `${svg.dataset.x} ${step.toLocaleString("en")}${one}`;
+      readout.textContent = `${svg.dataset.x ?? "step"} ${step.toLocaleString("en")}${one}`;
       legend.forEach((entry, i) => { entry.textContent = values[i]; });
       const x = high > low ? start + ((step - low) / (high - low)) * (end - start) : (start + end) / 2;
       cursor.setAttribute("x1", x);
