@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -272,15 +273,13 @@ def common(name: str, runs: Sequence[Curves], axis: Axis, size: int) -> tuple[li
     shared = sorted(set.intersection(*({s.start for s in spans} | {s.end for s in spans} for spans in found)))
     intervals: list[tuple[int, int]] = []
     rows: list[list[float]] = [[] for _ in runs]
-    start = 0
-    for place, low in enumerate(shared):
-        if low < start:
+    for low in shared:
+        place = bisect_left(shared, low + size)
+        if place == len(shared) or (intervals and low < intervals[-1][1]):
             continue
-        high = next((edge for edge in shared[place + 1 :] if edge - low >= size), None)
-        means = [mean_over(spans, low, high) for spans in found] if high else []
-        if high and None not in means:
-            intervals.append((low, high))
-            start = high
+        means = [mean_over(spans, low, shared[place]) for spans in found]
+        if None not in means:
+            intervals.append((low, shared[place]))
             for row, mean in zip(rows, means, strict=True):
                 row.append(mean)  # type: ignore[arg-type]
     return intervals, rows
@@ -288,7 +287,8 @@ def common(name: str, runs: Sequence[Curves], axis: Axis, size: int) -> tuple[li
 
 def mean_over(spans: Sequence[Span], low: int, high: int) -> float | None:
     """Mean of what is logged after `low` up to `high`; None where that is not all of it."""
-    inside = [span for span in spans if low <= span.start and span.end <= high]
+    first = bisect_left(spans, low, key=lambda span: span.start)
+    inside = spans[first : bisect_right(spans, high, key=lambda span: span.end)]
     widths = [span.end - span.start for span in inside]
     if sum(widths) != high - low:
         return None

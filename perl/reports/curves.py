@@ -199,6 +199,13 @@ def read_perl(path: Path) -> Curves | None:
         file = path
     else:
         return None
+    rows = json_rows(file)
+    if not rows:
+        raise UserError(f"no step is logged in {file.name} yet; write a training that has logged one")
+    return curves(path, "perl", rows, run_settings(file.parent))
+
+
+def json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
     rows = []
     for line in file.read_bytes().splitlines():
         try:
@@ -206,9 +213,7 @@ def read_perl(path: Path) -> Curves | None:
             rows.append((int(row.pop("step")), row))
         except (ValueError, KeyError, TypeError, AttributeError):  # torn: the run was killed while it was written
             continue
-    if not rows:
-        raise UserError(f"no step is logged in {file.name} yet; write a training that has logged one")
-    return curves(path, "perl", rows, run_settings(file.parent))
+    return rows
 
 
 def several(runs: Sequence[Path]) -> UserError:
@@ -229,7 +234,7 @@ def run_settings(folder: Path) -> dict[str, Any]:
 def read_tensorboard(path: Path) -> Curves | None:
     """A file of TensorBoard's, or a folder with those of one run."""
     pattern = "events.out.tfevents.*"
-    files = [path] if path.match(pattern) else sorted(path.glob(f"**/{pattern}")) if path.is_dir() else []
+    files = [path] if path.match(pattern) else [f for inner in ("", "*/", "*/*/") for f in path.glob(inner + pattern)]
     if not files:
         return None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -253,8 +258,8 @@ def read_tensorboard(path: Path) -> Curves | None:
 
 
 def read_wandb(path: Path) -> Curves | None:
-    """A W&B offline run: its .wandb file, its folder, or a folder that holds one such."""
-    patterns = ("*.wandb", "offline-run-*/*.wandb", "wandb/offline-run-*/*.wandb")
+    """A W&B run, offline or not: its .wandb file, its folder, or a folder that holds one such."""
+    patterns = ("*.wandb", "*run-*/*.wandb", "wandb/*run-*/*.wandb")
     files = [path] if path.suffix == ".wandb" else [file for p in patterns for file in sorted(path.glob(p))]
     if not files:
         return None
@@ -367,11 +372,20 @@ def read_verl(path: Path) -> Curves | None:
     return curves(path, "verl", rows, {"train_batch_size": int(batch[1] or batch[2])} if batch else {})
 
 
+def read_verl_file(path: Path) -> Curves | None:
+    """What verl's logger `file` writes (FileLogger in verl/utils/tracking.py): {"step": 1, "data": {…}} a line."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    rows = [(step, row["data"]) for step, row in json_rows(path) if isinstance(row.get("data"), dict)]
+    return curves(path, "verl_file", rows, {}) if rows else None
+
+
 READERS: dict[str, Callable[[Path], Curves | None]] = {
+    "verl_file": read_verl_file,
     "perl": read_perl,
     "tensorboard": read_tensorboard,
     "wandb": read_wandb,
     "trl": read_trl,
     "verl": read_verl,
 }
-"""Asked in this order: the folder of a run of ours holds most of the others too."""
+"""Asked in this order: the folder of a run of ours holds most of those below it too."""

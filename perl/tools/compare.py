@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -107,12 +108,26 @@ def compare_trainings(args: argparse.Namespace, paths: dict[str, list[Path]]) ->
     comparison = compare_runs(runs, limits, args.error or "relative", args.align or "auto", window)
     page = write_agreement(comparison, runs, Path(args.output).expanduser()) if args.output else None
     if args.json:
-        print(json.dumps(comparison.as_json(), ensure_ascii=False))
+        print(json.dumps(as_json(comparison, runs), ensure_ascii=False))
     else:
         print_trainings(comparison, runs, Console())
         if page:
             print(f"report: {page}")
     return 0 if comparison.within else 1
+
+
+def as_json(comparison: Comparison, runs: Runs) -> dict[str, Any]:
+    def told(run: Curves) -> dict[str, Any]:
+        k = run.steps_per_rollout
+        return {
+            "source": str(run.source),
+            "format": run.format,
+            "steps_per_rollout": None if k is None else float(k),
+            "prompts_per_rollout": run.prompts_per_rollout,
+        }
+
+    read = {side: [told(run) for run in runs[side]] for side in ("A", "B")}
+    return {"verdict": verdict(comparison), "runs": read} | comparison.as_json()
 
 
 def given(args: argparse.Namespace, name: str, default: float) -> float:

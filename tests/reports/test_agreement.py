@@ -224,7 +224,10 @@ def test_the_command_with_verls_log(tmp_path, capsys):
     assert (tmp_path / "page.html").is_file()
     assert main(["compare", str(CONSOLE), str(run), "--json", "--reward_limit", "0.02"]) == 1
     made = json.loads(capsys.readouterr().out)
-    assert made["within"] is False
+    assert (made["within"], made["verdict"]) == (False, "Outside the limits: reward")
+    assert made["runs"]["A"] == [
+        {"source": str(CONSOLE), "format": "verl", "steps_per_rollout": 1.0, "prompts_per_rollout": 128}
+    ]
     assert made["axis"] == {"name": "rollout", "why": "prompts per rollout: A 128, B 128"}
     reward = made["metrics"][0]
     assert (reward["name"], reward["logged_as"]) == ("reward", ["critic/score/mean", "reward"])

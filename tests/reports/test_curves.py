@@ -161,6 +161,13 @@ def test_verls_console_log():
     assert SECRET not in repr(curves)
 
 
+def test_verls_file_logger(tmp_path):
+    rows = [{"step": 0, "data": {"val-core/gsm8k/acc/mean@1": 0.1}}, {"step": 1, "data": {"critic/score/mean": 0.5}}]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves = read_curves(tmp_path / "run.jsonl", "A")
+    assert (curves.format, curves.metrics, curves.steps_per_rollout) == ("verl_file", {"reward": {1: 0.5}}, 1)
+
+
 def test_the_log_of_the_ppo_guide():
     """Steps from 0, lines broken between metrics (`../shared/guides`, whose numbers these are)."""
     curves = read_curves(DATA / "verl_ppo_guide.log", "A")
@@ -201,7 +208,7 @@ def test_forms_of_a_console_log(tmp_path, text, rewards):
     [
         ("empty.log", b"", "the file is empty"),
         ("program", b"\x7fELF\0\0 step:1 - critic/score/mean:1", "no log of a training that is known here"),
-        ("words.log", b"step 1 of the recipe - stir\n", "known: perl, tensorboard, wandb, trl, verl logs"),
+        ("words.log", b"step 1 of the recipe - stir\n", "known: verl_file, perl, tensorboard, wandb, trl, verl logs"),
         ("other.log", b"step:1 - score:0.5\n", "logs no metric that is known here"),
         ("metrics.jsonl", b"{}\nnot json\n", "no step is logged in metrics.jsonl yet"),
         ("config.json", b'{"a": 1}', "is no trainer_state.json of transformers"),
