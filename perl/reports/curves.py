@@ -96,7 +96,8 @@ def read_curves(path: Path, flag: str) -> Curves:
     except UserError as error:
         raise UserError(f"{flag} {path}: {error}") from error
     except ModuleNotFoundError as error:
-        raise UserError(f"{flag} {path}: {error.name} reads this format; pip install {error.name}") from error
+        package = (error.name or "").partition(".")[0]
+        raise UserError(f"{flag} {path}: the package {package} reads this format; pip install {package}") from error
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror}") from error
     raise UserError(f"{flag} {path}: no log of a training that is known here; known: {', '.join(READERS)} logs")
@@ -265,8 +266,8 @@ def read_wandb(path: Path) -> Curves | None:
         return None
     if len(files) > 1:
         raise several(files)
+    from wandb.proto import wandb_internal_pb2  # isort: skip  # brings protobuf
     from google.protobuf.message import DecodeError
-    from wandb.proto import wandb_internal_pb2
 
     rows, settings = [], {}
     for content in leveldb_records(files[0].read_bytes()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from fractions import Fraction
 from math import isnan
 from pathlib import Path
@@ -239,3 +240,13 @@ def test_a_folder_of_several_runs_is_refused(tmp_path):
             read_curves(tmp_path / folder, "A")
     with pytest.raises(UserError, match="no such file"):
         read_curves(tmp_path / "nothing", "A")
+
+
+@pytest.mark.parametrize(("name", "package"), [("run.wandb", "wandb"), ("events.out.tfevents.1.host", "tensorboard")])
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
+    (tmp_path / name).write_bytes(b":W&B")
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"the package {package} reads this format; pip install {package}$"):
+        read_curves(tmp_path / name, "A")
