@@ -62,6 +62,11 @@ TRAINED = ("reward", "loss", "timing/rollout")
 """What a step of verl logs when it trained: step 0 may be a validation alone."""
 
 
+KNOWN = {name for ours, theirs in NAMES.items() for name in (ours, *theirs)}
+Row = dict[str, Any]
+"""What a step logged: value by the file's own name of the metric."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
     """The metrics that one training logged, under our names."""
@@ -206,7 +211,7 @@ def read_perl(path: Path) -> Curves | None:
     return curves(path, "perl", rows, run_settings(file.parent))
 
 
-def json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
+def json_rows(file: Path) -> list[tuple[int, Row]]:
     rows = []
     for line in file.read_bytes().splitlines():
         try:
@@ -214,7 +219,18 @@ def json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
             rows.append((int(row.pop("step")), row))
         except (ValueError, KeyError, TypeError, AttributeError):  # torn: the run was killed while it was written
             continue
-    return rows
+    return last_of(rows)
+
+
+def last_of(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """The rows of the last run in a file. One that was started again from a checkpoint, or from the beginning, repeats
+    steps; what stands there of them and of later ones is another run's."""
+    kept: list[tuple[int, Row]] = []
+    for step, row in rows:
+        while kept and kept[-1][0] > step:
+            kept.pop()
+        kept.append((step, row))
+    return kept
 
 
 def several(runs: Sequence[Path]) -> UserError:
@@ -370,6 +386,9 @@ def read_verl(path: Path) -> Curves | None:
         for head, end in zip(heads, ends, strict=True)
     ]
     batch = re.search(r"'train_batch_size': (\d+)|\bdata\.train_batch_size=(\d+)", text)
+    rows = last_of((step, row) for step, row in rows if row.keys() & KNOWN)  # others only look like a step's line
+    if not rows:
+        raise UserError("no step there logs a metric that is known here, such as critic/score/mean")
     return curves(path, "verl", rows, {"train_batch_size": int(batch[1] or batch[2])} if batch else {})
 
 

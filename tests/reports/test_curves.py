@@ -184,6 +184,8 @@ def test_the_log_of_the_ppo_guide():
     [
         ("step:1 - critic/score/mean:0.5step:2 - critic/score/mean:0.25\n", {1: 0.5, 2: 0.25}),
         ("step:1 - critic/score/mean:np.float64(0.5)step:2 - critic/score/mean:.25", {1: 0.5, 2: 0.25}),
+        ("".join(f"step:{i} - critic/score/mean:0.{n}\n" for n, i in enumerate([1, 2, 3, 1, 2])), {1: 0.3, 2: 0.4}),
+        ("step:1 - critic/score/mean:1\nstep:0 - loaded:1\n", {1: 1.0}),
         ("step:7 - critic/score/mean:5e-1 - actor/grad_norm:nan\r\n", {7: 0.5}),
         ("global_step:3 - x:1 | step:4 - critic/score/mean:1\n", {4: 1.0}),
         ("Training Progress:  50%|█████     | 1/2 [00:01<00:01]step:1 - critic/score/mean:1", {1: 1.0}),
@@ -210,7 +212,7 @@ def test_forms_of_a_console_log(tmp_path, text, rewards):
         ("empty.log", b"", "the file is empty"),
         ("program", b"\x7fELF\0\0 step:1 - critic/score/mean:1", "no log of a training that is known here"),
         ("words.log", b"step 1 of the recipe - stir\n", "known: verl_file, perl, tensorboard, wandb, trl, verl logs"),
-        ("other.log", b"step:1 - score:0.5\n", "logs no metric that is known here"),
+        ("other.log", b"step:1 - score:0.5\n", "no step there logs a metric that is known here"),
         ("metrics.jsonl", b"{}\nnot json\n", "no step is logged in metrics.jsonl yet"),
         ("config.json", b'{"a": 1}', "is no trainer_state.json of transformers"),
         ("list.json", b"[1, 2]", "is no trainer_state.json of transformers"),
