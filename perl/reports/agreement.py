@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
@@ -156,7 +156,6 @@ def compare_runs(
         names = [name for name in names if not name.startswith("timing/")]
     if not any(name in limits for name in names):
         raise UserError(f"A, B: no common metric: {'; '.join(f'{run.source} has {_main(run)}' for run in every)}")
-    notes: list[str] = []
     size = window * max(axis.units)
     values = {name: common(name, every, axis, size) for name in names}
     compared = {name: found for name, found in values.items() if found[0]}
@@ -166,15 +165,12 @@ def compare_runs(
     metrics = [agreement(name, runs, spans, rows, limits.get(name), error) for name, (spans, rows) in compared.items()]
     main = next(name for name in limits if name in compared)
     spans = compared[main][0]
-    notes += lengths(every, axis, main, spans)
+    notes = [*left_out(limits, compared, every, axis), *lengths(every, axis, main, spans)]
     if all(found.absolute == 0 for found in metrics if found.limit is not None):
         notes.append("reward and loss are the same to the last digit: is this one run twice?")
-    if min(map(len, runs.values())) == 1:
-        notes.append(
-            SAMPLING_NOTE
-            if max(map(len, runs.values())) == 1
-            else "a test on seeds needs at least two runs on each side"
-        )
+    fewest, most = sorted(map(len, runs.values()))
+    if fewest == 1:
+        notes.append(SAMPLING_NOTE if most == 1 else "a test on seeds needs at least two runs on each side")
     return Comparison(
         axis=axis,
         start=spans[0][0],
@@ -202,7 +198,8 @@ def choose_axis(runs: Runs, align: str) -> Axis:
         raise UserError(
             f"{unknown}: nothing there tells how many optimizer steps are made from one rollout (verl:"
             " train_batch_size / ppo_mini_batch_size; TRL: steps_per_generation * num_iterations /"
-            " gradient_accumulation_steps); write --steps_per_rollout, one number for A and B or one for each (4,1)"
+            " gradient_accumulation_steps); write --steps_per_rollout, one number for A and B or one for each (4,1), or"
+            " --align steps where a step is the same in both"
         )
     known = [step for step in steps if step is not None]
     said = _sides(prompts, len(runs["A"]))
@@ -214,6 +211,17 @@ def choose_axis(runs: Runs, align: str) -> Axis:
     if align == "prompts" or (align == "auto" and len(set(prompts)) > 1):
         return Axis("prompt", f"prompts per rollout: {said}", known, [p for p in prompts if p])
     return Axis("rollout", f"prompts per rollout: {said}", known, ones)
+
+
+def left_out(limits: Mapping[str, float], compared: Collection[str], runs: Sequence[Curves], axis: Axis) -> list[str]:
+    """Which metrics with a limit are not compared, and why."""
+    notes = []
+    for name in limits:
+        if name not in compared:
+            lacking = dict.fromkeys(str(run.source) for run in runs if name not in run.metrics)
+            why = f"{', '.join(lacking)} did not log it" if lacking else f"the logs share no {axis.name}s of it"
+            notes.append(f"{name} is not compared: {why}")
+    return notes
 
 
 def _sides(values: Sequence[int | None], count: int) -> str:

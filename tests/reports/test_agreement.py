@@ -147,6 +147,17 @@ def test_what_does_not_tell_its_rollouts_is_asked_about():
     assert "A 8, B unknown; they are taken to be equal" in compared(known, curves([0.5], prompts=None)).axis.why
 
 
+def test_a_limit_that_is_not_checked_is_told():
+    found = compared(curves([0.5] * 2, loss=[0.5] * 2), curves(loss=[0.5] * 2, name="other"))
+    assert found.notes[0] == "reward is not compared: other did not log it"
+    late = curves([0.5] * 2, loss=[0.5] * 2)
+    late.metrics["reward"] = {9: 0.5, 10: 0.5}
+    assert (
+        "reward is not compared: the logs share no rollouts of it"
+        in compared(curves([0.5] * 2, loss=[0.5] * 2), late).notes
+    )
+
+
 def test_nothing_to_compare():
     with pytest.raises(UserError, match=r"no common metric: run has reward; run has loss"):
         compared(curves([0.5]), curves(loss=[0.5]))
@@ -186,9 +197,9 @@ def test_several_seeds_a_side():
     close = [curves([0.9, 0.9]), curves([0.901, 0.901]), curves([0.902, 0.902])]
     found = compared(near, close)
     assert metric(found).seeds.verdict == "equal"  # type: ignore[union-attr]
-    assert found.notes == []
-    assert compared(near, close[0]).notes == ["a test on seeds needs at least two runs on each side"]
-    assert compared(curves([0.5]), curves([0.4])).notes[0].startswith("one run a side: with another sampling seed")
+    assert found.notes == ["loss is not compared: run did not log it"]
+    assert compared(near, close[0]).notes[1:] == ["a test on seeds needs at least two runs on each side"]
+    assert compared(curves([0.5]), curves([0.4])).notes[1].startswith("one run a side: with another sampling seed")
 
 
 def test_a_window_averages_rollouts():
