@@ -45,6 +45,7 @@ def render(comparison: Comparison, runs: Runs) -> Markup:
         verdict=verdict(comparison),
         aligned=f"Aligned by {x_name} ({comparison.axis.why}).",
         metrics=comparison.metrics,
+        renamed=any(found.logged_as != (found.name, found.name) for found in comparison.metrics),
         notes=remarks(comparison),
         x_name=comparison.axis.name,
         smoothed=charts.window(logs),
