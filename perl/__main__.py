@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "merge": ("perl.tools.merge", "write base and adapter as one model, checked against what PEFT computes"),
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
     "report": ("perl.tools.report", "write report.html of a training, of evaluations, or of both"),
-    "compare": ("perl.tools.compare", "compare two evaluations problem by problem: what differs by more than chance"),
+    "compare": ("perl.tools.compare", "compare two evaluations problem by problem, or two trainings curve by curve"),
     "card": ("perl.tools.card", "write an adapter's scores into its model card (README.md)"),
     "doctor": ("perl.tools.doctor", "check this machine: driver, CANN, versions, variables; also on CUDA and CPU"),
 }

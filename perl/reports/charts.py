@@ -284,7 +284,15 @@ def running_mean(values: Sequence[float], size: int) -> list[float]:
     return means
 
 
-def trend(lines: Sequence[Line], what: str, *, unit: str, span: Sequence[float] = (), smooth: bool = True) -> Markup:
+def trend(
+    lines: Sequence[Line],
+    what: str,
+    *,
+    unit: str,
+    span: Sequence[float] = (),
+    smooth: bool = True,
+    x_name: str = "optimizer step",
+) -> Markup:
     """Metrics over the optimizer steps. The page's script finds what it needs for the values under the pointer in the
     data attributes.
 
@@ -292,8 +300,10 @@ def trend(lines: Sequence[Line], what: str, *, unit: str, span: Sequence[float] 
         unit: of the vertical axis, written above it.
         span: values that the vertical axis shows in any case.
         smooth: draw the running mean where there are many logs.
+        x_name: what the horizontal axis counts; its last word is what one of them is called.
     """
     top, right, bottom = 30, 14, 36
+    x_word = x_name.split()[-1]
     values = [value for line in lines for _, value in line.points]
     steps = [step for line in lines for step, _ in line.points]
     levels = ticks(min([*values, *span]), max([*values, *span]), 5)
@@ -311,17 +321,18 @@ def trend(lines: Sequence[Line], what: str, *, unit: str, span: Sequence[float] 
         parts.append(line(x(mark), y(levels[0]), x(mark), y(levels[0]) + 4, class_="grid"))
         parts.append(text(label, place, TREND_HEIGHT - bottom + 17, text_anchor="middle", class_="tick"))
     middle = (left + WIDTH - right) / 2
-    parts.append(text("optimizer step", middle, TREND_HEIGHT - 4, text_anchor="middle", class_="tick"))
+    parts.append(text(x_name, middle, TREND_HEIGHT - 4, text_anchor="middle", class_="tick"))
     for number, each in enumerate(lines):
         parts += trace(each, x, y, number, smooth)
     parts.append(line(left, top, left, TREND_HEIGHT - bottom, class_="cursor", visibility="hidden"))
     return drawing(
         TREND_HEIGHT,
-        f"{what} ({unit}). {'; '.join(map(in_words, lines))}",
+        f"{what} ({unit}). {'; '.join(in_words(each, x_word) for each in lines)}",
         *parts,
         class_="chart trend",
         data_metrics=json.dumps([each.metric for each in lines]),
         data_plot=json.dumps([x.low, x.high, x.start, x.end]),
+        **({} if x_word == "step" else {"data_x": x_word}),
     )
 
 
@@ -341,9 +352,9 @@ def trace(each: Line, x: Scale, y: Scale, number: int, smooth: bool) -> list[Mar
     return [path([(x(s), y(v)) for s, v in each.points], class_=f"{kind} s{number}"), drawn]
 
 
-def in_words(each: Line) -> str:
+def in_words(each: Line, x_word: str) -> str:
     (first, start), (last, end) = each.points[0], each.points[-1]
-    return f"{each.name}: {start:.4g} at step {first:,}, {end:.4g} at step {last:,}"
+    return f"{each.name}: {start:.4g} at {x_word} {first:,}, {end:.4g} at {x_word} {last:,}"
 
 
 def whole_marks(low: int, high: int) -> list[int]:

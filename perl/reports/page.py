@@ -47,6 +47,10 @@ def write_report(folder: Path) -> Path:
 def write_page(material: Material, output: Path) -> Path:
     """Write the page of `material`; return `output`. A UserError where it cannot be written."""
     html = render(material)
+    return write_html(html, output)
+
+
+def write_html(html: str, output: Path) -> Path:
     try:
         with atomic_write(output, errors="backslashreplace") as file:
             file.write(html)
@@ -70,18 +74,28 @@ def render(material: Material) -> str:
         sections += [scores_section(material), *comparison_sections(material), samples_section(material)]
         scripts += SAMPLES_SCRIPTS
     sections.append(settings_section(material))
+    samples = {"meta": embed.json_for_html(meta(material)), "pieces": embed.pieces(runs)} if runs else {}
+    return document(heading(material), kind(material), sections, scripts, **samples)
+
+
+def document(title: str, kind: str, sections: Sequence[Markup], scripts: Sequence[str], **samples: Any) -> Markup:
+    """A whole page.
+
+    Args:
+        scripts: names in static/.
+        samples: `meta` and `pieces` for the scripts that show samples.
+    """
     texts = [asset(name) for name in scripts]
     style = "".join(asset(name) for name in STYLES)
     return part(
         "report",
-        title=heading(material),
-        kind=kind(material),
+        title=title,
+        kind=kind,
         policy=policy(texts, style),
         style=Markup(style),
         sections=sections,
-        meta=embed.json_for_html(meta(material)) if runs else None,
-        pieces=embed.pieces(runs) if runs else None,
         scripts=[Markup(text) for text in texts],
+        **{"meta": None, "pieces": None} | samples,
     )
 
 

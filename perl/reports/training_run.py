@@ -59,8 +59,9 @@ def read_training_run(folder: Path) -> TrainingRun:
     for line in (folder / METRICS).read_bytes().splitlines():
         try:
             row = json.loads(line)
-            step = int(row["step"]) if "reward" in row else None  # else an evaluation's row, or the summary at the end
-        except (ValueError, KeyError, TypeError):
+            # Else an evaluation's row, or the summary at the end. The reward stands only where a step sampled.
+            step = int(row["step"]) if row.keys() & {"reward", "loss"} else None
+        except (ValueError, KeyError, TypeError, AttributeError):
             broken += 1
             continue
         if step is not None:

@@ -1,32 +1,200 @@
-"""python -m perl compare A B: two evaluations side by side, problem by problem."""
+"""python -m perl compare A B: two evaluations problem by problem, or two trainings curve by curve."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from perl.errors import UserError
 from perl.evaluation.compare import compare, print_comparison
+from perl.reports.agreement import LIMITS, Comparison, Runs, compare_runs, limit_in_words, remarks, verdict
+from perl.reports.agreement_page import write_agreement
+from perl.reports.curves import READERS, Curves, is_training, read_curves
 from perl.reports.page import NAME, write_report
-from perl.results import COMPARE, write_json
+from perl.results import COMPARE, SAMPLES, SWEEP, write_json
+
+TRAINING_FLAGS = (
+    "output", "reward_limit", "loss_limit", "error", "align", "window", "steps_per_rollout", "prompts_per_rollout",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("A", help="result folder of an evaluation")
-    text = f"result folder that is compared with A; compare.json is written here, and {NAME} again where there is one"
+    trainings = f"or the log of a training ({', '.join(READERS)}); several seeds of it with commas: run1,run2,run3"
+    parser.add_argument("A", help=f"the reference: result folder of an evaluation, {trainings}")
+    text = (
+        f"what is compared with A; with evaluations compare.json is written here, and {NAME} again where there is one"
+    )
     parser.add_argument("B", help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    group = parser.add_argument_group("trainings")
+    group.add_argument("--output", metavar="FILE.html", help="also write a page with both curves of each metric")
+    text = "largest relative MAE of the {}, as a fraction; default: {}"
+    group.add_argument("--reward_limit", type=float, help=text.format("reward", LIMITS["reward"]))
+    group.add_argument("--loss_limit", type=float, help=text.format("loss", LIMITS["loss"]))
+    text = "which MAE is held against the limits; default: relative, where it has a meaning"
+    group.add_argument("--error", choices=("relative", "absolute"), help=text)
+    text = (
+        "what the curves are aligned by; default: rollouts, or prompts where the rollouts are known to differ in them"
+    )
+    group.add_argument("--align", choices=("rollouts", "prompts", "steps"), help=text)
+    group.add_argument("--window", type=int, help="rollouts whose mean is one value of a curve; default: 1")
+    text = "{}, of A and B (4) or of each (1,4), for logs that do not tell"
+    group.add_argument("--steps_per_rollout", help=text.format("logged steps from one rollout to the next"))
+    group.add_argument("--prompts_per_rollout", help=text.format("prompts of a rollout"))
 
 
 def run(args: argparse.Namespace) -> int:
-    this = Path(args.B).expanduser()
-    comparison = compare(Path(args.A).expanduser(), this, flags=("A", "B"))
+    """Exit code 0; of trainings 1 where they are not within the limits."""
+    paths = {side: split(getattr(args, side), side) for side in ("A", "B")}
+    if any(is_evaluation(path) for side in paths.values() for path in side):
+        return compare_evaluations(args, paths["A"], paths["B"])
+    return compare_trainings(args, paths)
+
+
+def split(text: str, flag: str) -> list[Path]:
+    """The paths that `text` names: a comma in the name of what exists separates nothing."""
+    if Path(text).expanduser().exists():
+        return [Path(text).expanduser()]
+    names = text.split(",")
+    if not all(names):
+        raise UserError(f"{flag} {text}: an empty name between commas; write run1,run2")
+    return [Path(name).expanduser() for name in names]
+
+
+def is_evaluation(path: Path) -> bool:
+    return (path / SWEEP).is_file() or (path / SAMPLES).is_file() or any(path.glob(f"*/{SAMPLES}"))
+
+
+def compare_evaluations(args: argparse.Namespace, a: list[Path], b: list[Path]) -> int:
+    if len(a) + len(b) > 2:
+        raise UserError("A, B: several folders a side are for trainings; write one result folder each")
+    if flag := next((name for name in TRAINING_FLAGS if getattr(args, name) is not None), None):
+        raise UserError(f"--{flag} is for trainings, and these are evaluations; leave it out")
+    other, this = a[0], b[0]
+    for flag, path in (("A", other), ("B", this)):
+        if not is_evaluation(path) and is_training(path):
+            raise UserError(f"{flag} {path}: is a training, and the other one an evaluation; write two of one kind")
+    comparison = compare(other, this, flags=("A", "B"))
     try:
         write_json(this / COMPARE, comparison)
     except OSError as error:
         raise UserError(f"{this / COMPARE}: {error.strerror}") from error
-    print_comparison(comparison, Console())
+    if args.json:
+        print(json.dumps(comparison, ensure_ascii=False))
+    else:
+        print_comparison(comparison, Console())
     if (this / NAME).is_file():
-        print(f"report: {write_report(this)}")
+        report = write_report(this)
+        if not args.json:
+            print(f"report: {report}")
     return 0
+
+
+def compare_trainings(args: argparse.Namespace, paths: dict[str, list[Path]]) -> int:
+    check_distinct(paths)
+    read = {side: [read_curves(path, side) for path in paths[side]] for side in paths}
+    runs: Runs = {"A": told(read["A"], args, 0), "B": told(read["B"], args, 1)}
+    limits = {name: given(args, f"{name}_limit", limit) for name, limit in LIMITS.items()}
+    window = 1 if args.window is None else args.window
+    if window < 1:
+        raise UserError(f"--window {window}: write 1 or more rollouts")
+    comparison = compare_runs(runs, limits, args.error or "relative", args.align or "auto", window)
+    page = write_agreement(comparison, runs, Path(args.output).expanduser()) if args.output else None
+    if args.json:
+        print(json.dumps(as_json(comparison, runs), ensure_ascii=False))
+    else:
+        print_trainings(comparison, runs, Console())
+        if page:
+            print(f"report: {page}")
+    return 0 if comparison.within else 1
+
+
+def as_json(comparison: Comparison, runs: Runs) -> dict[str, Any]:
+    def told(run: Curves) -> dict[str, Any]:
+        k = run.steps_per_rollout
+        return {
+            "source": str(run.source),
+            "format": run.format,
+            "steps_per_rollout": None if k is None else float(k),
+            "prompts_per_rollout": run.prompts_per_rollout,
+        }
+
+    read = {side: [told(run) for run in runs[side]] for side in ("A", "B")}
+    return {"verdict": verdict(comparison), "runs": read} | comparison.as_json()
+
+
+def given(args: argparse.Namespace, name: str, default: float) -> float:
+    value = getattr(args, name)
+    if value is not None and not value > 0:
+        raise UserError(f"--{name} {value:g}: write a fraction above 0, such as {default:g}")
+    return default if value is None else value
+
+
+def check_distinct(paths: dict[str, list[Path]]) -> None:
+    """A run that is compared with itself agrees whatever it is."""
+    seen: dict[Path, str] = {}
+    for side in paths:
+        for path in paths[side]:
+            if before := seen.get(path.resolve()):
+                raise UserError(f"{side} {path}: is given twice, also as {before}; write another run")
+            seen[path.resolve()] = side
+
+
+def told(side: list[Curves], args: argparse.Namespace, place: int) -> list[Curves]:
+    """The runs of a side, with what --steps_per_rollout and --prompts_per_rollout tell of those that do not."""
+    for name in ("steps_per_rollout", "prompts_per_rollout"):
+        text = getattr(args, name)
+        if text is None:
+            continue
+        numbers = str(text).split(",")
+        try:
+            number = Fraction(numbers[place if len(numbers) > 1 else 0])
+            if number <= 0 or len(numbers) > 2 or (name == "prompts_per_rollout" and number.denominator > 1):
+                raise ValueError
+        except (ValueError, ZeroDivisionError) as error:
+            raise UserError(f"--{name} {text}: write one number above 0, or one for A and one for B: 1,4") from error
+        for run in side:
+            if getattr(run, name) not in (None, number):
+                raise UserError(
+                    f"--{name} {number}: {run.source} says {getattr(run, name)}; write 1,4 for A and B apart"
+                )
+        value = number if name == "steps_per_rollout" else int(number)
+        side = [replace(run, **{name: value}) for run in side]
+    return side
+
+
+def print_trainings(comparison: Comparison, runs: Runs, console: Console) -> None:
+    """The files, a line a metric with its limit, what else is to be said, and the verdict. 80 columns are enough."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    for side in ("A", "B"):
+        for one in runs[side]:
+            say(f"{side}: {one.source} ({one.format})")
+    part = f"{comparison.axis.name}s {comparison.start + 1} to {comparison.end}"
+    say(f"aligned by {comparison.axis.name}, {part} ({comparison.axis.why})")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("metric", no_wrap=True)
+    for column in ("mean A", "mean B", "abs. MAE", "rel. MAE"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("limit", no_wrap=True)
+    for found in comparison.metrics:
+        relative = "–" if found.relative is None else f"{100 * found.relative:.2f} %"
+        limit = "none" if found.limit is None else f"{found.verdict} {limit_in_words(found)}"
+        table.add_row(found.name, *map(short, (found.mean_a, found.mean_b, found.absolute)), relative, limit)
+    console.print(table)
+    for line in remarks(comparison):
+        say(f"- {line}")
+    say(verdict(comparison))
+
+
+def short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

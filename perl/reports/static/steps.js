@@ -24,10 +24,10 @@
 
   function show(place) {
     const step = columns.step[place];
-    for (const { metrics, plot: [low, high, start, end], readout, cursor, legend } of charts) {
+    for (const { svg, metrics, plot: [low, high, start, end], readout, cursor, legend } of charts) {
       const values = metrics.map((name) => said(columns.values[name][place]));
       const one = legend.length ? "" : `: ${values[0]}`;
-      readout.textContent = `step ${step.toLocaleString("en")}${one}`;
+      readout.textContent = `${svg.dataset.x ?? "step"} ${step.toLocaleString("en")}${one}`;
       legend.forEach((entry, i) => { entry.textContent = values[i]; });
       const x = high > low ? start + ((step - low) / (high - low)) * (end - start) : (start + end) / 2;
       cursor.setAttribute("x1", x);

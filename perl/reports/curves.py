@@ -1,0 +1,411 @@
+"""Curves of training runs, whoever trained: `read_curves` asks READERS in turn who knows a file or folder.
+
+A format is a function that returns Curves, or None where a path is not of its format, and a line in READERS. Metrics
+get our names (NAMES). Nothing else of a file is kept but what places its steps: a log of W&B or Ray may hold secrets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perl.errors import UserError
+from perl.reports.sources import find
+from perl.reports.training_run import METRICS, is_training_run
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "reward": ("critic/score/mean", "critic/rewards/mean"),
+    "loss": ("actor/pg_loss",),
+    "reward/max": ("critic/score/max",),
+    "reward/min": ("critic/score/min",),
+    "entropy": ("actor/entropy", "actor/entropy_loss"),
+    "kl": ("actor/kl_loss",),
+    "approx_kl": ("actor/ppo_kl",),
+    "clip_ratio/region_mean": ("actor/pg_clipfrac",),
+    "grad_norm": ("actor/grad_norm",),
+    "learning_rate": ("actor/lr",),
+    "advantages/mean": ("critic/advantages/mean",),
+    "advantages/max": ("critic/advantages/max",),
+    "advantages/min": ("critic/advantages/min",),
+    "completions/mean_length": ("response_length/mean",),
+    "completions/max_length": ("response_length/max",),
+    "completions/min_length": ("response_length/min",),
+    "completions/clipped_ratio": ("response_length/clip_ratio",),
+    "prompts/mean_length": ("prompt_length/mean",),
+    "prompts/max_length": ("prompt_length/max",),
+    "prompts/min_length": ("prompt_length/min",),
+    "timing/rollout": ("timing_s/gen", "timing/gen"),
+    "timing/reward": ("timing_s/reward",),
+    "timing/old_logps": ("timing_s/old_log_prob", "timing_s/ref", "timing/ref"),
+    "timing/advantages": ("timing_s/adv", "timing/adv"),
+    "timing/update": ("timing_s/update_actor", "timing/update_actor"),
+    "timing/step": ("timing_s/step",),
+    "perf/throughput": (),
+    "perf/mfu": ("perf/mfu/actor",),
+    "perf/max_memory_allocated_gb": (),
+}
+"""Our name of a metric, which is TRL's where it has one -> verl's names, of which the first that is logged counts."""
+VERLS = ("critic/", "actor/", "response_length/", "prompt_length/", "timing_s/")
+"""What names begin with that only verl logs."""
+TRAINED = ("reward", "loss", "timing/rollout")
+"""What a step of verl logs when it trained: step 0 may be a validation alone."""
+
+
+KNOWN = {name for ours, theirs in NAMES.items() for name in (ours, *theirs)}
+Row = dict[str, Any]
+"""What a step logged: value by the file's own name of the metric."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """The metrics that one training logged, under our names."""
+
+    source: Path
+    """What was read."""
+    format: str
+    """A key of READERS."""
+    metrics: dict[str, dict[int, float]]
+    """Value by step, steps ascending from 1; NaN where NaN, infinity or null was logged. A step is an optimizer step,
+    verl's a rollout with all the updates that are made from it."""
+    logged_as: dict[str, str]
+    """The name in the file of each of `metrics`."""
+    steps_per_rollout: Fraction | None
+    """Steps of `metrics` from one rollout to the next: 1 for verl; None where the file does not tell."""
+    prompts_per_rollout: int | None = field(default=None)
+    """None where the file does not tell."""
+
+
+def read_curves(path: Path, flag: str) -> Curves:
+    """The curves at `path`. A UserError that names `flag` where nothing there is a training's log."""
+    if not path.exists():
+        raise UserError(f"{flag} {path}: no such file or folder; write a run's folder, or the log of a training")
+    if path.is_file() and not path.stat().st_size:
+        raise UserError(f"{flag} {path}: the file is empty; write the log of a training")
+    try:
+        for reader in READERS.values():
+            if (curves := reader(path)) is not None:
+                if not curves.metrics:
+                    raise UserError("it logs no metric that is known here, such as reward or critic/score/mean")
+                return curves
+    except UserError as error:
+        raise UserError(f"{flag} {path}: {error}") from error
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise UserError(f"{flag} {path}: the package {package} reads this format; pip install {package}") from error
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}") from error
+    raise UserError(f"{flag} {path}: no log of a training that is known here; known: {', '.join(READERS)} logs")
+
+
+def is_training(path: Path) -> bool:
+    """Whether one of READERS knows what is there."""
+    try:
+        read_curves(path, "")
+    except UserError:
+        return False
+    return True
+
+
+def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]], settings: Mapping[str, Any]) -> Curves:
+    """Curves out of what a file says.
+
+    Args:
+        kind: key of READERS.
+        rows: (step, {name: value}) in the order in which they were logged. What is logged for a step later counts: a
+            resumed run repeats the steps after its checkpoint.
+        settings: fields of GRPOConfig, `num_processes`, and verl's data.train_batch_size as `train_batch_size`, as far
+            as they are known.
+    """
+    logged: dict[str, dict[int, float]] = {}
+    for step, row in rows:
+        for name, value in row.items():
+            logged.setdefault(name.removeprefix("train/"), {})[step] = number(value)
+    verl = any(name.startswith(VERLS) for name in logged)
+    found = {ours: next((n for n in (ours, *theirs) if n in logged), None) for ours, theirs in NAMES.items()}
+    logged_as = {ours: name for ours, name in found.items() if name}
+    metrics = {ours: dict(sorted(logged[name].items())) for ours, name in logged_as.items()}
+    # Older versions of verl call their first step 0, newer ones have only the validation before training there.
+    shift = int(verl and any(0 in metrics.get(name, {}) for name in TRAINED))
+    metrics = {name: {s + shift: v for s, v in values.items() if s + shift > 0} for name, values in metrics.items()}
+    metrics = {name: values for name, values in metrics.items() if values}
+    return Curves(
+        source=path,
+        format=kind,
+        metrics=metrics,
+        logged_as=logged_as,
+        steps_per_rollout=Fraction(1) if verl else steps_per_rollout(settings) or observed_interval(metrics),
+        prompts_per_rollout=settings.get("train_batch_size") if verl else prompts_per_rollout(settings),
+    )
+
+
+def number(value: Any) -> float:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else math.nan
+
+
+def spacing(steps: Iterable[int]) -> int | None:
+    """The commonest distance of consecutive steps; None for fewer than two."""
+    known = list(steps)
+    return statistics.mode(b - a for a, b in itertools.pairwise(known)) if len(known) > 1 else None
+
+
+def steps_per_rollout(settings: Mapping[str, Any]) -> Fraction | None:
+    """GRPOConfig's steps_per_generation * num_iterations / gradient_accumulation_steps, with its defaults."""
+    accumulation = settings.get("gradient_accumulation_steps")
+    if not accumulation:
+        return None
+    rollout = settings.get("steps_per_generation")
+    if not rollout and (whole := settings.get("generation_batch_size")):
+        rows = [settings.get(name) for name in ("per_device_train_batch_size", "num_processes")]
+        if None in rows:
+            return None
+        rollout = Fraction(whole, math.prod(rows))  # type: ignore[arg-type]
+    return Fraction(rollout or accumulation) * (settings.get("num_iterations") or 1) / accumulation
+
+
+def prompts_per_rollout(settings: Mapping[str, Any]) -> int | None:
+    group = settings.get("num_generations")
+    whole = settings.get("generation_batch_size")
+    if not whole:
+        rollout = settings.get("steps_per_generation") or settings.get("gradient_accumulation_steps")
+        rows = [settings.get("per_device_train_batch_size"), settings.get("num_processes"), rollout]
+        whole = None if None in rows else math.prod(rows)  # type: ignore[arg-type]
+    return whole // group if whole and group else None
+
+
+def observed_interval(metrics: Mapping[str, Mapping[int, float]]) -> Fraction | None:
+    """Optimizer steps per rollout, from the log itself: TRL logs the loss at every step and the reward only where it
+    sampled, so that it shows where every step was logged."""
+    if spacing(metrics.get("loss", ())) != 1 or (interval := spacing(metrics.get("reward", ()))) is None:
+        return None
+    return Fraction(interval)
+
+
+def read_perl(path: Path) -> Curves | None:
+    """A run's folder, one that holds one (as the quickstart's does), or a metrics.jsonl."""
+    if path.is_dir():
+        runs = list(find(path, is_training_run))
+        if len(runs) > 1:
+            raise several(runs)
+        if not runs:
+            return None
+        file = runs[0] / METRICS
+    elif path.suffix == ".jsonl":
+        file = path
+    else:
+        return None
+    rows = json_rows(file)
+    if not rows:
+        raise UserError(f"no step is logged in {file.name} yet; write a training that has logged one")
+    return curves(path, "perl", rows, run_settings(file.parent))
+
+
+def json_rows(file: Path) -> list[tuple[int, Row]]:
+    rows = []
+    for line in file.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+            rows.append((int(row.pop("step")), row))
+        except (ValueError, KeyError, TypeError, AttributeError):  # torn: the run was killed while it was written
+            continue
+    return last_of(rows)
+
+
+def last_of(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """The rows of the last run in a file. One that was started again from a checkpoint, or from the beginning, repeats
+    steps; what stands there of them and of later ones is another run's."""
+    kept: list[tuple[int, Row]] = []
+    for step, row in rows:
+        while kept and kept[-1][0] > step:
+            kept.pop()
+        kept.append((step, row))
+    return kept
+
+
+def several(runs: Sequence[Path]) -> UserError:
+    names = ", ".join(map(str, runs[:3])) + (", …" if len(runs) > 3 else "")
+    return UserError(f"holds {len(runs)} runs: {names}; write one of them")
+
+
+def run_settings(folder: Path) -> dict[str, Any]:
+    """What a run's config.yaml and environment.json tell of its batches."""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        made = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        return dict(config["training"]) | {"num_processes": made["num_processes"]}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def read_tensorboard(path: Path) -> Curves | None:
+    """A file of TensorBoard's, or a folder with those of one run."""
+    pattern = "events.out.tfevents.*"
+    files = [path] if path.match(pattern) else [f for inner in ("", "*/", "*/*/") for f in path.glob(inner + pattern)]
+    if not files:
+        return None
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sizes = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1}
+    found = {}
+    for source in [path] if path.is_file() else sorted({file.parent for file in files}):
+        events = EventAccumulator(str(source), size_guidance=sizes).Reload()
+        if events.Tags()["scalars"]:
+            found[source] = events
+    if len(found) > 1:
+        raise several(list(found))
+    if not found:
+        raise UserError("no scalars are logged there")
+    (events,) = found.values()
+    rows = ((event.step, {tag: event.value}) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
+    settings: dict[str, Any] = {}
+    if "args/text_summary" in events.Tags()["tensors"]:  # transformers' callback writes TrainingArguments there
+        settings = json.loads(events.Tensors("args/text_summary")[-1].tensor_proto.string_val[0])
+    return curves(path, "tensorboard", rows, settings)
+
+
+def read_wandb(path: Path) -> Curves | None:
+    """A W&B run, offline or not: its .wandb file, its folder, or a folder that holds one such."""
+    patterns = ("*.wandb", "*run-*/*.wandb", "wandb/*run-*/*.wandb")
+    files = [path] if path.suffix == ".wandb" else [file for p in patterns for file in sorted(path.glob(p))]
+    if not files:
+        return None
+    if len(files) > 1:
+        raise several(files)
+    from wandb.proto import wandb_internal_pb2  # isort: skip  # brings protobuf
+    from google.protobuf.message import DecodeError
+
+    rows, settings = [], {}
+    for content in leveldb_records(files[0].read_bytes()):
+        record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]  # its modules are generated
+        try:
+            record.ParseFromString(content)
+        except DecodeError as error:
+            raise UserError("is damaged: a record cannot be read") from error
+        for item in (*record.run.config.update, *record.config.update):
+            if item.key == "data":  # verl's
+                settings["train_batch_size"] = json.loads(item.value_json).get("train_batch_size")
+            elif item.key in BATCH_SETTINGS:
+                settings[item.key] = json.loads(item.value_json)
+        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        if row:
+            rows.append((int(row.get("train/global_step", row.get("_step", record.history.step.num))), row))
+    if not rows:
+        raise UserError("no step is logged there")
+    return curves(path, "wandb", rows, settings)
+
+
+BATCH_SETTINGS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+    "num_iterations", "num_generations",
+)  # fmt: skip
+"""Fields of GRPOConfig that say what a rollout is: all that is read of a W&B run's configuration, for verl's
+data.train_batch_size."""
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Records of a .wandb file, up to where it was cut off: the log format of LevelDB (its doc/log_format.md) after a
+    header of seven bytes. The package wandb has the messages, but since 0.2x no reader of the file."""
+    block, head = 32768, struct.Struct("<IHB")
+    if content[:4] != b":W&B":
+        raise UserError("is no file of W&B: its header is missing")
+    place, parts = 7, b""
+    while place + head.size <= len(content):
+        left = block - place % block
+        if left < head.size:
+            place += left
+            continue
+        _, length, kind = head.unpack_from(content, place)
+        if kind == 0:  # zeros, laid out for what was never written
+            return
+        part = content[place + head.size : place + head.size + length]
+        parts = part if kind in (1, 2) else parts + part  # 1: whole; 2, 3, 4: first, middle, last part
+        place += head.size + length
+        if kind in (1, 4) and place <= len(content):
+            yield parts
+
+
+def read_trl(path: Path) -> Curves | None:
+    """trainer_state.json of transformers, its checkpoint, or a folder of checkpoints, of which the last counts."""
+    file = path
+    if path.is_dir():
+        files = [path / "trainer_state.json", *path.glob("checkpoint-*/trainer_state.json")]
+        known = {
+            int(f.parent.name.rpartition("-")[2] or 0) if f.parent != path else -1: f for f in files if f.is_file()
+        }
+        if not known:
+            return None
+        file = known[max(known)]
+    elif path.suffix != ".json":
+        return None
+    try:
+        history = json.loads(file.read_text(encoding="utf-8"))["log_history"]
+        rows = [(int(row["step"]), row) for row in history]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"is no trainer_state.json of transformers ({type(error).__name__}: {error})") from error
+    if not rows:
+        raise UserError("no step is logged in its log_history")
+    return curves(path, "trl", rows, run_settings(file.parent.parent))
+
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+RAY = re.compile(r"^\s*\([\w.:]+ pid=\d+[^)]*\) ?", re.MULTILINE)
+"""(TaskRunner pid=123) or (main_task pid=123, ip=10.0.0.1) before each line of a worker."""
+BAR = re.compile(r"(?:[A-Z][\w ()]*:)?\s*\d+%\|[^|\n]*\|[^\n\[]*\[[^\]\n]*\]")
+"""A bar of tqdm with its title: on stderr, and so often in front of a step's line."""
+STEP = re.compile(r"(?<![\w/.-])step:(\d+)(?=\s*-\s)|(?<=\d)step:(\d+)(?=\s*-\s)")
+"""The head of a step's line, also right after the last value of the step before, where the newline was lost."""
+VALUE = re.compile(r"-\s+([^\s:]+):(?:np\.\w+\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf))\)?(?=\s|step:|$)")
+
+
+def read_verl(path: Path) -> Curves | None:
+    """verl's console log (verl/utils/logger/aggregate_logger.py: `step:0 - name:value - …`), as it was redirected to a
+    file. Colours, Ray's prefixes, bars of tqdm and other lines in between are passed over; a step's line may have been
+    broken after any value."""
+    # NUL further on: what a machine that went down leaves at the end of a file.
+    if not path.is_file() or b"\0" in (content := path.read_bytes())[:1024]:
+        return None
+    text = ANSI.sub("", content.decode("utf-8", errors="replace")).replace("\r", "\n")
+    text = BAR.sub(" ", RAY.sub("", text))
+    heads = list(STEP.finditer(text))
+    if not heads:
+        return None
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    rows = [
+        (int(head[1] or head[2]), {name: float(value) for name, value in VALUE.findall(text, head.end(), end)})
+        for head, end in zip(heads, ends, strict=True)
+    ]
+    batch = re.search(r"'train_batch_size': (\d+)|\bdata\.train_batch_size=(\d+)", text)
+    rows = last_of((step, row) for step, row in rows if row.keys() & KNOWN)  # others only look like a step's line
+    if not rows:
+        raise UserError("no step there logs a metric that is known here, such as critic/score/mean")
+    return curves(path, "verl", rows, {"train_batch_size": int(batch[1] or batch[2])} if batch else {})
+
+
+def read_verl_file(path: Path) -> Curves | None:
+    """What verl's logger `file` writes (FileLogger in verl/utils/tracking.py): {"step": 1, "data": {…}} a line."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    rows = [(step, row["data"]) for step, row in json_rows(path) if isinstance(row.get("data"), dict)]
+    return curves(path, "verl_file", rows, {}) if rows else None
+
+
+READERS: dict[str, Callable[[Path], Curves | None]] = {
+    "verl_file": read_verl_file,
+    "perl": read_perl,
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "trl": read_trl,
+    "verl": read_verl,
+}
+"""Asked in this order: the folder of a run of ours holds most of those below it too."""
