@@ -83,9 +83,7 @@ def train(case: Case) -> dict[str, float]:
     """Two steps; the most memory in MB that the process held in each phase of the second one."""
     MODELS["planned"] = case.model
     never_drawn = case.model["vocab_size"]
-    policy = Policy(
-        model="planned", dtype="float32", merge_adapter="auto", capture_graphs=False, eos=(never_drawn,)
-    )
+    policy = Policy(model="planned", dtype="float32", merge_adapter="auto", capture_graphs=False, eos=(never_drawn,))
     work = draw_workload(2 * case.prompts, case.group, case.prompt, "equal", case.completion, case.completion)
     phases: dict[str, Memory] = {}
     peaks: dict[str, float] = {}

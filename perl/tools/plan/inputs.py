@@ -93,8 +93,9 @@ def shape_of(config: Any, peft: PeftConfig) -> Shape:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{MODEL_FLAG}: {config.model_type} is no causal language model")
     try:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
-            model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+            model = kind(config)
         _require_known(model)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         linear = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear))
@@ -148,7 +149,8 @@ def _adapted(model: Any) -> Iterator[tuple[str, tuple[int, int]]]:
 
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            yield name, (module.in_features, module.out_features)
+            base: Any = module.get_base_layer()
+            yield name, (base.in_features, base.out_features)
 
 
 # The recipe
@@ -204,8 +206,9 @@ def job_of(config: Config, parsed: Parsed, device: Device, count: int, parallel:
 def rough(config: Config) -> Iterator[str]:
     """What of this configuration the arithmetic counts roughly or leaves out."""
     training = config.training
-    if "adamw" not in str(training.optim):
-        yield f"optimizer {training.optim} is counted as AdamW"
+    optimizer = str(getattr(training.optim, "value", training.optim))
+    if "adamw" not in optimizer:
+        yield f"optimizer {optimizer} is counted as AdamW"
     if config.peft.type == "dora":
         yield "dora is counted as lora: its weights' norms take a matrix of each adapted layer's size for a moment"
     if config.rollout.engine == "continuous_batching":

@@ -177,13 +177,17 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
     """All that a process holds on a device of `capacity` bytes (None: its own memory)."""
     capacity = capacity or device.memory
     stays = [Item("runtime (context, collectives)", device.runtime, "both"), *states(shape, job)]
-    rollout = list(_rollout(shape, job, device, capacity, sum(item.bytes for item in stays if item.phase == "both")))
-    kept = [*stays, *rollout, *update(shape, job, device)]
-    if any(item.name == KV_CACHE for item in rollout) and not device.cpu and job.engine == "fast":
-        if capacity - peak(kept, "rollout") >= KEPT_SHARE * capacity:
-            cache = next(item for item in rollout if item.name == KV_CACHE)
-            kept.append(Item(f"{KV_CACHE}, kept", cache.bytes, "update"))
-    return [item for item in kept if item.bytes]
+    before = sum(item.bytes for item in stays if item.phase == "both")
+    rollout = list(_rollout(shape, job, device, capacity, before))
+    table = [*stays, *rollout, *update(shape, job, device)]
+    return [item for item in [*table, *_kept_cache(job, device, table, capacity)] if item.bytes]
+
+
+def _kept_cache(job: Job, device: Device, table: Sequence[Item], capacity: int) -> Iterator[Item]:
+    """perl's cache stays for the next rollout where enough is free after one (Decoder.release_if_short)."""
+    left = capacity - sum(item.bytes for item in table if item.phase in ("both", "rollout") and not item.moment)
+    if job.engine == "fast" and not device.cpu and left >= KEPT_SHARE * capacity:
+        yield from (Item(f"{KV_CACHE}, kept", item.bytes, "update") for item in table if item.name == KV_CACHE)
 
 
 def peak(table: Sequence[Item], phase: Literal["rollout", "update"]) -> int:
@@ -262,10 +266,11 @@ def _rollout(shape: Shape, job: Job, device: Device, capacity: int, stays: int) 
     rows = min(job.rows, MAX_NUM_SEQS["cpu" if device.cpu else "accelerator"])
     if job.engine != "fast":
         rows = job.rows
-    moments = [prefill(shape, job, rows), decoding(shape, job, device, rows)]
-    free = capacity - stays - sum(item.bytes for item in moments[:1])
-    yield Item(KV_CACHE, kv_cache(shape, job, device, rows, free), "rollout")
-    yield from (item for item in moments)
+    prompts = prefill(shape, job, rows)
+    cache = kv_cache(shape, job, device, rows, capacity - stays - prompts.bytes)
+    yield Item(KV_CACHE, cache, "rollout")
+    yield prompts
+    yield decoding(shape, job, device, rows, min(rows * job.length, cache // a_token(shape, job)))
     if job.capture and job.engine == "fast":
         yield Item("graphs", captured_graphs(shape, job, rows), "both")
 
@@ -318,12 +323,12 @@ def prefill(shape: Shape, job: Job, rows: int) -> Item:
     return Item("prefill", tokens * a_token(shape, job) + layer + 4 * prompts * shape.vocabulary, "rollout", True)
 
 
-def decoding(shape: Shape, job: Job, device: Device, rows: int) -> Item:
+def decoding(shape: Shape, job: Job, device: Device, rows: int, cached: int) -> Item:
     """A decode step: float32 logits [rows, V], divided by the temperature, their softmax and its cumulative sum
     (perl.engines.sampling); sorted with places (12 bytes) and three more where top_p truncates; and, without a kernel
-    that reads blocks, one layer's keys and values read out of them."""
+    that reads blocks, one layer's keys and values of the `cached` tokens, read out of them."""
     copies = 4 * 4 + (12 + 3 * 4 if job.truncates else 0)
-    read = 0 if device.cpu else 2 * rows * job.length * shape.key * job.weight_bytes
+    read = 0 if device.cpu else 2 * cached * shape.key * job.weight_bytes
     return Item("decode step (logits)", rows * shape.vocabulary * copies + read, "rollout", True)
 
 
@@ -413,7 +418,7 @@ def saved_by_layer(shape: Shape, job: Job, device: Device, micro: Micro) -> int:
     """
     c, names = job.compute_bytes, shape.adapted
     token = 8 * shape.hidden + 8
-    token += _adapter_inputs(shape, job)
+    token += _adapter_inputs(shape, job, device)
     token += len(names) * shape.rank * c
     token += 3 * shape.intermediate * c
     token += 2 * shape.query * c + 4 * shape.heads
@@ -428,11 +433,12 @@ def saved_by_layer(shape: Shape, job: Job, device: Device, micro: Micro) -> int:
     return micro.tokens * token + keys
 
 
-def _adapter_inputs(shape: Shape, job: Job) -> int:
+def _adapter_inputs(shape: Shape, job: Job, device: Device) -> int:
     """Bytes of a token's inputs to A in one layer, beyond what attention keeps anyway."""
     c, names = job.compute_bytes, shape.adapted
-    if job.dropout:  # a copy and a mask for each
-        return sum(width * (job.adapter_computes + 1 + (c if job.adapter_computes != c else 0)) for width, _ in names.values())
+    if job.dropout:  # a copy for each, and a mask, which on a CPU holds numbers
+        mask = job.adapter_computes if device.cpu else 1
+        return sum(width * (c + mask) for width, _ in names.values())
     if job.adapter_computes != c:
         return sum(width * c for width, _ in names.values())
     shared = sum(shape.hidden for group in (ATTENTION_INPUTS, MLP_INPUTS) if any(name in names for name in group))
