@@ -12,6 +12,7 @@ from perl.errors import lookup, report_errors
 # name -> (module with add_arguments(parser) and run(args) -> exit code, what it does). Imported when asked for.
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("perl.tools.prepare", "write a task's data as train.parquet and test.parquet with verl's columns"),
+    "plan": ("perl.tools.plan", "say how much memory a training run will take, and which batch sizes fit"),
     "merge": ("perl.tools.merge", "write base and adapter as one model, checked against what PEFT computes"),
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
     "report": ("perl.tools.report", "write report.html of a training, of evaluations, or of both"),

@@ -53,6 +53,14 @@ class Captured:
     replays: int = 0
 
 
+def rounded(rows: int, width: int, max_rows: int, max_width: int) -> tuple[int, int]:
+    """Rows and places of the captured step that computes so many, in a cache of `max_rows` and `max_width`."""
+    multiple = ROWS if rows <= 64 else 64
+    octave = WIDTH << max(0, (width - 1) // WIDTH).bit_length()
+    places = next(size for size in (octave // 2, octave * 3 // 4, octave) if size >= width)
+    return min(max_rows, -(-rows // multiple) * multiple), min(max_width, max(WIDTH, places))
+
+
 class StepGraphs:
     """Decode steps by captured graphs, where there is one.
 
@@ -84,10 +92,7 @@ class StepGraphs:
 
     def shape(self, rows: int, width: int) -> tuple[int, int]:
         """Rows and places that are computed for so many."""
-        multiple = ROWS if rows <= 64 else 64
-        octave = WIDTH << max(0, (width - 1) // WIDTH).bit_length()
-        rounded = next(size for size in (octave // 2, octave * 3 // 4, octave) if size >= width)
-        return min(self.max_rows, -(-rows // multiple) * multiple), min(self.max_width, max(WIDTH, rounded))
+        return rounded(rows, width, self.max_rows, self.max_width)
 
     def _step(
         self, compute: Compute, lengths: Callable[[int], list[int]], rows: int, width: int

@@ -1,0 +1,84 @@
+"""The command: read, count, search, print."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from perl import device
+from perl.config.load import build_parser, parse
+from perl.errors import UserError, lookup
+from perl.tools.plan.devices import DEVICES
+from perl.tools.plan.inputs import job_of, parallel_of, read_config, rough, shape_of
+from perl.tools.plan.memory import Device, Parallel
+from perl.tools.plan.page import Plan, as_json, as_text
+
+MODES = get_args(Parallel)
+
+
+@functools.cache
+def _training_flags() -> tuple[str, ...]:
+    return tuple(flag for flag in build_parser().known_flags() if flag.count(".") == 2)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="YAML file, as perl.train takes it; every --config.… flag goes before it")
+    parser.add_argument("--device", default=None, help=f"{', '.join(DEVICES)}; default: this machine's")
+    parser.add_argument("--count", type=int, default=None, help="devices, one process each; default: this machine's")
+    parser.add_argument(
+        "--parallel",
+        default=None,
+        help=f"{', '.join(MODES)}; default: the launch script's choice, or the file ACCELERATE_CONFIG",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+    for flag in _training_flags():  # as texts: perl.train's own parser reads them
+        parser.add_argument(flag, type=str, default=None, help=argparse.SUPPRESS)
+
+
+def run(args: Any) -> int:
+    """Print what the run takes; 0 whether it fits or not."""
+    where, count = _device(args.device, args.count)
+    parallel = parallel_of(where, count) if args.parallel is None else _mode(args.parallel, count)
+    flags = [word for flag, value in _given(args) for word in (flag, value)]
+    parsed = parse(["--recipe", args.recipe, *flags])
+    config = parsed.build(count)
+    shape = shape_of(read_config(config.model.model_name_or_path), config.peft)
+    job = job_of(config, parsed, where, count, parallel)
+    plan = Plan(config.model.model_name_or_path, shape, job, where, [*parsed.warnings, *rough(config)])
+    print(as_json(plan) if args.json else as_text(plan))
+    return 0
+
+
+def _device(name: str | None, count: int | None) -> tuple[Device, int]:
+    here = device.detect()
+    if name is None:
+        kinds = [known for known, other in DEVICES.items() if other.kind == here.kind]
+        if len(kinds) != 1:
+            raise UserError(f"--device: this machine has {device.name()}; write one of {', '.join(kinds)}")
+        name = kinds[0]
+    found = lookup(DEVICES, name, "device", "--device")
+    if count is None:
+        count = here.count if found.kind == here.kind and not found.cpu else 1
+    if count < 1:
+        raise UserError(f"--count {count}: write a number of devices from 1")
+    if found.cpu:
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found = dataclasses.replace(found, memory=machine // count)
+    return found, count
+
+
+def _mode(name: str, count: int) -> Parallel:
+    mode: Any = lookup(dict.fromkeys(MODES), name, "way to share the work", "--parallel") or name
+    if mode == "single" and count > 1:
+        raise UserError(f"--parallel single: a single process, but --count is {count}; write ddp, zero2 or --count 1")
+    return mode
+
+
+def _given(args: Any) -> Iterator[tuple[str, str]]:
+    for flag in _training_flags():
+        if (value := args.get(flag.removeprefix("--"))) is not None:
+            yield flag, value

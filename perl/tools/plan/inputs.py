@@ -1,0 +1,232 @@
+"""What the arithmetic of memory.py starts from: the model's shape, out of config.json, and the job, out of a recipe."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from perl.adapters import ADAPTERS
+from perl.checkpoints import modelscope_variable
+from perl.config.load import Config, Parsed
+from perl.config.schema import PeftConfig
+from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE
+from perl.engines.decoder import unsupported_reason
+from perl.errors import UserError, lookup
+from perl.tools.launch import CONFIG_FOLDER, CONFIGS
+from perl.tools.plan.memory import Device, Job, Parallel, Shape
+from perl.training.microbatches import MEAN_OVER_ROWS, SUM_OVER_TOKENS
+
+MODEL_FLAG = "--config.model.model_name_or_path"
+HUB_TIMEOUT_S = 5.0
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+"""Of a layer of Llama's family; with others in it the formulas would count wrong."""
+
+
+# config.json
+
+
+def read_config(model: str) -> Any:
+    """The PretrainedConfig of `model`: a folder, a config.json, or a hub name, of which this one file is fetched."""
+    path = _config_file(model)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{MODEL_FLAG} {path}: not a readable config.json: {error}") from error
+    from transformers import AutoConfig
+
+    kind = fields.pop("model_type", None)
+    if kind is None:
+        raise UserError(f"{MODEL_FLAG} {path}: it names no model_type; write the config.json of a whole model")
+    try:
+        return AutoConfig.for_model(kind, **fields)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{MODEL_FLAG} {path}: transformers cannot read it: {reason}") from error
+
+
+def _config_file(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{MODEL_FLAG} {model}: no config.json in this folder")
+        return path / "config.json"
+    if model.count("/") != 1 or model.startswith((".", "~", "/")):
+        raise UserError(f"{MODEL_FLAG} {model}: no such folder; write a model's folder, its config.json, or a hub name")
+    variable = modelscope_variable()
+    try:
+        if variable:
+            from modelscope import model_file_download  # pyright: ignore[reportMissingImports]
+
+            return Path(model_file_download(model, "config.json"))
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(model, "config.json", etag_timeout=HUB_TIMEOUT_S))
+    except ImportError as error:
+        raise UserError(f"{MODEL_FLAG} {model}: {variable} is set, but modelscope is not installed") from error
+    except Exception as error:  # the hubs have a class of error for each of a dozen causes
+        raise UserError(
+            f"{MODEL_FLAG} {model}: no such folder, and the hub gave no config.json ({type(error).__name__});"
+            " write the path of a config.json"
+        ) from error
+
+
+def shape_of(config: Any, peft: PeftConfig) -> Shape:
+    """The shape of the model that `config` describes with the adapter that `peft` does, counted on the meta device:
+    weights are never made. A UserError for a model that the formulas do not describe."""
+    from peft import get_peft_model
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        raise UserError(f"{MODEL_FLAG}: {config.model_type} takes more than text; plan counts text models alone")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{MODEL_FLAG}: {config.model_type} is no causal language model")
+    try:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with torch.device("meta"):
+            model = kind(config)
+        _require_known(model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        linear = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear))
+        adapter = lookup(ADAPTERS, peft.type, "adapter type", "--config.peft.type").build(peft)
+        with torch.device("meta"):
+            model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
+    except (ValueError, RuntimeError, TypeError, AttributeError, ZeroDivisionError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{MODEL_FLAG}, --config.peft: this model cannot be made: {reason}") from error
+    adapted = list(_adapted(model))
+    first = next((name for name, _ in adapted if ".layers." in name), "")
+    prefix = first.partition(".layers.")[0] + ".layers.0."
+    return Shape(
+        parameters=parameters,
+        linear=linear,
+        adapter=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        largest_adapted=max((math.prod(size) for _, size in adapted), default=0),
+        adapted_weights=sum(math.prod(size) for _, size in adapted),
+        adapted={name.rpartition(".")[2]: size for name, size in adapted if name.startswith(prefix)},
+        rank=int(peft.r),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        key_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        head_norms=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+    )
+
+
+def _require_known(model: Any) -> None:
+    """Layers of Llama's family, which the decode loop serves too."""
+    layers = [module for name, module in model.named_modules() if name.endswith(".layers.0")]
+    linears = {
+        name.rpartition(".")[2]
+        for layer in layers
+        for name, module in layer.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    reason = unsupported_reason(model)
+    if linears != LINEARS or reason:
+        why = reason or f"its layers are not Llama's ({', '.join(sorted(linears)) or 'no linear ones'})"
+        raise UserError(f"{MODEL_FLAG}: plan has no formulas for {model.config.model_type}: {why}")
+
+
+def _adapted(model: Any) -> Iterator[tuple[str, tuple[int, int]]]:
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            base: Any = module.get_base_layer()
+            yield name, (base.in_features, base.out_features)
+
+
+# The recipe
+
+
+def job_of(config: Config, parsed: Parsed, device: Device, count: int, parallel: Parallel) -> Job:
+    """The job that a configuration describes on `count` devices.
+
+    Args:
+        config: `parsed`, built for so many processes.
+    """
+    training, rollout = config.training, config.rollout
+    prompt = config.dataset.max_prompt_length
+    if prompt is None:
+        raise UserError("--config.dataset.max_prompt_length null: plan needs the longest prompt; write a number")
+    dtype = config.model.dtype or ("float32" if device.cpu else "bfloat16")
+    weight_bytes = 4 if dtype == "float32" else 2
+    mixed = parsed.values.training.bf16 or parsed.values.training.fp16
+    no_mixed = parsed.values.training.bf16 is False or device.cpu
+    compute_bytes = 2 if mixed or not no_mixed else weight_bytes
+    capture = rollout.capture_graphs if isinstance(rollout.capture_graphs, bool) else device.captures
+    known = training.loss_type in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS)
+    fixed = training.top_entropy_quantile < 1 or bool(getattr(training, "entropy_coef", 0)) or not known
+    colocated = training.use_vllm and training.vllm_mode == "colocate"
+    return Job(
+        prompt=int(prompt),
+        completion=int(training.max_completion_length or 256),
+        group=int(training.num_generations or 1),
+        micro_batch=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        steps_per_generation=int(training.steps_per_generation or training.gradient_accumulation_steps),
+        processes=count,
+        parallel=parallel,
+        weight_bytes=weight_bytes,
+        compute_bytes=compute_bytes,
+        checkpointing=training.gradient_checkpointing,
+        max_tokens=None if fixed else training.max_tokens_per_microbatch,
+        max_batch_tokens=None if rollout.max_batch_tokens is None else int(rollout.max_batch_tokens),
+        engine=rollout.engine,
+        block_size=KERNEL_BLOCK_SIZE if training.attention_kernels is True else BLOCK_SIZE,
+        capture=bool(capture) and not device.cpu and parallel not in ("zero3", "fsdp2"),
+        merge=rollout.merge_adapter is not False,
+        dropout=config.peft.lora_dropout > 0,
+        truncates=training.top_p < 1,
+        packed=not training.torch_compile,
+        regrouped=not fixed,
+        vllm_share=training.vllm_gpu_memory_utilization if colocated else 0.0,
+        vllm_sleeps=bool(training.vllm_enable_sleep_mode),
+        vllm_devices=training.vllm_tensor_parallel_size,
+    )
+
+
+def rough(config: Config) -> Iterator[str]:
+    """What of this configuration the arithmetic counts roughly or leaves out."""
+    training = config.training
+    optimizer = str(getattr(training.optim, "value", training.optim))
+    if "adamw" not in optimizer:
+        yield f"optimizer {optimizer} is counted as AdamW"
+    if config.peft.type == "dora":
+        yield "dora is counted as lora: its weights' norms take a matrix of each adapted layer's size for a moment"
+    if config.rollout.engine == "continuous_batching":
+        yield "transformers sizes its paged cache by what is free; counted is what the sequences need"
+    if config.model.attn_implementation not in (None, "sdpa"):
+        yield f"attention {config.model.attn_implementation} is counted as sdpa"
+
+
+def parallel_of(device: Device, count: int) -> Parallel:
+    """How the launch script would share the work: ACCELERATE_CONFIG, else its own choice for the device."""
+    chosen = os.environ.get("ACCELERATE_CONFIG")
+    path = Path(chosen) if chosen else CONFIG_FOLDER / ("single.yaml" if count == 1 else CONFIGS[device.kind])
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        stage = (content.get("deepspeed_config") or {}).get("zero_stage", 0)
+    except (OSError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"ACCELERATE_CONFIG={chosen}: not a readable YAML file; take one of {CONFIG_FOLDER}") from error
+    if count == 1 and not chosen:
+        return "single"
+    names: dict[str, Any] = {"DEEPSPEED": f"zero{stage}", "FSDP": "fsdp2"}
+    return names.get(content.get("distributed_type"), "ddp")

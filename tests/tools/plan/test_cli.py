@@ -1,0 +1,123 @@
+"""python -m perl plan: the real command, in a process of its own where that matters."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perl.__main__ import main
+from perl.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+RECIPE = str(ROOT / "recipes" / "dapo_lora.yaml")
+QWEN = str(Path(__file__).parent / "qwen2_5_7b_instruct.json")
+MODEL = "--config.model.model_name_or_path"
+
+
+@pytest.fixture
+def plan(capsys):
+    """From a command line to what is printed."""
+
+    def run(*arguments: str) -> str:
+        assert main(["plan", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "perl", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+
+
+def test_a_7b_recipe_from_config_json_alone(tmp_path):
+    """The folder holds nothing else: no weights, no tokenizer, and the recipe's data set is not read."""
+    (tmp_path / "config.json").write_text(Path(QWEN).read_text())
+    done = process(RECIPE, "--device", "910b", "--count", "4", "--json", MODEL, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    found = json.loads(done.stdout)
+    assert (found["parameters"], found["adapter_parameters"]) == (7_615_616_512, 40_370_176)  # as Qwen's card has it
+    held = {(item["name"], item["phase"]): item["bytes"] for item in found["items"]}
+    assert held["weights", "both"] == 2 * 7_615_616_512
+    assert held["optimizer (AdamW)", "both"] == 8 * 40_370_176 // 4  # ZeRO-2, as the launch script has it for four
+    assert found["parallel"] == "zero2"
+    assert set(found["by_parallel"]) == {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"}
+    assert set(found["fits"]) == {"32", "64", "80", "141"}
+    assert found["fits"]["64"]
+    flags = found["proposal"]
+    rows = flags["--config.training.per_device_train_batch_size"]
+    assert rows * flags["--config.training.gradient_accumulation_steps"] == 16  # the recipe's: 1 x 16
+    assert rows * flags["--config.training.steps_per_generation"] == 16
+
+
+def test_the_table_for_a_person(plan):
+    flags = "--device", "h200", "--config.training.gradient_checkpointing", "false"
+    lines = plan(RECIPE, MODEL, QWEN, *flags).splitlines()
+    assert "h200 x 1, single, gradient checkpointing off, rollouts by fast" in lines
+    (weights,) = [line.split() for line in lines if line.startswith("weights ")]
+    assert weights == ["weights", "14.19", "14.19"]
+    assert any(line.startswith("peak ") for line in lines)
+    assert any("--config.training.per_device_train_batch_size" in line for line in lines)
+    assert any(line.startswith("graphs ") for line in lines)
+
+
+def test_what_is_proposed_is_accepted_and_fits(plan):
+    """The flags go back in: the same peaks as the proposal promised."""
+    flags = RECIPE, MODEL, QWEN, "--device", "a100", "--count", "2", "--json"
+    first = json.loads(plan(*flags))
+    again = json.loads(plan(*flags, *(str(word) for pair in first["proposal"].items() for word in pair)))
+    assert again["peak"] == first["proposal_peak"]
+    assert again["fits"]["80"]
+
+
+def test_the_accelerate_file_of_the_environment_decides(plan, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(ROOT / "scripts" / "accelerate" / "npu_fsdp2.yaml"))
+    flags = RECIPE, MODEL, QWEN, "--device", "910c", "--count", "2", "--json"
+    assert json.loads(plan(*flags))["parallel"] == "fsdp2"
+    assert json.loads(plan(*flags, "--parallel", "zero3"))["parallel"] == "zero3"
+
+
+TORN = '{"model_type": "qwen2", "hidden_size": 35'
+IMAGES = json.dumps({"model_type": "qwen2_vl"})
+OTHER = json.dumps({"model_type": "gpt2", "n_layer": 2})
+MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_experts": 4})
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "message"),
+    [
+        (["--device", "h800"], None, "--device: unknown device 'h800'; did you mean 'h"),
+        (["--count", "0"], None, "--count 0: write a number of devices from 1"),
+        (["--device", "910b", "--count", "2", "--parallel", "single"], None, "--parallel single: a single process"),
+        (["--parallel", "zero4"], None, "unknown way to share the work 'zero4'"),
+        ([], TORN, "config.json: not a readable config.json"),
+        ([], "[]", "config.json: not a readable config.json: it holds no object"),
+        ([], "{}", "it names no model_type"),
+        ([], json.dumps({"model_type": "qwen9"}), "transformers cannot read it"),
+        ([], IMAGES, "qwen2_vl takes more than text"),
+        ([], OTHER, "plan has no formulas for gpt2"),
+        ([], MIXTURE, "plan has no formulas for qwen2_moe"),
+        (["--config.peft.target_modules", '["nothing"]'], None, "--config.peft: this model cannot be made"),
+        (["--config.training.num_generations", "3"], None, "num_generations 3 does not divide the 16 completions"),
+        (["--config.dataset.max_prompt_length", "null"], None, "plan needs the longest prompt"),
+        (["--config.training.nothing", "3"], None, "unknown flag --config.training.nothing"),
+        ([MODEL, "no/where/at_all"], None, "no such folder"),
+        ([MODEL, "perl-tests/not-there"], None, "the hub gave no config.json"),
+    ],
+    ids=lambda value: None,
+)
+def test_mistakes_are_one_line(flags, config, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UserError) as error:
+        main(["plan", RECIPE, MODEL, str(tmp_path) if config is not None else QWEN, *flags])
+    assert message in str(error.value)
+
+
+def test_a_recipe_that_is_not_there():
+    with pytest.raises(UserError, match=r"no file no\.yaml"):
+        main(["plan", "no.yaml", "--device", "910b"])

@@ -1,0 +1,249 @@
+"""perl.tools.plan.memory: by hand, and against what autograd, TRL, DeepSpeed and perl's own cache really take."""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import trl.trainer.utils
+from peft import get_peft_model
+from transformers import Qwen2Config
+
+from perl.adapters import ADAPTERS
+from perl.config.schema import PeftConfig
+from perl.engines.cache import RowCache
+from perl.tools.plan import memory
+from perl.tools.plan.devices import DEVICES
+from perl.tools.plan.inputs import shape_of
+from perl.tools.plan.memory import GB, Item, Job, Micro, Shape, items, micro_batch, peak, saved_by_layer, states
+from perl.training.packing import Packing, enable_packing, forward_arguments, pack, split_rows
+from tests.tiny import tiny_model
+
+PEFT = PeftConfig(r=4, lora_alpha=8)
+SHAPE = Shape(
+    parameters=1_000_000,
+    linear=900_000,
+    adapter=1000,
+    largest_adapted=200,
+    adapted_weights=800,
+    adapted={},
+    rank=4,
+    layers=2,
+    hidden=10,
+    heads=2,
+    key_heads=1,
+    head_dim=5,
+    intermediate=30,
+    vocabulary=100,
+)
+JOB = Job(
+    prompt=8,
+    completion=4,
+    group=4,
+    micro_batch=4,
+    accumulation=2,
+    steps_per_generation=2,
+    processes=4,
+    parallel="ddp",
+    weight_bytes=2,
+    compute_bytes=2,
+    checkpointing=False,
+)
+DEVICE = replace(DEVICES["910b"], runtime=0)
+
+
+def held(parallel, name, **changes):
+    return sum(item.bytes for item in states(SHAPE, replace(JOB, parallel=parallel, **changes)) if item.name == name)
+
+
+def test_states_by_hand():
+    """Of 1000 trained parameters on 4 devices."""
+    assert [held(p, "optimizer (AdamW)") for p in ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")] == [
+        *(8000, 8000, 2000, 2000, 2000, 2000)
+    ]
+    assert [held(p, "gradients") for p in ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")] == [
+        *(4000, 2000, 2000, 500, 500, 1000)
+    ]
+    assert [held(p, "adapter") for p in ("ddp", "zero2", "zero3", "fsdp2")] == [4000, 2000, 500, 1000]
+    assert [held(p, "float32 copy of the adapter") for p in ("ddp", "zero0", "zero2")] == [0, 4000, 1000]
+    assert [held(p, "weights") for p in ("ddp", "zero2", "zero3", "fsdp2")] == [2_000_000] * 2 + [500_000] * 2
+    assert held("ddp", "DDP's buckets") == 4000
+    assert held("single", "DDP's buckets", processes=1) == 0
+    assert held("zero2", "DeepSpeed's bucket") == 1_000_000_000
+
+
+def test_zero3_holds_the_gathered_weights_in_the_rollout():
+    assert held("zero3", "weights, gathered") == 1_500_000 + 2_000_000  # rollout: what others hold; update: at most all
+
+
+def test_a_peak_is_what_stays_and_the_largest_moment():
+    table = [Item("a", 5, "both"), Item("b", 7, "update"), Item("c", 2, "update", True), Item("d", 3, "update", True)]
+    assert (peak(table, "update"), peak(table, "rollout")) == (15, 5)
+    assert peak([*table, Item("h", 100, "host")], "update") == 15
+
+
+def test_a_packed_micro_batch_computes_a_prompt_once():
+    """4 rows of a prompt of 8: 7 shared tokens, and of each row the last prompt token and 4 of the completion."""
+    assert micro_batch(JOB) == Micro(tokens=7 + 4 * 5, scored=16, keys=7 + 4 * 12)
+    assert micro_batch(replace(JOB, packed=False)) == Micro(48, 48, 48)
+    assert micro_batch(replace(JOB, micro_batch=8)).tokens == 2 * 27
+    assert micro_batch(replace(JOB, group=8)).tokens == 27
+    assert micro_batch(replace(JOB, regrouped=False)).tokens == 2 * 7 + 4 * 5  # 8 rows of 2 prompts, in any order
+    assert micro_batch(replace(JOB, accumulation=1)).tokens == 2 * 7 + 4 * 5  # two updates of one rollout
+    assert micro_batch(replace(JOB, group=6, accumulation=3, steps_per_generation=3)).tokens == 2 * 7 + 4 * 5
+    assert micro_batch(replace(JOB, max_tokens=54)).tokens == 54
+    assert micro_batch(replace(JOB, max_tokens=53)).tokens == 27
+    assert micro_batch(replace(JOB, max_tokens=5)).tokens == 12  # a row alone, whatever its length
+    assert micro_batch(replace(JOB, max_tokens=10_000)).tokens == 2 * 27  # all that an update has
+
+
+def test_logits_are_a_tile_and_not_the_vocabulary():
+    """No [N, V]: 4096 x 32,768 of them at most, with seven float32 copies and a mask where there is no Triton."""
+    shape = replace(SHAPE, vocabulary=150_000)
+    tile = 4096 * 32_768
+    assert memory.logits(shape, JOB, DEVICES["a100"], Micro(9000, 8000, 9000)) == 2 * tile + 8000 * 10 * 4
+    assert memory.logits(shape, JOB, DEVICES["910b"], Micro(9000, 8000, 9000)) == 31 * tile + 8000 * 10 * 4
+    assert memory.logits(SHAPE, JOB, DEVICES["a100"], Micro(9, 8, 9)) == 2 * 8 * 100 + 8 * 10 * 4
+
+
+def test_the_cache_is_the_decoders_half_of_what_is_free():
+    shape = replace(SHAPE, head_dim=64)
+    a_token = 2 * 2 * 64 * 2
+    assert memory.a_token(shape, JOB) == a_token
+    # 8 rows of 12 tokens: one block of 128 each, and the block for rows without a sequence.
+    assert memory.kv_cache(shape, JOB, DEVICE, 8, free=GB) == 9 * 128 * a_token
+    assert memory.kv_cache(shape, JOB, DEVICE, 8, free=2 * 5 * 128 * a_token) == 6 * 128 * a_token
+    assert memory.kv_cache(shape, replace(JOB, max_batch_tokens=4 * 128), DEVICE, 8, free=0) == 5 * 128 * a_token
+    assert memory.kv_cache(shape, replace(JOB, block_size=256), DEVICE, 8, free=GB) == 9 * 256 * a_token
+    assert memory.kv_cache(shape, JOB, DEVICES["cpu"], 8, free=0) == 8 * 12 * a_token  # the pages written to
+
+
+def test_a_cache_on_a_cpu_counts_the_tokens_of_perls_own():
+    keys = torch.zeros(1, 1, 5, dtype=torch.bfloat16)
+    assert RowCache([(keys, keys)] * 2, 8, 12, 10**6).bytes == memory.kv_cache(SHAPE, JOB, DEVICES["cpu"], 8, free=0)
+
+
+def test_the_cache_stays_for_the_update_where_a_quarter_is_left():
+    names = [item.name for item in items(SHAPE, JOB, DEVICE, 64 * GB)]
+    assert "KV cache, kept" in names
+    here = [item for item in items(SHAPE, JOB, DEVICE, 64 * GB) if item.phase in ("both", "rollout")]
+    held = sum(item.bytes for item in here if not item.moment)
+    for capacity, kept in ((held * 4 // 3 + 1000, True), (held * 4 // 3 - 1000, False)):
+        job = replace(JOB, max_batch_tokens=8 * 128)  # so that the cache does not follow the capacity
+        assert ("KV cache, kept" in [item.name for item in items(SHAPE, job, DEVICE, capacity)]) == kept
+
+
+def test_vllm_has_its_share_until_it_sleeps():
+    job = replace(JOB, engine="vllm", vllm_share=0.3)
+    assert Item("vLLM's share", int(0.3 * 64 * GB), "both") in items(SHAPE, job, DEVICE)
+    assert Item("vLLM's share", int(0.3 * 64 * GB), "rollout") in items(SHAPE, replace(job, vllm_sleeps=True), DEVICE)
+    assert not [i for i in items(SHAPE, replace(job, vllm_share=0.0), DEVICE) if i.name in ("KV cache", "vLLM's share")]
+
+
+def test_merge_copies():
+    """Clean weights wait in the host's memory; on a CPU in float32 every linear layer is laid out once more."""
+    table = {item.name: item for item in items(SHAPE, JOB, DEVICE)}
+    assert table["clean weights"] == Item("clean weights", 1600, "host")
+    assert table["merge of one layer"] == Item("merge of one layer", 2400, "rollout", True)
+    cpu = {item.name: item.bytes for item in items(SHAPE, replace(JOB, weight_bytes=4), DEVICES["cpu"])}
+    assert cpu["weights in oneDNN's layout"] == 3_600_000
+    assert "clean weights" not in cpu
+
+
+def test_the_sizes_of_other_peoples_buffers_are_theirs():
+    config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig()
+    assert (config.reduce_bucket_size, config.max_live_parameters) == (memory.REDUCE_BUCKET, memory.LIVE_PARAMETERS)
+    assert trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE == memory.VOCABULARY_CHUNK
+
+
+def test_parameters_are_counted_without_weights():
+    """Qwen2 of 2 layers, by hand."""
+    config = Qwen2Config(
+        vocab_size=100,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    shape = shape_of(config, PEFT)
+    layer = 8 * 8 + 8 + 2 * (8 * 4 + 4) + 8 * 8 + 3 * 8 * 12 + 2 * 8  # q, k and v with biases, o, MLP, norms
+    assert shape.parameters == 100 * 8 + 2 * layer + 8
+    assert shape.linear == 2 * (2 * 64 + 2 * 32 + 3 * 96) + 800  # with the head, which is tied
+    assert shape.adapter == 2 * 4 * (2 * 16 + 2 * 12 + 3 * 20)
+    assert shape.adapted["k_proj"] == (8, 4)
+    assert (shape.largest_adapted, shape.adapted_weights) == (96, 2 * (2 * 64 + 2 * 32 + 3 * 96))
+
+
+# Against autograd
+
+ROWS, PROMPT, COMPLETION = 4, 24, 40
+
+
+def saved_bytes(family, layers, dtype, dropout=0.0, **changes):
+    """Bytes of the tensors that a packed forward keeps for its backward, parameters left out."""
+    model = tiny_model(family, layers=layers, hidden_size=64, num_attention_heads=4, intermediate_size=96, **changes)
+    config = ADAPTERS["lora"].build(replace(PEFT, lora_dropout=dropout))
+    model: Any = get_peft_model(model.to(dtype), config)
+    assert enable_packing(model) is None
+    ids = torch.randint(5, 20, (1, PROMPT)).expand(ROWS, -1)
+    ids = torch.cat([ids, torch.randint(5, 20, (ROWS, COMPLETION))], dim=1)
+    packed = pack(split_rows(ids, torch.ones_like(ids), COMPLETION), COMPLETION, "cpu")
+    kept: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    alive = []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.numel() > 4 * 64:  # not a cast copy of an adapter's weight
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    arguments = forward_arguments(packed)
+    arguments = {name: arguments[name] for name in ("input_ids", "position_ids", "attention_mask", "layout")}
+    half = dtype == torch.bfloat16
+    autocast = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
+    with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.get_base_model().base_model(**arguments, use_cache=False)
+    return sum(kept.values()), model
+
+
+def test_row_by_row_each_row_keeps_its_prompts_keys(monkeypatch):
+    """As on accelerators without a kernel for rows of different lengths; here by sdpa on a CPU."""
+
+    def by_row(packing, query, key, value, dropout, scaling):
+        packing.uses += 1
+        return packing._by_row(query, key, value, dropout, scaling)
+
+    monkeypatch.setattr(Packing, "attend", by_row)
+    three, model = saved_bytes("qwen2", 3, torch.float32)
+    two, _ = saved_bytes("qwen2", 2, torch.float32)
+    job = replace(JOB, prompt=PROMPT, completion=COMPLETION, weight_bytes=4, compute_bytes=4)
+    shape = shape_of(model.get_base_model().config, PEFT)
+    assert saved_by_layer(shape, job, DEVICE, micro_batch(job)) == pytest.approx(three - two, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "changes"),
+    [
+        ("qwen2", torch.float32, {}),
+        ("llama", torch.float32, {}),
+        ("qwen3", torch.float32, {"head_dim": 16}),
+        ("qwen2", torch.bfloat16, {}),
+        ("qwen2", torch.float32, {"dropout": 0.1}),
+        ("qwen2", torch.bfloat16, {"dropout": 0.1}),
+    ],
+)
+def test_a_layer_keeps_what_the_formula_says(family, dtype, changes):
+    """The difference between three layers and two, within a twentieth: masks and the roots of norms are small."""
+    three, model = saved_bytes(family, 3, dtype, **changes)
+    two, _ = saved_bytes(family, 2, dtype, **changes)
+    size = 4 if dtype == torch.float32 else 2
+    dropout = bool(changes.get("dropout"))
+    job = replace(JOB, prompt=PROMPT, completion=COMPLETION, weight_bytes=size, compute_bytes=size, dropout=dropout)
+    shape = shape_of(model.get_base_model().config, PEFT)
+    planned = saved_by_layer(shape, job, DEVICES["cpu"], micro_batch(job))
+    assert planned == pytest.approx(three - two, rel=0.05)
