@@ -36,7 +36,18 @@ from perl.errors import UserError
 from perl.grading import Grader, rules_hash
 from perl.provenance import provenance, text_hash
 from perl.records import Completion, Problem, Sample, Sampling
-from perl.results import SAMPLES, SUMMARY, SampleRecord, Summary, atomic_write, json_line, write_json
+from perl.results import (
+    BEST,
+    BEST_FILE,
+    SAMPLES,
+    SUMMARY,
+    VALIDATION,
+    SampleRecord,
+    Summary,
+    atomic_write,
+    json_line,
+    write_json,
+)
 from perl.rewards import grade_rows
 from perl.scoring.samples import cluster_of, folder_name, make_samples, record_of, sampling_of_task, style_of_task
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
@@ -51,9 +62,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLAG = "--config.validation."
-FOLDER = "validation"
-"""In the run's folder: step-N/DATASET below it."""
-BEST, BEST_FILE = "best", "best.json"
 GIVEN = ("n", "temperature", "max_new_tokens")
 """Fields of Sampling that the group `validation` has."""
 
@@ -276,7 +284,7 @@ class Validation(TrainerCallback):
 
     def write(self, step: int, data_set: DataSet, records: Sequence[SampleRecord], seconds: float) -> None:
         """Leave the records where perl/eval.py's readers find them."""
-        folder = self.run_dir / FOLDER / f"step-{step}" / data_set.name
+        folder = self.run_dir / VALIDATION / f"step-{step}" / data_set.name
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / SAMPLES) as file:
             file.writelines(map(json_line, records))

@@ -18,6 +18,7 @@ from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
 from perl.engines.hf import HFEngine
 from perl.errors import Stopped, UserError
+from perl.evaluation.candidates import find_candidates
 from perl.evaluation.run import evaluate
 from perl.grading import RULES, Grader
 from perl.prompts import build_messages, encode
@@ -31,6 +32,7 @@ from perl.training.rollout import EvaluatorRules
 from perl.training.run import train
 from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, plan_validation, share_of
 from tests.tiny import END, save_tiny, tiny_tokenizer
+from tests.training.test_other_engines import in_a_process, on_cpu
 
 STEPS = {
     "training.max_steps": 4,
@@ -192,6 +194,34 @@ def test_the_training_is_the_same_without_it(made, flags, validated, tmp_path, e
     assert len(ours) == 2
 
 
+def in_a_child(argv: list[str]) -> None:
+    on_cpu()
+    train(argv)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_in_the_trainers_process_validates_and_changes_nothing(made, flags, tmp_path):
+    """Real vLLM, each completion with its own seed: two validations of the same weights give the same texts."""
+    engine = {"rollout.engine": "vllm", "noise_injection.enabled": "false", "training.vllm_max_model_length": 96}
+    datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "validation.n": 2}
+    datasets |= {"validation.temperature": 1.0, "training.output_dir": tmp_path / "run"}
+    in_a_process(in_a_child, flags(engine, VALIDATION, datasets))
+    in_a_process(in_a_child, flags(engine, training__output_dir=tmp_path / "plain"))
+    ours, theirs = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("run", "plain"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert list(validations(tmp_path / "run", n=2)) == [0, 1, 2, 3, 4]
+    base, last = samples(tmp_path / "run", 0), samples(tmp_path / "run", 4)
+    assert {record["engine"] for record in base.values()} == {"vllm"}
+    assert len({record["completion"] for record in base.values()}) > 7  # the two samples of a problem differ
+    assert len({key for key in base if base[key]["completion"] != last[key]["completion"]}) > 0
+    assert max(record["tokens"] for record in base.values()) == 24
+    repeat = {key: value for key, value in datasets.items() if key != "training.output_dir"}
+    again = flags(engine, VALIDATION, repeat, training__output_dir=tmp_path / "again", training__max_steps=1)
+    in_a_process(in_a_child, again)
+    assert samples(tmp_path / "again", 0) == base
+
+
 def test_the_best_adapter_is_kept(validated, made):
     best = json.loads((validated / "best" / "best.json").read_text())
     scores = validations(validated)
@@ -200,7 +230,8 @@ def test_the_best_adapter_is_kept(validated, made):
     assert best["step"] == min(step for step, score in scores.items() if score == best["value"])
     assert not (validated / "best" / "training_args.bin").exists()
     assert not (validated / ".best.partial").exists()
-    assert load_file(validated / "best" / "adapter_model.safetensors")
+    (candidate,) = find_candidates([str(validated / "best")])
+    assert candidate.step == best["step"]
 
 
 def test_tensorboard_gets_the_scores(validated):
