@@ -224,7 +224,7 @@ class Validation(TrainerCallback):
         if self.rank == 0:
             for data_set in self.plan.data_sets:
                 self.write(step, data_set, records[data_set.name], seconds)
-        if self.plan.config.save_best:
+        if self.plan.config.save_best and step > 0:  # an adapter without a step is the base
             self.keep_best(step, found, save_adapter)
         self.done.add(step)
         return found | {"timing/validation": time.perf_counter() - started}
@@ -342,8 +342,12 @@ class Validation(TrainerCallback):
         if self.rank == 0:
             core = {name: number for name, number in metrics.items() if name.startswith("val-")}
             write_json(made / BEST_FILE, {"step": step, "metric": self.chosen_by, "value": value, "metrics": core})
-            shutil.rmtree(folder, ignore_errors=True)
+            before = self.run_dir / f".{BEST}.before"
+            shutil.rmtree(before, ignore_errors=True)
+            if folder.exists():
+                folder.rename(before)
             made.rename(folder)
+            shutil.rmtree(before, ignore_errors=True)
         log.info("validation: the best adapter so far is that of step %d (%.4f): %s", step, value, folder)
 
 
