@@ -6,6 +6,9 @@ RESULT_DIR/DATASET/summary.json     a Summary
 RESULT_DIR/summary.json             every dataset's Summary by the name of its folder
 RESULT_DIR/sweep.json               a Sweep; each candidate then has a RESULT_DIR of its own below this one
 RESULT_DIR/compare.json             the comparison with another folder (perl.evaluation.compare)
+
+RUN/validation/step-N               a RESULT_DIR that a training has left of its own (perl.training.validation)
+RUN/best/best.json                  step and scores of the best of them, whose adapter lies there
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 RUN, SAMPLES, SUMMARY = "run.json", "samples.jsonl", "summary.json"
 SWEEP, COMPARE = "sweep.json", "compare.json"
+VALIDATION = "validation"
+BEST, BEST_FILE = "best", "best.json"
 
 
 class SampleRecord(TypedDict):

@@ -25,6 +25,7 @@ from perl.config.schema import (
     PeftConfig,
     RewardConfig,
     RolloutConfig,
+    ValidationConfig,
 )
 from perl.config.unused_flags import flags_without_effect
 from perl.errors import UserError, nearest
@@ -60,6 +61,7 @@ class Config:
     rollout: RolloutConfig
     noise_injection: NoiseConfig
     reward: RewardConfig
+    validation: ValidationConfig
     logging: LoggingConfig
     training: TrainingConfig
 
@@ -248,7 +250,34 @@ def check_values(values: Namespace) -> None:
             "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"
         )
     if training.eval_strategy not in (None, "no"):
-        raise UserError("--config.training.eval_strategy: leave it at no; perl/eval.py scores checkpoints")
+        raise UserError(
+            "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
+            " trains, perl/eval.py scores checkpoints"
+        )
+    check_validation(values)
+
+
+def check_validation(values: Namespace) -> None:
+    validation, training = values.validation, values.training
+    if not validation.datasets:
+        if validation.save_best:
+            raise UserError(
+                "--config.validation.save_best true: there is no score to choose by; name"
+                " --config.validation.datasets too, e.g. '[\"gsm8k\"]'"
+            )
+        return
+    if training.metric_for_best_model is not None:
+        raise UserError(
+            f"--config.training.metric_for_best_model {training.metric_for_best_model}: is of TRL's own evaluation;"
+            " write --config.validation.save_best true"
+        )
+    served = training.use_vllm and training.vllm_mode == "server"
+    if served and (validation.temperature or (validation.n or 1) > 1):
+        raise UserError(
+            "--config.validation.temperature: a vLLM server takes no seed for each completion, so that it can only"
+            " validate greedily; write --config.validation.temperature 0 and n 1, or --config.training.vllm_mode"
+            " colocate"
+        )
 
 
 def _as_dict(group: Any) -> dict[str, Any]:

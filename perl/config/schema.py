@@ -157,6 +157,32 @@ class RewardConfig:
 
 
 @dataclass
+class ValidationConfig:
+    """Scores while the model trains: the evaluator's tasks, prompts and grading on the live model, without noise.
+
+    Args:
+        datasets: what to score on: tasks, names on the hub, files or folders, as perl/eval.py's --dataset; empty is no
+            validation.
+        every_steps: validate after each so many optimizer steps; null is after the last step only.
+        before_train: validate before the first step too.
+        n: completions of each problem. This and the next two: null is the task's own, as in perl/eval.py.
+        temperature: 0 is greedy.
+        max_new_tokens: longest completion.
+        max_samples: only the first so many problems of each dataset.
+        save_best: keep the adapter with the highest mean accuracy on the first dataset, in best/ of the run's folder.
+    """
+
+    datasets: list[str] = field(default_factory=list)
+    every_steps: PositiveInt | None = None
+    before_train: bool = True
+    n: PositiveInt | None = None
+    temperature: NonNegativeFloat | None = None
+    max_new_tokens: PositiveInt | None = None
+    max_samples: PositiveInt | None = None
+    save_best: bool = False
+
+
+@dataclass
 class LoggingConfig:
     """Where metrics go besides metrics.jsonl.
 
@@ -175,5 +201,6 @@ GROUPS: dict[str, type] = {
     "rollout": RolloutConfig,
     "noise_injection": NoiseConfig,
     "reward": RewardConfig,
+    "validation": ValidationConfig,
     "logging": LoggingConfig,
 }

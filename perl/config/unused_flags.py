@@ -19,7 +19,7 @@ class Rule:
     """Fields with the prefix that always have an effect."""
 
 
-NO_EVALUATION = "training does not evaluate; perl/eval.py does"
+NO_EVALUATION = "it is of TRL's own evaluation; validation.datasets and perl/eval.py score"
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -84,6 +84,12 @@ RULES: tuple[Rule, ...] = (
     Rule("training.num_train_epochs", lambda v: v.training.max_steps <= 0, "training.max_steps is given, and decides"),
     Rule("training.weight_decay", lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),
     Rule("training.trust_remote_code", lambda v: False, "models and tokenizers are loaded by transformers' own code"),
+    Rule(
+        "validation.",
+        lambda v: bool(v.validation.datasets),
+        "validation.datasets is empty",
+        keep=("validation.datasets",),
+    ),
     Rule("training.eval_", lambda v: False, NO_EVALUATION, keep=("training.eval_strategy",)),
     Rule("training.per_device_eval_batch_size", lambda v: False, NO_EVALUATION),
     Rule("training.num_generations_eval", lambda v: False, NO_EVALUATION),

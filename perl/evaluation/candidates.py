@@ -19,6 +19,7 @@ from pathlib import Path
 
 from perl.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, content_hash, require_adapter
 from perl.errors import UserError
+from perl.results import BEST_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +98,12 @@ def _of_folder(adapter: Path) -> Candidate:
 def _step(adapter: Path) -> int | None:
     if match := CHECKPOINT.match(adapter.resolve().name):
         return int(match[1])
-    try:
-        return int(json.loads((adapter / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    for name, field in (("trainer_state.json", "global_step"), (BEST_FILE, "step")):
+        try:
+            return int(json.loads((adapter / name).read_text(encoding="utf-8"))[field])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def _named(candidates: Sequence[Candidate]) -> Iterator[Candidate]:

@@ -18,10 +18,10 @@ from perl.evaluation.plan import Plan
 from perl.evaluation.pool.worker import Batch, WeightsSpec
 from perl.evaluation.setup import MERGED, Setup, weights_of
 from perl.evaluation.store import Store
-from perl.evaluation.summary import grading_of, summarize
 from perl.provenance import provenance
 from perl.records import Completion, Sample
 from perl.results import SUMMARY, Generation, Summary, read_json, write_json
+from perl.scoring.summary import grading_of, summarize
 
 logger = logging.getLogger(__name__)
 

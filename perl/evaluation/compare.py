@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from perl.errors import UserError
-from perl.evaluation.plan import cluster_of
-from perl.evaluation.statistics import paired_difference
 from perl.evaluation.store import differences, short
-from perl.evaluation.summary import problem_scores, shown
 from perl.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_json, read_samples, samples_hash
+from perl.scoring.samples import cluster_of
+from perl.scoring.statistics import paired_difference
+from perl.scoring.summary import problem_scores, shown
 
 MODEL = ("model", "adapter", "base_hash", "adapter_hash")
 CONDITIONS = (

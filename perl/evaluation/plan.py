@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.grading import RULES
-from perl.prompts import PromptStyle, build_messages, encode, row_seed
+from perl.prompts import PromptStyle
 from perl.records import Problem, Sample, Sampling
+from perl.scoring.samples import folder_name, make_samples, sampling_of_task, style_of_task
 from perl.tasks import TASKS, data_name, load_problems, problem_of_row, rows_of
-from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,25 +74,8 @@ def make_plan(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str,
     tasks = tuple(task for task, _ in Counter(problem.task for problem in problems).most_common())
     sampling = choose_sampling(config, tasks[0])
     examples = few_shot_examples(config, spec, problems)
-    styles = {task: _style(config, task, examples) for task in tasks}
-    samples = []
-    for problem, key in zip(problems, problem_keys(problems), strict=True):
-        messages = build_messages(problem, styles[problem.task])
-        token_ids = tuple(encode(tokenizer, messages))
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        samples += [
-            Sample(
-                token_ids=token_ids,
-                seed=row_seed(sampling.seed, key, index),
-                sampling=sampling,
-                dataset=name,
-                key=key,
-                index=index,
-                problem=problem,
-                prompt_text=text,
-            )
-            for index in range(sampling.n)
-        ]
+    styles = {task: style_of_task(task, config.system_prompt, examples) for task in tasks}
+    samples = make_samples(problems, name, sampling, styles, tokenizer)
     return Plan(
         name=name,
         spec=spec,
@@ -105,45 +87,10 @@ def make_plan(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str,
     )
 
 
-def folder_name(spec: str) -> str:
-    """gsm8k for gsm8k, open-r1_DAPO-Math-17k-Processed for the hub's name, test for data/test.parquet."""
-    path = Path(spec).expanduser()
-    if spec not in TASKS and path.exists():
-        spec = path.resolve().stem if path.is_file() else path.resolve().name
-    return re.sub(r"[^\w.\-]+", "_", spec).strip("._") or "dataset"
-
-
 def choose_sampling(config: EvalConfig, task: str) -> Sampling:
     """The task's own sampling, with what the flags say over it."""
     given = {name: value for name in SAMPLING_FLAGS if (value := getattr(config, name)) is not None}
-    sampling = replace(TASKS[task].sampling, **given)
-    if sampling.temperature == 0 and config.n is None:
-        sampling = replace(sampling, n=1)
-    if sampling.top_p == 0:
-        raise UserError("--top_p 0: leaves no token to sample; write 1 for off, or --temperature 0 for greedy")
-    if sampling.n > 1 and sampling.temperature == 0:
-        raise UserError(
-            f"--n {sampling.n} with temperature 0: greedy completions of a problem are all the same;"
-            " write --temperature 1, or --n 1"
-        )
-    return sampling
-
-
-def problem_keys(problems: Sequence[Problem]) -> list[str]:
-    """A key for each problem: 16 hexadecimal digits of its content, and which of the equal ones it is. The order in
-    which a dataset lists different problems does not change a key."""
-    seen: Counter[str] = Counter()
-    keys = []
-    for problem in problems:
-        digest = problem_hash(problem)
-        keys.append(f"{digest}-{seen[digest]}")
-        seen[digest] += 1
-    return keys
-
-
-def cluster_of(key: str) -> str:
-    """Equal problems are one cluster: their answers are no independent evidence."""
-    return key.partition("-")[0]
+    return sampling_of_task(task, given)
 
 
 def few_shot_examples(config: EvalConfig, spec: str, problems: Sequence[Problem]) -> tuple[tuple[str, str], ...]:
@@ -198,10 +145,3 @@ def _examples_of_file(file: Path) -> list[tuple[str, str]]:
             except (ValueError, TypeError, KeyError) as error:
                 raise UserError(f'--few_shot {file}:{number}: not a row {{"question": …, "answer": …}}') from error
     return examples
-
-
-def _style(config: EvalConfig, task: str, examples: tuple[tuple[str, str], ...]) -> PromptStyle:
-    style = TASKS[task].style
-    if config.system_prompt is not None:
-        style = replace(style, system_prompt=config.system_prompt)
-    return replace(style, few_shot=examples) if examples else style

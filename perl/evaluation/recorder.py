@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from perl.evaluation.store import Store
 from perl.grading import Grader
-from perl.records import Completion, Grade, Sample
+from perl.records import Completion, Sample
 from perl.results import SampleRecord
+from perl.scoring.samples import record_of
 from perl.tasks import TASKS
 
 MAX_BATCH = 256
@@ -86,27 +87,3 @@ class Recorder:
                 self._stores[dataset].append(lines)
                 for record in lines:
                     self._on_record(record)
-
-
-def record_of(sample: Sample, completion: Completion, grade: Grade, engine: str) -> SampleRecord:
-    """A line of samples.jsonl."""
-    return {
-        "key": sample.key,
-        "sample": sample.index,
-        "seed": sample.seed,
-        "task": sample.problem.task,
-        "source": sample.problem.source,
-        "prompt": sample.prompt_text,
-        "gold": sample.problem.gold,
-        "completion": completion.text,
-        "score": grade.score,
-        "scores": grade.scores,
-        "extracted": grade.extracted,
-        "reason": grade.reason,
-        "prompt_tokens": len(sample.token_ids),
-        "tokens": len(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "time": round(completion.seconds, 4),
-        "engine": engine,
-        "error": completion.error,
-    }

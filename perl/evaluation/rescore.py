@@ -12,11 +12,12 @@ from rich.console import Console
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError, lookup
 from perl.evaluation.store import GRADING_HASH, Store, locked
-from perl.evaluation.summary import grading_of, print_table, summarize
+from perl.evaluation.summary import print_table
 from perl.evaluation.sweep import print_sweep
 from perl.grading import Grader, rules_hash
 from perl.provenance import provenance
 from perl.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_json, write_json
+from perl.scoring.summary import grading_of, summarize
 from perl.tasks import TASKS
 
 logger = logging.getLogger(__name__)

@@ -1,96 +1,14 @@
-"""summary.json and the table on the screen, from the records of one dataset."""
+"""The table on the screen."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
-from perl.evaluation.plan import cluster_of
-from perl.evaluation.statistics import (
-    Estimate,
-    clustered_bootstrap,
-    majority_at_k,
-    pass_at_k,
-    powers_of_two,
-)
-from perl.results import MetricRecord, RuleRecord, SampleRecord, Statistics, Summary
-from perl.tasks import TASKS
-
-
-def summarize(records: Sequence[SampleRecord], n: int) -> Statistics:
-    """Everything that is computed from the records: metrics with intervals, shares, lengths.
-
-    Args:
-        records: `n` of each problem.
-    """
-    by_problem: dict[str, list[SampleRecord]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: record["sample"]):
-        by_problem[record["key"]].append(record)
-    count = len(records)
-    reasons = Counter(record["reason"] for record in records)
-    return {
-        "problems": len(by_problem),
-        "samples": count,
-        "n": n,
-        "metrics": {name: MetricRecord(**estimate._asdict()) for name, estimate in metrics(by_problem).items()},
-        "rules": rule_means(records),
-        "truncated": sum(record["finish_reason"] == "length" for record in records) / count,
-        "unextracted": sum(record["extracted"] is None for record in records) / count,
-        "timeouts": reasons["timeout"],
-        "grading_errors": reasons["error"],
-        "not_generated": sum(record["error"] is not None for record in records),
-        "mean_tokens": sum(record["tokens"] for record in records) / count,
-        "max_tokens": max(record["tokens"] for record in records),
-        "mean_prompt_tokens": sum(record["prompt_tokens"] for record in records) / count,
-        "tokens": sum(record["tokens"] for record in records),
-        "engines": sorted({record["engine"] for record in records}),
-    }
-
-
-def metrics(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str, Estimate]:
-    """accuracy (the mean score of all samples), avg@n (the same under its usual name), pass@k and maj@k, each a mean
-    over problems with a 95 % interval by bootstrap over problems (equal problems are one cluster)."""
-    clusters = [cluster_of(key) for key in by_problem]
-    return {name: clustered_bootstrap(values, clusters) for name, values in problem_scores(by_problem).items()}
-
-
-def problem_scores(by_problem: Mapping[str, Sequence[SampleRecord]]) -> dict[str, list[float]]:
-    """Each metric's value for each problem, in their order."""
-    groups = list(by_problem.values())
-    n = min(map(len, groups))
-    per_problem: dict[str, list[float]] = {"accuracy": [sum(r["score"] for r in g) / len(g) for g in groups]}
-    per_problem[f"avg@{n}"] = per_problem["accuracy"]
-    for k in powers_of_two(n):
-        per_problem[f"pass@{k}"] = [pass_at_k(len(g), sum(r["score"] == 1.0 for r in g), k) for g in groups]
-    for k in powers_of_two(n):
-        votes = [[(r["extracted"], r["score"]) for r in g] for g in groups]
-        per_problem[f"maj@{k}"] = [majority_at_k(v, k) for v in votes]
-    return per_problem
-
-
-def rule_means(records: Sequence[SampleRecord]) -> dict[str, RuleRecord]:
-    """Each rule's mean score and how many samples it was asked about (a fallback is not asked about all)."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        for rule, score in record["scores"].items():
-            scores[rule].append(score)
-    return {rule: {"mean": sum(values) / len(values), "scored": len(values)} for rule, values in scores.items()}
-
-
-def shown(metrics: Mapping[str, Any]) -> list[str]:
-    """Names of metrics but for those that say the same as another (pass@1, maj@1 and maj@2 do)."""
-    return [name for name in metrics if name not in ("accuracy", "pass@1", "maj@1", "maj@2")]
-
-
-def grading_of(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The rubric of each task, as JSON reads it back."""
-    rubrics = {task: TASKS[task].rubric for task in tasks}
-    return {task: asdict(rubric) | {"rules": list(rubric.rules)} for task, rubric in rubrics.items()}
+from perl.results import Summary
+from perl.scoring.summary import shown
 
 
 def print_table(summaries: Mapping[str, Summary], console: Console) -> None:

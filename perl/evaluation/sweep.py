@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from perl.evaluation.candidates import Candidate
-from perl.evaluation.summary import shown
 from perl.results import MetricRecord, Summary, SweepEntry
+from perl.scoring.summary import shown
 
 
 class SweepError(RuntimeError):

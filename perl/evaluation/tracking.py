@@ -13,7 +13,7 @@ from typing import Any
 
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.candidates import Candidate
-from perl.evaluation.summary import shown
+from perl.scoring.summary import shown
 from perl.tracking import WandbRun, require_trackers, wandb_is_disabled, wandb_mode
 
 logger = logging.getLogger(__name__)

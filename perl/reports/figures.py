@@ -101,13 +101,20 @@ def of_training(run: TrainingRun) -> list[Figure]:
 
 
 def charts_of(run: TrainingRun) -> list[OverSteps]:
-    """OVER_STEPS, and before them one of the reward functions where there are several."""
+    """OVER_STEPS, and before them one of the validations, and one of the reward functions where there are several."""
+    scores = {m[0]: m[1] for name in run.metrics if (m := re.fullmatch(r"val-core/(.+)/acc/mean@\d+", name))}
+    note = "Mean accuracy on each data source, by the evaluator's rules."
+    validated = OverSteps(title="Validation", note=note, unit="accuracy", lines=scores, span=(0.0, 1.0), smooth=False)
+    return [*([validated] if scores else []), *of_rewards(run), *OVER_STEPS]
+
+
+def of_rewards(run: TrainingRun) -> list[OverSteps]:
     functions = [name for name in run.metrics if re.fullmatch(r"rewards/.+/mean", name) and run.points(name)]
     if len(functions) < 2:
-        return list(OVER_STEPS)
+        return []
     names = {name: name.removeprefix("rewards/").removesuffix("/mean") for name in functions}
     note = "Mean of each function, before its weight."
-    return [OverSteps(title="Reward by function", note=note, unit="reward", lines=names, span=(0.0, 1.0)), *OVER_STEPS]
+    return [OverSteps(title="Reward by function", note=note, unit="reward", lines=names, span=(0.0, 1.0))]
 
 
 def shown_metrics(run: TrainingRun) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from perl.errors import UserError
 from perl.reports.results import Run, read_runs
 from perl.reports.training_run import TrainingRun, is_training_run, read_training_run
-from perl.results import SWEEP, is_scored
+from perl.results import SWEEP, VALIDATION, is_scored
 
 DEPTH = 2
 """Folders below a given one in which results are looked for: before/sampled of the quickstart's."""
@@ -76,7 +76,8 @@ def find(folder: Path, wanted: Callable[[Path], bool], depth: int = DEPTH) -> It
         yield folder
     elif depth:
         for inner in sorted(folder.iterdir()):
-            if inner.is_dir() and not inner.name.startswith("."):
+            of_training = inner.name == VALIDATION and is_training_run(folder)  # a chart shows it; its samples are many
+            if inner.is_dir() and not inner.name.startswith(".") and not of_training:
                 yield from find(inner, wanted, depth - 1)
 
 

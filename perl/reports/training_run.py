@@ -26,7 +26,7 @@ class TrainingRun:
 
     folder: Path
     steps: list[int]
-    """Optimizer steps that were logged, ascending, each once."""
+    """Optimizer steps that were logged or validated, ascending, each once; 0 is before the first."""
     metrics: dict[str, list[float | None]]
     """By name, a value for each of `steps`; None where a step did not log it, or logged NaN or infinity."""
     config: dict[str, Any]
@@ -55,12 +55,14 @@ def read_training_run(folder: Path) -> TrainingRun:
     Raises:
         UserError: metrics.jsonl has no step yet.
     """
-    rows, broken = {}, 0
+    rows, scores, broken = {}, {}, 0
     for line in (folder / METRICS).read_bytes().splitlines():
         try:
             row = json.loads(line)
             # Else an evaluation's row, or the summary at the end. The reward stands only where a step sampled.
             step = int(row["step"]) if row.keys() & {"reward", "loss"} else None
+            if own := {name: value for name, value in row.items() if name.startswith("val-")}:
+                scores[int(row["step"])] = own
         except (ValueError, KeyError, TypeError, AttributeError):
             broken += 1
             continue
@@ -70,6 +72,8 @@ def read_training_run(folder: Path) -> TrainingRun:
         logger.warning("%s: %d broken lines left out", folder / METRICS, broken)
     if not rows:
         raise UserError(f"{folder / METRICS}: no step is logged there yet; wait for --config.training.logging_steps")
+    for step, own in scores.items():
+        rows[step] = rows.get(step, {}) | own
     steps = sorted(rows)
     names = dict.fromkeys(name for step in steps for name in rows[step] if name != "step")
     return TrainingRun(

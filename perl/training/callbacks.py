@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -43,7 +44,8 @@ class MetricsWriter(TrainerCallback):
 
 
 class ProgressLine(TrainerCallback):
-    """One line at each log: step, the metrics in SHOWN, seconds a step and the time that is left."""
+    """One line at each log: step, the metrics in SHOWN, seconds a step and the time that is left; of a validation its
+    scores."""
 
     def __init__(self) -> None:
         self.first_step, self.started = 0, 0.0
@@ -53,6 +55,10 @@ class ProgressLine(TrainerCallback):
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         done = state.global_step - self.first_step
+        if state.is_world_process_zero and logs and (scores := validation_scores(logs)):
+            seconds = f"{logs['timing/validation']:.1f} s"
+            parts = [f"step {state.global_step}/{state.max_steps}", "validation", *scores, seconds]
+            print(PROGRESS + "  ".join(parts), file=sys.stdout, flush=True)
         if not state.is_world_process_zero or not logs or not logs.keys() & {"loss", "reward"} or done <= 0:
             return  # the summary at the end, where nothing of a step is left to show
         seconds = (time.perf_counter() - self.started) / done
@@ -60,6 +66,12 @@ class ProgressLine(TrainerCallback):
         shown = [text.format(logs[name]) for name, text in SHOWN.items() if isinstance(logs.get(name), float)]
         parts = [f"step {state.global_step}/{state.max_steps}", *shown, f"{seconds:.1f} s/step", f"left {clock(left)}"]
         print(PROGRESS + "  ".join(parts), file=sys.stdout, flush=True)
+
+
+def validation_scores(logs: dict[str, Any]) -> list[str]:
+    """`openai/gsm8k mean@1 0.452` of each data source that a validation has logged (perl.training.validation)."""
+    found = (re.fullmatch(r"val-core/(.+)/acc/(mean@\d+)", name) for name in logs)
+    return [f"{match[1]} {match[2]} {logs[match[0]]:.3f}" for match in found if match]
 
 
 class StopOnSignal(TrainerCallback):
@@ -119,6 +131,10 @@ class StopOnSignal(TrainerCallback):
             self.received = int(number.item())
         if self.received and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """A signal during a validation ends the run with the step before it."""
+        self.on_step_end(args, state, control)
 
     def raise_if_stopped(self, args: Any, state: Any, run_dir: Path) -> None:
         """After `trainer.train()`, on every process: Stopped, with how to go on, if a signal has ended the training."""

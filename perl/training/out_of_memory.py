@@ -19,6 +19,7 @@ PHASE_NAMES = {
     "setup": "before the first step",
     "rollout": "in the rollout",
     "reward": "in the reward",
+    "validation": "in the validation",
     "prepare": "in the rollout",
     "old_logps": "in the log-probabilities of the old policy",
     "update": "in the update",
@@ -72,6 +73,11 @@ def changes(phase: str, config: Config) -> Iterator[str]:
     if phase == "setup":
         if config.model.dtype == "float32":
             yield change({"model.dtype": ("bfloat16", "float32")}, "half the weights' memory, rounded")
+    elif phase == "validation":
+        if config.rollout.engine == "fast":
+            bound = config.rollout.max_batch_tokens
+            yield change({"rollout.max_batch_tokens": (int(bound or 32_768) // 2, bound or "what was free")}, "slower")
+        yield halved("validation.max_new_tokens", config.validation.max_new_tokens, "cuts long answers")
     elif phase in ("rollout", "prepare", "reward"):
         if phase == "rollout" and config.rollout.engine == "fast":
             yield smaller_cache(config)
@@ -82,7 +88,7 @@ def changes(phase: str, config: Config) -> Iterator[str]:
             yield smaller_micro_batches(training)
         if phase == "update" and not training.gradient_checkpointing:
             yield change({"training.gradient_checkpointing": ("true", "false")}, "same result, a second forward")
-    if phase != "setup":
+    if phase not in ("setup", "validation"):
         yield halved("training.max_completion_length", training.max_completion_length, "cuts long answers")
         limit = config.dataset.max_prompt_length
         yield halved("dataset.max_prompt_length", limit, "drops long prompts")

@@ -28,6 +28,7 @@ from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
 from perl.training.setup import PROBLEM, build_dataset, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
+from perl.training.validation import ValidationPlan, plan_validation
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -52,6 +53,8 @@ class Checked:
     """Which problems its rows are."""
     checkpoint: str | None
     """To go on from."""
+    validation: ValidationPlan | None
+    """What the run validates on; None where no dataset is named."""
 
 
 def check_processes() -> None:
@@ -92,7 +95,13 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     dataset = build_dataset(config.dataset, tokenizer)
     require_full_batch(config.training, len(dataset))
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
-    return Checked(tokenizer=tokenizer, dataset=dataset, problems=list(problems), checkpoint=checkpoint)
+    return Checked(
+        tokenizer=tokenizer,
+        dataset=dataset,
+        problems=list(problems),
+        checkpoint=checkpoint,
+        validation=plan_validation(config, tokenizer, set(problems)),
+    )
 
 
 def check_training(training: TrainingConfig) -> None:

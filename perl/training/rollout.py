@@ -8,7 +8,8 @@ pool of engines in other processes, which are sent the adapter, would be another
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from perl.config.schema import RolloutConfig
 from perl.engines.attention import stock_attention
 from perl.engines.decoder import Decoder
 from perl.engines.sequence import Sequence
-from perl.engines.stock import generate_plain
+from perl.engines.stock import generate_plain, generate_stock
 from perl.errors import UserError
 from perl.noise.injector import NoiseInjector
 from perl.prompts import row_seed
@@ -37,6 +38,20 @@ class Weights(NamedTuple):
     number: int
     """Rollouts of this step before it; with `step` it names the noise and the random numbers."""
     sigma: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorRules:
+    """What a completion must keep to for being the evaluator's: nothing of TRL's generation config, or of the run's
+    generation_kwargs, is heeded."""
+
+    eos_token_ids: frozenset[int]
+    context: int | None
+    """Most tokens of prompt and completion together; None: the model names no limit."""
+
+    def room(self, prompt_ids: list[int], max_new_tokens: int) -> int:
+        """Most new tokens after this prompt."""
+        return max_new_tokens if self.context is None else min(max_new_tokens, self.context - len(prompt_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +69,8 @@ class RolloutRequest:
     """Completions of each prompt, one after the other."""
     on_finished: Callable[[int, list[int]], None] | None = None
     """Told a completion's place and tokens as soon as it ends, while others are drawn, by samplers that know."""
+    rules: EvaluatorRules | None = None
+    """Complete as the evaluator does, by `sampling` and `seeds` alone; None: a rollout, as TRL asks for it."""
 
 
 class Completions(NamedTuple):
@@ -116,18 +133,25 @@ class RolloutPolicy:
             batching_config.return_logprobs = True
         require_possible(generation_kwargs)
         self.merge = RolloutMerge(model, config.merge_adapter)
-        capture = config.capture_graphs
-        self.decoder = Decoder(
-            model,
-            eos_token_ids=token_ids(generation_config.eos_token_id),
-            pad_token_id=int(generation_config.pad_token_id),  # type: ignore[arg-type]
+        self.kernel = device.paged_attention(kernels)
+        further = {name: value for name, value in generation_kwargs.items() if name not in SERVED}
+        self.decoder = self._make_decoder(token_ids(generation_config.eos_token_id), further)
+
+    def _make_decoder(self, eos_token_ids: Collection[int], generation_kwargs: dict[str, Any]) -> Decoder:
+        config, capture = self.config, self.config.capture_graphs
+        return Decoder(
+            self.model,
+            eos_token_ids=eos_token_ids,
+            pad_token_id=int(self.generation_config.pad_token_id),  # type: ignore[arg-type]
             max_batch_tokens=None if config.max_batch_tokens is None else int(config.max_batch_tokens),
             capture=device.captures_by_default() if capture == "auto" else capture,
-            kernel=device.paged_attention(kernels),
-            generation_kwargs={name: value for name, value in generation_kwargs.items() if name not in SERVED},
+            kernel=self.kernel,
+            generation_kwargs=generation_kwargs,
         )
 
     def complete(self, request: RolloutRequest) -> Completions:
+        if request.rules is not None:
+            return self._complete_by(request.rules, request)
         sequences = [
             Sequence(tuple(prompt), seed, request.sampling.max_new_tokens)
             for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
@@ -147,6 +171,24 @@ class RolloutPolicy:
         metrics = {} if error is None else {"rollout/merge_rounding_error": error}
         return Completions([s.token_ids for s in sequences], [s.logprobs for s in sequences], metrics)
 
+    def _complete_by(self, rules: EvaluatorRules, request: RolloutRequest) -> Completions:
+        """By the decode loop, or the model's own `generate` under the engine of that name. The loop is another one
+        than that of rollouts, whose cache and captured graphs stay as they are; there is no noise."""
+        sampling = request.sampling
+        sequences = [
+            Sequence(tuple(prompt), seed, rules.room(prompt, sampling.max_new_tokens))
+            for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
+        ]
+        decoder = self._make_decoder(rules.eos_token_ids, {})
+        run = decoder.run if self.config.engine != "generate" else functools.partial(_stock_batches, decoder)
+        with self.gathered(), sampling_weights(self.model, None, request.weights), self.merge.applied():
+            for sequence in run(sequences, sampling):
+                if request.on_finished is not None:
+                    request.on_finished(sequence.index, sequence.token_ids)
+        decoder.release()
+        device.empty_cache()
+        return Completions([s.token_ids for s in sequences], [s.logprobs for s in sequences])
+
     def not_comparable(self, sampling: Sampling) -> str | None:
         own = self.config.engine in ("fast", "generate")
         if own or not (self.generation_kwargs or sampling.truncates):
@@ -163,6 +205,24 @@ class RolloutPolicy:
                 progress_bar=False,
             ).values()
         return Completions([o.generated_tokens for o in outputs], [o.logprobs for o in outputs])
+
+
+def _stock_batches(decoder: Decoder, sequences: list[Sequence], sampling: Sampling) -> Iterator[Sequence]:
+    """Complete `sequences` by the model's own `generate`, in batches of the decoder's size: a sharded model would take
+    all of them at once."""
+    for first in range(0, len(sequences), decoder.max_num_seqs):
+        batch = sequences[first : first + decoder.max_num_seqs]
+        for sequence in generate_stock(
+            decoder.model,
+            batch,
+            sampling,
+            eos_token_ids=decoder.eos_token_ids,
+            pad_token_id=decoder.pad_token_id,
+            max_batch_tokens=decoder.max_batch_tokens,
+            max_num_seqs=decoder.max_num_seqs,
+        ):
+            sequence.index += first
+            yield sequence
 
 
 @contextlib.contextmanager

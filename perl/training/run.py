@@ -28,6 +28,7 @@ from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.setup import load_model
+from perl.training.validation import Validation
 
 if TYPE_CHECKING:
     from perl.training.trainer import PerlGRPOTrainer
@@ -73,6 +74,7 @@ def train(argv: Sequence[str]) -> Path:
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 grade_early=grade_early(config.reward.functions, context),
+                validation=open_validation(config, run_dir, checked, grader),
                 write_card=functools.partial(write_training_card, run_dir),
                 callbacks=[
                     MetricsWriter(run_dir / "metrics.jsonl"),
@@ -139,6 +141,14 @@ def open_run(run_dir: Path, config: Config, parsed: Parsed, checked: Checked) ->
         # transformers pickles its arguments into every checkpoint; the hub reads the token from the environment too.
         os.environ.setdefault("HF_TOKEN", config.training.hub_token)
         config.training.hub_token = None
+
+
+def open_validation(config: Config, run_dir: Path, checked: Checked, grader: Grader) -> Validation | None:
+    """What validates while the model trains; None where no dataset is named."""
+    if checked.validation is None:
+        return None
+    engine, training = "vllm" if config.training.use_vllm else "hf", config.training
+    return Validation(checked.validation, grader, run_dir, engine, training.process_index, training.world_size)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
             -> _generate_and_score_…      advantages    + old log-probabilities of the noisy policy, on request
             -> _prepare_inputs            micro-batches microbatches.MicroBatcher
             -> _compute_loss              loss          packing: log-probabilities; loss: importance ratio; TRL's loss
+    _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
     log, _save_checkpoint                               + aqn/… metrics; rollout_state: rollouts still to be used
 
 `with self.clock(…)` marks the phases that perl/training/metrics.py measures; what is in none is the update.
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.models.utils import unwrap_model_for_generation
@@ -62,6 +64,7 @@ from perl.training.rollout import (
     sampling_of,
     sampling_weights,
 )
+from perl.training.validation import Validation
 from perl.training.vllm_sampler import VLLMSampler
 from perl.training.vllm_sync import VLLMSync
 
@@ -104,6 +107,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
         grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
+        validation: what is asked for scores while the model trains.
         write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
     """
 
@@ -119,6 +123,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         grade_early: Callable[[str, dict[str, Any]], None] | None = None,
+        validation: Validation | None = None,
         write_card: Callable[[Path, list[dict[str, Any]]], None] | None = None,
         **kwargs: Any,
     ):
@@ -140,6 +145,10 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
+        self.validation = validation
+        self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
+        if validation is not None:
+            self.add_callback(validation)
         self.plan = plan_update(
             self._policy(),
             loss_type=self.loss_type,
@@ -437,7 +446,29 @@ class PerlGRPOTrainer(GRPOTrainer):
             self.optimizer = self.adapter.optimizer(self.model, self.adapter_config, optimizer_class, optimizer_kwargs)
         return super().create_optimizer(*args, **kwargs)
 
+    # Validation
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """transformers comes here before the first step, and between a step's log and its checkpoint where
+        `Validation` has asked for it. The training's metrics, random numbers and rollouts are left as they are."""
+        assert self.validation is not None
+        found: dict[str, float] = {}
+        if self.validation.due(self.state.global_step, self.state.max_steps):
+            where = self.accelerator.device
+            devices = [] if where.type == "cpu" else [where]
+            with self.clock("validation"), torch.random.fork_rng(devices, device_type=where.type):
+                found = self.validation.run(self.state.global_step, self.sampler, self._save_adapter)
+            Trainer.log(self, dict(found))  # TRL's own would flush the metrics of the steps since its last
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        return found
+
     # Logging and checkpoints
+
+    def _save_adapter(self, folder: Path) -> None:
+        """The adapter and the tokenizer, without transformers' pickled arguments. Every process must come here."""
+        self.save_model(str(folder), _internal_call=True)  # pushed to no hub
+        if self.accelerator.is_main_process:
+            (folder / "training_args.bin").unlink(missing_ok=True)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -5,18 +5,48 @@ What is ours is how vLLM gets the policy (perl/training/vllm_sync.py), and what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from perl.records import Sampling
-from perl.training.rollout import Completions, RolloutRequest
+from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest
 from perl.training.vllm_sync import Gather, VLLMSync
 
 OfAllProcesses = Callable[[list[int]], torch.Tensor]
 """[processes, numbers]: the numbers that each process gives."""
+
+
+class SeededLLM:
+    """A vllm.LLM that gives each completion its own seed and length, (seed, most new tokens) in `rows`."""
+
+    def __init__(self, llm: Any, rows: list[tuple[int, int]]):
+        self.llm, self.rows = llm, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.llm, name)
+
+    def generate(self, prompts: Any, sampling_params: Any, **kwargs: Any) -> Any:
+        own = [sampling_params.clone() for _ in self.rows]
+        for parameters, (seed, most) in zip(own, self.rows, strict=True):
+            parameters.seed, parameters.max_tokens = seed, most
+        return self.llm.generate(prompts, sampling_params=own, **kwargs)
+
+
+@contextlib.contextmanager
+def replaced(thing: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Inside, attributes of `thing` have these values."""
+    before = {name: getattr(thing, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(thing, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
 
 
 class VLLMSampler:
@@ -77,10 +107,35 @@ class VLLMSampler:
         if request.weights.step != self._synced_step:
             self.client.sync_weights()
             self._synced_step = request.weights.step
+        if request.rules is not None:
+            return self._complete_by(request.rules, request)
         _, token_ids, logprobs, _ = self.client.generate(
             prompts=request.prompt_ids, images=None, num_generations=request.group_size
         )
         return Completions(token_ids, [[drawn for drawn, *_ in of_tokens] for of_tokens in logprobs])
+
+    def _complete_by(self, rules: EvaluatorRules, request: RolloutRequest) -> Completions:
+        """As the evaluator's vLLM draws. TRL's client draws with its own fields: they have other values meanwhile. A
+        server takes one seed and one length for all completions; it is asked for greedy ones only."""
+        sampling, ends = request.sampling, sorted(rules.eos_token_ids)
+        rooms = [rules.room(prompt, sampling.max_new_tokens) for prompt in request.prompt_ids]
+        values = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        values |= {"repetition_penalty": sampling.repetition_penalty, "max_completion_length": min(rooms)}
+        values |= {"generation_kwargs": {"stop_token_ids": ends}, "structured_outputs_regex": None}
+        if not self.elsewhere:
+            rows = list(zip(request.seeds, rooms, strict=True))
+            values["llm"] = SeededLLM(self.client.llm, self._of_tensor_parallel(rows))
+        with replaced(self.client, values):
+            _, token_ids, _, _ = self.client.generate(prompts=request.prompt_ids, images=None, num_generations=1)
+        return Completions(token_ids, [[] for _ in token_ids])
+
+    def _of_tensor_parallel(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of all processes that share an engine, which each gives it all of."""
+        if self.client.tensor_parallel_size == 1:
+            return rows
+        found: list[Any] = [None] * self.client.tensor_parallel_size
+        torch.distributed.all_gather_object(found, rows, group=self.client.tp_group)
+        return [row for own in found for row in own]
 
     def not_comparable(self, sampling: Sampling) -> str | None:
         if not self._scaled and sampling.temperature != 1.0:

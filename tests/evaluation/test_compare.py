@@ -10,7 +10,7 @@ import pytest
 from perl.__main__ import main
 from perl.errors import UserError
 from perl.evaluation.compare import compare, verdict
-from perl.evaluation.statistics import paired_difference
+from perl.scoring.statistics import paired_difference
 
 
 def write_results(folder: Path, scores: dict[str, list[float]], dataset: str = "gsm8k", **summary) -> Path:

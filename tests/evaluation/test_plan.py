@@ -5,9 +5,10 @@ import pytest
 
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
-from perl.evaluation.plan import choose_sampling, cluster_of, folder_name, make_plan, make_plans, problem_keys
+from perl.evaluation.plan import choose_sampling, make_plan, make_plans
 from perl.prompts import row_seed
 from perl.records import Problem
+from perl.scoring.samples import cluster_of, folder_name, problem_keys
 from tests.tiny import tiny_tokenizer
 
 

@@ -353,3 +353,30 @@ def test_a_figure_needs_a_training_and_scores(tmp_path):
     quickstart_folder(tmp_path / "all")
     with pytest.raises(UserError, match=r"--figure .*No such file"):
         main(["report", str(tmp_path / "all"), "--figure", str(tmp_path / "no" / "a.svg")])
+
+
+# Validation
+
+
+def test_validations_are_a_chart_and_their_samples_no_evaluation(tmp_path):
+    """Before the first step, and after a step that was logged by itself; verl's name is the metric's."""
+    name = "val-core/openai/gsm8k/acc/mean@4"
+    rows = [
+        {"step": 0, name: 0.25},
+        logged(1),
+        logged(2),
+        {"step": 2, name: 0.5, "val-aux/openai/gsm8k/truncated": 0.0},
+    ]
+    write_training(tmp_path / "run", rows)
+    write_results(tmp_path / "run" / "validation" / "step-2" / "gsm8k", [record("a")])
+    material = read_material([tmp_path / "run"])
+    assert material.runs == []
+    run = material.training
+    assert run is not None
+    assert (run.steps, run.points(name)) == ([0, 1, 2], [(0, 0.25), (2, 0.5)])
+    assert [step for step, _ in run.points("reward")] == [1, 2]
+    first, *_ = figures.of_training(run)
+    assert first.title == "Validation"
+    assert "openai/gsm8k: 0.25 at step 0, 0.5 at step 2" in first.chart
+    assert name in figures.shown_metrics(run)
+    assert len(read_material([tmp_path / "run", tmp_path / "run" / "validation" / "step-2"]).runs) == 1

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from perl.evaluation.statistics import Estimate, clustered_bootstrap, majority_at_k, pass_at_k, powers_of_two
+from perl.scoring.statistics import Estimate, clustered_bootstrap, majority_at_k, pass_at_k, powers_of_two
 
 
 def test_pass_at_k_is_chens_estimator():

@@ -1,0 +1,134 @@
+"""The samples of a dataset: each problem's key and prompt, each completion's seed, and its graded record.
+
+Evaluation and validation make theirs here, so that they ask, draw and write down the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perl.errors import UserError
+from perl.prompts import PromptStyle, build_messages, encode, row_seed
+from perl.records import Completion, Grade, Problem, Sample, Sampling
+from perl.results import SampleRecord
+from perl.tasks import TASKS
+from perl.tasks.trained import problem_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def make_samples(
+    problems: Sequence[Problem],
+    dataset: str,
+    sampling: Sampling,
+    styles: Mapping[str, PromptStyle],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Sample]:
+    """`sampling.n` samples of each problem, side by side.
+
+    Args:
+        dataset: `Sample.dataset`.
+        styles: how prompts are built, by task.
+    """
+    samples = []
+    for problem, key in zip(problems, problem_keys(problems), strict=True):
+        messages = build_messages(problem, styles[problem.task])
+        token_ids = tuple(encode(tokenizer, messages))
+        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        samples += [
+            Sample(
+                token_ids=token_ids,
+                seed=row_seed(sampling.seed, key, index),
+                sampling=sampling,
+                dataset=dataset,
+                key=key,
+                index=index,
+                problem=problem,
+                prompt_text=text,
+            )
+            for index in range(sampling.n)
+        ]
+    return samples
+
+
+def folder_name(spec: str) -> str:
+    """gsm8k for gsm8k, open-r1_DAPO-Math-17k-Processed for the hub's name, test for data/test.parquet."""
+    path = Path(spec).expanduser()
+    if spec not in TASKS and path.exists():
+        spec = path.resolve().stem if path.is_file() else path.resolve().name
+    return re.sub(r"[^\w.\-]+", "_", spec).strip("._") or "dataset"
+
+
+def sampling_of_task(task: str, given: Mapping[str, Any], flag: str = "--") -> Sampling:
+    """The task's own sampling, with what is given over it; greedy is one sample a problem where nothing else is said.
+
+    Args:
+        given: fields of Sampling that the user has set.
+        flag: what stands before a field's name in a flag, for messages.
+    """
+    sampling = replace(TASKS[task].sampling, **given)
+    if sampling.temperature == 0 and "n" not in given:
+        sampling = replace(sampling, n=1)
+    if sampling.top_p == 0:
+        raise UserError(f"{flag}top_p 0: leaves no token to sample; write 1 for off, or {flag}temperature 0 for greedy")
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise UserError(
+            f"{flag}n {sampling.n} with temperature 0: greedy completions of a problem are all the same;"
+            f" write {flag}temperature 1, or {flag}n 1"
+        )
+    return sampling
+
+
+def style_of_task(task: str, system_prompt: str | None, examples: tuple[tuple[str, str], ...] = ()) -> PromptStyle:
+    """The task's style with the user's system prompt, and (question, worked answer) pairs before each question."""
+    style = TASKS[task].style
+    if system_prompt is not None:
+        style = replace(style, system_prompt=system_prompt)
+    return replace(style, few_shot=examples) if examples else style
+
+
+def problem_keys(problems: Sequence[Problem]) -> list[str]:
+    """A key for each problem: 16 hexadecimal digits of its content, and which of the equal ones it is. The order in
+    which a dataset lists different problems does not change a key."""
+    seen: Counter[str] = Counter()
+    keys = []
+    for problem in problems:
+        digest = problem_hash(problem)
+        keys.append(f"{digest}-{seen[digest]}")
+        seen[digest] += 1
+    return keys
+
+
+def cluster_of(key: str) -> str:
+    """Equal problems are one cluster: their answers are no independent evidence."""
+    return key.partition("-")[0]
+
+
+def record_of(sample: Sample, completion: Completion, grade: Grade, engine: str) -> SampleRecord:
+    """A line of samples.jsonl."""
+    return {
+        "key": sample.key,
+        "sample": sample.index,
+        "seed": sample.seed,
+        "task": sample.problem.task,
+        "source": sample.problem.source,
+        "prompt": sample.prompt_text,
+        "gold": sample.problem.gold,
+        "completion": completion.text,
+        "score": grade.score,
+        "scores": grade.scores,
+        "extracted": grade.extracted,
+        "reason": grade.reason,
+        "prompt_tokens": len(sample.token_ids),
+        "tokens": len(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "time": round(completion.seconds, 4),
+        "engine": engine,
+        "error": completion.error,
+    }

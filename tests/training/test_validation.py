@@ -1,0 +1,432 @@
+"""Validation: what it scores is what perl/eval.py scores, and the training is the same with it and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from perl.config.evaluation import EvalConfig
+from perl.config.load import parse
+from perl.engines.hf import HFEngine
+from perl.errors import Stopped, UserError
+from perl.evaluation.candidates import find_candidates
+from perl.evaluation.run import evaluate
+from perl.grading import RULES, Grader
+from perl.prompts import build_messages, encode
+from perl.records import Problem, Prompt, Sample, Sampling
+from perl.results import read_samples
+from perl.tasks import TASKS, load_problems
+from perl.tasks.trained import problem_hash
+from perl.training import validation
+from perl.training.callbacks import ProgressLine
+from perl.training.rollout import EvaluatorRules
+from perl.training.run import train
+from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, plan_validation, share_of
+from tests.tiny import END, save_tiny, tiny_tokenizer
+from tests.training.test_other_engines import in_a_process, on_cpu
+
+STEPS = {
+    "training.max_steps": 4,
+    "training.per_device_train_batch_size": 4,
+    "training.gradient_accumulation_steps": 1,
+    "training.steps_per_generation": 2,
+    "training.num_generations": 4,
+    "training.max_completion_length": 8,
+    "training.learning_rate": 0.01,
+    "training.logging_steps": 2,
+    "training.gradient_checkpointing": "false",
+    "training.save_steps": 2,
+    "noise_injection.enabled": "true",
+    "peft.r": 4,
+    "peft.lora_dropout": 0.1,
+}
+"""Noise, dropout, two updates a rollout and two steps a log: whatever could be moved by a validation between them."""
+STYLE = TASKS["gsm8k"].style
+VALIDATION = {"validation.every_steps": 1, "validation.max_new_tokens": 24}
+CORE = "val-core/openai/gsm8k/acc/mean@"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """model/, eight sums to train on, seven others to validate on (the last a repeat), and a reward. The base model
+    "solves" every second of the others: a random one is never right by itself."""
+    folder = tmp_path_factory.mktemp("made")
+    engine = HFEngine(str(save_tiny(folder / "model", scale=4.0)))
+
+    def answer(question: str) -> str:
+        ids = encode(engine.tokenizer, build_messages(Problem(task="gsm8k", question=question, gold=""), STYLE))
+        prompt = Prompt(token_ids=tuple(ids), seed=0)
+        (_, completion), *_ = engine.generate([prompt], Sampling(temperature=0.0, max_new_tokens=24))
+        return RULES["flexible"].extract(completion.text) or "7"
+
+    def rows(numbers: Any, solved: int = 0) -> str:
+        asked = [f"What is {i} + 3 ?" for i in numbers]
+        golds = [answer(text) if solved and i % solved == 0 else str(i) for i, text in enumerate(asked)]
+        pairs = zip(asked, golds, strict=True)
+        return "".join(json.dumps({"question": text, "answer": f"#### {gold}"}) + "\n" for text, gold in pairs)
+
+    (folder / "sums.jsonl").write_text(rows(range(8)))
+    (folder / "others.jsonl").write_text(rows([*range(11, 17), 11], solved=2))
+    (folder / "digits.py").write_text(
+        "def digits(completions, **kwargs):\n"
+        "    texts = [c[0]['content'] for c in completions]\n"
+        "    return [sum(x.isdigit() for x in t) / max(len(t), 1) for t in texts]\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags(made):
+    """`flags(name=value, …)`: flags of a run in whose names __ is a dot."""
+    given = STEPS | {
+        "model.model_name_or_path": made / "model",
+        "dataset.dataset_name_or_path": made / "sums.jsonl",
+        "reward.functions": json.dumps([f"{made / 'digits.py'}:digits"]),
+    }
+
+    def make(*more: dict, **changes: Any) -> list[str]:
+        both: dict[str, Any] = dict(given)
+        for each in more:
+            both |= each
+        both |= {name.replace("__", "."): value for name, value in changes.items()}
+        return [word for name, value in both.items() for word in (f"--config.{name}", str(value))]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def validated(made, flags, tmp_path_factory) -> Path:
+    """A run that was validated greedily before it and after each of its four steps."""
+    folder = tmp_path_factory.mktemp("validated") / "run"
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")]), "validation.save_best": "true"}
+    return train(flags(VALIDATION, datasets, training__output_dir=folder, training__report_to="tensorboard"))
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def validations(run: Path, n: int = 1) -> dict[int, float]:
+    found = [(row["step"], row[f"{CORE}{n}"]) for row in rows_of(run) if f"{CORE}{n}" in row]
+    assert len(dict(found)) == len(found), "a step was validated twice"
+    return dict(found)
+
+
+def without_time(records: dict) -> dict:
+    return {row: {k: v for k, v in record.items() if k != "time"} for row, record in records.items()}
+
+
+def samples(run: Path, step: int, name: str = "others") -> dict:
+    return without_time(read_samples(run / "validation" / f"step-{step}" / name / "samples.jsonl"))
+
+
+def evaluated(made: Path, adapter: Path | None, folder: Path, **settings: Any) -> dict:
+    settings = {"max_new_tokens": 24} | settings
+    words = [str(adapter)] if adapter else None
+    evaluate(EvalConfig(str(made / "model"), str(made / "others.jsonl"), str(folder), words, **settings))
+    return without_time(read_samples(folder / "others" / "samples.jsonl"))
+
+
+def test_it_equals_the_evaluator_row_by_row(made, validated, tmp_path):
+    assert list(validations(validated)) == [0, 1, 2, 3, 4]
+    theirs = evaluated(made, validated / "checkpoint-4", tmp_path / "after")
+    assert samples(validated, 4) == theirs
+    assert len(theirs) == 7
+    assert validations(validated)[0] > 0
+    assert samples(validated, 0) != theirs  # or the adapter would change nothing
+    summary = json.loads((tmp_path / "after" / "others" / "summary.json").read_text())
+    ours = json.loads((validated / "validation" / "step-4" / "others" / "summary.json").read_text())
+    same = set(summary) - {"adapter", "adapter_hash", "generation", "merge", "max_model_len", "provenance"}
+    assert {name: ours[name] for name in same - {"trained_on"}} == {
+        name: summary[name] for name in same - {"trained_on"}
+    }
+    assert ours["metrics"]["accuracy"]["value"] == validations(validated)[4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fast", "generate"])
+def test_it_equals_the_evaluator_where_completions_are_sampled(made, flags, tmp_path, engine):
+    """The seeds are the evaluator's too; what transformers' own `generate` draws by them is the same."""
+    sampled = {"validation.n": 4, "validation.temperature": 0.7, "validation.datasets": f'["{made / "others.jsonl"}"]'}
+    run = train(flags(VALIDATION, sampled, training__output_dir=tmp_path / "run", rollout__engine=engine))
+    theirs = evaluated(made, run / "checkpoint-4", tmp_path / "after", n=4, temperature=0.7)
+    assert samples(run, 4) == theirs
+    metrics = json.loads((tmp_path / "after" / "others" / "summary.json").read_text())["metrics"]
+    (row,) = [row for row in rows_of(run) if row["step"] == 4 and f"{CORE}4" in row]
+    assert row[f"{CORE}4"] == metrics["avg@4"]["value"]
+    assert row["val-core/openai/gsm8k/acc/pass@4"] == metrics["pass@4"]["value"]
+    assert row["val-aux/openai/gsm8k/acc/pass@2"] == metrics["pass@2"]["value"]
+    assert row["val-core/openai/gsm8k/acc/maj@4"] == metrics["maj@4"]["value"]
+
+
+@pytest.mark.parametrize("engine", ["fast", pytest.param("generate", marks=pytest.mark.slow)])
+def test_the_training_is_the_same_without_it(made, flags, validated, tmp_path, engine):
+    """Adapter, optimizer, random numbers, rollouts still to be used, and each metric of the steps."""
+    run = validated
+    if engine != "fast":
+        datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "validation.n": 2}
+        datasets |= {"validation.temperature": 1.0, "rollout.engine": engine}
+        run = train(flags(VALIDATION, datasets, training__output_dir=tmp_path / "validated"))
+    plain = train(flags(training__output_dir=tmp_path / "plain", rollout__engine=engine))
+    assert not (plain / "validation").exists()
+    for checkpoint in ("checkpoint-2", "checkpoint-4", "adapter"):
+        ours, theirs = (load_file(folder / checkpoint / "adapter_model.safetensors") for folder in (run, plain))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ("rng_state.pth", "optimizer.pt", "rollout_state_0.pt"):
+        ours, theirs = (torch.load(folder / "checkpoint-2" / name, weights_only=False) for folder in (run, plain))
+        assert str(ours) == str(theirs)
+    clocks = ("time", "timing/", "perf/", "step_time", "train_")
+    ours, theirs = (
+        [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows_of(folder) if "reward" in row]
+        for folder in (run, plain)
+    )
+    assert ours == theirs
+    assert len(ours) == 2
+
+
+def in_a_child(argv: list[str]) -> None:
+    on_cpu()
+    train(argv)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_in_the_trainers_process_validates_and_changes_nothing(made, flags, tmp_path):
+    """Real vLLM, each completion with its own seed: two validations of the same weights give the same texts."""
+    engine = {"rollout.engine": "vllm", "noise_injection.enabled": "false", "training.vllm_max_model_length": 96}
+    datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "validation.n": 2}
+    datasets |= {"validation.temperature": 1.0, "training.output_dir": tmp_path / "run"}
+    in_a_process(in_a_child, flags(engine, VALIDATION, datasets))
+    in_a_process(in_a_child, flags(engine, training__output_dir=tmp_path / "plain"))
+    ours, theirs = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("run", "plain"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert list(validations(tmp_path / "run", n=2)) == [0, 1, 2, 3, 4]
+    base, last = samples(tmp_path / "run", 0), samples(tmp_path / "run", 4)
+    assert {record["engine"] for record in base.values()} == {"vllm"}
+    assert len({record["completion"] for record in base.values()}) > 7  # the two samples of a problem differ
+    assert len({key for key in base if base[key]["completion"] != last[key]["completion"]}) > 0
+    assert max(record["tokens"] for record in base.values()) == 24
+    repeat = {key: value for key, value in datasets.items() if key != "training.output_dir"}
+    again = flags(engine, VALIDATION, repeat, training__output_dir=tmp_path / "again", training__max_steps=1)
+    in_a_process(in_a_child, again)
+    assert samples(tmp_path / "again", 0) == base
+
+
+def test_the_best_adapter_is_kept(validated, made):
+    best = json.loads((validated / "best" / "best.json").read_text())
+    scores = validations(validated)
+    assert scores.pop(0) > max(scores.values())  # the base, which is no adapter to keep
+    assert best["metric"] == f"{CORE}1"
+    assert best["value"] == max(scores.values())
+    assert best["step"] == min(step for step, score in scores.items() if score == best["value"])
+    assert not (validated / "best" / "training_args.bin").exists()
+    assert not (validated / ".best.partial").exists()
+    (candidate,) = find_candidates([str(validated / "best")])
+    assert candidate.step == best["step"]
+
+
+def test_tensorboard_gets_the_scores(validated):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(next(validated.rglob("events.out.tfevents.*")).parent))
+    events.Reload()
+    found = {event.step: event.value for event in events.Scalars(f"train/{CORE}1")}
+    assert found == pytest.approx(validations(validated))
+
+
+def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validated, tmp_path, monkeypatch):
+    """As if the run had been killed in the validation of step 2, whose checkpoint stood, and had been best before."""
+    run = tmp_path / "run"
+    shutil.copytree(validated, run)
+    rows = [row for row in rows_of(run) if row["step"] < 2 or (row["step"] == 2 and "reward" in row)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = validations(run)
+    assert list(before) == [0, 1]
+    shutil.rmtree(run / "checkpoint-4")
+    best = {"step": 1, "metric": f"{CORE}1", "value": 1.0, "metrics": {}}
+    (run / "best" / "best.json").write_text(json.dumps(best))
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")]), "validation.save_best": "true"}
+    train(flags(VALIDATION, datasets, training__output_dir=run, training__resume_from_checkpoint="true"))
+    assert validations(run) == validations(validated)
+    assert json.loads((run / "best" / "best.json").read_text()) == best  # no later one was better
+
+
+def test_a_signal_in_a_validation_ends_the_run_with_the_step_before_it(made, flags, tmp_path, monkeypatch):
+    complete = Validation.complete
+
+    def interrupted(self, step, *rest):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return complete(self, step, *rest)
+
+    monkeypatch.setattr(Validation, "complete", interrupted)
+    datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "training.output_dir": tmp_path / "run"}
+    with pytest.raises(Stopped, match="SIGTERM after step 1 of 4, checkpoint-1 is saved"):
+        train(flags(VALIDATION, datasets))
+    assert list(validations(tmp_path / "run")) == [0, 1]
+    monkeypatch.undo()
+    train(flags(VALIDATION, datasets, training__resume_from_checkpoint="true"))
+    assert list(validations(tmp_path / "run")) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"datasets": '["no_such_task"]'}, r"^--config.validation.datasets: unknown data set 'no_such_task'"),
+        ({"datasets": "gsm8k,math500"}, r"--config.validation.datasets: expected a list.*write '\[\"gsm8k\", "),
+        ({"n": 4, "temperature": 0}, r"--config.validation.n 4 with temperature 0: .* write --config.validation.temp"),
+        ({"n": 4}, r"--config.validation.n 4 with temperature 0"),  # GSM8K's own is greedy
+        ({"every_steps": 0}, r"^--config.validation.every_steps: "),
+        ({"every_steps": -1}, r"^--config.validation.every_steps: "),
+        ({"max_new_tokens": 512}, r"^--config.validation.max_new_tokens 512: the model takes 512 tokens"),
+        ({"datasets": "[]", "save_best": "true"}, r"^--config.validation.save_best true: there is no score to choose"),
+        ({"every_step": 5}, r"unknown flag --config.validation.every_step; did you mean --config.validation.every_st"),
+    ],
+)
+def test_mistakes_are_one_line_before_a_model_is_loaded(made, flags, tmp_path, monkeypatch, changes, said):
+    monkeypatch.setattr("perl.training.run.load_model", lambda config: pytest.fail("a model was loaded"))
+    given = {"validation.datasets": f'["{made / "others.jsonl"}"]', "training.output_dir": tmp_path / "run"}
+    with pytest.raises(UserError, match=said) as caught:
+        train(flags(given, {f"validation.{name}": value for name, value in changes.items()}))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_datasets_of_one_folder_name_are_refused(made, flags, tmp_path):
+    shutil.copyfile(made / "sums.jsonl", tmp_path / "others.jsonl")
+    both = json.dumps([str(made / "others.jsonl"), str(tmp_path / "others.jsonl")])
+    with pytest.raises(UserError, match=r"^--config.validation.datasets: .* would both be written to others"):
+        train(flags(validation__datasets=both, training__output_dir=tmp_path / "run"))
+
+
+def test_a_setting_without_datasets_gets_a_warning(flags):
+    parsed = parse(flags(validation__every_steps=5))
+    assert "--config.validation.every_steps has no effect: validation.datasets is empty" in parsed.warnings
+
+
+def test_a_vllm_server_validates_greedily_only(made, flags):
+    served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "validation.temperature": 0.6}
+    served |= {"noise_injection.enabled": "false", "validation.datasets": '["gsm8k"]'}
+    with pytest.raises(UserError, match=r"^--config.validation.temperature: a vLLM server takes no seed"):
+        parse(flags(served))
+
+
+# Parts
+
+
+def sample(key: str, index: int = 0, tokens: int = 3) -> Sample:
+    problem = Problem(task="gsm8k", question=key, gold="1")
+    return Sample(
+        token_ids=(1,) * tokens, seed=0, dataset="d", key=key, index=index, problem=problem, prompt_text="text"
+    )
+
+
+ENDS = EvaluatorRules(eos_token_ids=frozenset([END]), context=8)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_sample_is_one_processs_and_all_ask_for_as_many(world_size):
+    given = [sample(f"k{i}", j, tokens=8 if i == 3 else 3) for i in range(6) for j in range(2)]
+    shares = [share_of(given, rank, world_size, ENDS) for rank in range(world_size)]
+    own = [s.id for share in shares for s in [*share.asked[: share.own], *share.overlong]]
+    assert sorted(own) == sorted(s.id for s in given)
+    assert len({len(share.asked) for share in shares}) == 1
+    assert [s.key for s in shares[0].overlong] == ["k3", "k3"]  # 8 tokens leave no room in 8
+    for share in shares:  # the samples of a problem stand side by side
+        keys = [s.key for s in share.asked]
+        assert keys[::2] == keys[1::2]
+
+
+def test_metrics_by_hand():
+    """Two problems of four samples; c = 2 and 0 correct."""
+    rows = [("a", 1.0, "5"), ("a", 0.0, "4"), ("a", 1.0, "5"), ("a", 0.0, "3"), *[("b", 0.0, None)] * 4]
+    records: list[Any] = [
+        {"key": key, "sample": i % 4, "score": score, "extracted": answer, "tokens": i, "finish_reason": "stop"}
+        for i, (key, score, answer) in enumerate(rows)
+    ]
+    records[7]["finish_reason"] = "length"
+    assert metrics_of("gsm", records, 4) == pytest.approx(
+        {
+            "val-core/gsm/acc/mean@4": 0.25,
+            "val-aux/gsm/acc/pass@2": (1 - 1 / 6) / 2,  # of the 6 pairs one has no correct answer
+            "val-aux/gsm/acc/best@2/mean": (1 - 0.5**2) / 2,  # with replacement
+            "val-core/gsm/acc/pass@4": 0.5,
+            "val-core/gsm/acc/best@4/mean": (1 - 0.5**4) / 2,
+            "val-core/gsm/acc/maj@4": 0.5,  # 5, twice, is right
+            "val-aux/gsm/truncated": 1 / 8,
+            "val-aux/gsm/mean_length": 3.5,
+        }
+    )
+
+
+def test_datasets_of_one_source_are_told_apart(made, flags, tmp_path):
+    shutil.copyfile(made / "sums.jsonl", tmp_path / "easy.jsonl")
+    row = {"data_source": "math_dapo", "prompt": [{"role": "user", "content": "1 + 1"}]}
+    row |= {"reward_model": {"ground_truth": "2"}, "ability": "math", "extra_info": {}}
+    (tmp_path / "mixed.jsonl").write_text(json.dumps(row) + "\n")
+    files = [made / "others.jsonl", tmp_path / "easy.jsonl", tmp_path / "mixed.jsonl"]
+    config = parse(flags(validation__datasets=json.dumps(list(map(str, files))))).build()
+    plan = plan_validation(config, tiny_tokenizer(), ())
+    assert plan is not None
+    assert validation.labels(plan.data_sets) == {
+        ("others", "openai/gsm8k"): "openai/gsm8k/others",
+        ("easy", "openai/gsm8k"): "openai/gsm8k/easy",
+        ("mixed", "math_dapo"): "math_dapo",
+    }
+
+
+def test_a_dataset_that_is_trained_on_gets_a_warning(made, flags, caplog):
+    config = parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build()
+    trained = {problem_hash(problem) for problem in load_problems(str(made / "others.jsonl"), limit=2)}
+    plan_validation(config, tiny_tokenizer(), trained)
+    assert "the run trains on 2 of its 6 problems" in caplog.text
+
+
+def test_a_completion_loses_its_end_token_alone():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode("7 #### 3")
+    ended = completion_of(tokenizer, {END}, [*ids, END])
+    assert (ended.token_ids, ended.finish_reason) == (tuple(ids), "stop")
+    assert completion_of(tokenizer, {END}, ids).finish_reason == "length"
+    assert completion_of(tokenizer, {END}, []).finish_reason == "length"
+
+
+def test_the_best_is_the_first_of_the_highest(made, flags, tmp_path):
+    config = parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]', validation__save_best="true")).build()
+    plan = plan_validation(config, tiny_tokenizer(), ())
+    assert plan is not None
+
+    def save(folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+    with Grader() as grader:
+        one = Validation(plan, grader, tmp_path, "hf", 0, 1)
+        for step, value in enumerate([0.2, 0.5, 0.5, 0.1]):
+            one.keep_best(step, {one.chosen_by: value}, save)
+        again = Validation(plan, grader, tmp_path, "hf", 0, 1)
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 1
+    assert again.best == 0.5
+
+
+def test_a_torn_line_counts_as_not_validated(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "m": 0.5}\n{"step": 2, "reward": 1.0}\n{"step": 3, "m": 0.')
+    assert logged_steps(file, "m") == {1}
+    assert logged_steps(tmp_path / "missing.jsonl", "m") == set()
+
+
+def test_the_progress_line_shows_the_scores(capsys):
+    state = SimpleNamespace(is_world_process_zero=True, global_step=20, max_steps=100)
+    logs = {"val-core/openai/gsm8k/acc/mean@1": 0.4521, "val-aux/openai/gsm8k/truncated": 0.0, "timing/validation": 3.0}
+    ProgressLine().on_log(None, state, None, logs=logs)
+    assert capsys.readouterr().out == "progress: step 20/100  validation  openai/gsm8k mean@1 0.452  3.0 s\n"
