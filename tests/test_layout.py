@@ -27,7 +27,7 @@ LEVELS = [
         "results",
     },
     {"tasks", "grading"},
-    {"rewards", "engines", "adapters", "noise"},
+    {"rewards", "reward_files", "engines", "adapters", "noise"},
     {"training", "evaluation", "reports"},
     {"tools", "train", "eval", "__main__"},
 ]

@@ -72,6 +72,7 @@ def train(argv: Sequence[str]) -> Path:
                 noise=config.noise_injection,
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
+                truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
                 grade_early=grade_early(config.reward.functions, context),
                 write_card=functools.partial(write_training_card, run_dir),
                 callbacks=[

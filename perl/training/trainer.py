@@ -37,6 +37,7 @@ from perl.engines.sequence import left_pad
 from perl.errors import UserError
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
+from perl.prompts import truncated
 from perl.records import Sampling
 from perl.training import rollout_state
 from perl.training.loss import (
@@ -102,7 +103,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
         rollout: the group `rollout`.
-        truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
+        truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
+        truncation: where they are cut ("left", "right", "middle").
         grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
         write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
     """
@@ -118,6 +120,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         noise: NoiseConfig,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
+        truncation: Any = "left",
         grade_early: Callable[[str, dict[str, Any]], None] | None = None,
         write_card: Callable[[Path, list[dict[str, Any]]], None] | None = None,
         **kwargs: Any,
@@ -128,7 +131,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         with _vllm_started_by(vllm_sync):
             super().__init__(*args, peft_config=peft_config, **kwargs)
         self.adapter, self.adapter_config = adapter, adapter_config
-        self.truncate_prompts_to, self.grade_early = truncate_prompts_to, grade_early
+        self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
         self.sampling_seed = self.args.seed
         self.noise: NoiseInjector | None = None
@@ -212,7 +215,7 @@ class PerlGRPOTrainer(GRPOTrainer):
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         if self.truncate_prompts_to is not None:
-            prompt_ids = [ids[-self.truncate_prompts_to :] for ids in prompt_ids]
+            prompt_ids = [truncated(ids, self.truncate_prompts_to, self.truncation) for ids in prompt_ids]
         return prompt_ids, images, multimodal_fields
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
