@@ -19,6 +19,7 @@ PHASE_NAMES = {
     "setup": "before the first step",
     "rollout": "in the rollout",
     "reward": "in the reward",
+    "advantages": "in the reward",
     "prepare": "in the rollout",
     "old_logps": "in the log-probabilities of the old policy",
     "update": "in the update",
@@ -72,7 +73,7 @@ def changes(phase: str, config: Config) -> Iterator[str]:
     if phase == "setup":
         if config.model.dtype == "float32":
             yield change({"model.dtype": ("bfloat16", "float32")}, "half the weights' memory, rounded")
-    elif phase in ("rollout", "prepare", "reward"):
+    elif phase in ("rollout", "prepare", "reward", "advantages"):
         if phase == "rollout" and config.rollout.engine == "fast":
             yield smaller_cache(config)
         if parts := smaller_rollouts(training, group):
