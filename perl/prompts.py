@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from perl.errors import UserError
 from perl.records import Message, Problem
@@ -54,6 +54,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> l
     """Token ids of `messages` under the tokenizer's chat template, ending where the assistant's turn begins."""
     ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
     return list(ids)  # type: ignore[arg-type]
+
+
+def truncated(token_ids: list[int], limit: int, side: Literal["left", "right", "middle"]) -> list[int]:
+    """At most `limit` of the tokens, those cut off being at the left, at the right, or in the middle, as verl does: the
+    first limit // 2 stay there, and the last ones."""
+    if len(token_ids) <= limit:
+        return token_ids
+    first = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    return token_ids[:first] + token_ids[len(token_ids) - (limit - first) :]
 
 
 def row_seed(seed: int, key: str, index: int) -> int:

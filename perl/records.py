@@ -24,15 +24,21 @@ class Problem:
     """One row of a task, as its source gave it."""
 
     task: str
-    """Name of the Task that grades it, a key of TASKS."""
+    """Name of the Task that grades it, a key of TASKS. Empty: none does, only a reward of the user's own."""
     question: str
     """The bare question, without any template. Empty when `messages` is given."""
     gold: str
-    """The reference answer in the form the task's rules expect ("18", not the derivation)."""
+    """The reference answer in the form the task's rules expect ("18", not the derivation). Empty: the row has none."""
     messages: tuple[Message, ...] | None = None
     """A ready-made prompt (verl's and the original DAPO schema); used verbatim instead of the task's template."""
     source: str = ""
     """Where the row came from ("train.jsonl:17"), for messages to the user."""
+    data_source: str = ""
+    """verl's name of the data: the row's own, else the task's."""
+    ground_truth: Any = field(default=None, compare=False)
+    """The answer as rewards in verl's form see it: `reward_model.ground_truth` as stored, else `gold`."""
+    extra_info: dict[str, Any] = field(default_factory=dict, compare=False)
+    """verl's column of that name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

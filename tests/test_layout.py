@@ -27,7 +27,7 @@ LEVELS = [
         "results",
     },
     {"tasks", "grading"},
-    {"rewards", "engines", "adapters", "noise", "scoring"},
+    {"rewards", "reward_files", "engines", "adapters", "noise", "scoring"},
     {"training", "evaluation", "reports"},
     {"tools", "train", "eval", "__main__"},
 ]

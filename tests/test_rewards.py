@@ -6,7 +6,7 @@ import pytest
 
 from perl.errors import UserError
 from perl.grading import Grader
-from perl.rewards import RewardContext, build_rewards, check_rewards
+from perl.rewards import RewardContext, build_rewards, check_rewards, check_tasks, grades_rows
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,49 @@ def test_conversational_completions(context):
     (accuracy,) = build_rewards(["accuracy"], context)
     chat = [[{"role": "assistant", "content": "#### 18"}], [{"role": "assistant", "content": None}], []]
     assert call(accuracy, chat, gold=["18"] * 3, task=["gsm8k"] * 3) == [1.0, 0.0, 0.0]
+
+
+STRICT = [
+    ("so it is\n#### 18", "18", 1.0),
+    ("#### 1,080", "1080", 1.0),
+    ("#### -5", "-5", 1.0),
+    ("#### $18", "18", 0.0),
+    ("#### 17\nno:\n#### 18", "18", 1.0),
+    ("#### 18\nno:\n#### 17", "18", 0.0),
+    ("#### 18 then #### none", "18", 1.0),
+    ("#### 18.", "18", 0.0),
+    ("#### 18.0", "18", 0.0),
+    ("####18", "18", 0.0),
+    ("\\boxed{18}", "18", 0.0),
+    ("18", "18", 0.0),
+    ("#### ,", "18", 0.0),
+    ("#### 18" + "." + "x" * 292, "18", 0.0),
+    ("#### 18 " + "x" * 292, "18", 1.0),
+    ("#### 18 " + "x" * 293, "18", 0.0),
+    ("", "18", 0.0),
+]
+"""Completion, gold, and what verl 0.9.1's gsm8k.compute_score(completion, gold) gives, method strict. It looks at the
+last 300 characters."""
+
+
+def test_strict_is_verls_reward_for_gsm8k(context):
+    (strict,) = build_rewards(["strict"], context)
+    texts, golds, values = zip(*STRICT, strict=True)
+    assert call(strict, texts, gold=golds, task=["gsm8k"] * len(STRICT)) == list(values)
+
+
+def test_strict_is_refused_where_no_prompt_asks_for_it():
+    check_tasks(["strict"], {"gsm8k"})
+    check_tasks(["accuracy"], {"math500"})
+    with pytest.raises(UserError, match="strict: only `#### n` counts, but the prompts of task dapo-math ask for Ans"):
+        check_tasks(["accuracy", "strict"], {"gsm8k", "dapo-math"})
+
+
+def test_which_rewards_need_a_task_and_an_answer():
+    assert [grades_rows([name]) for name in ("accuracy", "strict", "format", "overlong", "a.py:f")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+    assert grades_rows(["a.py:f", "accuracy"])
 
 
 def test_format_is_the_form_the_prompt_asks_for(context):
@@ -77,27 +120,6 @@ def test_trl_calls_rewards_as_we_are_called():
     assert 'reward_kwargs["log_metric"]' in source
 
 
-def test_a_users_own_function(context, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("def short(completions, **_):\n    return [-float(len(c)) for c in completions]\nLIMIT = 3\n")
-    (short,) = build_rewards([f"{file}:short"], context)
-    assert short.__name__ == "short"
-    assert call(short, ["ab", ""], gold=["", ""], task=["gsm8k"] * 2) == [-2.0, 0.0]
-    with pytest.raises(UserError, match="'long' is not defined there; functions there: short"):
-        check_rewards([f"{file}:long"])
-    with pytest.raises(UserError, match="'LIMIT' is no function; functions there: short"):
-        check_rewards([f"{file}:LIMIT"])
-
-
-def test_a_users_broken_file(tmp_path):
-    (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
-    with pytest.raises(UserError, match=r"syntax\.py, line 2 cannot be imported: SyntaxError"):
-        check_rewards([f"{tmp_path}/syntax.py:f"])
-    (tmp_path / "missing.py").write_text("import a_module_that_is_not_there\n")
-    with pytest.raises(UserError, match=r"missing\.py cannot be imported: ModuleNotFoundError"):
-        check_rewards([f"{tmp_path}/missing.py:f"])
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -105,33 +127,10 @@ def test_a_users_broken_file(tmp_path):
         (["accuracy", "accuracy"], "'accuracy' stands there 2 times"),
         (["nowhere.py:f"], "no such file nowhere.py"),
         (["nowhere.py"], "write path/to/file.py:function"),
-        ([], "no reward; known: accuracy, format, overlong"),
+        ([], "no reward; known: accuracy, strict, format, overlong"),
     ],
 )
 def test_wrong_names(names, message):
     with pytest.raises(UserError) as caught:
         check_rewards(names)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        (
-            "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.0",
-            "of verl's form, .*def reward.completions, gold, task, .*others.: return .compute_score.t, c",
-        ),
-        ("def f(completions): return [0.0]", "must take .*others"),
-        ("def f(answers, **others): return [0.0]", "nothing is given to f as answers"),
-        ("def f(completions, gold, weight=1.0, **others): return [0.0]", None),
-    ],
-)
-def test_a_signature_that_can_not_be_called_is_found_before_loading(tmp_path, code, said):
-    file = tmp_path / "mine.py"
-    file.write_text(code)
-    name = f"{file}:{code.partition('(')[0].removeprefix('def ')}"
-    if said is None:
-        check_rewards([name])
-        return
-    with pytest.raises(UserError, match=said):
-        check_rewards([name])

@@ -6,7 +6,7 @@ A field is a flag: `DatasetConfig.split` is `--config.dataset.split` and `datase
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
 
@@ -39,28 +39,35 @@ class ModelConfig:
     attn_implementation: str | None = None
 
 
+def data_sets(named: str | list[str]) -> list[str]:
+    """The data sets that dataset.dataset_name_or_path names."""
+    return [named] if isinstance(named, str) else list(named)
+
+
 @dataclass
 class DatasetConfig:
     """The prompts to train on.
 
     Args:
-        dataset_name_or_path: a task (gsm8k, dapo-math, …), a name on the hub, or a local file or folder.
+        dataset_name_or_path: a task (gsm8k, dapo-math, …), a name on the hub, a local file or folder, or a list of
+            them, read one after the other.
         split: split of a hub dataset or of a folder; null is the task's training split.
         task: grade every row as this task; null decides by the row's own data_source or the file's schema.
         example_numbers: use only the first so many rows.
         max_prompt_length: longest prompt in tokens; null is no limit (also `training.max_prompt_length`).
         filter_overlong_prompts: drop rows whose prompt is longer than max_prompt_length.
-        truncation: what to do with a longer prompt that was not dropped: stop with an error, or cut it on the left.
+        truncation: what to do with a longer prompt that was not dropped: stop with an error, or cut tokens off its
+            left, its right or its middle.
         system_prompt: text of a system turn before each prompt; null is the task's own.
     """
 
-    dataset_name_or_path: str = "open-r1/DAPO-Math-17k-Processed"
+    dataset_name_or_path: str | list[str] = "open-r1/DAPO-Math-17k-Processed"
     split: str | None = None
     task: str | None = None
     example_numbers: PositiveInt | None = None
     max_prompt_length: PositiveInt | None = 512
     filter_overlong_prompts: bool = True
-    truncation: Literal["error", "left"] = "error"
+    truncation: Literal["error", "left", "right", "middle"] = "error"
     system_prompt: str | None = None
 
 
@@ -144,14 +151,16 @@ class RewardConfig:
     """The reward.
 
     Args:
-        functions: names in REWARDS, or path/to/file.py:function for one of your own.
+        functions: names in REWARDS, or path/to/file.py:function for one of your own, in TRL's form or verl's.
         weights: one weight for each function; null is 1 for each (also `training.reward_weights`).
+        kwargs: further keyword arguments of your own functions in verl's form (its reward_kwargs).
         overlong_cache_length: last tokens of max_completion_length over which `overlong` falls from 0 to -1.
         deadline_s: seconds that the verification of one completion may take before it counts as wrong.
     """
 
     functions: list[str] = field(default_factory=lambda: ["accuracy"])
     weights: list[float] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
     overlong_cache_length: NonNegativeInt = 64
     deadline_s: NonNegativeFloat = 5.0
 

@@ -31,6 +31,11 @@ class Rule:
     def state(self, answer: str) -> str:
         return self.form.replace("{answer}", answer)
 
+    def accepts(self, completion: str, gold: str) -> bool:
+        """Whether the completion states the gold, as texts."""
+        written = self.extract(completion)
+        return written is not None and self.normalize(written) == self.normalize(gold)
+
 
 # ---------------------------------------------------------------------------------------------------------- numbers
 
@@ -78,6 +83,13 @@ def _extract_strict(completion: str) -> str | None:
     match = last_match(_STRICT, completion)
     answer = match[1].rstrip(".,") if match else ""
     return answer or None
+
+
+def _extract_verl_strict(completion: str) -> str | None:
+    """verl's gsm8k.py, method strict: the last `#### n` among the last 300 characters, a full stop behind it being part
+    of n."""
+    match = last_match(_STRICT, completion[-300:])
+    return match[1] if match else None
 
 
 def _extract_flexible(completion: str) -> str | None:
@@ -159,6 +171,7 @@ def normalize_answer(answer: str) -> str:
 
 RULES: dict[str, Rule] = {
     "strict": Rule(_extract_strict, lambda answer: plain(answer).replace(",", "").strip(), "#### {answer}"),
+    "verl_strict": Rule(_extract_verl_strict, lambda answer: answer.replace(",", ""), "#### {answer}"),
     "flexible": Rule(_extract_flexible, normalize_number, "The answer is {answer}."),
     "answer_line": Rule(_extract_answer_line, normalize_answer, "Answer: {answer}"),
     "boxed": Rule(_extract_boxed, normalize_answer, "\\boxed{{answer}}"),

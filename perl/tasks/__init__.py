@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 from perl.errors import UserError, lookup, nearest
@@ -15,7 +16,7 @@ from perl.records import Problem
 from perl.tasks.files import SUFFIXES, Row, find_files, read_rows
 from perl.tasks.hub import Hub, hub_rows
 from perl.tasks.registry import DATA_SOURCES, HUBS, SCHEMA_TASKS, TASKS, Task
-from perl.tasks.schemas import SCHEMAS, Fields, asked_form, read_fields
+from perl.tasks.schemas import SCHEMAS, Fields, asked_form, gold_text, read_fields
 
 __all__ = [
     "HUBS",
@@ -48,7 +49,11 @@ def _plain(name: str) -> str:
 
 
 def load_problems(
-    spec: str, split: str | None = None, limit: int | None = None, task: str | None = None
+    spec: str,
+    split: str | None = None,
+    limit: int | None = None,
+    task: str | None = None,
+    graded: bool = True,
 ) -> list[Problem]:
     """The problems of a data set.
 
@@ -58,17 +63,20 @@ def load_problems(
         split: default: the task's evaluation split; in a folder test, else train. A single file is one split.
         limit: keep only the first `limit` problems.
         task: grade every row as this task, whatever the row says.
+        graded: the rows are graded by their tasks. False, where only rewards of the user's own score them: a row may
+            lack an answer, or name a data source that is no task of ours.
     """
     spec = data_name(spec)
     if task is not None:
         lookup(TASKS, task, "task")
     reasons: Counter[tuple[str, str, str]] = Counter()
-    problems = _problems(rows_of(spec, split, task), reasons)
+    problems = _problems(rows_of(spec, split, task), reasons, graded)
     if (known := HUBS.get(spec.partition(":")[0])) and known[1].repeats:
         problems = _without_repeats(problems, spec)
     result = list(itertools.islice(problems, limit))
     for (file, name, why), count in reasons.items():
-        logger.info("%s: %d rows are graded as task %s: %s", file, count, name, why)
+        place = spec if Path(spec).name == file else f"{spec} ({file})"
+        logger.info("%s: %d rows are graded %s: %s", place, count, f"as task {name}" if name else "by no task", why)
     if not result:
         raise UserError(f"{spec}: no rows" + (f" in split {split!r}" if split else ""))
     return result
@@ -110,46 +118,77 @@ def source_of(spec: str, split: str | None) -> tuple[str, ...]:
     return hub.repo, hub.config or "", split or hub.eval_split
 
 
-def _problems(rows: Iterator[tuple[Row, str, str | None]], reasons: Counter[tuple[str, str, str]]) -> Iterator[Problem]:
+def _problems(
+    rows: Iterator[tuple[Row, str, str | None]], reasons: Counter[tuple[str, str, str]], graded: bool
+) -> Iterator[Problem]:
     """The problems of `rows`; counts in `reasons` by which task, and why, each file's rows are graded."""
     for row, where, chosen in rows:
-        problem = problem_of_row(row, where, chosen)
+        fields = read_fields(row, where)
+        name, why = (chosen, "") if chosen is not None else task_of(fields, where, graded)
         if chosen is None:
-            _, why = task_of(read_fields(row, where), where)
-            reasons[where.rpartition(":")[0], problem.task, why] += 1
-        yield problem
+            reasons[where.rpartition(":")[0], name, why] += 1
+        yield _problem(fields, where, name, graded)
 
 
 def problem_of_row(row: Row, where: str, task: str | None) -> Problem:
     """The Problem that `row` holds. Without `task`, the row's data source decides, then its schema."""
     fields = read_fields(row, where)
-    name = task or task_of(fields, where)[0]
-    try:
-        gold = TASKS[name].read_gold(fields.gold)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+    return _problem(fields, where, task or task_of(fields, where)[0])
+
+
+def _problem(fields: Fields, where: str, task: str, graded: bool = True) -> Problem:
     if fields.messages is None and not fields.question:
         raise UserError(f"{where}: the question is empty")
-    return Problem(task=name, question=fields.question, gold=gold, messages=fields.messages, source=where)
+    gold = _gold(fields, where, task, graded)
+    return Problem(
+        task=task,
+        question=fields.question,
+        gold=gold,
+        messages=fields.messages,
+        source=where,
+        data_source=fields.data_source or (TASKS[task].data_source if task else ""),
+        ground_truth=fields.gold if fields.schema == "verl" else gold or None,
+        extra_info=fields.extra_info,
+    )
 
 
-def task_of(fields: Fields, where: str) -> tuple[str, str]:
-    """The task that grades a row which is not told its task, and why: by its data source, its schema, or its texts."""
+def _gold(fields: Fields, where: str, task: str, graded: bool) -> str:
+    stored = fields.gold
+    if stored is None and graded:
+        raise UserError(
+            f"{where}: there is no answer to grade by; add a column answer or reward_model.ground_truth (rows without"
+            " one can be trained on by a reward of your own alone)"
+        )
+    if not graded and (isinstance(stored, bool) or not isinstance(stored, str | int | float | Decimal)):
+        return ""  # verl's ground_truth may be anything, and its reward knows what
+    try:
+        return TASKS[task].read_gold(stored) if task else gold_text(stored)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def task_of(fields: Fields, where: str, graded: bool = True) -> tuple[str, str]:
+    """The task that grades a row which is not told its task, and why: by its data source, its schema, or its texts.
+    Where nothing needs to be `graded`, and nothing names a task, it is ""."""
     other = "--config.dataset.task, or the evaluator's --task, chooses another"
     if name := DATA_SOURCES.get(fields.data_source or ""):
         return name, f"their data_source is {fields.data_source}"
+    if not graded and fields.data_source is not None and fields.schema in ("verl", "prompt"):
+        return "", f"their data_source {fields.data_source} is none of ours, and the reward is your own"
     if name := SCHEMA_TASKS.get(fields.schema):
         return name, f"they have the columns {SCHEMAS[fields.schema]} ({other})"
     if fields.schema == "gsm8k":
         if "####" in str(fields.gold):
             return "gsm8k", "their answers hold ####"
         return "math", f"their answers hold no #### ({other})"
-    if fields.schema == "guide":  # says nothing but its texts: the form they ask for decides
+    if fields.schema in ("guide", "prompt"):  # says nothing but its texts: the form they ask for decides
         texts = [str(fields.gold), *(message["content"] for message in fields.messages or ())]
         forms = {asked_form(text) for text in texts}
         for form, name in (("####", "gsm8k"), ("Answer:", "dapo-math")):
             if form in forms:
                 return name, f"prompt or answer holds {form}"
+        if fields.gold is None and not graded:
+            return "", "they have no answer, and the reward is your own"
         return "math", f"neither prompt nor answer holds #### or Answer: ({other})"
     raise UserError(
         f"{where}: data_source {fields.data_source!r} names no task; say which one grades the rows:"

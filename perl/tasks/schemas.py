@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
@@ -18,6 +18,7 @@ SCHEMAS = {
     "gsm8k": "question, answer",
     "bench": "problem, answer",
     "guide": "prompt, answer",
+    "prompt": "prompt, question or problem alone",
 }
 
 
@@ -29,13 +30,21 @@ class Fields:
     """Key of SCHEMAS."""
     question: str = ""
     messages: tuple[Message, ...] | None = None
-    gold: Any
-    """As stored: a number, an answer, or GSM8K's derivation."""
+    gold: Any = None
+    """As stored: a number, an answer, or GSM8K's derivation. None: the row has none."""
     data_source: str | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    """verl's column of that name."""
 
 
 def read_fields(row: Row, where: str) -> Fields:
     """The fields of `row`, by the first schema whose columns it has; a UserError names the columns when none fits."""
+    extra_info = _structure(row.get("extra_info"))
+    found = _by_schema(row, where)
+    return replace(found, extra_info=extra_info) if isinstance(extra_info, dict) else found
+
+
+def _by_schema(row: Row, where: str) -> Fields:
     prompt = _structure(row.get("prompt"))
     reward_model = _structure(row.get("reward_model"))
     source = row.get("data_source") or row.get("source")
@@ -49,6 +58,9 @@ def read_fields(row: Row, where: str) -> Fields:
             return Fields(schema=schema, question=row[column].strip(), gold=row["answer"], data_source=source)
     if prompt is not None and row.get("answer") is not None:
         return _prompted("guide", prompt, row["answer"], source, where)
+    alone = (prompt, row.get("question"), row.get("problem"))
+    if (asked := next((text for text in alone if text is not None), None)) is not None:
+        return _prompted("prompt", asked, None, source, where)
     filled = [name for name, value in row.items() if value is not None and value != ""]
     raise UserError(
         f"{where}: no known schema has the columns {', '.join(filled) or '(none)'};"

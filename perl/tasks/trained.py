@@ -27,7 +27,7 @@ class Trained:
     """What a run's folder tells of the data that it was trained on."""
 
     run: Path
-    dataset: str
+    dataset: str | list[str]
     """As in the run's configuration."""
     split: str | None
     problems: frozenset[str] | None
@@ -43,7 +43,7 @@ def problem_hash(problem: Problem) -> str:
 
 
 def write_trained(
-    run_dir: Path, dataset: str, split: str | None, problems: Iterable[str], checkpoint: str | None
+    run_dir: Path, dataset: str | list[str], split: str | None, problems: Iterable[str], checkpoint: str | None
 ) -> None:
     """Write trained_problems.json, whole or not at all.
 
@@ -76,8 +76,11 @@ def read_trained(adapter: Path) -> Trained | None:
     )
 
 
-def _source(dataset: str, split: str | None, run: Path) -> tuple[str, ...] | None:
-    """Of the training; a relative path counts from where the training was started."""
+def _source(dataset: str | list[str], split: str | None, run: Path) -> tuple[str, ...] | None:
+    """Of the training; a relative path counts from where the training was started. None for a list: a run on several
+    data sets has written its problems down."""
+    if not isinstance(dataset, str):
+        return None
     place = Path((_read(run / "environment.json") or {}).get("folder", "."), Path(dataset).expanduser())
     spec = str(place) if place.exists() else dataset
     try:

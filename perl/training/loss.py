@@ -128,6 +128,29 @@ class SamplerDifference:
         return Difference(absolute / tokens, k3 / tokens) if tokens else None
 
 
+@dataclass
+class PolicyDrift:
+    """How far the policy is from the old one that its ratio refers to: the mean of log p_old - log p over all tokens
+    added since the last `take`, verl's actor/ppo_kl (k1 of "Approximating KL divergence"), each within 20 nats."""
+
+    _sums: torch.Tensor | None = field(default=None)
+    """float32 [2]: of the differences, and tokens."""
+
+    @torch.no_grad()
+    def add(self, old: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> None:
+        """Log-probabilities of drawn tokens by both, in nats, and which of them count: all [rows, tokens]."""
+        apart = (old.float() - policy.float()).masked_fill(~mask.bool(), 0.0).clamp(-20, 20)
+        sums = torch.stack([apart.sum(), mask.sum().float()])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take(self, add_up: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> float | None:
+        """As `SamplerDifference.take`."""
+        sums = torch.zeros(2, device=device) if self._sums is None else self._sums
+        self._sums = None
+        apart, tokens = add_up(sums).tolist()
+        return apart / tokens if tokens else None
+
+
 def require_same_policy(difference: Difference | None, allowed: float) -> None:
     """Raise a RankError where completions do not come from the policy that is trained, their log-probabilities being
     more than `allowed` nats apart: a sampler that runs the base model, or the weights of another run, learns nothing

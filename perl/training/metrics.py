@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PHASES = ("rollout", "reward", "old_logps", "update")
-"""Phases that are logged as timing/…; `prepare` (tokenizing, padding, advantages) shows in timing/step only."""
+PHASES = ("rollout", "reward", "advantages", "old_logps", "update")
+"""Phases that are logged as timing/…; `prepare` (tokenizing, padding) shows in timing/step only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,69 @@ def update_flops(size: ModelSize, work: Work) -> float:
     return (4.0 * size.base + 6.0 * size.adapter) * work.tokens + 12.0 * size.attention * work.pairs
 
 
+class RolloutStatistics:
+    """Prompts' lengths, rewards and advantages of all rollouts since the last `take`, of all processes."""
+
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None
+        """float32 [5]: rows, prompt tokens, completion tokens, advantage and its square over completion tokens."""
+        self._highest: torch.Tensor | None = None
+        """float32 [6]: longest prompt, highest advantage and reward, and the lowest of each with its sign turned."""
+
+    def add(
+        self, prompt_lengths: torch.Tensor, tokens: torch.Tensor, advantages: torch.Tensor, rewards: torch.Tensor
+    ) -> None:
+        """One rollout. Nothing is exchanged, nor waited for.
+
+        Args:
+            prompt_lengths: int [rows of this process], in tokens.
+            tokens: int [rows], of the completion, those that are trained on.
+            advantages: float [rows].
+            rewards: float [any], weighted sums; NaN where a row has none.
+        """
+        import torch
+
+        counted, lengths, weight = tokens > 0, prompt_lengths.float(), tokens.float()
+        weighted = advantages.float() * weight
+        sums = torch.stack(
+            [torch.ones_like(lengths).sum(), lengths.sum(), weight.sum(), weighted.sum(), (weighted * advantages).sum()]
+        )
+        highest = torch.stack(
+            [_highest(sign * x) for x in (lengths, advantages[counted], rewards[~rewards.isnan()]) for sign in (1, -1)]
+        )
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._highest = highest if self._highest is None else torch.maximum(self._highest, highest)
+
+    def take(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """The metrics, and start again; empty where nothing was added. Every process must come here.
+
+        Args:
+            gather: from a tensor (1, 11) of this process to (processes, 11).
+        """
+        import torch
+
+        if self._sums is None or self._highest is None:
+            return {}
+        everywhere = gather(torch.cat([self._sums, self._highest])[None]).double().cpu()
+        self._sums = self._highest = None
+        rows, prompts, tokens, advantages, squares = everywhere[:, :5].sum(dim=0).tolist()
+        longest, shortest, high, low, best, worst = everywhere[:, 5:].amax(dim=0).tolist()
+        found = {"prompts/mean_length": prompts / rows, "prompts/max_length": longest, "prompts/min_length": -shortest}
+        if tokens:
+            mean = advantages / tokens
+            found |= {"advantages/mean": mean, "advantages/std": max(0.0, squares / tokens - mean**2) ** 0.5}
+            found |= {"advantages/max": high, "advantages/min": -low}
+        if best >= -worst:  # else no row has a reward
+            found |= {"reward/max": best, "reward/min": -worst}
+        return found
+
+
+def _highest(numbers: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.cat([numbers.float().flatten(), numbers.new_full((1,), -torch.inf, dtype=torch.float32)]).amax()
+
+
 @dataclass(frozen=True, slots=True)
 class RankStep:
     """One optimizer step of one process, as it is exchanged: seconds a phase, tokens, FLOPs, memory."""
@@ -96,6 +159,7 @@ class RankStep:
     step: float
     rollout: float
     reward: float
+    advantages: float
     old_logps: float
     update: float
     tokens: float
@@ -129,7 +193,7 @@ class StepClock(TrainerCallback):
 
     Args:
         size: None leaves FLOPs uncounted.
-        gather: from a tensor (1, 9) of this process to (processes, 9).
+        gather: from a tensor (1, 10) of this process to (processes, 10).
         report: takes the metrics of a step, on every process.
         now: seconds; read after `synchronize`, so that kernels still running are charged to the phase they belong to.
     """

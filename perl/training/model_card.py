@@ -23,6 +23,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_fr
 
 from perl import __version__
 from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
+from perl.config.schema import data_sets
 from perl.errors import UserError
 from perl.tasks import TASKS
 from perl.tasks.files import SUFFIXES
@@ -92,7 +93,7 @@ def run_facts(
     shown = sorted({round(place * (len(logs) - 1) / (CURVE_ROWS - 1)) for place in range(CURVE_ROWS)}) if logs else []
     return RunFacts(
         steps=max((row["step"] for row in history), default=0),
-        dataset=_linked(config["dataset"]["dataset_name_or_path"], "datasets/"),
+        dataset=", ".join(_linked(spec, "datasets/") for spec in data_sets(config["dataset"]["dataset_name_or_path"])),
         noise=config["noise_injection"]["enabled"],
         first_reward=f"{statistics.fmean(rewards[:ends]):.3f}" if rewards else "–",
         last_reward=f"{statistics.fmean(rewards[-ends:]):.3f}" if rewards else "–",
@@ -245,7 +246,7 @@ def with_results(text: str, results: str) -> str:
 # The card
 
 
-def new_card(folder: Path, name: str, dataset: str | None = None, run: RunFacts | None = None) -> ModelCard:
+def new_card(folder: Path, name: str, dataset: str | list[str] | None = None, run: RunFacts | None = None) -> ModelCard:
     """A card without results for the adapter in `folder`; `dataset` and `run` where perl has trained it."""
     adapter_config = _read_json(folder / ADAPTER_CONFIG)
     base = base_of(adapter_config)
@@ -262,7 +263,7 @@ def new_card(folder: Path, name: str, dataset: str | None = None, run: RunFacts 
     )
 
 
-def metadata(folder: Path, dataset: str | None = None) -> ModelCardData:
+def metadata(folder: Path, dataset: str | list[str] | None = None) -> ModelCardData:
     """The hub's metadata as far as it is known: names of local folders and files are none of it.
 
     Args:
@@ -276,10 +277,10 @@ def metadata(folder: Path, dataset: str | None = None) -> ModelCardData:
         tags.append(f"base_model:adapter:{base}")
     if dataset is not None:
         tags += ["grpo", "trl", "perl"]
-    trained_on = hub_dataset(dataset) if dataset is not None else None
+    trained_on = [name for spec in data_sets(dataset or []) if (name := hub_dataset(spec))]
     return ModelCardData(
         base_model=base if _is_hub_name(base) else None,
-        datasets=[trained_on] if trained_on else None,
+        datasets=trained_on or None,
         library_name="peft",
         license=license_of(base),
         pipeline_tag="text-generation",

@@ -20,6 +20,7 @@ PHASE_NAMES = {
     "rollout": "in the rollout",
     "reward": "in the reward",
     "validation": "in the validation",
+    "advantages": "in the reward",
     "prepare": "in the rollout",
     "old_logps": "in the log-probabilities of the old policy",
     "update": "in the update",
@@ -78,7 +79,7 @@ def changes(phase: str, config: Config) -> Iterator[str]:
             bound = config.rollout.max_batch_tokens
             yield change({"rollout.max_batch_tokens": (int(bound or 32_768) // 2, bound or "what was free")}, "slower")
         yield halved("validation.max_new_tokens", config.validation.max_new_tokens, "cuts long answers")
-    elif phase in ("rollout", "prepare", "reward"):
+    elif phase in ("rollout", "prepare", "reward", "advantages"):
         if phase == "rollout" and config.rollout.engine == "fast":
             yield smaller_cache(config)
         if parts := smaller_rollouts(training, group):

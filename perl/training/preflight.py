@@ -22,7 +22,7 @@ from perl.engines.sampling import validate
 from perl.engines.vllm import cannot_serve
 from perl.errors import UserError, lookup
 from perl.grading import Grader
-from perl.rewards import build_rewards, reward_context
+from perl.rewards import build_rewards, check_tasks, grades_rows, reward_context
 from perl.training import rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
@@ -92,7 +92,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     checkpoint = rundir.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     rundir.check_folder(run_dir, resuming=checkpoint is not None)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
-    dataset = build_dataset(config.dataset, tokenizer)
+    dataset = build_dataset(config.dataset, tokenizer, graded=grades_rows(config.reward.functions))
+    check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
     return Checked(

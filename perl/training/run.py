@@ -73,6 +73,7 @@ def train(argv: Sequence[str]) -> Path:
                 noise=config.noise_injection,
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
+                truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
                 grade_early=grade_early(config.reward.functions, context),
                 validation=open_validation(config, run_dir, checked, grader),
                 write_card=functools.partial(write_training_card, run_dir),

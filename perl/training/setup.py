@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from perl import checkpoints, device
 from perl.checkpoints import resolve_model
 from perl.config.load import Config
+from perl.config.schema import data_sets
 from perl.errors import UserError
-from perl.prompts import build_messages, encode, require_chat_template
+from perl.prompts import PromptStyle, build_messages, encode, require_chat_template
 from perl.records import Problem
+from perl.reward_files import ROW, row_of
 from perl.tasks import TASKS, load_problems, training_split
 from perl.tasks.trained import problem_hash
 
@@ -70,32 +74,60 @@ def load_model(config: Config) -> PreTrainedModel:
     return model
 
 
-def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Rows for TRL: `prompt` (messages), and for the rewards `gold` and `task`; which problem each is, in PROBLEM.
+def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, graded: bool = True) -> Dataset:
+    """Rows for TRL: `prompt` (messages), and for the rewards `gold` (None: none), `task` ("": none) and `row`
+    (perl.reward_files); which problem each is, in PROBLEM.
 
     Rows whose prompt is longer than max_prompt_length tokens are dropped, or are an error, or are left to the trainer
-    to cut (truncation left).
+    to cut.
+
+    Args:
+        graded: as load_problems has it.
     """
-    split = config.split or training_split(config.dataset_name_or_path)
-    problems = load_problems(config.dataset_name_or_path, split=split, limit=config.example_numbers, task=config.task)
+    problems = _problems(config, graded)
     rows = [_row(problem, config.system_prompt) for problem in problems]
     if config.max_prompt_length is not None:
         rows = _check_lengths(rows, problems, config, tokenizer)
+    names = data_sets(config.dataset_name_or_path)
     if not rows:
         raise UserError(
-            f"--config.dataset: no row of {config.dataset_name_or_path} is left to train on;"
+            f"--config.dataset: no row of {', '.join(names)} is left to train on;"
             " raise --config.dataset.max_prompt_length"
         )
-    log.info("%d prompts from %s", len(rows), config.dataset_name_or_path)
+    log.info("%d prompts from %s", len(rows), ", ".join(names))
     return Dataset.from_list(rows)
 
 
+def _problems(config: DatasetConfig, graded: bool) -> list[Problem]:
+    """Of all data sets, one after the other, up to example_numbers."""
+    flag, named = "--config.dataset.dataset_name_or_path", config.dataset_name_or_path
+    if isinstance(named, str) and "," in named and not Path(named).expanduser().exists():
+        raise UserError(f"{flag} {named}: several data sets are a list; write '{json.dumps(named.split(','))}'")
+    if not named:
+        raise UserError(f"{flag} is empty; name a task, a data set on the hub, a file or a folder")
+    problems: list[Problem] = []
+    for spec in data_sets(named):
+        left = None if config.example_numbers is None else config.example_numbers - len(problems)
+        if left == 0:
+            log.info("%s is not read: example_numbers %d is reached before", spec, config.example_numbers)
+            continue
+        split = config.split or training_split(spec)
+        problems += load_problems(spec, split=split, limit=left, task=config.task, graded=graded)
+    return problems
+
+
 def _row(problem: Problem, system_prompt: str | None) -> dict:
-    style = TASKS[problem.task].style
+    style = TASKS[problem.task].style if problem.task else PromptStyle()
     if system_prompt is not None:
         style = replace(style, system_prompt=system_prompt)
     messages = build_messages(problem, style)
-    return {"prompt": messages, "gold": problem.gold, "task": problem.task, PROBLEM: problem_hash(problem)}
+    return {
+        "prompt": messages,
+        "gold": problem.gold or None,
+        "task": problem.task,
+        ROW: row_of(problem),
+        PROBLEM: problem_hash(problem),
+    }
 
 
 def _check_lengths(
@@ -116,7 +148,9 @@ def _check_lengths(
         raise UserError(
             f"--config.dataset.max_prompt_length: {len(overlong)} prompts are longer than {limit} tokens, the first"
             f" ({problems[first].source}) has {lengths[first]}; raise it, or set"
-            " --config.dataset.filter_overlong_prompts true or --config.dataset.truncation left"
+            " --config.dataset.filter_overlong_prompts true or --config.dataset.truncation left, right or middle"
         )
-    log.info("%d of %d prompts are longer than %d tokens: cut on the left", len(overlong), len(rows), limit)
+    log.info(
+        "%d of %d prompts are longer than %d tokens: cut, at the %s", len(overlong), len(rows), limit, config.truncation
+    )
     return rows

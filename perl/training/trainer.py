@@ -39,10 +39,12 @@ from perl.engines.sequence import left_pad
 from perl.errors import UserError
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
+from perl.prompts import truncated
 from perl.records import Sampling
 from perl.training import rollout_state
 from perl.training.loss import (
     TOLERANCE,
+    PolicyDrift,
     SamplerDifference,
     TokenLogProbs,
     equal_rewards,
@@ -51,7 +53,7 @@ from perl.training.loss import (
     require_same_policy,
     warn_of_difference,
 )
-from perl.training.metrics import StepClock, model_size, sequences
+from perl.training.metrics import RolloutStatistics, StepClock, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, plan_update
 from perl.training.packing import log_probs
 from perl.training.rollout import (
@@ -84,6 +86,10 @@ class Rollout:
     """Of the data set, one for each completion."""
     no_advantage: torch.Tensor | None = None
     """bool [rows]: this process's rows whose group has equal rewards; None where TRL does not sum rewards."""
+    rewards: torch.Tensor | None = None
+    """float [rows of all processes]: weighted sums, NaN where a row has none."""
+    after_rewards: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Entered when the rewards are known, left when the advantages are."""
 
 
 @contextlib.contextmanager
@@ -105,7 +111,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
         rollout: the group `rollout`.
-        truncate_prompts_to: prompts are cut on the left to this many tokens; None leaves them.
+        truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
+        truncation: where they are cut ("left", "right", "middle").
         grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
         validation: what is asked for scores while the model trains.
         write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
@@ -122,6 +129,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         noise: NoiseConfig,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
+        truncation: Any = "left",
         grade_early: Callable[[str, dict[str, Any]], None] | None = None,
         validation: Validation | None = None,
         write_card: Callable[[Path, list[dict[str, Any]]], None] | None = None,
@@ -133,7 +141,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         with _vllm_started_by(vllm_sync):
             super().__init__(*args, peft_config=peft_config, **kwargs)
         self.adapter, self.adapter_config = adapter, adapter_config
-        self.truncate_prompts_to, self.grade_early = truncate_prompts_to, grade_early
+        self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
         self.sampling_seed = self.args.seed
         self.noise: NoiseInjector | None = None
@@ -168,7 +176,7 @@ class PerlGRPOTrainer(GRPOTrainer):
         """The last one."""
         self.tolerance: float | None = None
         """Of the difference between sampler and trainer, in nats; None before they were compared."""
-        self.difference = SamplerDifference()
+        self.difference, self.drift, self.statistics = SamplerDifference(), PolicyDrift(), RolloutStatistics()
 
     def _rollout_policy(self) -> Sampler:
         kwargs_of_user: Any = self.args.generation_kwargs or {}
@@ -221,7 +229,7 @@ class PerlGRPOTrainer(GRPOTrainer):
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         if self.truncate_prompts_to is not None:
-            prompt_ids = [ids[-self.truncate_prompts_to :] for ids in prompt_ids]
+            prompt_ids = [truncated(ids, self.truncate_prompts_to, self.truncation) for ids in prompt_ids]
         return prompt_ids, images, multimodal_fields
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -330,13 +338,21 @@ class PerlGRPOTrainer(GRPOTrainer):
             mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
             equal = equal_rewards(rewards, self.reward_weights.to(rewards.device), group_size)
             self.rollout.no_advantage = equal[mine]
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        self.rollout.rewards = total.masked_fill(rewards.isnan().all(dim=1), math.nan)
+        self.rollout.after_rewards.enter_context(self.clock("advantages"))
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.rollout = rollout = Rollout(self.rollout.weights, inputs)
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        with rollout.after_rewards:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if rollout.no_advantage is not None:
             output["advantages"] = output["advantages"].masked_fill(rollout.no_advantage, 0.0)
+        if self.model.training and rollout.rewards is not None:
+            tokens = (output["completion_mask"] * output.get("tool_mask", 1)).sum(dim=1)
+            lengths = output["prompt_mask"].sum(dim=1)
+            self.statistics.add(lengths, tokens, output["advantages"], rollout.rewards)
         if self.noise and self.model.training:
             self._metrics["train"]["aqn/sigma_realized"].append(self.noise.realized_sigma)
             if self.noise_config.old_logps == "noisy":
@@ -421,6 +437,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         scored = self._score(model, inputs)
         if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
             return (scored.logps * 0.0).sum()
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        self.drift.add(inputs.get("old_per_token_logps", scored.logps), scored.logps, mask)
         return super()._compute_loss(scored, self._weigh(inputs, scored.logps)) * inputs[SCALE]
 
     def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
@@ -482,6 +500,9 @@ class PerlGRPOTrainer(GRPOTrainer):
             if self.noise:
                 stage = self.noise_stage.stage
                 logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
+            logs |= self.statistics.take(self.accelerator.gather)  # type: ignore[arg-type]
+            drift = self.drift.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
+            logs |= {} if drift is None else {"approx_kl": drift}
             difference = self.difference.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
             if difference is not None:
                 logs |= {"rollout/logp_mismatch": difference.absolute, "rollout/logp_kl": difference.kl}

@@ -171,7 +171,7 @@ def test_a_value_without_a_flag():
 def test_values_out_of_range():
     assert "sigma_start" in message("--config.noise_injection.sigma_start", "-1")
     assert "num_stages" in message("--config.noise_injection.num_stages", "0")
-    assert "truncation" in message("--config.dataset.truncation", "right")
+    assert "truncation" in message("--config.dataset.truncation", "above")
 
 
 @pytest.mark.parametrize(

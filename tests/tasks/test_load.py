@@ -5,6 +5,8 @@ import json
 import logging
 from pathlib import Path
 
+import numpy
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -190,6 +192,55 @@ def test_rows_that_cannot_be_used(tmp_path, row, message):
         load_one(tmp_path, row)
     assert message in str(caught.value)
     assert str(caught.value).startswith("rows.jsonl:1: ")
+
+
+OWN = VERL | {"data_source": "my/own"}
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "gold", "ground_truth", "why"),
+    [
+        (VERL, "gsm8k", "1080", "1080", "their data_source is openai/gsm8k"),
+        (OWN, "", "1080", "1080", "their data_source my/own is none of ours, and the reward is your own"),
+        (OWN | {"reward_model": {"ground_truth": ["a", 1]}}, "", "", ["a", 1], "my/own is none of ours"),
+        (OWN | {"reward_model": {"ground_truth": True}}, "", "", True, "my/own is none of ours"),
+        ({"prompt": "How many?"}, "", "", None, "they have no answer, and the reward is your own"),
+        ({"prompt": "How many?", "answer": None}, "", "", None, "they have no answer"),
+        ({"question": "How many?"}, "", "", None, "they have no answer"),
+        ({"prompt": VERL["prompt"]}, "gsm8k", "", None, "prompt or answer holds ####"),
+        ({"prompt": "How many?", "data_source": "openai/gsm8k"}, "gsm8k", "", None, "their data_source is"),
+        ({"prompt": "How many?", "answer": 3}, "math", "3", "3", "neither prompt nor answer holds"),
+    ],
+)
+def test_rows_that_only_a_reward_of_ones_own_scores(tmp_path, caplog, row, task, gold, ground_truth, why):
+    caplog.set_level(logging.INFO)
+    problem = load_one(tmp_path, row, graded=False)
+    assert (problem.task, problem.gold, problem.ground_truth) == (task, gold, ground_truth)
+    assert f"rows.jsonl: 1 rows are graded {f'as task {task}' if task else 'by no task'}: " in caplog.text
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("row", [{"prompt": "How many?"}, {"problem": "How many?"}, VERL | {"reward_model": {}}])
+def test_rows_without_an_answer_can_not_be_graded(tmp_path, row):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: there is no answer to grade by; add a column answer"):
+        load_one(tmp_path, row)
+
+
+def test_verls_columns_are_kept_for_its_rewards(tmp_path):
+    problem = load_one(tmp_path, VERL | {"extra_info": {"index": 7, "split": "train"}})
+    assert (problem.data_source, problem.extra_info) == ("openai/gsm8k", {"index": 7, "split": "train"})
+    assert load_one(tmp_path, GSM8K).data_source == "openai/gsm8k"
+    assert load_one(tmp_path, GSM8K).ground_truth == "1080"
+
+
+def test_messages_as_pandas_writes_them(tmp_path):
+    """An array of dicts, each of other keys."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "####?", "name": "me"}]
+    rows = {"prompt": [numpy.array(messages, dtype=object)], "answer": ["3"], "ability": ["math"]}
+    pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    (problem,) = load_problems(str(tmp_path / "rows.parquet"))
+    assert problem.messages == tuple({name: m[name] for name in ("role", "content")} for m in messages)
+    assert problem.task == "gsm8k"
 
 
 def test_files_that_cannot_be_read(tmp_path):

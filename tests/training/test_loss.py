@@ -8,6 +8,7 @@ import torch
 from perl.errors import RankError
 from perl.training.loss import (
     Difference,
+    PolicyDrift,
     SamplerDifference,
     equal_rewards,
     importance_ratio,
@@ -57,6 +58,19 @@ def test_a_difference_that_grows_is_said_once(caplog):
         warn_of_difference(Difference(apart, 0.0), 1e-3)
     assert [record.message.split(":")[0] for record in caplog.records] == ["rollout"]
     assert "more than 0.001 nats from the trainer's" in caplog.records[0].message
+
+
+def test_the_drift_of_the_policy_is_verls_ppo_kl():
+    """Tokens 1 and 2 of the first row, and the only one of the second: 0.5, -0.25 and 30, which is cut at 20."""
+    drift = PolicyDrift()
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    policy = torch.tensor([[-1.5, -1.0, -9.0], [-31.0, 0.0, 0.0]])
+    drift.add(torch.tensor([[-1.0, -1.25, 0.0], [-1.0, 5.0, 5.0]]), policy, mask)
+    assert drift.take(lambda sums: sums, torch.device("cpu")) == pytest.approx((0.5 - 0.25 + 20) / 3)
+    assert drift.take(lambda sums: sums, torch.device("cpu")) is None
+    drift.add(torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[1]]))
+    others = torch.tensor([0.0, 3.0])  # another rank's: three tokens that have not moved
+    assert drift.take(lambda sums: sums + others, torch.device("cpu")) == pytest.approx(1 / 4)
 
 
 def test_lists_are_padded_and_a_missing_number_is_nan():

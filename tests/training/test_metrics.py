@@ -1,5 +1,6 @@
 """What is measured of a step: FLOPs by hand, seconds of a clock that is set, averages over steps and ranks."""
 
+import math
 import time
 
 import pytest
@@ -11,8 +12,10 @@ from transformers.trainer_callback import TrainerState
 from perl import device
 from perl.training.callbacks import MetricsWriter, ProgressLine
 from perl.training.metrics import (
+    PHASES,
     ModelSize,
     RankStep,
+    RolloutStatistics,
     StepClock,
     forward_flops,
     model_size,
@@ -70,7 +73,7 @@ def test_flops_are_those_that_torch_counts():
 
 
 def one_rank(**changes):
-    values = {"step": 10.0, "rollout": 6.0, "reward": 1.0, "old_logps": 0.0, "update": 2.0}
+    values = {"step": 10.0, "rollout": 6.0, "reward": 1.0, "advantages": 0.5, "old_logps": 0.0, "update": 2.0}
     values |= {"tokens": 1000.0, "flops": 5e12, "memory_gb": 20.0, "hbm_utilization": 0.5}
     return RankStep(**(values | changes))
 
@@ -80,6 +83,7 @@ def test_several_ranks_the_slowest_the_fullest_and_sums():
     assert step_metrics([one_rank(), other], peak_flops=1e12, has_memory=True) == {
         "timing/rollout": 6.0,
         "timing/reward": 1.0,
+        "timing/advantages": 0.5,
         "timing/old_logps": 0.0,
         "timing/update": 4.0,
         "timing/step": 10.0,
@@ -97,6 +101,75 @@ def test_what_is_not_known_is_left_out():
     assert device.PEAK_FLOPS.get("Ascend-emulated") is None
     assert device.PEAK_FLOPS.get("cpu") is None
     assert device.PEAK_FLOPS["Ascend910B3"] == pytest.approx(294.9e12, rel=1e-3)
+
+
+def added(*rollouts):
+    statistics = RolloutStatistics()
+    for lengths, tokens, advantages, rewards in rollouts:
+        statistics.add(*map(torch.tensor, (lengths, tokens)), *map(torch.tensor, (advantages, rewards)))
+    return statistics
+
+
+FIRST = ([5, 7], [1, 3], [-1.0, 1.0], [0.0, 1.0, 2.0, math.nan])
+SECOND = ([6, 2], [0, 4], [9.0, 0.5], [0.0, 1.0, 2.0, math.nan])
+"""Prompt lengths, trained tokens and advantages of one rank's rows each, and the rewards of both ranks' rows."""
+BY_HAND = {
+    "prompts/mean_length": 5.0,
+    "prompts/max_length": 7.0,
+    "prompts/min_length": 2.0,
+    "advantages/mean": (-1 + 3 + 4 * 0.5) / 8,
+    "advantages/std": ((1 + 3 + 4 * 0.25) / 8 - 0.5**2) ** 0.5,
+    "advantages/max": 1.0,
+    "advantages/min": -1.0,
+    "reward/max": 2.0,
+    "reward/min": 0.0,
+}
+"""Each advantage counts once a token, as in verl, and not at all where its completion has none."""
+
+
+def test_statistics_of_rollouts_by_hand():
+    statistics = added(FIRST, SECOND)
+    assert statistics.take(lambda mine: mine) == pytest.approx(BY_HAND)
+    assert statistics.take(lambda mine: mine) == {}
+
+
+def test_two_ranks_log_what_one_process_with_all_rows_logs():
+    of_first = []
+    added(FIRST).take(lambda mine: of_first.append(mine) or mine)
+    assert added(SECOND).take(lambda mine: torch.cat([*of_first, mine])) == pytest.approx(BY_HAND)
+
+
+def test_rollouts_without_a_token_or_a_reward_have_no_such_metric():
+    found = added(([5], [0], [1.0], [math.nan])).take(lambda mine: mine)
+    assert found == {f"prompts/{name}_length": 5.0 for name in ("mean", "max", "min")}
+
+
+def test_a_run_logs_the_statistics_of_its_own_rollouts(tmp_path):
+    """Rewards 0, 1, 2, 3 in each group: the advantages are those of four numbers in a row."""
+    kept = []
+
+    def places(completions, completion_ids, prompts, **_):
+        kept.append((prompts, completion_ids))
+        return [float(place % 4) for place in range(len(completions))]
+
+    trainer = make_trainer(tmp_path, rewards=(places,), num_iterations=2, max_steps=2, learning_rate=0.1)
+    trainer.train()
+    first, second = [row for row in trainer.state.log_history if "reward" in row or "approx_kl" in row][:2]
+    ((prompts, completion_ids),) = kept  # one rollout for both steps
+    lengths = [
+        len(trainer.processing_class.apply_chat_template(p, add_generation_prompt=True)["input_ids"]) for p in prompts
+    ]
+    assert first["prompts/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert (first["prompts/min_length"], first["prompts/max_length"]) == (min(lengths), max(lengths))
+    assert (first["reward/min"], first["reward/max"]) == (0.0, 3.0)
+    spread = (5 / 3) ** 0.5 + 1e-4
+    advantages = [(place % 4 - 1.5) / spread for place, ids in enumerate(completion_ids) for _ in ids]
+    assert first["advantages/mean"] == pytest.approx(sum(advantages) / len(advantages), abs=1e-6)
+    assert first["advantages/max"] == pytest.approx(1.5 / spread)
+    assert first["advantages/min"] == pytest.approx(-1.5 / spread)
+    assert first["approx_kl"] == pytest.approx(0.0, abs=1e-6)  # the policy that sampled
+    assert second["approx_kl"] != pytest.approx(0.0, abs=1e-3)
+    assert not {"prompts/mean_length", "advantages/mean", "reward/max"} & second.keys()
 
 
 class Hands:
@@ -191,6 +264,7 @@ def test_a_run_has_the_metrics_in_its_file_and_on_its_line(tmp_path, capsys):
     for name in (
         "timing/rollout",
         "timing/reward",
+        "timing/advantages",
         "timing/old_logps",
         "timing/update",
         "timing/step",
@@ -200,7 +274,7 @@ def test_a_run_has_the_metrics_in_its_file_and_on_its_line(tmp_path, capsys):
         assert logged[0][name] == pytest.approx((steps[0][name] + steps[1][name]) / 2), name
         assert logged[1][name] == pytest.approx((steps[2][name] + steps[3][name]) / 2), name
     for step in steps:
-        parts = sum(step[f"timing/{name}"] for name in ("rollout", "reward", "old_logps", "update"))
+        parts = sum(step[f"timing/{name}"] for name in PHASES)
         assert parts <= step["timing/step"] * (1 + 1e-5)
     assert sum(step["timing/step"] for step in steps) < wall
     assert not {"perf/mfu", "perf/hbm_utilization"} & logged[0].keys()

@@ -47,6 +47,8 @@ def test_names_of_the_hub_are_metadata_and_local_ones_are_not(tmp_path):
     assert data.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B", "grpo", "trl", "perl"]
     local = metadata(adapter(tmp_path, base_model_name_or_path="/home/me/models/Qwen2.5-7B"), "data/sums.jsonl")
     assert (local.base_model, local.datasets) == (None, None)
+    several = metadata(adapter(tmp_path), ["gsm8k", "data/sums.jsonl", "my/hub-set"])
+    assert several.datasets == ["openai/gsm8k", "my/hub-set"]
     of_others = metadata(adapter(tmp_path))
     assert of_others.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B"]
 

@@ -1,8 +1,13 @@
 """What a training run reads before the model is loaded."""
 
 import json
+from typing import Any
+
+import pytest
 
 from perl.config.schema import DatasetConfig
+from perl.errors import UserError
+from perl.prompts import truncated
 from perl.training.setup import build_dataset
 from tests.tiny import tiny_tokenizer
 
@@ -34,3 +39,67 @@ def test_a_task_that_was_asked_for_is_not_explained(tmp_path, caplog):
     config = DatasetConfig(dataset_name_or_path=str(tmp_path / "sums.jsonl"), task="gsm8k")
     build_dataset(config, tiny_tokenizer())
     assert "graded as" not in caplog.text
+
+
+def sums(folder, name, *numbers, **columns):
+    rows = [{"question": f"What is {n} + 1 ?", "answer": f"#### {n + 1}"} | columns for n in numbers]
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / name)
+
+
+def built(*files, **fields):
+    return build_dataset(DatasetConfig(dataset_name_or_path=list(files), **fields), tiny_tokenizer())
+
+
+def test_a_list_of_files_is_read_in_its_order(tmp_path, caplog):
+    caplog.set_level("INFO")
+    files = [
+        sums(tmp_path, "a/train.jsonl", 1, 2),
+        sums(tmp_path, "b/train.jsonl", 3, answer="4", data_source="math_dapo"),
+    ]
+    dataset = built(*files)
+    assert dataset["gold"] == ["2", "3", "4"]
+    assert dataset["task"] == ["gsm8k", "gsm8k", "dapo-math"]
+    assert f"{files[0]}: 2 rows are graded as task gsm8k: their answers hold ####" in caplog.text
+    assert f"{files[1]}: 1 rows are graded as task dapo-math: their data_source is math_dapo" in caplog.text
+    assert f"3 prompts from {files[0]}, {files[1]}" in caplog.text
+
+
+def test_the_first_rows_of_a_list(tmp_path, caplog):
+    caplog.set_level("INFO")
+    files = [sums(tmp_path, name, 1, 2) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    assert len(built(*files, example_numbers=3)) == 3
+    assert f"{files[2]} is not read: example_numbers 3 is reached before" in caplog.text
+
+
+def test_a_list_that_is_none(tmp_path):
+    with pytest.raises(UserError, match=r"a list; write '\[\"a\.jsonl\", \"b\.jsonl\"\]'"):
+        build_dataset(DatasetConfig(dataset_name_or_path="a.jsonl,b.jsonl"), tiny_tokenizer())
+    with pytest.raises(UserError, match="dataset_name_or_path is empty"):
+        built()
+    file = sums(tmp_path, "a,b.jsonl", 1)
+    assert len(build_dataset(DatasetConfig(dataset_name_or_path=file), tiny_tokenizer())) == 1
+
+
+def test_rows_that_no_task_grades_keep_their_prompt(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": "What is 1 + 2 ?"}))
+    config = DatasetConfig(dataset_name_or_path=str(file))
+    row: Any = build_dataset(config, tiny_tokenizer(), graded=False)[0]
+    assert row["prompt"] == [{"role": "user", "content": "What is 1 + 2 ?"}]
+    assert (row["gold"], row["task"]) == (None, "")
+    assert json.loads(row["row"]) == {
+        "where": "own.jsonl:1", "data_source": "", "ground_truth": None, "extra_info": {},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("side", "limit", "left"),
+    [("left", 3, [3, 4, 5]), ("right", 3, [1, 2, 3]), ("middle", 3, [1, 4, 5]), ("middle", 4, [1, 2, 4, 5])]
+    + [(side, limit, [1, 2, 3, 4, 5]) for side in ("left", "right", "middle") for limit in (5, 6)]
+    + [("middle", 1, [5]), ("right", 1, [1])],
+)
+def test_where_a_prompt_is_cut(side, limit, left):
+    """verl's postprocess_data, by hand: middle keeps limit // 2 at the left."""
+    assert truncated([1, 2, 3, 4, 5], limit, side) == left

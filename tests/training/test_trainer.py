@@ -259,9 +259,12 @@ def test_no_norm_matched_is_an_error_before_training(tmp_path):
         make_trainer(tmp_path, noise=guide_noise(target_modules=["mlp_norm"]))
 
 
-def test_prompts_are_cut_on_the_left(tmp_path):
+def test_prompts_are_cut_where_the_run_says(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.truncate_prompts_to = 4
     ids, _, _ = trainer._tokenize_prompts([[{"role": "user", "content": "What is 1 + 2 ?"}]])
     full = tiny_tokenizer()("<|user|> What is 1 + 2 ? <|end|> <|assistant|>")["input_ids"]
     assert list(ids[0]) == full[-4:]
+    trainer.truncation = "middle"
+    ids, _, _ = trainer._tokenize_prompts([[{"role": "user", "content": "What is 1 + 2 ?"}]])
+    assert list(ids[0]) == full[:2] + full[-2:]

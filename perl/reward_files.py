@@ -1,0 +1,281 @@
+"""Rewards of the user's own, `path/to/file.py:function`: in TRL's form, or in one of verl's two.
+
+    def reward(completions, completion_ids, gold, task, **others)                   TRL: lists, by keyword
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None)     verl: one completion
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos)      verl's batch reward manager
+
+Which of them a function is, its parameters say, before a model is loaded. Each becomes what TRL calls, and whatever it
+does wrong is one line that names the file, the function and, where one completion is scored at a time, the row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import logging
+import math
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from perl.errors import RankError, UserError
+from perl.records import Problem
+
+log = logging.getLogger(__name__)
+
+RewardFunction = Callable[..., Any]
+Texts = Sequence[str | Sequence[dict[str, Any]]]
+FLAG = "--config.reward.functions"
+KWARGS_FLAG = "--config.reward.kwargs"
+ROW = "row"
+"""Column of `row_of`."""
+GIVEN = ("completions", "completion_ids", "prompts", "gold", "task", "trainer_state", "log_extra", "log_metric", ROW)
+"""What TRL calls a reward with: our data set's columns and TRL's own."""
+SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+
+def is_file(name: str) -> bool:
+    """Whether a name in reward.functions is one of the user's own."""
+    return ".py:" in name or name.endswith(".py")
+
+
+def row_of(problem: Problem) -> str:
+    """What verl's rewards are given of a row, as JSON: Arrow would make one type of all rows' extra_info."""
+    row = {
+        "where": problem.source,
+        "data_source": problem.data_source,
+        "ground_truth": problem.ground_truth,
+        "extra_info": problem.extra_info,
+    }
+    return json.dumps(row, ensure_ascii=False, default=lambda v: float(v) if isinstance(v, Decimal) else str(v))
+
+
+def text_of(completion: str | Sequence[dict[str, Any]]) -> str:
+    """The generated text: TRL gives a list of messages where the prompt was one."""
+    return completion if isinstance(completion, str) else (completion[-1]["content"] or "" if completion else "")
+
+
+def load_reward(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
+    """The function that TRL calls for `name`.
+
+    Args:
+        name: path/to/file.py:function.
+        kwargs: further keyword arguments of a function in verl's form (its reward_kwargs).
+
+    Raises:
+        UserError: there is no such function, or it could not be called.
+    """
+    function = _import(name)
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a builtin that does not tell
+        parameters = {}
+    for form, reward in ((SINGLE, _of_one), (BATCH, _of_batch)):
+        if form[1] in parameters or form[2] in parameters:
+            taken = _check_verls(name, function, parameters, form, kwargs)
+            return reward(name, function, taken, kwargs)
+    if parameters:
+        _check_trls(name, function, parameters)
+    return _of_trl(name, function)
+
+
+# ----------------------------------------------------------------------------------------------------- what TRL calls
+
+
+def _of_one(name: str, function: RewardFunction, taken: Sequence[str], kwargs: Mapping[str, Any]) -> RewardFunction:
+    def reward(
+        completions: Texts, row: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **_: Any
+    ) -> list[float]:
+        results = []
+        for completion, text in zip(completions, row, strict=True):
+            facts = json.loads(text)
+            given = facts | {"solution_str": text_of(completion)}
+            with _explained(name, function, facts["where"]):
+                result = function(**({key: given[key] for key in taken} | dict(kwargs)))
+            results.append((result, facts["where"]))
+        return _scores(name, results, log_metric)
+
+    return reward
+
+
+def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs: Mapping[str, Any]) -> RewardFunction:
+    def reward(
+        completions: Texts, row: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **_: Any
+    ) -> list[float]:
+        facts = [json.loads(text) for text in row]
+        given = {plural: [one.get(single) for one in facts] for single, plural in zip(SINGLE, BATCH, strict=True)}
+        given["solution_strs"] = [text_of(completion) for completion in completions]
+        with _explained(name, function):
+            results = function(**({key: given[key] for key in taken} | dict(kwargs)))
+        rows = [one["where"] for one in facts]
+        return _scores(name, list(zip(_as_list(name, results, len(rows)), rows, strict=True)), log_metric)
+
+    return reward
+
+
+def _of_trl(name: str, function: RewardFunction) -> RewardFunction:
+    """None is TRL's own way to say that a row has no reward of this function."""
+
+    def check(rewards: Any, completions: Texts) -> list[Any]:
+        found = _as_list(name, rewards, len(completions))
+        for place, score in enumerate(found):
+            if score is not None:
+                _number(name, score, f"completion {place}")
+        return found
+
+    def reward(completions: Texts, **columns: Any) -> list[Any]:
+        with _explained(name, function):
+            rewards = function(completions=completions, **columns)
+        return check(rewards, completions)
+
+    async def asynchronous(completions: Texts, **columns: Any) -> list[Any]:
+        with _explained(name, function):
+            rewards = await function(completions=completions, **columns)
+        return check(rewards, completions)
+
+    return asynchronous if inspect.iscoroutinefunction(function) else reward
+
+
+def _scores(
+    name: str, results: Sequence[tuple[Any, str]], log_metric: Callable[[str, float], None] | None
+) -> list[float]:
+    """One float a result, which is a number or a dict with "score"; the dict's other numbers are logged, as means."""
+    scores: list[float] = []
+    others: dict[str, list[float]] = defaultdict(list)
+    for result, where in results:
+        if not isinstance(result, Mapping):
+            scores.append(_number(name, result, where))
+            continue
+        if "score" not in result:
+            raise RankError(
+                f"{FLAG}: {name}: on {where} it gave a dict without score, of {', '.join(map(str, result))}"
+            )
+        scores.append(_number(name, result["score"], where))
+        for key, value in result.items():
+            if key != "score" and isinstance(value, bool | int | float) and math.isfinite(value):
+                others[str(key)].append(float(value))
+    if log_metric is not None:
+        for key, values in others.items():
+            log_metric(f"rewards/{name.rpartition(':')[2]}/{key}", sum(values) / len(values))
+    return scores
+
+
+def _as_list(name: str, rewards: Any, length: int) -> list[Any]:
+    try:
+        found = list(rewards)
+    except TypeError:  # a number, or None
+        found = None
+    if found is None or isinstance(rewards, str | Mapping):
+        raise RankError(f"{FLAG}: {name}: it gave {rewards!r:.60}, not a list of {length} numbers")
+    if len(found) != length:
+        raise RankError(f"{FLAG}: {name}: it gave {len(found)} rewards for {length} completions")
+    return found
+
+
+def _number(name: str, score: Any, where: str) -> float:
+    try:
+        number = math.nan if isinstance(score, str) else float(score)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RankError(f"{FLAG}: {name}: on {where} it gave {score!r:.60}, which is no number; write 0.0 or another")
+    return number
+
+
+@contextlib.contextmanager
+def _explained(name: str, function: RewardFunction, where: str = "") -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        log.debug("what %s raised", name, exc_info=error)  # --config.common.debug true shows it
+        file = name.rpartition(":")[0]
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name
+        ]
+        line = f":{lines[-1]}" if lines else ""
+        on = f" on {where}" if where else ""
+        raise RankError(
+            f"{FLAG}: {file}{line}: {_name(function)} raised {type(error).__name__}{on}: {error}"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------- import and signature
+
+
+@functools.cache  # checked before the model is loaded, built after: run once
+def _import(name: str) -> RewardFunction:
+    path, _, function = name.rpartition(".py:")
+    file = Path(f"{path}.py").expanduser()
+    if not path or not function:
+        raise UserError(f"{FLAG}: {name}: write path/to/file.py:function")
+    if not file.is_file():
+        raise UserError(f"{FLAG}: {name}: no such file {file}")
+    loader = SourceFileLoader(f"perl_user_reward_{file.stem}", str(file))
+    module = ModuleType(loader.name)
+    module.__file__ = str(file)
+    try:
+        loader.exec_module(module)
+    except Exception as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise UserError(f"{FLAG}: {file}{line} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        defined = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
+        wrong = "is no function" if found is not None else "is not defined there"
+        raise UserError(f"{FLAG}: {name}: {function!r} {wrong}; functions there: {defined}")
+    return found
+
+
+def _check_verls(
+    name: str,
+    function: RewardFunction,
+    parameters: Mapping[str, inspect.Parameter],
+    form: Sequence[str],
+    kwargs: Mapping[str, Any],
+) -> list[str]:
+    """Those of `form` that the function takes; a UserError where it could not be called with them."""
+    call = _name(function)
+    supported = f"supported is def {call}({', '.join(form)})"
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{FLAG}: {name}: {call} is async; {supported}, a plain function")
+    nameless = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind in _BY_NAME]
+    if unknown := [*nameless, *(n for n in needed if n not in form and n not in kwargs)]:
+        raise UserError(
+            f"{FLAG}: {name}: nothing is given to {call} as {', '.join(unknown)}; {supported}, by name, and"
+            f" {KWARGS_FLAG} gives more"
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if extra := [key for key in kwargs if key not in parameters and not takes_all]:
+        raise UserError(f"{KWARGS_FLAG}: {name} takes no {', '.join(extra)}; it takes {', '.join(parameters)}")
+    return [key for key in form if takes_all or key in parameters]
+
+
+def _check_trls(name: str, function: RewardFunction, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Raise a UserError for a function that could not be called as TRL calls rewards, with lists by keyword."""
+    call = _name(function)
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind in _BY_NAME]
+    if unknown := [n for n in needed if n not in GIVEN]:
+        raise UserError(
+            f"{FLAG}: {name}: nothing is given to {call} as {', '.join(unknown)}; a reward gets lists, by keyword, of"
+            f" {', '.join(GIVEN[:5])}, or in verl's form {', '.join(SINGLE)}"
+        )
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise UserError(f"{FLAG}: {name}: {call} must take **others too; TRL gives more than {', '.join(parameters)}")
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__name__", "it")

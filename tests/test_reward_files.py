@@ -1,0 +1,209 @@
+"""Rewards in the user's own files: TRL's form and verl's two, found by signature; every mistake is one line."""
+
+import asyncio
+import json
+
+import pytest
+
+from perl.errors import RankError, UserError
+from perl.grading import Grader
+from perl.records import Problem
+from perl.reward_files import row_of
+from perl.rewards import RewardContext, build_rewards, check_rewards
+
+ONE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+BATCH = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader() as grader:
+        yield grader
+
+
+@pytest.fixture
+def reward(grader, tmp_path):
+    """`reward(code)`: what TRL calls for the last function that `code` defines in tmp_path/mine.py."""
+
+    def build(code, name="mine.py", **kwargs):
+        (tmp_path / name).write_text(code)
+        function = code.rpartition("def ")[2].partition("(")[0]
+        context = RewardContext(grader=grader, max_completion_length=9, overlong_cache_length=3, kwargs=kwargs)
+        (found,) = build_rewards([f"{tmp_path / name}:{function}"], context)
+        return found
+
+    return build
+
+
+def given(*texts, **fields):
+    """What TRL gives for completions of rows of data.parquet."""
+    rows = [
+        Problem(task="gsm8k", question="?", gold=str(n), source=f"data.parquet:{n}", data_source="openai/gsm8k")
+        for n in range(len(texts))
+    ]
+    return {
+        "prompts": [[{"role": "user", "content": "?"}]] * len(texts),
+        "completions": [[{"role": "assistant", "content": text}] for text in texts],
+        "completion_ids": [[1]] * len(texts),
+        "gold": [row.gold for row in rows],
+        "task": [row.task for row in rows],
+        "row": [row_of(Problem(**(vars_of(row) | fields))) for row in rows],
+        "trainer_state": None,
+    }
+
+
+def vars_of(problem):
+    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+
+
+# TRL's form
+
+
+def test_trls_form(reward):
+    short = reward("def short(completions, **_):\n    return [-float(len(c[0]['content'])) for c in completions]\n")
+    assert short.__name__ == "short"
+    assert short(**given("ab", "")) == [-2.0, 0.0]
+
+
+def test_trls_form_may_leave_a_row_out_and_may_be_async(reward):
+    some = reward("async def some(completions, task, **_):\n    return [None, 1]\n")
+    assert asyncio.run(some(**given("a", "b"))) == [None, 1]
+
+
+def test_a_function_that_is_not_there(tmp_path):
+    (tmp_path / "mine.py").write_text("def short(completions, **_):\n    return []\nLIMIT = 3\n")
+    with pytest.raises(UserError, match="'long' is not defined there; functions there: short"):
+        check_rewards([f"{tmp_path}/mine.py:long"])
+    with pytest.raises(UserError, match="'LIMIT' is no function; functions there: short"):
+        check_rewards([f"{tmp_path}/mine.py:LIMIT"])
+
+
+def test_a_broken_file(tmp_path):
+    (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
+    with pytest.raises(UserError, match=r"syntax\.py, line 2 cannot be imported: SyntaxError"):
+        check_rewards([f"{tmp_path}/syntax.py:f"])
+    (tmp_path / "missing.py").write_text("import a_module_that_is_not_there\n")
+    with pytest.raises(UserError, match=r"missing\.py cannot be imported: ModuleNotFoundError"):
+        check_rewards([f"{tmp_path}/missing.py:f"])
+
+
+# verl's forms
+
+
+@pytest.mark.parametrize(
+    ("result", "values"),
+    [
+        ("len(solution_str)", [2.0, 0.0]),
+        ("solution_str == 'ab'", [1.0, 0.0]),
+        ("{'score': 0.5, 'acc': True}", [0.5, 0.5]),
+        ("__import__('numpy').float32(0.25)", [0.25, 0.25]),
+        ("__import__('torch').tensor(0.25)", [0.25, 0.25]),
+    ],
+)
+def test_verls_form_for_one_completion(reward, result, values):
+    assert reward(f"{ONE}    return {result}\n")(**given("ab", "")) == values
+
+
+def test_verls_batch_form(reward):
+    score = reward(f"{BATCH}    return [{{'score': len(s)}} if s else 2 for s in solution_strs]\n")
+    assert score(**given("ab", "")) == [2.0, 2.0]
+
+
+def test_verls_functions_are_given_the_row(reward):
+    check = "    assert (data_source, extra_info) == ('my/own', {'index': 3, 'split': 'train'})\n"
+    check += "    assert ground_truth == {'any': [1, None]}\n    return 1\n"
+    fields = {"data_source": "my/own", "ground_truth": {"any": [1, None]}, "extra_info": {"index": 3, "split": "train"}}
+    assert reward(ONE + check)(**given("x", **fields)) == [1.0]
+    lists = "    data_source, extra_info, ground_truth = data_sources[1], extra_infos[1], ground_truths[1]\n"
+    lists += "    assert len(data_sources) == len(extra_infos) == len(ground_truths) == 2\n"
+    assert reward(BATCH + lists + check.replace("1\n", "[1, 1]\n"), "batch.py")(**given("x", "y", **fields)) == [
+        1.0,
+        1.0,
+    ]
+
+
+def test_verls_own_gsm8k_takes_less_than_verl_gives(reward):
+    """As the guide's command names it: custom_reward_function.path=…/gsm8k.py."""
+    code = "def compute_score(solution_str, ground_truth, method='strict', format_score=0.0, score=1.0):\n"
+    code += "    return score if solution_str == ground_truth else format_score\n"
+    gold = {"ground_truth": "18"}
+    assert reward(code)(**given("18", "17", **gold)) == [1.0, 0.0]
+    assert reward(code, "again.py", format_score=0.1, score=2.0)(**given("18", "17", **gold)) == [2.0, 0.1]
+
+
+def test_a_dicts_other_numbers_are_logged(reward):
+    logged = {}
+    score = reward(f"{ONE}    return {{'score': 1, 'acc': solution_str == 'a', 'pred': solution_str}}\n")
+    assert score(**given("a", "b", "a", "c"), log_metric=logged.__setitem__) == [1.0] * 4
+    assert logged == {"rewards/compute_score/acc": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("code", "kwargs", "said"),
+    [
+        ("async " + ONE, {}, r"compute_score is async; supported is def compute_score\(data_source, solution_str, gr"),
+        (
+            "def f(solution_str, ground_truth, judge):",
+            {},
+            "nothing is given to f as judge; supported is def f.data_sou",
+        ),
+        (
+            "def f(solution_str, ground_truths):",
+            {},
+            "nothing is given to f as ground_truths; supported is def f.data_s",
+        ),
+        ("def f(solution_strs, golds):", {}, "as golds; supported is def f.data_sources, solution_strs, ground_truths"),
+        ("def f(solution_str, ground_truth, /):", {}, "nothing is given to f as solution_str, ground_truth"),
+        ("def f(solution_str, *more):", {}, "nothing is given to f as more"),
+        ("def f(solution_str):", {"mode": 1}, "kwargs: .*mine.py:f takes no mode; it takes solution_str"),
+        ("def f(completions):", {}, "must take .*others"),
+        ("def f(answers, **others):", {}, "nothing is given to f as answers; .* or in verl's form data_source, sol"),
+        ("def f(solution_str, ground_truth, judge):", {"judge": 1}, None),
+        ("def f(solution_str, **others):", {"mode": 1}, None),
+        ("def f(completions, gold, weight=1.0, **others):", {}, None),
+    ],
+)
+def test_a_signature_that_can_not_be_called_is_found_before_loading(tmp_path, code, kwargs, said):
+    file = tmp_path / "mine.py"
+    file.write_text(f"{code.rstrip()} return 0.0\n")
+    name = f"{file}:{code.partition('(')[0].rpartition('def ')[2]}"
+    if said is None:
+        check_rewards([name], kwargs)
+        return
+    with pytest.raises(UserError, match=said):
+        check_rewards([name], kwargs)
+
+
+def test_kwargs_without_a_function_of_ones_own():
+    with pytest.raises(UserError, match=r"--config\.reward\.kwargs: method is for a function of your own"):
+        check_rewards(["strict"], {"method": "flexible"})
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            f"{ONE}    a = 1\n    return {{}}['x']\n",
+            r"mine\.py:3: compute_score raised KeyError on data\.parquet:0: 'x'",
+        ),
+        (f"{BATCH}    return [1 / 0]\n", r"mine\.py:2: compute_score raised ZeroDivisionError: division by zero"),
+        ("def f(completions, **_):\n    return int('x')\n", r"mine\.py:2: f raised ValueError: invalid literal"),
+        (f"{ONE}    pass\n", "mine.py:compute_score: on data.parquet:0 it gave None, which is no number"),
+        (f"{ONE}    return float('nan') if ground_truth == '1' else 0\n", "on data.parquet:1 it gave nan, which is no"),
+        (f"{ONE}    return '1.0'\n", "it gave '1.0', which is no number"),
+        (f"{ONE}    return {{'acc': 1}}\n", "on data.parquet:0 it gave a dict without score, of acc"),
+        (f"{BATCH}    return [1.0]\n", "mine.py:compute_score: it gave 1 rewards for 2 completions"),
+        (f"{BATCH}    return 1.0\n", "it gave 1.0, not a list of 2 numbers"),
+        (f"{BATCH}    return [0, None]\n", "on data.parquet:1 it gave None"),
+        ("def f(completions, **_):\n    return None\n", "it gave None, not a list of 2 numbers"),
+        ("def f(completions, **_):\n    return [1.0]\n", "it gave 1 rewards for 2 completions"),
+        ("def f(completions, **_):\n    return [1.0, float('nan')]\n", "on completion 1 it gave nan"),
+    ],
+)
+def test_what_goes_wrong_while_scoring_is_one_line(reward, code, said):
+    facts = [{"ground_truth": "0"}, {"ground_truth": "1"}]
+    rows = given("a", "b")
+    rows["row"] = [json.dumps(json.loads(text) | fact) for text, fact in zip(rows["row"], facts, strict=True)]
+    with pytest.raises(RankError, match=said) as caught:
+        reward(code)(**rows)
+    assert str(caught.value).startswith("--config.reward.functions: ")
