@@ -21,6 +21,7 @@ from perl.records import PROGRESS
 SHOWN = {
     "reward": "reward {:.3f}",
     "loss": "loss {:.4f}",
+    "eval_loss": "evaluation loss {:.4f}",
     "completions/mean_length": "len {:.0f}",
     "aqn/sigma": "sigma {:.3g}",
     "perf/throughput": "{:.0f} tok/s",
@@ -59,7 +60,12 @@ class ProgressLine(TrainerCallback):
             seconds = f"{logs['timing/validation']:.1f} s"
             parts = [f"step {state.global_step}/{state.max_steps}", "validation", *scores, seconds]
             print(PROGRESS + "  ".join(parts), file=sys.stdout, flush=True)
-        if not state.is_world_process_zero or not logs or not logs.keys() & {"loss", "reward"} or done <= 0:
+        if (
+            not state.is_world_process_zero
+            or not logs
+            or not logs.keys() & {"loss", "reward", "eval_loss"}
+            or done <= 0
+        ):
             return  # the summary at the end, where nothing of a step is left to show
         seconds = (time.perf_counter() - self.started) / done
         left = seconds * (state.max_steps - state.global_step)
