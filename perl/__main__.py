@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("perl.tools.prepare", "write a task's data as train.parquet and test.parquet with verl's columns"),
     "merge": ("perl.tools.merge", "write base and adapter as one model, checked against what PEFT computes"),
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
+    "from-verl": ("perl.tools.from_verl", "translate a command, script or configuration of verl into a recipe"),
     "report": ("perl.tools.report", "write report.html of a training, of evaluations, or of both"),
     "compare": ("perl.tools.compare", "compare two evaluations problem by problem: what differs by more than chance"),
     "card": ("perl.tools.card", "write an adapter's scores into its model card (README.md)"),
