@@ -202,7 +202,7 @@ def _add_file(command: Command, file: Path, depth: int = 0) -> None:
         loaded = OmegaConf.load(file)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
-    except Exception as error:  # noqa: BLE001 - PyYAML's and OmegaConf's errors have no common base
+    except Exception as error:
         raise UserError(f"{file}: not YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{file}: must hold keys, such as algorithm: {{adv_estimator: grpo}}")

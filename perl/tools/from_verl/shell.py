@@ -602,10 +602,7 @@ def _with_gaps(node: Node) -> Iterator[tuple[str, Node]]:
 
 def _expanded(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str], str]]:
     """$NAME, ${NAME…}."""
-    if node.type == "simple_expansion":
-        value = _value(script, node, _text(node).strip()[1:])
-    else:
-        value = _braced(script, node)
+    value = _value(script, node, _text(node).strip()[1:]) if node.type == "simple_expansion" else _braced(script, node)
     if isinstance(value, list):
         yield value if quoted else [word for item in value for word in item.split()], "array"
     elif quoted:
