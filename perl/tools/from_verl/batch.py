@@ -65,7 +65,9 @@ def make_batch(devices: int, prompts: int, mini: int, micro: int | None, n: int,
         BatchError: something does not divide, which verl asserts too.
     """
     for key, value in ((PROMPTS, prompts), (MINI, mini), (N, n), (DEVICES, devices), (MICRO, micro)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is None and key == MICRO:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise BatchError(key, f"{value!r}: must be a whole number from 1")
     if prompts % mini:
         raise BatchError(MINI, f"{mini} does not divide the {prompts} prompts of a rollout ({PROMPTS})")

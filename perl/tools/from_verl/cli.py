@@ -15,7 +15,7 @@ import yaml
 
 from perl.errors import EXIT_USER_ERROR, UserError
 from perl.results import atomic_write
-from perl.tools.from_verl.keys import NOISE_RULES
+from perl.tools.from_verl.handlers import NOISE_RULES
 from perl.tools.from_verl.outcomes import Choices
 from perl.tools.from_verl.overrides import read_command
 from perl.tools.from_verl.translate import Translation, translate

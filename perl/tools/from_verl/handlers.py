@@ -102,10 +102,7 @@ def kl_in_reward(value: Any, verl: Verl) -> Outcome:
 
 
 def kl_loss(value: Any, verl: Verl) -> Outcome:
-    try:
-        coefficient = number(verl[f"{ACTOR}.kl_loss_coef"]) if verl[f"{ACTOR}.use_kl_loss"] else 0.0
-    except ValueError as error:
-        return Refused(str(error))
+    coefficient = number(verl[f"{ACTOR}.kl_loss_coef"]) if verl[f"{ACTOR}.use_kl_loss"] else 0.0
     return Translated({"training.beta": coefficient})
 
 
@@ -164,34 +161,28 @@ def importance_correction(value: Any, verl: Verl) -> Outcome:
 
 
 def learning_rate(value: Any, verl: Verl) -> Outcome:
-    try:
-        return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
-    except ValueError as error:
-        return Refused(str(error))
+    return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
 
 
 def schedule(value: Any, verl: Verl) -> Outcome:
     """lr_scheduler_type, its warm-up and its lowest rate, which TRL has in three fields."""
     optim = f"{ACTOR}.optim"
-    kind = verl.first(f"{optim}.lr_scheduler_type", f"{optim}.warmup_style") or "constant"
+    kind = verl.first(f"{optim}.lr_scheduler_type", f"{optim}.warmup_style", f"{optim}.lr_decay_style") or "constant"
     steps, ratio, lowest = (verl[f"{optim}.{k}"] for k in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio"))
     if kind not in ("constant", "cosine"):
         return Refused(f"{shown(kind)}: constant and cosine are there")
-    try:
-        warmup: dict[str, Any] = {}
-        if isinstance(steps, int) and steps > 0:
-            warmup = {"training.warmup_steps": updates(steps, verl)}
-        elif ratio and number(ratio) > 0:
-            warmup = {"training.warmup_steps": number(ratio)}
-        if kind == "constant":
-            return Translated({"training.lr_scheduler_type": f"constant{'_with_warmup' if warmup else ''}", **warmup})
-        if lowest and number(lowest) > 0:
-            rate = {"min_lr_rate": number(lowest)}
-            return Translated(
-                {"training.lr_scheduler_type": "cosine_with_min_lr", "training.lr_scheduler_kwargs": rate, **warmup}
-            )
-    except ValueError as error:
-        return Refused(str(error))
+    warmup: dict[str, Any] = {}
+    if isinstance(steps, int) and steps > 0:
+        warmup = {"training.warmup_steps": updates(steps, verl)}
+    elif ratio and number(ratio) > 0:
+        warmup = {"training.warmup_steps": number(ratio)}
+    if kind == "constant":
+        return Translated({"training.lr_scheduler_type": f"constant{'_with_warmup' if warmup else ''}", **warmup})
+    if lowest and number(lowest) > 0:
+        rate = {"min_lr_rate": number(lowest)}
+        return Translated(
+            {"training.lr_scheduler_type": "cosine_with_min_lr", "training.lr_scheduler_kwargs": rate, **warmup}
+        )
     return Translated({"training.lr_scheduler_type": "cosine", **warmup})
 
 
@@ -220,6 +211,17 @@ def chat_template(value: Any, verl: Verl) -> Outcome:
     return Translated({"training.chat_template_kwargs": arguments}) if arguments else NoEffect("empty")
 
 
+def same_as(key: str) -> Handler:
+    """Without effect where the value is that of another key, from which it comes in verl."""
+
+    def handle(value: Any, verl: Verl) -> Outcome:
+        if value in (None, verl[key]):
+            return NoEffect(f"{key} decides")
+        return Refused(f"it differs from {key}, {shown(verl[key])}; set that instead")
+
+    return handle
+
+
 def validates(verl: Verl) -> bool:
     frequency = verl["trainer.test_freq"]
     return bool(verl["trainer.val_before_train"]) or (isinstance(frequency, int) and frequency > 0)
@@ -236,10 +238,7 @@ def test_frequency(value: Any, verl: Verl) -> Outcome:
 
 
 def completion_length(value: Any, verl: Verl) -> Outcome:
-    try:
-        longest = positive(value)
-    except ValueError as error:
-        return Refused(str(error))
+    longest = positive(value)
     validation = {"validation.max_new_tokens": longest} if validates(verl) else {}
     return Translated({"training.max_completion_length": longest, **validation})
 
@@ -314,10 +313,7 @@ def eager(value: Any, verl: Verl) -> Outcome:
 
 
 def top_k(value: Any, verl: Verl) -> Outcome:
-    try:
-        return Translated({"training.top_k": 0 if value in (-1, None) else whole(value)})
-    except ValueError as error:
-        return Refused(str(error))
+    return Translated({"training.top_k": 0 if value in (-1, None) else whole(value)})
 
 
 def backend(value: Any, verl: Verl) -> Outcome:
@@ -401,11 +397,7 @@ def reward_kwargs(value: Any, verl: Verl) -> Outcome:
 
 
 def overlong(value: Any, verl: Verl) -> Outcome:
-    try:
-        buffer = _overlong(verl)
-    except ValueError as error:
-        return Refused(str(error))
-    return reward_functions(value, verl) if buffer else NoEffect("overlong_buffer.enable is False")
+    return reward_functions(value, verl) if _overlong(verl) else NoEffect("overlong_buffer.enable is False")
 
 
 def reward_manager(value: Any, verl: Verl) -> Outcome:
@@ -440,19 +432,13 @@ def save_frequency(value: Any, verl: Verl) -> Outcome:
 def epochs(value: Any, verl: Verl) -> Outcome:
     if verl["trainer.total_training_steps"]:
         return NoEffect("in verl too: total_training_steps goes before it")
-    try:
-        return Translated({"training.num_train_epochs": positive(value), "training.max_steps": -1})
-    except ValueError as error:
-        return Refused(str(error))
+    return Translated({"training.num_train_epochs": positive(value), "training.max_steps": -1})
 
 
 def total_steps(value: Any, verl: Verl) -> Outcome:
     if not value:
         return NoEffect("null: trainer.total_epochs decides")
-    try:
-        return Translated({"training.max_steps": updates(value, verl)})
-    except ValueError as error:
-        return Refused(str(error))
+    return Translated({"training.max_steps": updates(value, verl)})
 
 
 def critic_warmup(value: Any, verl: Verl) -> Outcome:

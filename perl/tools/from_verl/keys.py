@@ -50,6 +50,7 @@ from perl.tools.from_verl.handlers import (
     reward_kwargs,
     reward_manager,
     rollout_batch,
+    same_as,
     save_frequency,
     schedule,
     test_frequency,
@@ -240,12 +241,9 @@ KEYS: dict[str, Handler] = {
     ),
     f"{ROLLOUT}.enforce_eager": eager,
     f"{ROLLOUT}.free_cache_engine": no_effect(SPEED),
-    f"{ROLLOUT}.prompt_length": only(
-        None, why="data.max_prompt_length", otherwise="set data.max_prompt_length instead"
-    ),
-    f"{ROLLOUT}.response_length": only(
-        None, why="data.max_response_length", otherwise="set data.max_response_length instead"
-    ),
+    f"{ROLLOUT}.prompt_length": same_as("data.max_prompt_length"),
+    f"{ROLLOUT}.response_length": same_as("data.max_response_length"),
+    f"{ROLLOUT}.quantization_config_file": refused("rollouts sample from the trainer's own weights, not quantized"),
     f"{ROLLOUT}.quantization": refused("rollouts sample from the trainer's own weights, not quantized"),
     f"{ROLLOUT}.multi_turn.enable": refused("rollouts of several turns with tools are not there"),
     f"{ROLLOUT}.agent.default_agent_loop": only(
@@ -313,6 +311,10 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
         " sdpa and flash_attention_2")),
     (r"(actor_rollout_ref\.(actor|ref)|critic|reward_model)\.megatron\..+", no_effect(
         "how Megatron spreads the model; accelerate's file decides that here")),
+    (r"actor_rollout_ref\.actor\.optim\.(min_lr|lr_decay_steps)", refused("the nearest is optim.min_lr_ratio")),
+    (r"actor_rollout_ref\.actor\.optim\.(weight_decay_incr_style|lr_wsd_.*|use_.*|main_grads_dtype|exp_avg.*|muon_.*)",
+     no_effect("of Megatron's optimizer, and AdamW is taken")),
+    (r"actor_rollout_ref\.rollout\.mtp(\..+)?", no_effect("only model.mtp.enable, which is refused, uses it")),
     (r"actor_rollout_ref\.actor\.optim\.(zero_indexed_step|lr_warmup_init)", no_effect("the schedule's first step")),
     (r"actor_rollout_ref\.actor\.policy_loss\..+|actor_rollout_ref\.actor\.tau_(pos|neg)", no_effect(
         "it belongs to losses other than vanilla and gspo")),
@@ -345,7 +347,8 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"(reward_model|reward)\.(num_workers|launch_reward_fn_async|max_concurrent.*|timeout)", no_effect(SPEED)),
     (r"(reward_model|reward\.reward_model)\..+", no_effect("a reward model's, and enabling one is refused")),
     (r"reward\.reward_manager\..+", no_effect("it names a reward manager of your own, which source decides")),
-    (r"(reward\.)?sandbox_fusion\..+", refused("a sandbox for code is not there")),
+    (r"(reward\.)?sandbox_fusion\.url", refused("a sandbox for code is not there")),
+    (r"(reward\.)?sandbox_fusion\..+", no_effect("only sandbox_fusion.url, which is refused, uses it")),
     (r"critic\..+", no_effect("the critic's: only PPO (adv_estimator=gae) has one")),
     (r"trainer\.(balance_batch|esi_.*|ray_.*|use_legacy_worker_impl|use_v1|worker_.*|del_local_.*|checkpoint_callback_.*)",
      no_effect(SPEED)),
@@ -422,7 +425,6 @@ ENVIRONMENT = {
     "VERL_USE_MODELSCOPE": "read here too: models come from ModelScope",
     "PERL_USE_MODELSCOPE": "read here too: models come from ModelScope",
     "WANDB_MODE": "read here too",
-    "WANDB_API_KEY": "read here too",
     "WANDB_PROJECT": "read here too",
     "WANDB_ENTITY": "read here too",
     "HF_ENDPOINT": "read here too",

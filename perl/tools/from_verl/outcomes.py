@@ -72,7 +72,8 @@ class Verl:
 
     @property
     def is_lora(self) -> bool:
-        return (self["actor_rollout_ref.model.lora_rank"] or self["actor_rollout_ref.model.lora.rank"] or 0) > 0
+        ranks = self["actor_rollout_ref.model.lora_rank"], self["actor_rollout_ref.model.lora.rank"]
+        return any(isinstance(rank, int) and rank > 0 for rank in ranks)
 
     @property
     def devices(self) -> Any:
@@ -87,17 +88,26 @@ class Verl:
     def batch(self) -> Batch | BatchError:
         prompts, n = self["data.train_batch_size"], self["actor_rollout_ref.rollout.n"]
         mini, epochs = self["actor_rollout_ref.actor.ppo_mini_batch_size"], self["actor_rollout_ref.actor.ppo_epochs"]
+        epochs = epochs if isinstance(epochs, int) else 1
         try:
-            micro = self._micro()
-            devices = self.devices
-            return arithmetic.make_batch(devices, prompts, mini, micro, n, epochs if isinstance(epochs, int) else 1)
+            if self["actor_rollout_ref.actor.use_dynamic_bsz"]:
+                whole = arithmetic.make_batch(self.devices, prompts, mini, None, n, epochs)
+                return arithmetic.make_batch(self.devices, prompts, mini, self._rows_of_tokens(whole), n, epochs)
+            return arithmetic.make_batch(self.devices, prompts, mini, self._micro(), n, epochs)
         except BatchError as error:
             return error
 
-    def _micro(self) -> int | None:
-        """Completions in a forward and backward pass of a device; None where tokens decide."""
-        if self["actor_rollout_ref.actor.use_dynamic_bsz"]:
-            return None
+    def _rows_of_tokens(self, whole: Batch) -> int:
+        """As many completions as surely fit ppo_max_token_len_per_gpu, and divide a device's share of an update."""
+        most = self["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"]
+        lengths = self["data.max_prompt_length"], self["data.max_response_length"]
+        if not all(isinstance(value, int) and value > 0 for value in (most, *lengths)):
+            return 1
+        share = whole.per_device_train_batch_size
+        return max(rows for rows in range(1, share + 1) if share % rows == 0 and rows <= max(1, most // sum(lengths)))
+
+    def _micro(self) -> int:
+        """Completions in a forward and backward pass of a device."""
         micro, whole = self[arithmetic.MICRO], self["actor_rollout_ref.actor.ppo_micro_batch_size"]
         if micro is None and isinstance(whole, int) and isinstance(self.devices, int):
             return max(1, whole // self.devices)
@@ -114,6 +124,7 @@ class Verl:
 
 
 Handler = Callable[[Any, Verl], Outcome]
+"""Decides about a value; a ValueError of it (or a TypeError) is a refusal."""
 
 
 # Handlers for the table
@@ -122,13 +133,7 @@ Handler = Callable[[Any, Verl], Outcome]
 def to(name: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Handler:
     """The value as it stands, or converted, is the recipe's field `name`."""
 
-    def handle(value: Any, verl: Verl) -> Outcome:
-        try:
-            return Translated({name: convert(value)}, note)
-        except (ValueError, TypeError) as error:
-            return Refused(str(error))
-
-    return handle
+    return lambda value, verl: Translated({name: convert(value)}, note)
 
 
 def no_effect(why: str) -> Handler:

@@ -5,6 +5,7 @@ Overrides are read by Hydra's own parser, files and interpolations by OmegaConf.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -113,7 +114,7 @@ def _launch_of(script: Script, words: Sequence[str]) -> Launch:
 
 def _compose(launch: Launch, script: Script, extra: list[str], folder: Path, file: Path | None = None) -> Command:
     overrides, options = _split_options(launch, script)
-    config = OmegaConf.create(OmegaConf.to_container(_defaults()))
+    config = copy.deepcopy(_defaults())
     command = Command({}, config, {}, dict(launch.environment), launch.before)
     if "main_dapo" in launch.module:
         _add_base(command, "dapo_trainer")
@@ -296,6 +297,9 @@ def _plain(override: Override, word: str, place: str) -> Any:
 def _set(command: Command, key: str, value: Any, place: str) -> None:
     if not key:
         return
+    group = key.rpartition(".")[0]
+    if group and (above := OmegaConf.select(command.config, group)) is not None and not OmegaConf.is_dict(above):
+        raise UserError(f"{place}: {key}: {group} is a setting, not a group of settings")
     try:
         OmegaConf.update(command.config, key, value, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, AttributeError, IndexError) as error:

@@ -61,6 +61,8 @@ class Script:
     """Programs of verl that do not train with rewards, each with its line."""
     first_line: int = 1
     depth: int = 0
+    unset_is_empty: bool = False
+    """In a test, as in bash; a setting made of an unset variable would silently lack a part."""
 
     def at(self, node: Node) -> str:
         return f"{self.place}:{node.start_point[0] + self.first_line}"
@@ -213,7 +215,7 @@ def _branches(node: Node) -> list[tuple[Node | None, list[Node]]]:
 
 
 def _case(script: Script, node: Node) -> None:
-    value = text_of(script, node.named_children[0])
+    value = _tested(script, node.named_children[0])
     items = [child for child in node.named_children[1:] if child.type == "case_item"]
     if script.reasons_in(value):
         _forget(script, items, node)
@@ -445,22 +447,29 @@ def truth(script: Script, node: Node) -> bool | None:
         operator, operand = node.children[0], node.children[-1]
         if operator.type == "!":
             return _not(truth(script, operand))
-        return _test_one(script, _text(operator), text_of(script, operand))
+        return _test_one(script, _text(operator), _tested(script, operand))
     if kind == "binary_expression":
         left, operator, right = node.children[0], _text(node.children[1]), node.children[-1]
         if operator in ("&&", "||", "-a", "-o"):
             word = {"-a": "&&", "-o": "||"}.get(operator, operator)
             return _both(word, truth(script, left), lambda: truth(script, right))
-        return _test_two(script, text_of(script, left), operator, text_of(script, right))
+        return _test_two(script, _tested(script, left), operator, _tested(script, right))
     if kind == "command":
         return _truth_of_command(script, node)
     if kind in ("variable_assignment", "variable_assignments", "declaration_command", "redirected_statement"):
         follow(script, node)
         return True
     if kind in ("word", "string", "raw_string", "simple_expansion", "expansion", "concatenation", "number"):
-        text = text_of(script, node)
+        text = _tested(script, node)
         return None if script.reasons_in(text) else bool(text)
     return None
+
+
+def _tested(script: Script, node: Node) -> str:
+    script.unset_is_empty = True
+    text = text_of(script, node)
+    script.unset_is_empty = False
+    return text
 
 
 def _truth_of_command(script: Script, node: Node) -> bool | None:
@@ -621,7 +630,7 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
         return script.arguments[int(name) - 1] if int(name) <= len(script.arguments) else ""
     value = script.variables.get(name)
     if value is None:
-        if default:
+        if default or script.unset_is_empty:
             return ""
         return script.unknown(node, f"the variable {name} is set neither in the script nor in the environment")
     return value[0] if isinstance(value, list) and value else "" if isinstance(value, list) else value

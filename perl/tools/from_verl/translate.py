@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from perl.config.load import is_secret
 from perl.errors import nearest
 from perl.tools.from_verl.batch import Batch
 from perl.tools.from_verl.keys import (
@@ -69,8 +70,8 @@ def translate(command: Command, choices: Choices) -> Translation:
     """
     verl, result = Verl(command, choices), Translation()
     for key in ALWAYS:
-        if key not in command.given:
-            outcome = KEYS[key](command.value(key), verl)
+        if key not in command.given and f"~{key}" not in command.read:
+            outcome = _outcome(key, command.value(key), verl)
             if isinstance(outcome, Translated):
                 result.defaults[key] = outcome.fields
             elif isinstance(outcome, Refused):
@@ -99,7 +100,12 @@ def _outcome(key: str, value: Any, verl: Verl) -> Outcome:
         if key in NAMES:
             return NoEffect(f"a name that only a run of the script shows ({value.why}); the run is named here")
         return Refused(f"its value cannot be read: {value.why}")
-    return handler(value, verl)
+    try:
+        return handler(value, verl)
+    except ValueError as error:
+        return Refused(str(error))
+    except TypeError:
+        return Refused(f"{shown(value)} is no value for it")
 
 
 def _note(result: Translation, key: str, outcome: Outcome) -> None:
@@ -123,6 +129,9 @@ def _unknown(key: str) -> str:
 
 def _environment(result: Translation, command: Command) -> None:
     for name, value in command.environment.items():
+        if is_secret(name, value):
+            result.no_effect[name] = "a secret, which is not printed: export it in the shell that starts the run"
+            continue
         if name in ENVIRONMENT and "\ue000" not in value:
             result.translated[name] = {name: value}
         else:
