@@ -31,16 +31,7 @@ HBM = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
 ]
 """The guide's settings for a fuller memory, over its launch command."""
-    "data.train_batch_size=128",
-    "data.max_response_length=1024",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-]
 GOOD = [
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-]
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
