@@ -25,6 +25,9 @@ from perl.noise.schedule import stage_at
 from perl.rewards import REWARDS, RewardContext, build_rewards, grade_rows
 from perl.tasks import TASKS, load_problems
 from perl.tasks.schemas import SCHEMAS
+from perl.tools.from_verl.outcomes import Choices
+from perl.tools.from_verl.overrides import read_command
+from perl.tools.from_verl.translate import translate
 from tests.docs_commands import ROOT, blocks, check, commands
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -126,9 +129,12 @@ def test_the_tree_is_the_tree(page):
 def test_what_is_not_there_yet_is_not_there(page):
     """Fails when it comes: then the page has to tell."""
     text = page.read_text(encoding="utf-8")
-    for command in ("from-verl",):
-        assert f"`{command}`" in text
-        assert command not in COMMANDS
+    settings = re.findall(r"`([\w.]+=\w+)`", text)
+    assert len(settings) == 6
+    for setting in [*settings, *(f"algorithm.adv_estimator={e}" for e in ("rloo", "remax", "reinforce_plus_plus"))]:
+        assert setting.partition("=")[2] in text
+        refused = translate(read_command(None, [setting]), Choices()).refused
+        assert setting.partition("=")[0] in refused, setting
 
 
 @pytest.mark.parametrize("page", BOTH["README"], ids=name)

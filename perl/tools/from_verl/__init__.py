@@ -1,0 +1,13 @@
+"""A command of verl, as a recipe of perl: nothing is dropped silently, nothing of the user's is executed.
+
+shell.py      script -> the words of its training command          (tree-sitter; nothing is run)
+overrides.py  words, YAML -> keys with values over verl's defaults (Hydra's parser, OmegaConf)
+keys.py       KEYS: each key -> translated | without effect | refused
+batch.py      verl's batch arithmetic
+translate.py  all of a command, into the three lists
+cli.py        recipe, printed lists, launch
+"""
+
+from perl.tools.from_verl.cli import add_arguments, run
+
+__all__ = ["add_arguments", "run"]

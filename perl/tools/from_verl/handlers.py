@@ -1,0 +1,499 @@
+"""Handlers of keys whose value alone does not say what they become: they read verl's whole configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from perl.tools.from_verl import batch as arithmetic
+from perl.tools.from_verl.batch import BatchError
+from perl.tools.from_verl.outcomes import (
+    Handler,
+    NoEffect,
+    Outcome,
+    Refused,
+    Translated,
+    Verl,
+    number,
+    one_or_more,
+    path,
+    positive,
+    shown,
+    texts,
+    to,
+    where,
+    whole,
+    yes_or_no,
+)
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+PPO = "it is the critic's, and PPO with a critic is not there yet"
+NO_CRITIC = "there is no critic but with algorithm.adv_estimator=gae"
+SPEED = "speed and memory only: the result is the same"
+
+
+# Batch
+
+
+def batch_field(field: str, meaning: str) -> Handler:
+    """A number of the batch: what the whole batch comes to, or why it cannot be cut at this key."""
+
+    def handle(value: Any, verl: Verl) -> Outcome:
+        batch = verl.batch
+        if isinstance(batch, BatchError):
+            return Refused(batch.why) if batch.key == meaning else NoEffect(f"the batch cannot be cut: {batch.why}")
+        return Translated({field: getattr(batch, field.removeprefix("training."))})
+
+    return handle
+
+
+def group_size(value: Any, verl: Verl) -> Outcome:
+    if verl["algorithm.adv_estimator"] != "gae" and value == 1:
+        return Refused("1 completion has no others to be compared with; GRPO needs 2 or more: rollout.n=8")
+    return to("training.num_generations", positive)(value, verl)
+
+
+def whole_micro_batch(value: Any, verl: Verl) -> Outcome:
+    if verl[arithmetic.MICRO] is not None:
+        return NoEffect("ppo_micro_batch_size_per_gpu goes before it")
+    if value is None:
+        return NoEffect("null leaves it to ppo_micro_batch_size_per_gpu")
+    return batch_field("training.per_device_train_batch_size", arithmetic.MICRO)(value, verl)
+
+
+def devices(value: Any, verl: Verl) -> Outcome:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        return Refused(f"{shown(value)} is not a whole number from 1")
+    return Translated({"NUM_PROCESSES": verl.devices})
+
+
+def dynamic_batches(value: Any, verl: Verl) -> Outcome:
+    if not value:
+        return NoEffect("micro-batches have so many rows as ppo_micro_batch_size_per_gpu says")
+    return Translated({"training.max_tokens_per_microbatch": verl[f"{ACTOR}.ppo_max_token_len_per_gpu"]})
+
+
+def updates(value: Any, verl: Verl) -> int:
+    """Steps of verl in optimizer steps."""
+    return positive(value) * verl.updates_per_rollout
+
+
+# Algorithm and loss
+
+
+def estimator(value: Any, verl: Verl) -> Outcome:
+    if value in ("grpo", "grpo_vectorized"):
+        return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
+    if value == "gae":
+        return Refused("gae (verl's default) is PPO with a critic, which is not there yet; the nearest is grpo, n=2 up")
+    if value in ("rloo", "rloo_vectorized"):
+        return Refused(
+            f"{value}: the nearest is grpo with norm_adv_by_std_in_grpo=False, whose advantages are RLOO's times"
+            " (n - 1)/n"
+        )
+    return Refused(f"{shown(value)}: this advantage estimator is not there; grpo is")
+
+
+def kl_in_reward(value: Any, verl: Verl) -> Outcome:
+    if value:
+        return Refused(f"KL in the reward is not there; the nearest is {ACTOR}.use_kl_loss=True, KL in the loss")
+    return NoEffect("False leaves it off, as it is here")
+
+
+def kl_loss(value: Any, verl: Verl) -> Outcome:
+    coefficient = number(verl[f"{ACTOR}.kl_loss_coef"]) if verl[f"{ACTOR}.use_kl_loss"] else 0.0
+    return Translated({"training.beta": coefficient})
+
+
+def kl_type(value: Any, verl: Verl) -> Outcome:
+    if value in ("low_var_kl", "k3"):
+        return Translated({"training.use_bias_correction_kl": False})
+    return Refused(f"{shown(value)}: only low_var_kl (k3), verl's default, is there")
+
+
+def policy_loss(value: Any, verl: Verl) -> Outcome:
+    levels = {"vanilla": "token", "gspo": "sequence"}
+    if value not in levels:
+        return Refused(f"{shown(value)}: this loss is not there; vanilla and gspo are")
+    return Translated({"training.importance_sampling_level": levels[value]})
+
+
+def aggregation(value: Any, verl: Verl) -> Outcome:
+    if value not in AGGREGATIONS:
+        return Refused(f"{shown(value)}: not there; {', '.join(AGGREGATIONS)} are")
+    return Translated({"training.loss_type": AGGREGATIONS[value]})
+
+
+AGGREGATIONS = {
+    "token-mean": "bnpo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+"""verl's loss_agg_mode -> TRL's loss_type. token-mean: of each micro-batch, as in verl up to 0.5."""
+
+
+def clip_ratio(value: Any, verl: Verl) -> Outcome:
+    if verl[f"{ACTOR}.clip_ratio_low"] is None or verl[f"{ACTOR}.clip_ratio_high"] is None:
+        return to("training.epsilon", number)(value, verl)
+    return NoEffect("in verl too: clip_ratio_low and clip_ratio_high, 0.2 by default, go before it")
+
+
+def clip_end(field: str) -> Handler:
+    def handle(value: Any, verl: Verl) -> Outcome:
+        return to(field, number)(verl[f"{ACTOR}.clip_ratio"] if value is None else value, verl)
+
+    return handle
+
+
+def importance_correction(value: Any, verl: Verl) -> Outcome:
+    """Truncated importance sampling: rollout_is of newer versions of verl."""
+    if not value:
+        return NoEffect(f"{shown(value)} leaves it off, as it is here")
+    if value not in ("token", "sequence"):
+        return Refused(f"{shown(value)}: only token and sequence are there")
+    limit = verl["algorithm.rollout_correction.rollout_is_threshold"]
+    return Translated({"rollout.importance_correction": value, "training.vllm_importance_sampling_clip_max": limit})
+
+
+# Optimizer
+
+
+def learning_rate(value: Any, verl: Verl) -> Outcome:
+    return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
+
+
+def schedule(value: Any, verl: Verl) -> Outcome:
+    """lr_scheduler_type, its warm-up and its lowest rate, which TRL has in three fields."""
+    optim = f"{ACTOR}.optim"
+    kind = verl.first(f"{optim}.lr_scheduler_type", f"{optim}.warmup_style", f"{optim}.lr_decay_style") or "constant"
+    steps, ratio, lowest = (verl[f"{optim}.{k}"] for k in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio"))
+    if kind not in ("constant", "cosine"):
+        return Refused(f"{shown(kind)}: constant and cosine are there")
+    warmup: dict[str, Any] = {}
+    if isinstance(steps, int) and steps > 0:
+        warmup = {"training.warmup_steps": updates(steps, verl)}
+    elif ratio and number(ratio) > 0:
+        warmup = {"training.warmup_steps": number(ratio)}
+    if kind == "constant":
+        return Translated({"training.lr_scheduler_type": f"constant{'_with_warmup' if warmup else ''}", **warmup})
+    if lowest and number(lowest) > 0:
+        rate = {"min_lr_rate": number(lowest)}
+        return Translated(
+            {"training.lr_scheduler_type": "cosine_with_min_lr", "training.lr_scheduler_kwargs": rate, **warmup}
+        )
+    return Translated({"training.lr_scheduler_type": "cosine", **warmup})
+
+
+def betas(value: Any, verl: Verl) -> Outcome:
+    if not isinstance(value, list) or len(value) != 2:
+        return Refused(f"{shown(value)}: two numbers, such as [0.9,0.999]")
+    return Translated({"training.adam_beta1": value[0], "training.adam_beta2": value[1]})
+
+
+# Data
+
+
+def prompts_as(value: Any, verl: Verl) -> Outcome:
+    modes = ("error", "left", "right", "middle")
+    return to("dataset.truncation")(value, verl) if value in modes else Refused(f"{shown(value)}: {', '.join(modes)}")
+
+
+def rollout_batch(value: Any, verl: Verl) -> Outcome:
+    if value in (None, verl["data.train_batch_size"]) or verl["algorithm.filter_groups.enable"]:
+        return NoEffect("as many prompts are drawn as data.train_batch_size says")
+    return Refused("it differs from data.train_batch_size; drop it, or train on as many prompts as are drawn")
+
+
+def chat_template(value: Any, verl: Verl) -> Outcome:
+    arguments = verl["data.apply_chat_template_kwargs"]
+    return Translated({"training.chat_template_kwargs": arguments}) if arguments else NoEffect("empty")
+
+
+def same_as(key: str) -> Handler:
+    """Without effect where the value is that of another key, from which it comes in verl."""
+
+    def handle(value: Any, verl: Verl) -> Outcome:
+        if value in (None, verl[key]):
+            return NoEffect(f"{key} decides")
+        return Refused(f"it differs from {key}, {shown(verl[key])}; set that instead")
+
+    return handle
+
+
+def validates(verl: Verl) -> bool:
+    frequency = verl["trainer.test_freq"]
+    return bool(verl["trainer.val_before_train"]) or (isinstance(frequency, int) and frequency > 0)
+
+
+def validated(handler: Handler) -> Handler:
+    return where(validates, handler, "nothing is validated: test_freq is not above 0 and val_before_train is False")
+
+
+def test_frequency(value: Any, verl: Verl) -> Outcome:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return Refused(f"{shown(value)} is not a whole number")
+    return Translated({"validation.every_steps": updates(value, verl) if value > 0 else None})
+
+
+def completion_length(value: Any, verl: Verl) -> Outcome:
+    longest = positive(value)
+    validation = {"validation.max_new_tokens": longest} if validates(verl) else {}
+    return Translated({"training.max_completion_length": longest, **validation})
+
+
+def validation_temperature(value: Any, verl: Verl) -> Outcome:
+    sampled = verl[f"{ROLLOUT}.val_kwargs.do_sample"]
+    return to("validation.temperature", number)(verl[f"{ROLLOUT}.val_kwargs.temperature"] if sampled else 0.0, verl)
+
+
+def greedy(verl: Verl) -> bool:
+    values = verl[f"{ROLLOUT}.val_kwargs.do_sample"], verl[f"{ROLLOUT}.val_kwargs.temperature"]
+    return not all(values)
+
+
+def all_tokens(value: Any, verl: Verl) -> Outcome:
+    if greedy(verl) or value in (-1, 0, 1, 1.0):
+        return NoEffect("greedy, or nothing is cut off")
+    return Refused(f"{shown(value)}: validation draws from all tokens; leave it out")
+
+
+# Model and rollouts
+
+
+def full_parameters(value: Any, verl: Verl) -> Outcome:
+    """lora_rank; 0 trains all weights in verl, and a LoRA adapter here."""
+    if value and not isinstance(value, bool) and isinstance(value, int):
+        return Translated({"peft.type": "lora", "peft.r": value})
+    return Translated({"peft.type": "lora", "peft.r": 16, "peft.lora_alpha": 32}) if not verl.is_lora else NoEffect(
+        "model.lora.rank goes before it"
+    )  # fmt: skip
+
+
+def with_lora(handler: Handler) -> Handler:
+    return where(lambda verl: verl.is_lora, handler, "lora_rank is 0: verl would train all weights")
+
+
+def lora_modules(value: Any, verl: Verl) -> Outcome:
+    return to("peft.target_modules", one_or_more)(value, verl)
+
+
+def megatron_lora_modules(value: Any, verl: Verl) -> Outcome:
+    if value == ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]:
+        return Translated({"peft.target_modules": "all-linear"})
+    return Refused(f"{shown(value)}: Megatron's names; leave it out for all linear layers")
+
+
+def model_settings(value: Any, verl: Verl) -> Outcome:
+    return NoEffect("empty") if not value else Refused("a changed architecture is not taken over")
+
+
+def engine(value: Any, verl: Verl) -> Outcome:
+    if value not in ("vllm", "sglang", "hf", None):
+        return Refused(f"{shown(value)}: vllm, sglang and hf are known")
+    chosen = verl.choices.engine
+    note = "" if chosen == value else "the same policy is sampled, by perl's own decode loop; --engine vllm takes vLLM"
+    return Translated({"rollout.engine": chosen}, note)
+
+
+def vllm_only(field: str, nearest: str) -> Handler:
+    def handle(value: Any, verl: Verl) -> Outcome:
+        if verl.choices.engine == "vllm":
+            return Translated({field: value})
+        return NoEffect(f"vLLM's; {nearest}")
+
+    return handle
+
+
+def eager(value: Any, verl: Verl) -> Outcome:
+    if verl.choices.engine == "vllm":
+        return NoEffect("TRL starts vLLM as it decides; speed only")
+    return Translated({"rollout.capture_graphs": False if value else "auto"})
+
+
+def top_k(value: Any, verl: Verl) -> Outcome:
+    return Translated({"training.top_k": 0 if value in (-1, None) else whole(value)})
+
+
+def backend(value: Any, verl: Verl) -> Outcome:
+    if value in ("fsdp", "fsdp2"):
+        return NoEffect("how weights are spread; here ACCELERATE_CONFIG says so: scripts/accelerate/npu_fsdp2.yaml, …")
+    if value == "megatron":
+        return Refused(f"Megatron (MindSpeed) is not there; the nearest is {ACTOR}.strategy=fsdp2")
+    return Refused(f"{shown(value)} is not there; the nearest is {ACTOR}.strategy=fsdp2")
+
+
+def offload(value: Any, verl: Verl) -> Outcome:
+    if not value:
+        return NoEffect("False: nothing is moved to the host here either")
+    return NoEffect(
+        "memory only; the base is frozen and the adapter's optimizer small. If the base does not fit a device:"
+        " ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml"
+    )
+
+
+def model_dtype(value: Any, verl: Verl) -> Outcome:
+    if value in ("fp32", "float32"):
+        return NoEffect("the adapter is trained in float32, over a base in the device's dtype")
+    if value in ("bf16", "bfloat16"):
+        return Translated({"model.dtype": "bfloat16"})
+    return Refused(f"{shown(value)}: fp32 and bf16 are known")
+
+
+# Rewards
+
+
+def reward_functions(value: Any, verl: Verl) -> Outcome:
+    """The reward: the user's function, or verl's by data source; with DAPO's punishment of long completions."""
+    file, name = (verl.first(f"custom_reward_function.{k}", f"reward.custom_reward_function.{k}") for k in CUSTOM)
+    files = verl["data.train_files"]
+    if file:
+        functions, note = [_own_reward(path(file), str(name or "compute_score"))], ""
+    elif files and all("gsm8k" in str(name).lower() for name in (files if isinstance(files, list) else [files])):
+        functions, note = ["strict"], "verl's rule for GSM8K, only `#### n` counts; accuracy takes other forms too"
+    else:
+        functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
+    fields: dict[str, Any] = {"reward.functions": functions}
+    buffer = _overlong(verl)
+    if buffer:
+        length, factor = buffer
+        fields = {
+            "reward.functions": [*functions, "overlong"],
+            # verl's score for DAPO is -1 or 1, accuracy 0 or 1: twice as much is the same difference.
+            "reward.weights": [2.0 if functions == ["accuracy"] else 1.0, float(factor)],
+            "reward.overlong_cache_length": length,
+        }
+    return Translated(fields, note)
+
+
+CUSTOM = ("path", "name")
+OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg",
+            "reward.reward_kwargs.overlong_buffer_cfg")  # fmt: skip
+
+
+def _own_reward(file: str, name: str) -> str:
+    """verl's own file for GSM8K is the rule `strict` here."""
+    return "strict" if file.endswith("utils/reward_score/gsm8k.py") else f"{file}:{name}"
+
+
+def _overlong(verl: Verl) -> tuple[int, float] | None:
+    """(length, factor) of DAPO's soft punishment, where it is on."""
+    for group in OVERLONG:
+        if verl[f"{group}.enable"]:
+            return whole(verl[f"{group}.len"]), number(verl[f"{group}.penalty_factor"] or 1.0)
+    return None
+
+
+def custom_reward(value: Any, verl: Verl) -> Outcome:
+    if not verl.first("custom_reward_function.path", "reward.custom_reward_function.path"):
+        return NoEffect("no custom_reward_function.path: verl's own rules")
+    return reward_functions(value, verl)
+
+
+def reward_kwargs(value: Any, verl: Verl) -> Outcome:
+    arguments = verl.first("custom_reward_function.reward_kwargs", "reward.custom_reward_function.reward_kwargs")
+    return Translated({"reward.kwargs": arguments or verl["reward.custom_reward_function.reward_kwargs"]})
+
+
+def overlong(value: Any, verl: Verl) -> Outcome:
+    return reward_functions(value, verl) if _overlong(verl) else NoEffect("overlong_buffer.enable is False")
+
+
+def reward_manager(value: Any, verl: Verl) -> Outcome:
+    if value in (None, "naive", "prime", "dapo", "batch"):
+        return NoEffect("how functions are called; DAPO's punishment of long completions stands in overlong_buffer")
+    return Refused(f"{shown(value)}: naive, batch, prime and dapo are known")
+
+
+# Trainer
+
+
+def report_to(value: Any, verl: Verl) -> Outcome:
+    loggers = [str(name) for name in (value if isinstance(value, list) else [value])]
+    known = {"console": None, "file": None, "wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow",
+             "swanlab": "swanlab", "clearml": "clearml", "trackio": "trackio"}  # fmt: skip
+    for name in loggers:
+        if name not in known:
+            return Refused(f"{name}: {', '.join(known)} are known")
+    trackers = [known[name] for name in loggers if known[name]]
+    # One row of metrics for each step of verl, so that the curves can be compared.
+    return Translated({"training.report_to": trackers or "none", "training.logging_steps": verl.updates_per_rollout})
+
+
+def save_frequency(value: Any, verl: Verl) -> Outcome:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return Refused(f"{shown(value)} is not a whole number")
+    if value <= 0:
+        return Translated({"training.save_strategy": "no"})
+    return Translated({"training.save_strategy": "steps", "training.save_steps": updates(value, verl)})
+
+
+def epochs(value: Any, verl: Verl) -> Outcome:
+    if verl["trainer.total_training_steps"]:
+        return NoEffect("in verl too: total_training_steps goes before it")
+    return Translated({"training.num_train_epochs": positive(value), "training.max_steps": -1})
+
+
+def total_steps(value: Any, verl: Verl) -> Outcome:
+    if not value:
+        return NoEffect("null: trainer.total_epochs decides")
+    return Translated({"training.max_steps": updates(value, verl)})
+
+
+def critic_warmup(value: Any, verl: Verl) -> Outcome:
+    if value == 0:
+        return NoEffect("0: the policy is trained from the first step")
+    return Refused("verl does not train the policy in these steps, without a critic either; write 0")
+
+
+def resume(value: Any, verl: Verl) -> Outcome:
+    if value in ("auto", "disable"):
+        return NoEffect("a run starts anew; --config.training.resume_from_checkpoint true goes on from its folder")
+    return Refused("a checkpoint of verl holds another model than an adapter; start anew with resume_mode=disable")
+
+
+# Noise
+
+
+def noise(field: str) -> Handler:
+    """A field of AQN. Where the published meanings differ, --noise_rule decides (docs/aqn.md)."""
+
+    def handle(value: Any, verl: Verl) -> Outcome:
+        if field == "enabled" and value is True:
+            rule = NOISE_RULES[verl.choices.noise_rule]
+            given = [name.rpartition(".")[2] for name in verl.command.given if name.startswith("trainer.noise_")]
+            rest = {name: fixed for name, fixed in rule.items() if name.rpartition(".")[2] not in given}
+            return Translated({"noise_injection.enabled": True, **rest})
+        if not verl["trainer.noise_injection.enabled"]:
+            if field == "enabled":
+                return Translated({"noise_injection.enabled": False})
+            return NoEffect("trainer.noise_injection.enabled is not true")
+        return to(f"noise_injection.{field}", NOISE_VALUES[field])(value, verl)
+
+    return handle
+
+
+NOISE_VALUES = {
+    "sigma_start": number,
+    "sigma_end": number,
+    "num_stages": positive,
+    "target_modules": texts,
+    "exclude_patterns": lambda value: texts(value) if value else [],
+    "enabled": yes_or_no,
+}
+NOISE_RULES: dict[str, dict[str, Any]] = {
+    "guide": {
+        "noise_injection.schedule": "linear",
+        "noise_injection.warmup_stage": False,
+        "noise_injection.target_modules": ["post_attention_layernorm"],
+        "noise_injection.exclude_patterns": ["input_layernorm"],
+    },
+    "code": {
+        "noise_injection.schedule": "exponential",
+        "noise_injection.warmup_stage": True,
+        "noise_injection.target_modules": ["norm"],
+        "noise_injection.exclude_patterns": [],
+    },
+}
+"""The two published meanings of verl's noise_injection: the Ascend guide's words, and QeRL's code."""

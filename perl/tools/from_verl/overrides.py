@@ -1,0 +1,325 @@
+"""verl's configuration of one command: its defaults, then YAML files, then KEY=VALUE, as Hydra composes them.
+
+Overrides are read by Hydra's own parser, files and interpolations by OmegaConf.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from perl.errors import UserError, nearest
+from perl.tools.from_verl.shell import TRAINERS, UNKNOWN, Launch, Script, read_script, read_source
+
+DEFAULTS = Path(__file__).parent / "ppo_trainer.yaml"
+DAPO = {
+    "data.gen_batch_size": "${data.train_batch_size}",
+    "reward_model.reward_manager": "dapo",
+    "reward_model.overlong_buffer": {"enable": False, "len": 0, "penalty_factor": 0.0, "log": False},
+    "trainer.project_name": "verl-dapo",
+}
+"""What recipe/dapo/config/dapo_trainer.yaml of verl changes."""
+BASES: dict[str, dict[str, Any]] = {"ppo_trainer": {}, "ppo_megatron_trainer": {}, "dapo_trainer": DAPO}
+"""verl's own configurations -> what they say that ppo_trainer.yaml does not, of what matters here."""
+OPTIONS = {
+    "--config-name": "--config-name",
+    "-cn": "--config-name",
+    "--config-path": "--config-path",
+    "-cp": "--config-path",
+    "--config-dir": "--config-path",
+    "-cd": "--config-path",
+}
+"""Hydra's options that say where keys come from; the others do not train."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """The value of a key that only a run of the script would show."""
+
+    why: str
+
+
+@dataclass
+class Command:
+    """What a user gives: keys with their values, over verl's defaults."""
+
+    given: dict[str, Any]
+    """Each leaf that the user sets, as it stands there; interpolations are resolved by `value`."""
+    config: DictConfig
+    read: dict[str, str]
+    """Options and sections of Hydra -> what was made of them."""
+    environment: dict[str, str] = field(default_factory=dict)
+    before: str = ""
+
+    def value(self, key: str) -> Any:
+        """The value of a key after interpolation, as plain Python; None where it is missing.
+
+        Raises:
+            UserError: its interpolation leads nowhere.
+        """
+        if isinstance(self.given.get(key), Unreadable):
+            return self.given[key]
+        try:
+            found = OmegaConf.select(self.config, key)
+            return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        except (OmegaConfBaseException, ValueError) as error:
+            text = str(error).strip().splitlines()[0]
+            raise UserError(f"{key}={self.given.get(key)}: {text}; give the value itself") from error
+
+
+def read_command(source: str | None, words: Sequence[str]) -> Command:
+    """Read a script, a YAML file, or a command line.
+
+    Args:
+        source: path of a script (.sh) or of a configuration (.yaml); None where `words` hold the whole command.
+        words: KEY=VALUE, or a whole command line; with a source they go before what it says.
+    """
+    if source is None:
+        script = Script(place="command line", variables=dict(os.environ))
+        launch = _launch_of(script, words)
+        return _compose(launch, script, [], Path.cwd())
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UserError(f"{source}: no such file; give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
+    if path.suffix in (".yaml", ".yml"):
+        script = Script(place=str(path), variables=dict(os.environ))
+        launch = Launch("verl.trainer.main_ppo", [], {}, "", str(path))
+        return _compose(launch, script, list(words), path.parent, path)
+    launch, script = read_script(path, os.environ)
+    return _compose(launch, script, list(words), path.parent)
+
+
+def _launch_of(script: Script, words: Sequence[str]) -> Launch:
+    """The command behind `--`: KEY=VALUE alone, or from `python3 -m …` on."""
+    if not words:
+        raise UserError("from-verl: give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
+    if any(trainer in word for trainer in TRAINERS for word in words) and "=" not in words[0].partition(".")[0][:1]:
+        import shlex
+
+        return read_source(script, shlex.join(words).encode())[0]
+    return Launch("verl.trainer.main_ppo", list(words), {}, "", "command line")
+
+
+def _compose(launch: Launch, script: Script, extra: list[str], folder: Path, file: Path | None = None) -> Command:
+    overrides, options = _split_options(launch, script)
+    config = copy.deepcopy(_defaults())
+    command = Command({}, config, {}, dict(launch.environment), launch.before)
+    if "main_dapo" in launch.module:
+        _add_base(command, "dapo_trainer")
+    if file is not None:
+        _add_file(command, file)
+    name = options.get("--config-name")
+    if name is not None:
+        _add_named(command, name, options.get("--config-path"), folder)
+    for option, value in options.items():
+        command.read[option] = f"read: {value}; its keys are listed by themselves"
+    for word, place in [*((w, launch.place) for w in overrides), *((w, "command line") for w in extra)]:
+        _add_override(command, script, word, place)
+    return command
+
+
+def _split_options(launch: Launch, script: Script) -> tuple[list[str], dict[str, str]]:
+    """The overrides, and Hydra's options with their values."""
+    overrides, options, words = [], {}, list(launch.words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        if flag not in OPTIONS:
+            raise UserError(
+                f"{launch.place}: {flag}: not one of {', '.join(dict.fromkeys(OPTIONS.values()))}, which are read here;"
+                " a setting is written KEY=VALUE"
+            )
+        if not equals and not words:
+            raise UserError(f"{launch.place}: {flag}: its value is missing")
+        value = value if equals else words.pop(0)
+        if why := script.reasons_in(value):
+            raise UserError(f"{flag}: {why[0]}")
+        options[OPTIONS[flag]] = value
+    return overrides, options
+
+
+# Files
+
+
+@cache
+def _defaults() -> DictConfig:
+    loaded = OmegaConf.load(DEFAULTS)
+    assert isinstance(loaded, DictConfig)
+    return loaded
+
+
+@cache
+def default_keys() -> tuple[str, ...]:
+    """Every leaf of verl's defaults."""
+    content = OmegaConf.to_container(_defaults(), resolve=False)
+    return tuple(key for key, _ in leaves(content))
+
+
+def default_of(key: str) -> Any:
+    """verl's own default of a key; None where it has none."""
+    found = OmegaConf.select(_defaults(), key)
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+
+def _add_base(command: Command, name: str) -> None:
+    for key, value in BASES[name].items():
+        OmegaConf.update(command.config, key, value, force_add=True)
+
+
+def _add_named(command: Command, name: str, path: str | None, folder: Path) -> None:
+    """--config-name, one of verl's own or a file of the user's."""
+    stem = name.removesuffix(".yaml")
+    places = [Path(path).expanduser()] if path else []
+    places = [place if place.is_absolute() else base / place for place in places for base in (folder, Path.cwd())]
+    for place in [*places, *([] if path else [folder, Path.cwd()])]:
+        if (file := place / f"{stem}.yaml").is_file():
+            return _add_file(command, file)
+    if stem in BASES:
+        return _add_base(command, stem)
+    looked = " or ".join(dict.fromkeys(str(place) for place in (places or [folder, Path.cwd()])))
+    raise UserError(f"--config-name {name}: no {stem}.yaml in {looked}; name its folder with --config-path")
+
+
+def _add_file(command: Command, file: Path, depth: int = 0) -> None:
+    """A YAML file: first those that its `defaults` names, then its own keys."""
+    if depth > 20:
+        raise UserError(f"{file}: its defaults lead back to itself")
+    try:
+        loaded = OmegaConf.load(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    except Exception as error:
+        raise UserError(f"{file}: not YAML: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{file}: must hold keys, such as algorithm: {{adv_estimator: grpo}}")
+    content = OmegaConf.to_container(loaded, resolve=False)
+    assert isinstance(content, dict)
+    for base in content.pop("defaults", None) or []:
+        _add_default(command, file, base, depth)
+    if "hydra" in content:
+        content.pop("hydra")
+        command.read["hydra"] = "Hydra's own settings: where it looks for files and writes its logs"
+    for key, value in leaves(content):
+        _set(command, key, value, str(file))
+
+
+def _add_default(command: Command, file: Path, base: Any, depth: int) -> None:
+    if base == "_self_":
+        return
+    if isinstance(base, str) and (found := file.parent / f"{base.removesuffix('.yaml')}.yaml").is_file():
+        _add_file(command, found, depth + 1)
+    elif isinstance(base, str) and base in BASES:
+        _add_base(command, base)
+    else:
+        guess = nearest(str(base), BASES)
+        hint = f"did you mean {guess}?" if guess else f"verl's own are {', '.join(BASES)}"
+        raise UserError(f"{file}: defaults: no {base!r} next to it, and verl has none of this form; {hint}")
+    megatron = "; Megatron is only how verl spreads the model, accelerate's file decides that here"
+    command.read["defaults"] = f"read: {base}{megatron if 'megatron' in str(base) else ''}"
+
+
+def leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is not a mapping; an empty mapping is a value."""
+    if not isinstance(content, dict) or not content:
+        yield prefix, content
+        return
+    for key, value in content.items():
+        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+# KEY=VALUE
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+def _add_override(command: Command, script: Script, word: str, place: str) -> None:
+    unknown = script.reasons_in(word)
+    if unknown and UNKNOWN.search(word.partition("=")[0]):
+        raise UserError(f"{unknown[0]}; a whole KEY=VALUE depends on it")
+    try:
+        override = _parser().parse_override(UNKNOWN.sub("unknown", word))
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise UserError(f"{place}: {word!r:.200}: {_hint(word, error)}") from error
+    key = str(override.key_or_group) + (f"@{override.package}" if override.package is not None else "")
+    if override.is_delete():
+        _remove(command, key)
+    elif unknown:
+        command.given[key] = Unreadable(unknown[0])
+    else:
+        for leaf, value in leaves(_plain(override, word, place), key):
+            _set(command, leaf, value, place)
+
+
+def _hint(word: str, error: Exception) -> str:
+    if not word.strip():
+        return "an empty word; a variable in quotes may be empty: leave its quotes out"
+    if "=" not in word:
+        return "a setting is written KEY=VALUE"
+    key, _, value = word.partition("=")
+    if not re.fullmatch(r"\s*[+~]{0,2}[\w./@${}:-]+\s*", key):
+        return f"{key!r} is no key; write KEY=VALUE, such as data.train_batch_size=64"
+    if value.startswith("~"):
+        return "Hydra does not take ~; write $HOME or the whole path"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"Hydra cannot read the value ({reason:.120}); quote it as KEY='\"VALUE\"'"
+
+
+def _plain(override: Override, word: str, place: str) -> Any:
+    if override.is_sweep_override():
+        raise UserError(
+            f"{place}: {word}: Hydra would start one run for each of these values; give one, or a list as KEY=[a,b]"
+        )
+    try:
+        value = override.value()
+    except (HydraException, ValueError) as error:
+        raise UserError(f"{place}: {word}: {str(error).splitlines()[0]}") from error
+    return value
+
+
+def _set(command: Command, key: str, value: Any, place: str) -> None:
+    if not key:
+        return
+    group = key.rpartition(".")[0]
+    if group and (above := OmegaConf.select(command.config, group)) is not None and not OmegaConf.is_dict(above):
+        raise UserError(f"{place}: {key}: {group} is a setting, not a group of settings")
+    try:
+        OmegaConf.update(command.config, key, value, force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{place}: {key}: {str(error).splitlines()[0]}") from error
+    _forget_below(command, key)
+    command.given[key] = value
+
+
+def _remove(command: Command, key: str) -> None:
+    """~KEY: as if the user had not set it; verl's default of it is left out too."""
+    command.given.pop(key, None)
+    _forget_below(command, key)
+    parent, _, name = key.rpartition(".")
+    above = OmegaConf.select(command.config, parent) if parent else command.config
+    if isinstance(above, DictConfig) and name in above:
+        del above[name]
+    command.read[f"~{key}"] = "taken out of the configuration"
+
+
+def _forget_below(command: Command, key: str) -> None:
+    """What was given below a key, and is gone with it."""
+    for below in [name for name in command.given if name.startswith(f"{key}.")]:
+        del command.given[below]

@@ -1,0 +1,172 @@
+"""Every key of a command of verl, into one of three lists, and the recipe that comes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from perl.config.load import is_secret
+from perl.errors import nearest
+from perl.tools.from_verl.batch import Batch
+from perl.tools.from_verl.keys import (
+    ALWAYS,
+    ENVIRONMENT,
+    KEYS,
+    NAMES,
+    NO_VARIABLE,
+    handler_of,
+)
+from perl.tools.from_verl.outcomes import (
+    Choices,
+    NoEffect,
+    Outcome,
+    Refused,
+    Translated,
+    Verl,
+    ignores_value,
+    shown,
+)
+from perl.tools.from_verl.overrides import Command, Unreadable, default_keys
+
+
+@dataclass
+class Translation:
+    """What a command of verl is here."""
+
+    translated: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Key -> fields of the recipe (or variables of the command) with their values."""
+    no_effect: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Keys that the user does not give, whose default in verl is written out."""
+    notes: list[str] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+    """Key -> its value as the user wrote it."""
+    batch: Batch | None = None
+    nodes: int = 1
+    device: str = "npu"
+
+    def recipe(self) -> dict[str, tuple[Any, str]]:
+        """Field of the recipe -> its value and the key that it comes from; the user's keys after verl's defaults."""
+        return {
+            name: (value, key)
+            for source in (self.defaults, self.translated)
+            for key, fields in source.items()
+            for name, value in fields.items()
+            if "." in name
+        }
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the command."""
+        both = [fields for source in (self.defaults, self.translated) for fields in source.values()]
+        return {name: str(value) for fields in both for name, value in fields.items() if "." not in name}
+
+
+def translate(command: Command, choices: Choices) -> Translation:
+    """Sort every key of the command, and verl's defaults that decide the result, into the lists.
+
+    Raises:
+        UserError: an interpolation that leads nowhere.
+    """
+    verl, result = Verl(command, choices), Translation()
+    for key in ALWAYS:
+        if key not in command.given and f"~{key}" not in command.read:
+            outcome = _outcome(key, command.value(key), verl)
+            if isinstance(outcome, Translated):
+                result.defaults[key] = outcome.fields
+            elif isinstance(outcome, Refused):
+                result.refused[key] = f"{outcome.why} (verl's default)"
+    for key in command.given:
+        value = command.value(key)
+        result.values[key] = "?" if isinstance(value, Unreadable) else shown(value)
+        _note(result, key, _outcome(key, value, verl))
+    result.no_effect |= command.read
+    if command.before:
+        result.no_effect[command.before] = "accelerate starts the processes here"
+    _environment(result, command)
+    result.batch = verl.batch if isinstance(verl.batch, Batch) else None
+    nodes, device = verl["trainer.nnodes"], verl["trainer.device"]
+    result.nodes = nodes if isinstance(nodes, int) and choices.processes is None else 1
+    result.device = str(device)
+    result.notes += _notes(verl, result)
+    return result
+
+
+def _outcome(key: str, value: Any, verl: Verl) -> Outcome:
+    handler = handler_of(key)
+    if handler is None:
+        return Refused(_unknown(key))
+    if isinstance(value, Unreadable) and not ignores_value(handler):
+        if key in NAMES:
+            return NoEffect(f"a name that only a run of the script shows ({value.why}); the run is named here")
+        return Refused(f"its value cannot be read: {value.why}")
+    try:
+        return handler(value, verl)
+    except ValueError as error:
+        return Refused(str(error))
+    except TypeError:
+        return Refused(f"{shown(value)} is no value for it")
+
+
+def _note(result: Translation, key: str, outcome: Outcome) -> None:
+    if isinstance(outcome, Translated):
+        result.translated[key] = outcome.fields
+        if outcome.note:
+            result.notes.append(f"{key}: {outcome.note}")
+    elif isinstance(outcome, NoEffect):
+        result.no_effect[key] = outcome.why
+    else:
+        result.refused[key] = outcome.why
+
+
+def _unknown(key: str) -> str:
+    known = [*KEYS, *default_keys()]
+    last = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    guess = (nearest(key, same) or same[0]) if same else nearest(key, known)
+    return "verl has no such key" + (f"; did you mean {guess}?" if guess else "")
+
+
+def _environment(result: Translation, command: Command) -> None:
+    for name, value in command.environment.items():
+        if is_secret(name, value):
+            result.no_effect[name] = "a secret, which is not printed: export it in the shell that starts the run"
+            continue
+        if name in ENVIRONMENT and "\ue000" not in value:
+            result.translated[name] = {name: value}
+        else:
+            why = next((why for start, why in NO_VARIABLE.items() if name.startswith(start)), "nothing here reads it")
+            result.no_effect[name] = why
+        result.values[name] = value
+
+
+def _notes(verl: Verl, result: Translation) -> list[str]:
+    """What a user should know of the whole, one line each."""
+    notes = []
+    rate = result.recipe().get("training.learning_rate", (0.0, ""))[0]
+    if not verl.is_lora:
+        notes.append(
+            "verl would train all weights; here a LoRA adapter (r 16 on all linear layers) is trained. LoRA's best"
+            f" learning rate is about ten times that of full training (LoRA Without Regret, 2025); {rate:g} is written:"
+            " --learning_rate_factor 10 writes ten times verl's"
+        )
+    if verl["trainer.noise_injection.enabled"] is True:
+        meanings = {
+            "guide": "the Ascend guide's: linear decay, on post_attention_layernorm",
+            "code": "QeRL's code's: exponential decay after a first stage without noise, on all norms",
+        }
+        chosen = verl.choices.noise_rule
+        other = "code" if chosen == "guide" else "guide"
+        notes.append(f"noise: the meaning is {meanings[chosen]}; --noise_rule {other} takes {meanings[other]}")
+    if (loss := result.recipe().get("training.loss_type", ("", ""))[0]) == "bnpo":
+        notes.append(
+            f"token-mean is {loss}, the mean over the tokens of each micro-batch, as in verl to 0.5; newer versions"
+            " take it over the whole update: --config.training.loss_type dapo"
+        )
+    notes.append("advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6")
+    if isinstance(verl.batch, Batch) and verl.batch.updates_per_rollout > 1:
+        k = verl.batch.updates_per_rollout
+        notes.append(
+            f"a step of verl is {k} optimizer steps here: save_freq, test_freq and warm-up are {k} times verl's"
+        )
+    return notes

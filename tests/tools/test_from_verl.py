@@ -1,0 +1,429 @@
+"""python -m perl from-verl: the guides' commands (tests/verl), others' (tests/verl/wild), the recipe, the lists.
+
+Expected numbers are those of verl's arithmetic, by hand: completions an update = ppo_mini_batch_size x n, a device's
+share of them = / D, accumulation = share / micro.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from perl.__main__ import main
+from perl.config.load import parse
+from perl.tools.from_verl.cli import HEADER, recipe_text
+from perl.tools.from_verl.keys import KEYS, handler_of
+from perl.tools.from_verl.outcomes import Choices
+from perl.tools.from_verl.overrides import default_keys, read_command
+from perl.tools.from_verl.translate import Translation, translate
+
+SCRIPTS = Path(__file__).parents[1] / "verl"
+GUIDES = sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.yaml")])
+WILD = sorted((SCRIPTS / "wild").glob("*.sh"))
+GRPO = ("npu_aqn_launch.sh", "ascend_support_grpo.sh", "ascend_blog_grpo.sh")
+HBM = [
+    "data.train_batch_size=128",
+    "data.max_response_length=1024",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+]
+"""The guide's settings for a fuller memory, over its launch command."""
+GOOD = [
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+]
+LISTS = ("translated", "no_effect", "refused")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/user")
+    monkeypatch.delenv("DATA_DIR", raising=False)
+
+
+def of(source, *words, **choices) -> Translation:
+    return translate(read_command(str(source) if source else None, words), Choices(**choices))
+
+
+def values(result: Translation) -> dict:
+    return {name: value for name, (value, _) in result.recipe().items()}
+
+
+def keys_written(file: Path) -> set[str]:
+    """The keys in a guide's file, found with a pattern of the test's own."""
+    text = re.sub(r"(?m)^\s*#.*$", "", file.read_text(encoding="utf-8"))
+    if file.suffix == ".sh":
+        return {key.lstrip("+") for key in re.findall(r"(?m)(?:^|\s)([+\w]+(?:\.\w+)+)=", text)}
+
+    def below(content, prefix=()):
+        for key, value in content.items():
+            yield from below(value, (*prefix, key)) if isinstance(value, dict) else [".".join((*prefix, key))]
+
+    content = yaml.safe_load(text)
+    return set(below({k: v for k, v in content.items() if k not in ("hydra", "defaults")}))
+
+
+# The guides
+
+
+@pytest.mark.parametrize("file", GUIDES, ids=lambda file: file.name)
+def test_every_key_of_a_guide_is_known_and_in_one_list(file):
+    result = of(file)
+    lists = [set(getattr(result, name)) for name in LISTS]
+    for key in keys_written(file):
+        assert sum(key in found for found in lists) == 1 or key not in result.values, key
+        assert any(key in found for found in lists), key
+    assert not [why for why in result.refused.values() if "no such key" in why]
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_the_guides_grpo_commands_are_translated(name):
+    assert of(SCRIPTS / name).refused == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "devices", "rollout", "update", "micro", "accumulation", "steps", "n", "k"),
+    [
+        ("npu_aqn_settings.yaml", [], 8, 256, 64, 2, 4, 16, 4, 4),
+        ("npu_aqn_launch.sh", [], 8, 256, 64, 8, 1, 4, 4, 4),
+        ("npu_aqn_launch.sh", HBM, 8, 512, 128, 16, 1, 4, 4, 4),
+        ("ascend_blog_grpo.sh", [], 8, 640, 320, 20, 2, 4, 5, 2),
+        ("ascend_support_grpo.sh", [], 8, 640, 320, 20, 2, 4, 5, 2),
+        ("ascend_quickstart_ppo.sh", [], 1, 256, 64, 4, 16, 64, 1, 4),
+    ],
+)
+def test_the_batch_is_verls(name, words, devices, rollout, update, micro, accumulation, steps, n, k):
+    batch = of(SCRIPTS / name, *words).batch.as_dict()
+    assert batch["devices"] == devices
+    assert (batch["completions_per_rollout"], batch["completions_per_update"]) == (rollout, update)
+    assert batch["per_device_train_batch_size"] == micro
+    assert batch["gradient_accumulation_steps"] == accumulation
+    assert batch["steps_per_generation"] == steps
+    assert (batch["n"], batch["updates_per_rollout"]) == (n, k)
+
+
+def test_fewer_devices_keep_the_batch():
+    batch = of(SCRIPTS / "npu_aqn_launch.sh", processes=2).batch
+    assert (batch.devices, batch.per_device_train_batch_size) == (2, 8)
+    assert (batch.gradient_accumulation_steps, batch.steps_per_generation) == (4, 16)
+    assert batch.as_dict()["completions_per_update"] == 64
+
+
+def test_ppo_is_refused_with_one_line_and_all_else_is_listed():
+    result = of(SCRIPTS / "ascend_quickstart_ppo.sh")
+    assert list(result.refused) == ["algorithm.adv_estimator"]
+    assert {key for key in result.no_effect if key.startswith("critic.")} == {
+        "critic.optim.lr",
+        "critic.model.path",
+        "critic.ppo_micro_batch_size_per_gpu",
+    }
+    assert values(result)["training.save_steps"] == 40  # save_freq 10, 4 updates a step
+
+
+def test_what_the_aqn_guide_says_stands_in_the_recipe():
+    found = values(of(SCRIPTS / "npu_aqn_launch.sh"))
+    wanted = {
+        "model.model_name_or_path": "/path/to/model",
+        "dataset.dataset_name_or_path": "/tmp/train_gsm8k_v4.parquet",
+        "training.learning_rate": 5e-7,
+        "training.beta": 0.001,
+        "rollout.capture_graphs": False,
+        "reward.functions": ["strict"],
+        "validation.datasets": ["/tmp/test_gsm8k_v4.parquet"],
+        "validation.every_steps": 80,  # 20 steps of verl, 4 updates each
+        "validation.before_train": True,
+        "noise_injection.schedule": "linear",
+        "noise_injection.sigma_start": 0.05,
+        "training.save_strategy": "no",
+        "training.num_train_epochs": 2,
+        "training.report_to": "none",
+    }
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_the_defaults_that_verl_applies_silently_are_written():
+    found = values(of(SCRIPTS / "npu_aqn_launch.sh"))
+    wanted = {
+        "training.num_iterations": 1,
+        "training.epsilon": 0.2,
+        "training.max_grad_norm": 1.0,
+        "training.delta": 3.0,
+        "training.loss_type": "bnpo",
+        "training.lr_scheduler_type": "constant",
+        "training.weight_decay": 0.01,
+        "training.use_bias_correction_kl": False,
+        "training.temperature": 1.0,
+    }
+    assert {name: found[name] for name in wanted} == wanted
+    assert values(of(None, *GOOD))["dataset.filter_overlong_prompts"] is False
+
+
+def test_the_noise_says_which_meaning_it_has():
+    guide, code = (of(SCRIPTS / "npu_aqn_launch.sh", noise_rule=rule) for rule in ("guide", "code"))
+    assert values(guide)["noise_injection.target_modules"] == ["post_attention_layernorm"]
+    assert values(code)["noise_injection.schedule"] == "exponential"
+    assert values(code)["noise_injection.target_modules"] == ["norm"]
+    assert [note for note in guide.notes if "linear decay, on post_attention_layernorm; --noise_rule code" in note]
+    own = of(None, *GOOD, "+trainer.noise_injection.enabled=True", "+trainer.noise_injection.target_modules=[final]")
+    assert values(own)["noise_injection.target_modules"] == ["final"]
+
+
+def test_a_run_of_all_weights_says_that_it_becomes_lora():
+    full, lora = (of(None, *GOOD, f"actor_rollout_ref.model.lora_rank={rank}") for rank in (0, 32))
+    assert [note for note in full.notes if "LoRA Without Regret" in note and "1e-06 is written" in note]
+    assert not [note for note in lora.notes if "LoRA Without Regret" in note]
+    assert (values(lora)["peft.r"], values(lora)["peft.lora_alpha"]) == (32, 16)
+    tenfold = of(None, *GOOD, learning_rate_factor=10.0)
+    assert values(tenfold)["training.learning_rate"] == pytest.approx(1e-5)
+
+
+# Any key
+
+
+@pytest.mark.parametrize("group", sorted({key.partition(".")[0] for key in [*KEYS, *default_keys()]}))
+def test_no_default_of_verl_is_refused(group):
+    """Each default, given by hand: known, and without a refusal, so that a dumped configuration is translated too."""
+    given = {key for key in default_keys() if key.partition(".")[0] == group}
+    plain = read_command(None, GOOD)
+    own = {word.partition("=")[0] for word in GOOD}
+    for key in given - own:
+        assert handler_of(key) is not None, key
+        plain.given[key] = plain.value(key)
+    result = translate(plain, Choices())
+    assert {key: why for key, why in result.refused.items() if key in given} == {}
+    for key in plain.given:
+        assert sum(key in getattr(result, name) for name in LISTS) == 1, key
+
+
+@pytest.mark.parametrize("text", ["null", "''", "-1", "1.5", "abc", "[1,a]"])
+def test_no_value_of_a_key_is_a_traceback(text):
+    """Every key at once with a value that may be of the wrong type: each ends in one list."""
+    words = [f"++{key}={text}" for key in KEYS if f"{key}." not in " ".join(KEYS) + "."]
+    result = of(None, *words)
+    for word in words:
+        key = word.partition("=")[0].lstrip("+")
+        assert sum(key in getattr(result, name) for name in LISTS) == 1, key
+
+
+def test_a_key_of_which_nobody_knows_anything_is_refused():
+    result = of(None, *GOOD, "+actor_rollout_ref.actor.wholly_new=1")
+    assert "verl has no such key" in result.refused["actor_rollout_ref.actor.wholly_new"]
+
+
+ONE_KEY = [
+    ("+data.apply_chat_template_kwargs.enable_thinking=False", "chat_template_kwargs", {"enable_thinking": False}),
+    ("data.train_files=[a.parquet,'b c.parquet']", "dataset.dataset_name_or_path", ["a.parquet", "b c.parquet"]),
+    ("data.train_files=${oc.env:HOME}/a.parquet", "dataset.dataset_name_or_path", "/home/user/a.parquet"),
+    ("data.max_response_length=${data.max_prompt_length}", "max_completion_length", 512),
+    ("~trainer.logger", "report_to", None),
+    ("trainer.logger=[wandb,tensorboard]", "report_to", ["wandb", "tensorboard"]),
+    ("algorithm.norm_adv_by_std_in_grpo=False", "scale_rewards", "none"),
+    ("trainer.save_freq=5", "save_steps", 20),
+    ("actor_rollout_ref.actor.ppo_epochs=2", "num_iterations", 2),
+    ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "loss_type", "dr_grpo"),
+    ("actor_rollout_ref.actor.optim.lr_warmup_steps=10", "warmup_steps", 40),
+    ("actor_rollout_ref.rollout.top_k=50", "top_k", 50),
+    ("trainer.total_training_steps=3", "max_steps", 12),
+    ("custom_reward_function.path=r.py", "reward.functions", ["r.py:compute_score"]),
+    ("data.train_files=d.parquet", "reward.functions", ["accuracy"]),
+]
+
+
+@pytest.mark.parametrize(("word", "field", "value"), ONE_KEY)
+def test_one_key(word, field, value):
+    result = of(None, *GOOD, word)  # train_batch_size 1024, mini 256: k is 4
+    assert result.refused == {}
+    assert values(result).get(field if "." in field else f"training.{field}") == value
+
+
+def test_each_pass_over_a_rollout_counts_as_updates():
+    found = values(of(None, *GOOD, "actor_rollout_ref.actor.ppo_epochs=2", "trainer.save_freq=5"))
+    assert (found["training.num_iterations"], found["training.save_steps"]) == (2, 40)
+
+
+def test_daposs_punishment_weighs_as_in_verl():
+    buffer = ("enable=True", "len=4096", "penalty_factor=0.5")
+    words = [f"+reward_model.overlong_buffer.{word}" for word in buffer]
+    found = values(of(None, *GOOD, *words, "data.train_files=dapo.parquet"))
+    assert found["reward.functions"] == ["accuracy", "overlong"]
+    assert found["reward.weights"] == [2.0, 0.5]  # verl's -1 and 1 lie twice as far apart as 0 and 1
+    assert found["reward.overlong_cache_length"] == 4096
+
+
+# Scripts
+
+
+WILD_REFUSED = {
+    "dapo_7b_ray.sh": {"algorithm.filter_groups.enable", "actor_rollout_ref.rollout.val_kwargs.top_p"},
+    "dapo_npu_without_filter.sh": set(),
+    "fsdp2_two_nodes.sh": set(),
+    "grpo_engine_choice.sh": set(),
+    "grpo_lora_3b.sh": set(),
+    "grpo_megatron.sh": {
+        "actor_rollout_ref.actor.strategy",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn",
+    },
+    "grpo_qwen2_7b_math.sh": set(),
+    "gspo_dynamic.sh": set(),
+    "multiturn_sglang.sh": {"actor_rollout_ref.rollout.multi_turn.enable"},
+    "ppo_arrays.sh": {"algorithm.adv_estimator", "reward_model.enable"},
+    "prorl_source_env.sh": {"data.train_files"},
+    "remax_sglang.sh": {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n"},
+    "rloo.sh": {"algorithm.adv_estimator", "algorithm.use_kl_in_reward"},
+}
+
+
+@pytest.mark.parametrize("script", WILD, ids=lambda script: script.name)
+def test_scripts_of_others_are_read(script):
+    result = of(script)
+    assert set(result.refused) == WILD_REFUSED[script.name]
+    for key in keys_written(script) - {"test.parquet"}:
+        known = [name for name in (*result.translated, *result.no_effect, *result.refused) if name == key]
+        assert known or "." not in key or key.startswith("data.part"), key
+
+
+def test_variables_arrays_and_conditions_are_followed():
+    choice = of(SCRIPTS / "wild" / "grpo_engine_choice.sh")
+    assert choice.batch.devices == 16  # case "${DEVICE}" in npu) GPUS=16
+    assert values(choice)["training.max_steps"] == 400  # an argument of the function, 4 updates a step
+    assert "date +%s" in choice.no_effect["trainer.experiment_name"]
+    assert choice.no_effect["data.dataloader_num_workers"]  # $(nproc)
+    parts = of(SCRIPTS / "wild" / "fsdp2_two_nodes.sh")
+    assert values(parts)["dataset.dataset_name_or_path"] == ["/data/part1.parquet", "/data/part2.parquet"]
+    assert (parts.nodes, parts.batch.devices) == (2, 16)
+    dapo = of(SCRIPTS / "wild" / "dapo_npu_without_filter.sh")
+    assert values(dapo)["training.max_completion_length"] == 20480  # $((1024 * 20))
+
+
+def test_nothing_of_a_script_is_executed(tmp_path):
+    script = tmp_path / "run.sh"
+    touched = tmp_path / "touched"
+    words = " ".join(GOOD)
+    script.write_text(
+        f"touch {touched}\nA=$(touch {touched})\necho `touch {touched}` > {touched}\n"
+        f"python3 -m verl.trainer.main_ppo {words} trainer.experiment_name=$A\n"
+    )
+    assert of(script).refused == {}
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ('X="a  b"; data.train_files="$X"', "a  b"),
+        ("data.train_files=${X:-d}", "d"),
+        ("X=a/b.c; data.train_files=${X##*/}", "b.c"),
+        ("X=a/b.c; data.train_files=${X%.*}", "a/b"),
+        ("X=aXbX; data.train_files=${X//X/-}", "a-b-"),
+        ("X=Ab; data.train_files=${X,,}", "ab"),
+        ("X=abcdef; data.train_files=${X:1:3}", "bcd"),
+        ("X=(a b c); data.train_files=${X[1]}${#X[@]}", "b3"),
+        ("X=3; data.train_files=a$(( (X + 1) * 2 % 5 ))", "a3"),
+        ("X=$(basename /a/b.parquet .parquet); data.train_files=$X", "b"),
+        ("[[ -z $X && 2 -gt 1 ]] && Y=yes; data.train_files=$Y", "yes"),
+        ('if [ "$X" != "" ]; then Y=1; elif [[ abc == a* ]]; then Y=2; fi; data.train_files=a$Y', "a2"),
+        ("X=a; X+=b; data.train_files=$X", "ab"),
+        ('X=; data.train_files="a"$X', "a"),
+        ("export X=a; data.train_files='$X'", "$X"),
+        ("data.train_files=a\\ b", "a b"),
+    ],
+)
+def test_bash(tmp_path, line, value):
+    before, _, setting = line.rpartition("; ")
+    script = tmp_path / "run.sh"
+    script.write_text(f"{before}\npython3 -m verl.trainer.main_ppo {' '.join(GOOD)} {setting}\n")
+    assert values(of(script))["dataset.dataset_name_or_path"] == value
+
+
+def test_variables_that_mean_the_same_stand_before_the_command(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "export VERL_USE_MODELSCOPE=True WANDB_API_KEY=0123\n"
+        f"env WANDB_MODE=offline RAY_DEDUP_LOGS=0 python3 -m verl.trainer.main_ppo {' '.join(GOOD)}\n"
+    )
+    result = of(script)
+    assert result.variables() == {"NUM_PROCESSES": "8", "VERL_USE_MODELSCOPE": "True", "WANDB_MODE": "offline"}
+    assert "RAY_DEDUP_LOGS" in result.no_effect
+    assert "0123" not in str((result.translated, result.no_effect, result.values))
+
+
+def test_a_configuration_by_its_name(tmp_path):
+    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 512, max_prompt_length: 100}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: [file://verl/trainer/config]}\ndefaults: [ppo_megatron_trainer, base, _self_]\n"
+        "data: {max_prompt_length: 200}\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo --config-name=mine {' '.join(GOOD)}\n")
+    result = of(script)
+    assert values(result)["dataset.max_prompt_length"] == 200
+    assert result.batch.prompts_per_rollout == 512
+    assert {"hydra", "defaults", "--config-name"} <= result.no_effect.keys()
+
+
+# The command
+
+
+def test_the_recipe_is_written_and_taken(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["from-verl", "--output", "r.yaml", str(SCRIPTS / "npu_aqn_launch.sh")]) == 0
+    text = Path("r.yaml").read_text()
+    assert text.startswith(HEADER)
+    assert "  learning_rate: 5.0e-07  # actor_rollout_ref.actor.optim.lr\n" in text
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == "NUM_PROCESSES=8 bash scripts/trl/openr1/dapo_lora_npu.sh --recipe r.yaml"
+    for title in ("translated", "without effect here", "batch", "notes"):
+        assert title in printed.splitlines()
+    parsed = parse(["--recipe", "r.yaml"])
+    assert parsed.warnings == []
+    config = parsed.build(8)
+    assert config.training.generation_batch_size == 256  # completions a rollout
+    assert config.training.per_device_train_batch_size * 8 * config.training.gradient_accumulation_steps == 64
+    assert config.training.loss_type == "bnpo"
+
+
+@pytest.mark.parametrize("script", [s for s in WILD if not WILD_REFUSED[s.name]], ids=lambda script: script.name)
+def test_recipes_of_others_scripts_are_taken(tmp_path, script):
+    result = of(script)
+    (tmp_path / "r.yaml").write_text(recipe_text(result))
+    config = parse(["--recipe", str(tmp_path / "r.yaml")]).build(result.batch.devices)
+    assert config.training.generation_batch_size == result.batch.as_dict()["completions_per_rollout"]
+
+
+def test_json_is_one_line_with_each_key_in_one_list(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = SCRIPTS / "ascend_support_grpo.sh"
+    assert main(["from-verl", str(script), "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["batch"]["completions_per_update"] == 320
+    assert shlex.split(found["command"])[-1] == "ascend_support_grpo_perl.yaml"
+    keys = [*found["translated"], *found["no_effect"], *found["refused"]]
+    assert len(keys) == len(set(keys))
+    assert set(keys) == keys_written(script) | {"VLLM_ATTENTION_BACKEND"}
+    assert found["translated"]["data.train_batch_size"] == {"training.steps_per_generation": 4}
+
+
+def test_words_after_a_file_go_before_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["from-verl", "--json", str(SCRIPTS / "npu_aqn_launch.sh"), "--", *HBM]) == 0
+    assert json.loads(capsys.readouterr().out)["batch"]["completions_per_rollout"] == 512
+
+
+def test_a_whole_command_line_is_taken_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["WANDB_MODE=offline", "python3", "-m", "verl.trainer.main_ppo", *GOOD]
+    assert main(["from-verl", "--json", "--", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["translated"]["WANDB_MODE"] == {"WANDB_MODE": "offline"}
+
+
+def test_several_nodes_get_accelerates_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["from-verl", "--json", "--", *GOOD, "trainer.nnodes=2", "trainer.device=npu"]) == 0
+    command = json.loads(capsys.readouterr().out)["command"]
+    assert "--num_machines 2 --num_processes 16" in command
+    assert "scripts/accelerate/npu_4.yaml" in command

@@ -1,0 +1,41 @@
+cd /verl
+
+RAY_DEDUP_LOGS=0 python3 -m verl.trainer.main_ppo \
+  algorithm.adv_estimator=grpo \
+  data.train_files=/tmp/train_gsm8k_v4.parquet \
+  data.val_files=/tmp/test_gsm8k_v4.parquet \
+  data.train_batch_size=64 \
+  data.max_prompt_length=512 \
+  data.max_response_length=2048 \
+  data.filter_overlong_prompts=True \
+  actor_rollout_ref.model.path=/path/to/model \
+  actor_rollout_ref.actor.optim.lr=5e-7 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+  actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \
+  actor_rollout_ref.actor.use_kl_loss=True \
+  actor_rollout_ref.actor.kl_loss_coef=0.001 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+  actor_rollout_ref.rollout.name=vllm \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+  actor_rollout_ref.rollout.enforce_eager=true \
+  actor_rollout_ref.rollout.n=4 \
+  actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \
+  actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8 \
+  algorithm.use_kl_in_reward=False \
+  custom_reward_function.path=/verl/verl/utils/reward_score/gsm8k.py \
+  custom_reward_function.name=compute_score \
+  trainer.critic_warmup=0 \
+  trainer.logger=console \
+  trainer.project_name=my_project \
+  trainer.experiment_name=grpo_npu_test \
+  trainer.n_gpus_per_node=8 \
+  trainer.nnodes=1 \
+  trainer.save_freq=-1 \
+  trainer.test_freq=20 \
+  trainer.total_epochs=2 \
+  trainer.val_before_train=True \
+  trainer.noise_injection.enabled=True \
+  trainer.noise_injection.sigma_start=0.05 \
+  trainer.noise_injection.sigma_end=0.0005 \
+  trainer.noise_injection.num_stages=10 \
+  2>&1 | tee /tmp/training.log
