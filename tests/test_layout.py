@@ -29,7 +29,7 @@ LEVELS = [
     {"tasks", "grading"},
     {"rewards", "engines", "adapters", "noise"},
     {"training", "evaluation", "reports"},
-    {"tools", "train", "eval", "__main__"},
+    {"tools", "train", "sft", "eval", "__main__"},
 ]
 NEVER_EACH_OTHER = LEVELS[3]
 

@@ -164,10 +164,10 @@ def _plain(name: str) -> str:
     return name.replace("___", ".").lower()
 
 
-def load_adapter(base: Any, adapter: Path) -> Any:
+def load_adapter(base: Any, adapter: Path, flag: str = "--adapter", trainable: bool = False) -> Any:
     """`base` wrapped in the adapter, adapter weights in float32, every one of them found in the file and no other.
 
-    Raises a UserError for another base's adapter: other shapes, other modules, or other layers.
+    Raises a UserError, which names `flag`, for another base's adapter: other shapes, other modules, or other layers.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
@@ -176,10 +176,10 @@ def load_adapter(base: Any, adapter: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wrapped = PeftModel.from_pretrained(base, str(adapter)).eval()
+            wrapped = PeftModel.from_pretrained(base, str(adapter), is_trainable=trainable).eval()
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"--adapter {adapter}: does not fit this base model: {reason}") from error
+        raise UserError(f"{flag} {adapter}: does not fit this base model: {reason}") from error
 
     with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
         stored = set(file.keys())
@@ -189,7 +189,7 @@ def load_adapter(base: Any, adapter: Path) -> Any:
     if missing or extra:
         what = f"it lacks {missing[0]}" if missing else f"the base has no place for {extra[0]}"
         count = len(missing) + len(extra)
-        raise UserError(f"--adapter {adapter}: belongs to another base model: {what} ({count} such weights)")
+        raise UserError(f"{flag} {adapter}: belongs to another base model: {what} ({count} such weights)")
     for parameter in wrapped.parameters():
         if id(parameter) not in own and parameter.is_floating_point():
             parameter.data = parameter.data.float()

@@ -6,14 +6,15 @@ recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import yaml
 from jsonargparse import Namespace
 
+from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
 from perl.config.schema import (
     GROUPS,
@@ -26,7 +27,7 @@ from perl.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
-from perl.config.unused_flags import flags_without_effect
+from perl.config.unused_flags import RULES, Rule, flags_without_effect
 from perl.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -49,6 +50,28 @@ SECRET_NAME = re.compile(r"(^|_)(token|key|secret|password|credentials?)$", re.I
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
 
 
+C = TypeVar("C")
+"""The resolved configuration of a program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program(Generic[C]):
+    """A program that trains: what its command line holds, and what is made of it."""
+
+    name: str
+    """Of its module: "perl.train"."""
+    purpose: str
+    groups: Mapping[str, type]
+    """Every group that is ours; each field is a flag."""
+    training: Callable[[], type]
+    """The dataclass of the group `training`, TRL's: imported when it is needed, which takes seconds."""
+    resolve: Callable[[Namespace, Namespace, Namespace], list[str]]
+    """(values, the flags alone, the recipe alone) -> warnings: settles in `values` what the user has left open or said
+    twice; a UserError for a contradiction."""
+    rules: Sequence[Rule]
+    config: type[C]
+
+
 @dataclass
 class Config:
     """The resolved configuration of a training run."""
@@ -65,30 +88,32 @@ class Config:
 
 
 @dataclass
-class Parsed:
+class Parsed(Generic[C]):
     """What `parse` found, before `config.training` is built (building it starts the process group)."""
 
     values: Namespace
-    """Every field of every group, typed; `values.training` holds GRPOConfig's arguments."""
+    """Every field of every group, typed; `values.training` holds the arguments of TRL's configuration."""
     warnings: list[str]
     """One line for each flag that the user set and that has no effect in this run."""
     parser: Parser
+    program: Program[C]
 
-    def build(self, processes: int | None = None) -> Config:
-        """Make the Config; GRPOConfig checks itself here, and an error of its is a UserError.
+    def build(self, processes: int | None = None) -> C:
+        """Make the program's configuration; TRL's checks itself here, and an error of its is a UserError.
 
         Args:
             processes: check it for a run of so many processes, without starting this one's process group.
         """
-        from perl.config.training import TrainingConfig, planned
+        from perl.config.training import planned
 
-        ours = {name: group(**_as_dict(self.values[name])) for name, group in GROUPS.items()}
+        groups = {name: group(**_as_dict(self.values[name])) for name, group in self.program.groups.items()}
+        kind = self.program.training()
         try:
-            kind = TrainingConfig if processes is None else planned(processes)
-            training = kind(**_as_dict(self.values.training))
+            kind = kind if processes is None else planned(kind, processes)
+            groups["training"] = kind(**_as_dict(self.values.training))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UserError(f"--config.training: {error}") from error
-        return Config(**ours, training=training)
+        return self.program.config(**groups)
 
     def dump(self) -> str:
         """The whole configuration as YAML that `--recipe` reads again to repeat the run. Left out: secrets, and what
@@ -112,37 +137,40 @@ def is_secret(name: Any, value: Any) -> bool:
     return isinstance(value, str | None) and SECRET_NAME.search(str(name)) is not None
 
 
-def build_parser() -> Parser:
-    """The parser of perl.train: `--recipe FILE` and `--config.<group>.<field>` for every field."""
-    from perl.config.training import TrainingConfig
+def parse(argv: Sequence[str]) -> Parsed[Config]:
+    """Parse a command line of perl.train. Raises UserError for anything that cannot be what the user meant."""
+    return parse_for(GRPO, argv)
 
+
+def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
+    """Parse a command line of `program`."""
+    parser = build_parser(program)
+    flags = parser.parse_args(list(argv), defaults=False)
+    recipe = read_recipe(flags.get("recipe"), parser, program)
+    # A second parse, now over recipe and defaults, types everything that neither of them gave.
+    values = parser.parse_args(list(argv), namespace=recipe.clone()).config
+    given, written = flags.get("config") or Namespace(), recipe.get("config") or Namespace()
+    warnings = program.resolve(values, given, written)
+    warnings += resolve_length(values, given)
+    warnings += take_adapter(values, given, written)
+    warnings += flags_without_effect(values, given, program.rules)
+    return Parsed(values=values, warnings=warnings, parser=parser, program=program)
+
+
+def build_parser(program: Program) -> Parser:
+    """The parser of a program: `--recipe FILE` and `--config.<group>.<field>` for every field."""
     parser = Parser(
-        prog="python -m perl.train",
-        description="Train a LoRA adapter with GRPO. Flags override the recipe, the recipe overrides the defaults.",
+        prog=f"python -m {program.name}",
+        description=f"{program.purpose} Flags override the recipe, the recipe overrides the defaults.",
     )
     parser.add_argument("--recipe", type=str, default=None, help="YAML file with groups common, model, dataset, …")
-    for name, group in GROUPS.items():
+    for name, group in program.groups.items():
         parser.add_class_arguments(group, f"config.{name}")
-    parser.add_class_arguments(TrainingConfig, "config.training")
+    parser.add_class_arguments(program.training(), "config.training")
     return parser
 
 
-def parse(argv: Sequence[str]) -> Parsed:
-    """Parse a command line. Raises UserError for anything that cannot be what the user meant."""
-    parser = build_parser()
-    flags = parser.parse_args(list(argv), defaults=False)
-    recipe = read_recipe(flags.get("recipe"), parser)
-    # A second parse, now over recipe and defaults, types everything that neither of them gave.
-    values = parser.parse_args(list(argv), namespace=recipe.clone()).config
-    given = flags.get("config") or Namespace()
-    resolve_aliases(values, given, recipe.get("config") or Namespace())
-    warnings = resolve_length(values, given)
-    check_values(values)
-    warnings += flags_without_effect(values, given)
-    return Parsed(values=values, warnings=warnings, parser=parser)
-
-
-def read_recipe(path: str | None, parser: Parser) -> Namespace:
+def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace:
     """The recipe's values, typed by the parser; an unknown key is an error that names the nearest flag."""
     if path is None:
         return Namespace()
@@ -152,12 +180,13 @@ def read_recipe(path: str | None, parser: Parser) -> Namespace:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise UserError(f"--recipe {path}: not YAML: {error}") from error
+    groups = (*program.groups, "training")
     if not isinstance(content, dict):
-        raise UserError(f"--recipe {path}: must hold groups ({', '.join((*GROUPS, 'training'))})")
+        raise UserError(f"--recipe {path}: must hold groups ({', '.join(groups)})")
     for name in content:
-        if name not in GROUPS and name != "training":
-            guess = nearest(str(name), (*GROUPS, "training"))
-            hint = f"did you mean {guess}?" if guess else f"groups are {', '.join((*GROUPS, 'training'))}"
+        if name not in groups:
+            guess = nearest(str(name), groups)
+            hint = f"did you mean {guess}?" if guess else f"groups of {program.name} are {', '.join(groups)}"
             raise UserError(f"--recipe {path}: unknown group {name!r}; {hint}")
     try:
         return parser.parse_object({"config": content}, defaults=False)
@@ -165,10 +194,23 @@ def read_recipe(path: str | None, parser: Parser) -> Namespace:
         raise UserError(f"--recipe {path}: {error}") from error
 
 
-def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace) -> None:
+def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
+    """What perl.train settles: both names of one thing, the engine, the noise's seed, and what contradicts itself."""
+    resolve_aliases(values, flags, recipe, ALIASES)
+    engine = resolve_engine(flags, resolve_engine(recipe, RolloutConfig.engine))
+    values.rollout.engine = engine
+    for switch, value in ENGINE_FLAGS[engine].items():
+        values.training[switch] = value
+    if values.noise_injection.seed is None:
+        values.noise_injection.seed = values.common.seed
+    check_values(values)
+    return []
+
+
+def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace, aliases: Sequence[tuple[str, str]]) -> None:
     """Give both names of one thing the same value. A flag goes before the recipe whichever name each uses; two
     different values in one of them are an error."""
-    for ours, trls in ALIASES:
+    for ours, trls in aliases:
         value = values[ours]
         for source in (recipe, flags):
             both = [name for name in (ours, trls) if name in source]
@@ -180,12 +222,6 @@ def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace) -> N
             value = source[both[0]] if both else value
         # jsonargparse's PositiveInt is an int that YAML cannot write under TRL's plain `int | None`.
         values[ours], values[trls] = value, int(value) if isinstance(value, int) else value
-    engine = resolve_engine(flags, resolve_engine(recipe, RolloutConfig.engine))
-    values.rollout.engine = engine
-    for switch, value in ENGINE_FLAGS[engine].items():
-        values.training[switch] = value
-    if values.noise_injection.seed is None:
-        values.noise_injection.seed = values.common.seed
 
 
 def resolve_length(values: Namespace, flags: Namespace) -> list[str]:
@@ -253,3 +289,20 @@ def check_values(values: Namespace) -> None:
 
 def _as_dict(group: Any) -> dict[str, Any]:
     return group.as_dict() if isinstance(group, Namespace) else dict(group)
+
+
+def _training_config() -> type:
+    from perl.config.training import TrainingConfig
+
+    return TrainingConfig
+
+
+GRPO = Program(
+    name="perl.train",
+    purpose="Train a LoRA adapter with GRPO.",
+    groups=GROUPS,
+    training=_training_config,
+    resolve=resolve_grpo,
+    rules=RULES,
+    config=Config,
+)

@@ -65,6 +65,32 @@ class DatasetConfig:
 
 
 @dataclass
+class SFTDatasetConfig:
+    """The rows to learn from.
+
+    Args:
+        dataset_name_or_path: a task (gsm8k, …), a name on the hub, or a local file or folder. A row is messages, or
+            prompt and completion, or question and answer; tools, where a row has them, are passed to the chat template.
+        split: split of a hub dataset or of a folder; null is the task's training split.
+        task: word every question as this task does; null decides by the row's own data_source or the file's schema.
+        example_numbers: use only the first so many rows.
+        system_prompt: text of a system turn before each row that brings none; null is the task's own.
+        eval_dataset: rows for the evaluation loss, as dataset_name_or_path; when is training.eval_strategy.
+        eval_split: split of eval_dataset; null is the task's evaluation split.
+        eval_example_numbers: use only the first so many rows of eval_dataset.
+    """
+
+    dataset_name_or_path: str = "gsm8k"
+    split: str | None = None
+    task: str | None = None
+    example_numbers: PositiveInt | None = None
+    system_prompt: str | None = None
+    eval_dataset: str | None = None
+    eval_split: str | None = None
+    eval_example_numbers: PositiveInt | None = None
+
+
+@dataclass
 class PeftConfig:
     """The adapter.
 
@@ -75,6 +101,9 @@ class PeftConfig:
         lora_dropout: dropout on the adapter's input while training.
         target_modules: names of the linear layers that get an adapter, or "all-linear".
         lora_plus_lr_ratio: learning rate of B over that of A (lora_plus only).
+        adapter: folder of a trained adapter that the training starts from.
+        adapter_mode: continue trains that adapter further (type, r, lora_alpha, lora_dropout and target_modules are its
+            own); merge writes it into the base's weights, to base/ in the run's folder, and trains a new one on top.
     """
 
     type: str = "lora"
@@ -83,6 +112,8 @@ class PeftConfig:
     lora_dropout: UnitFloat = 0.0
     target_modules: str | list[str] = "all-linear"
     lora_plus_lr_ratio: NonNegativeFloat = 16.0
+    adapter: str | None = None
+    adapter_mode: Literal["continue", "merge"] = "continue"
 
 
 @dataclass

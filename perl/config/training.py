@@ -14,10 +14,37 @@ if TYPE_CHECKING:
     import torch
 
 
+class OnThisDevice:
+    """Mixed into a configuration of TRL's: a default dtype that the device decides (TRL's own, bf16, raises on a CPU),
+    and no progress bar."""
+
+    use_cpu: bool
+    bf16: bool | None
+    fp16: bool
+    disable_tqdm: bool | None
+
+    def __post_init__(self):
+        kind = device.detect().kind
+        self.use_cpu = self.use_cpu or kind == "cpu"
+        if self.bf16 is None and not self.fp16:
+            self.bf16 = str(device.default_dtype()) == "torch.bfloat16" and not self.use_cpu
+        if self.disable_tqdm is None:
+            self.disable_tqdm = True  # a bar redraws itself all over a log file; training/callbacks.py has our own line
+        super().__post_init__()  # type: ignore[misc]
+
+    @property
+    def device(self) -> torch.device:
+        """On a CPU without the index that accelerate gives its processes: torch.load knows no "cpu:0", so that no
+        checkpoint of several CPU processes could be resumed."""
+        import torch
+
+        own = super().device  # type: ignore[misc]
+        return torch.device("cpu") if own.type == "cpu" else own
+
+
 @dataclass
-class TrainingConfig(GRPOConfig):
-    """GRPOConfig of the installed TRL with max_prompt_length (TRL removed it), and a default dtype that the device
-    decides: TRL's own, bf16, raises on a CPU."""
+class TrainingConfig(OnThisDevice, GRPOConfig):
+    """GRPOConfig of the installed TRL with max_prompt_length (TRL removed it)."""
 
     max_prompt_length: int | None = field(
         default=None, metadata={"help": "Same as --config.dataset.max_prompt_length, where the guides write it."}
@@ -42,26 +69,11 @@ class TrainingConfig(GRPOConfig):
     def __post_init__(self):
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(f"max_tokens_per_microbatch must be at least 1, not {self.max_tokens_per_microbatch}")
-        kind = device.detect().kind
-        self.use_cpu = self.use_cpu or kind == "cpu"
-        if self.bf16 is None and not self.fp16:
-            self.bf16 = str(device.default_dtype()) == "torch.bfloat16" and not self.use_cpu
-        if self.disable_tqdm is None:
-            self.disable_tqdm = True  # a bar redraws itself all over a log file; training/callbacks.py has our own line
         try:
             super().__post_init__()
         except ValueError:
             self._check_groups()
             raise
-
-    @property
-    def device(self) -> torch.device:
-        """On a CPU without the index that accelerate gives its processes: torch.load knows no "cpu:0", so that no
-        checkpoint of several CPU processes could be resumed."""
-        import torch
-
-        own = super().device
-        return torch.device("cpu") if own.type == "cpu" else own
 
     def _check_groups(self) -> None:
         """What GRPOConfig says of a batch without whole groups, in the words of the flags."""
@@ -81,12 +93,12 @@ class TrainingConfig(GRPOConfig):
             )
 
 
-def planned(processes: int) -> type[TrainingConfig]:
-    """A TrainingConfig that checks itself for a run of so many processes, but starts no process group and touches no
-    device: for the process that plans the run."""
+def planned(training: type, processes: int) -> type:
+    """A `training` (such as TrainingConfig) that checks itself for a run of so many processes, but starts no process
+    group and touches no device: for the process that plans the run."""
     import torch
 
-    class Planned(TrainingConfig):
+    class Planned(training):
         world_size = processes  # type: ignore[assignment]
         process_index = 0  # type: ignore[assignment]
         _setup_devices = torch.device("cpu")  # type: ignore[assignment]

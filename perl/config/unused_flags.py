@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jsonargparse import Namespace
@@ -21,7 +21,17 @@ class Rule:
 
 NO_EVALUATION = "training does not evaluate; perl/eval.py does"
 
+OF_ANY_TRAINING: tuple[Rule, ...] = (
+    Rule("peft.adapter_mode", lambda v: v.peft.adapter is not None, "peft.adapter names no adapter"),
+    Rule("peft.lora_plus_lr_ratio", lambda v: v.peft.type == "lora_plus", "peft.type is not lora_plus"),
+    Rule("training.num_train_epochs", lambda v: v.training.max_steps <= 0, "training.max_steps is given, and decides"),
+    Rule("training.weight_decay", lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),
+    Rule("training.trust_remote_code", lambda v: False, "models and tokenizers are loaded by transformers' own code"),
+)
+"""Of perl.train and perl.sft."""
+
 RULES: tuple[Rule, ...] = (
+    *OF_ANY_TRAINING,
     Rule(
         "noise_injection.",
         lambda v: v.noise_injection.enabled,
@@ -62,7 +72,6 @@ RULES: tuple[Rule, ...] = (
         lambda v: "overlong" in v.reward.functions,
         "reward.functions does not hold overlong",
     ),
-    Rule("peft.lora_plus_lr_ratio", lambda v: v.peft.type == "lora_plus", "peft.type is not lora_plus"),
     Rule(
         "dataset.filter_overlong_prompts",
         lambda v: v.dataset.max_prompt_length is not None,
@@ -81,25 +90,23 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.training.beta != 0.0,
         "beta is 0, so there is no reference model",
     ),
-    Rule("training.num_train_epochs", lambda v: v.training.max_steps <= 0, "training.max_steps is given, and decides"),
-    Rule("training.weight_decay", lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),
-    Rule("training.trust_remote_code", lambda v: False, "models and tokenizers are loaded by transformers' own code"),
     Rule("training.eval_", lambda v: False, NO_EVALUATION, keep=("training.eval_strategy",)),
     Rule("training.per_device_eval_batch_size", lambda v: False, NO_EVALUATION),
     Rule("training.num_generations_eval", lambda v: False, NO_EVALUATION),
 )
 
 
-def flags_without_effect(values: Namespace, given: Namespace) -> list[str]:
+def flags_without_effect(values: Namespace, given: Namespace, rules: Sequence[Rule] = RULES) -> list[str]:
     """One line for each given flag that has no effect under `values`.
 
     Args:
         values: the resolved configuration, groups at the top.
         given: only what the user wrote on the command line.
+        rules: of the program.
     """
     return [
         f"--config.{name} has no effect: {rule.because}"
         for name in sorted(given.keys(branches=False))
-        for rule in RULES
+        for rule in rules
         if name.startswith(rule.prefix) and name not in rule.keep and not rule.active(values)
     ]

@@ -45,6 +45,12 @@ REWARD = OverSteps(
     lines={"reward": "reward"},
     span=(0.0, 1.0),
 )
+LOSS = OverSteps(
+    title="Loss",
+    note="Of the learned tokens, and of the evaluation's rows.",
+    unit="nats a token",
+    lines={"loss": "training", "eval_loss": "evaluation"},
+)
 OVER_STEPS = (
     OverSteps(
         title="Completion length",
@@ -101,7 +107,10 @@ def of_training(run: TrainingRun) -> list[Figure]:
 
 
 def charts_of(run: TrainingRun) -> list[OverSteps]:
-    """OVER_STEPS, and before them one of the reward functions where there are several."""
+    """OVER_STEPS, and before them one of the reward functions where there are several; without a reward, of the loss,
+    which says nothing next to one."""
+    if not run.points("reward"):
+        return [LOSS, *OVER_STEPS]
     functions = [name for name in run.metrics if re.fullmatch(r"rewards/.+/mean", name) and run.points(name)]
     if len(functions) < 2:
         return list(OVER_STEPS)

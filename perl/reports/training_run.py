@@ -59,12 +59,14 @@ def read_training_run(folder: Path) -> TrainingRun:
     for line in (folder / METRICS).read_bytes().splitlines():
         try:
             row = json.loads(line)
-            step = int(row["step"]) if "reward" in row else None  # else an evaluation's row, or the summary at the end
+            kept = row.keys() & {"reward", "loss", "eval_loss"}  # else the summary at the end
+            step = int(row["step"]) if kept else None
         except (ValueError, KeyError, TypeError):
             broken += 1
             continue
         if step is not None:
-            rows[step] = row
+            evaluated = {name: value for name, value in (rows.get(step) or {}).items() if name.startswith("eval_")}
+            rows[step] = rows.get(step, {}) | row if "eval_loss" in row else evaluated | row
     if broken:
         logger.warning("%s: %d broken lines left out", folder / METRICS, broken)
     if not rows:
@@ -106,6 +108,9 @@ def facts(run: TrainingRun) -> dict[str, str]:
     if rewards:
         tenth = max(len(rewards) // 10, 1)
         found["reward, first and last tenth"] = f"{mean(rewards[:tenth]):.3f} → {mean(rewards[-tenth:]):.3f}"
+    elif losses := [value for _, value in run.points("loss")]:
+        tenth = max(len(losses) // 10, 1)
+        found["loss, first and last tenth"] = f"{mean(losses[:tenth]):.3f} → {mean(losses[-tenth:]):.3f}"
     if truncated := [value for _, value in run.points("completions/clipped_ratio")]:
         found["truncated, last tenth"] = f"{100 * mean(truncated[-max(len(truncated) // 10, 1) :]):.1f} %"
     if seconds := run.points("timing/step"):
@@ -149,10 +154,11 @@ def settings(run: TrainingRun) -> dict[str, str]:
         "reward": _named(run, "reward", "functions", "weights"),
         "rollout": _named(run, "rollout", "engine", "importance_correction"),
         "noise": _noise(run),
-        "completions a step": _product([*batch, processes]),
+        "completions a step" if reinforced(run) else "rows a step": _product([*batch, processes]),
         "training": _named(
             run, "training", "num_generations", "max_completion_length", "temperature", "learning_rate",
             "lr_scheduler_type", "loss_type", "beta", "epsilon", "epsilon_high", "num_iterations", "max_steps",
+            "max_length", "packing", "assistant_only_loss",
         ),
         "seed": run.setting("common", "seed"),
         "device": made.get("device"),
@@ -166,13 +172,18 @@ def settings(run: TrainingRun) -> dict[str, str]:
     return {name: str(value) for name, value in rows.items() if value not in (None, "")}
 
 
+def reinforced(run: TrainingRun) -> bool:
+    """By rewards, as perl.train does, and not by worked answers (perl.sft)."""
+    return "reward" in run.metrics
+
+
 def _named(run: TrainingRun, group: str, *names: str) -> str:
     found = {name: run.setting(group, name) for name in names}
     return ", ".join(f"{name} {plain(value)}" for name, value in found.items() if value is not None)
 
 
 def _noise(run: TrainingRun) -> str | None:
-    if not run.config:
+    if not run.config or not reinforced(run):
         return None
     if not run.setting("noise_injection", "enabled"):
         return "off"

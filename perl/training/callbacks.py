@@ -20,6 +20,7 @@ from perl.records import PROGRESS
 SHOWN = {
     "reward": "reward {:.3f}",
     "loss": "loss {:.4f}",
+    "eval_loss": "evaluation loss {:.4f}",
     "completions/mean_length": "len {:.0f}",
     "aqn/sigma": "sigma {:.3g}",
     "perf/throughput": "{:.0f} tok/s",
@@ -53,7 +54,12 @@ class ProgressLine(TrainerCallback):
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         done = state.global_step - self.first_step
-        if not state.is_world_process_zero or not logs or not logs.keys() & {"loss", "reward"} or done <= 0:
+        if (
+            not state.is_world_process_zero
+            or not logs
+            or not logs.keys() & {"loss", "reward", "eval_loss"}
+            or done <= 0
+        ):
             return  # the summary at the end, where nothing of a step is left to show
         seconds = (time.perf_counter() - self.started) / done
         left = seconds * (state.max_steps - state.global_step)

@@ -37,8 +37,11 @@ NOT_EVALUATED = (
 )
 CURVE_ROWS = 8
 """Steps that the card shows of the reward's curve."""
+ALGORITHMS = {"grpo": "[GRPO](https://arxiv.org/abs/2402.03300)", "sft": "supervised fine-tuning"}
 CURVE: dict[str, tuple[str, Callable[[float], str]]] = {
     "reward": ("reward", "{:.3f}".format),
+    "loss": ("loss", "{:.4f}".format),
+    "mean_token_accuracy": ("likeliest token right", "{:.3f}".format),
     "reward_std": ("its standard deviation in a group", "{:.3f}".format),
     "completions/mean_length": ("tokens a completion", "{:.0f}".format),
     "entropy": ("entropy", "{:.3f}".format),
@@ -53,10 +56,12 @@ class RunFacts:
 
     steps: int
     dataset: str
+    algorithm: str
+    """Key of ALGORITHMS."""
     noise: bool
-    first_reward: str
-    """Mean of the first tenth of the logged steps (of one step at least)."""
-    last_reward: str
+    first: str
+    """Mean of the first tenth of the logged steps (of one step at least), of the reward or, without one, the loss."""
+    last: str
     """Mean of the last tenth."""
     curve_columns: list[str]
     curve: list[list[str]]
@@ -85,17 +90,20 @@ def run_facts(
     config: Mapping[str, Any], environment: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
 ) -> RunFacts:
     """From config.yaml, environment.json and the trainer's logs."""
-    logs = [row for row in history if "reward" in row]
-    rewards = [row["reward"] for row in logs]
-    ends = max(1, len(rewards) // 10)
-    columns = [name for name in CURVE if any(name in row for row in logs)]
+    algorithm = algorithm_of(config)
+    told, left_out = ("reward", {"loss"}) if algorithm == "grpo" else ("loss", set())
+    logs = [row for row in history if told in row]
+    values = [row[told] for row in logs]
+    ends = max(1, len(values) // 10)
+    columns = [name for name in CURVE if name not in left_out and any(name in row for row in logs)]
     shown = sorted({round(place * (len(logs) - 1) / (CURVE_ROWS - 1)) for place in range(CURVE_ROWS)}) if logs else []
     return RunFacts(
         steps=max((row["step"] for row in history), default=0),
         dataset=_linked(config["dataset"]["dataset_name_or_path"], "datasets/"),
-        noise=config["noise_injection"]["enabled"],
-        first_reward=f"{statistics.fmean(rewards[:ends]):.3f}" if rewards else "–",
-        last_reward=f"{statistics.fmean(rewards[-ends:]):.3f}" if rewards else "–",
+        algorithm=algorithm,
+        noise=algorithm == "grpo" and config["noise_injection"]["enabled"],
+        first=f"{statistics.fmean(values[:ends]):.3f}" if values else "–",
+        last=f"{statistics.fmean(values[-ends:]):.3f}" if values else "–",
         curve_columns=["step", *(CURVE[name][0] for name in columns)],
         curve=[
             [str(logs[i]["step"]), *(CURVE[name][1](logs[i][name]) if name in logs[i] else "–" for name in columns)]
@@ -106,24 +114,54 @@ def run_facts(
     )
 
 
+def algorithm_of(config: Mapping[str, Any]) -> str:
+    """Key of ALGORITHMS: of perl.train, whose configuration has rewards, or of perl.sft."""
+    return "grpo" if "reward" in config else "sft"
+
+
 def _settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
-    training, peft, noise = config["training"], config["peft"], config["noise_injection"]
-    processes = environment["num_processes"]
-    completions = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * processes
+    training, processes = config["training"], environment["num_processes"]
+    batch = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * processes
+    own = _settings_of_grpo(config, batch) if algorithm_of(config) == "grpo" else _settings_of_sft(config, batch)
+    return {
+        **own,
+        "adapter": _adapter(config["peft"]),
+        "learning rate": f"{training['learning_rate']}, {training['lr_scheduler_type']}",
+        "seed": str(config["common"]["seed"]),
+        "devices": f"{processes} × {environment['device']}",
+        "commit of perl": environment["git_commit"] or "unknown",
+    }
+
+
+def _adapter(peft: Mapping[str, Any]) -> str:
+    made = f"{peft['type']}, r {peft['r']}, alpha {peft['lora_alpha']}, dropout {peft['lora_dropout']}"
+    if peft.get("adapter") is None:
+        return made
+    how = "continues" if peft["adapter_mode"] == "continue" else "on the base merged with"
+    return f"{made}; {how} an earlier adapter"
+
+
+def _settings_of_sft(config: Mapping[str, Any], batch: int) -> dict[str, str]:
+    training = config["training"]
+    learned = "the assistant's turns" if training["assistant_only_loss"] else "completions"
+    return {
+        "loss": f"{training['loss_type']}, of {learned}",
+        "rows a step": f"{batch}, packed" if training["packing"] else str(batch),
+        "longest row": f"{training['max_length']} tokens",
+    }
+
+
+def _settings_of_grpo(config: Mapping[str, Any], completions: int) -> dict[str, str]:
+    training, noise = config["training"], config["noise_injection"]
     rewards = [Path(name).name for name in config["reward"]["functions"]]  # no path of this machine
     sigma = f"σ from {noise['sigma_start']} to {noise['sigma_end']}, {noise['schedule']}, {noise['num_stages']} stages"
     return {
         "rewards": ", ".join(rewards),
-        "adapter": f"{peft['type']}, r {peft['r']}, alpha {peft['lora_alpha']}, dropout {peft['lora_dropout']}",
         "loss": f"{training['loss_type']}, beta {training['beta']}",
-        "learning rate": f"{training['learning_rate']}, {training['lr_scheduler_type']}",
         "completions a step": f"{completions}, {training['num_generations']} of each prompt",
         "longest completion": f"{training['max_completion_length']} tokens",
         "sampling": f"temperature {training['temperature']}, top_p {training['top_p']}",
         "noise (AQN)": sigma if noise["enabled"] else "none",
-        "seed": str(config["common"]["seed"]),
-        "devices": f"{processes} × {environment['device']}",
-        "commit of perl": environment["git_commit"] or "unknown",
     }
 
 
@@ -250,7 +288,7 @@ def new_card(folder: Path, name: str, dataset: str | None = None, run: RunFacts 
     adapter_config = _read_json(folder / ADAPTER_CONFIG)
     base = base_of(adapter_config)
     return ModelCard.from_template(
-        metadata(folder, dataset),
+        metadata(folder, dataset, run.algorithm if run else "grpo"),
         template_path=str(TEMPLATE),
         name=name,
         method=method(adapter_config),
@@ -259,15 +297,17 @@ def new_card(folder: Path, name: str, dataset: str | None = None, run: RunFacts 
         version=__version__,
         results=NOT_EVALUATED,
         run=run,
+        algorithm=ALGORITHMS[run.algorithm] if run else "",
     )
 
 
-def metadata(folder: Path, dataset: str | None = None) -> ModelCardData:
+def metadata(folder: Path, dataset: str | None = None, algorithm: str = "grpo") -> ModelCardData:
     """The hub's metadata as far as it is known: names of local folders and files are none of it.
 
     Args:
         folder: the adapter's.
         dataset: what perl trained it on, as the user wrote it; None where another program trained it.
+        algorithm: key of ALGORITHMS, where perl trained it.
     """
     adapter_config = _read_json(folder / ADAPTER_CONFIG)
     base = base_of(adapter_config)
@@ -275,7 +315,7 @@ def metadata(folder: Path, dataset: str | None = None) -> ModelCardData:
     if _is_hub_name(base):
         tags.append(f"base_model:adapter:{base}")
     if dataset is not None:
-        tags += ["grpo", "trl", "perl"]
+        tags += [algorithm, "trl", "perl"]
     trained_on = hub_dataset(dataset) if dataset is not None else None
     return ModelCardData(
         base_model=base if _is_hub_name(base) else None,

@@ -7,13 +7,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perl import device
 from perl.config.load import Config
 from perl.config.training import TrainingConfig
 from perl.errors import RankError
 from perl.training.metrics import StepClock
+
+if TYPE_CHECKING:
+    from perl.config.sft import SFTRunConfig
+    from perl.config.sft_training import SFTTrainingConfig
 
 PHASE_NAMES = {
     "setup": "before the first step",
@@ -37,7 +41,7 @@ class Watch:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(config: Config) -> Iterator[Watch]:
+def explain_out_of_memory(config: Config | SFTRunConfig) -> Iterator[Watch]:
     """Turns an accelerator's out-of-memory error inside into a RankError with advice."""
     watch = Watch()
     try:
@@ -48,9 +52,10 @@ def explain_out_of_memory(config: Config) -> Iterator[Watch]:
         raise RankError(message(watch.phase, config)) from error
 
 
-def message(phase: str, config: Config) -> str:
+def message(phase: str, config: Config | SFTRunConfig) -> str:
     """One line: the phase, the three settings that cost least, and ZeRO-3 where weights are whole on every device."""
-    settings = "; ".join(islice(changes(phase, config), 3))
+    possible = changes(phase, config) if isinstance(config, Config) else sft_changes(phase, config)
+    settings = "; ".join(islice(possible, 3))
     where = f"{PHASE_NAMES[phase]} on rank {config.training.process_index}"
     text = f"out of memory {where}. Set the first of these that is enough: {settings}"
     if config.training.world_size > 1 and not weights_are_sharded():
@@ -92,6 +97,21 @@ def changes(phase: str, config: Config) -> Iterator[str]:
     yield halved("peft.r", int(config.peft.r), "a smaller adapter")
 
 
+def sft_changes(phase: str, config: SFTRunConfig) -> Iterator[str]:
+    """As `changes`, of perl.sft."""
+    training = config.training
+    if phase == "setup":
+        if config.model.dtype == "float32":
+            yield change({"model.dtype": ("bfloat16", "float32")}, "half the weights' memory, rounded")
+    else:
+        if training.per_device_train_batch_size > 1:
+            yield smaller_micro_batches(training)
+        if not training.gradient_checkpointing:
+            yield change({"training.gradient_checkpointing": ("true", "false")}, "same result, a second forward")
+        yield halved("training.max_length", training.max_length, "cuts long rows")
+    yield halved("peft.r", int(config.peft.r), "a smaller adapter")
+
+
 def smaller_cache(config: Config) -> str:
     """Half of what the key-value cache holds at most; rows wait for a place, and each still draws the same tokens."""
     training = config.training
@@ -112,7 +132,7 @@ def smaller_rollouts(training: TrainingConfig, group: int) -> tuple[int, int] | 
     return None
 
 
-def smaller_micro_batches(training: TrainingConfig) -> str:
+def smaller_micro_batches(training: TrainingConfig | SFTTrainingConfig) -> str:
     """Half the sequences at a time, accumulated twice as often."""
     now, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     fewer = now // 2 if now % 2 == 0 else 1
@@ -120,7 +140,7 @@ def smaller_micro_batches(training: TrainingConfig) -> str:
         "training.per_device_train_batch_size": (fewer, now),
         "training.gradient_accumulation_steps": (steps * now // fewer, steps),
     }
-    generation = training.steps_per_generation
+    generation = getattr(training, "steps_per_generation", None)  # GRPO's
     if generation is not None and generation != steps:  # set by the user: it does not follow on its own
         flags["training.steps_per_generation"] = (generation * now // fewer, generation)
     return change(flags, "same batch, slower")

@@ -54,7 +54,7 @@ class Checked:
     """To go on from."""
 
 
-def check_processes() -> None:
+def check_processes(module: str = "perl.train") -> None:
     """As many processes as devices at most, one device for each. Before the configuration is built, which starts the
     process group."""
     devices, local = device.detect(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -69,7 +69,7 @@ def check_processes() -> None:
     if "LOCAL_RANK" not in os.environ and devices.count > 1:
         raise UserError(
             f"one process sees {devices.count} {devices.kind} devices; set {variable}=0, or start with"
-            f" accelerate launch --num_processes {devices.count} -m perl.train"
+            f" accelerate launch --num_processes {devices.count} -m {module}"
         )
 
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.setup import load_model
 
 if TYPE_CHECKING:
+    from perl.config.sft import SFTRunConfig
+    from perl.training.adapter_trainer import AdapterTrainer
+    from perl.training.sft_rows import CheckedRows
     from perl.training.trainer import PerlGRPOTrainer
 
 log = logging.getLogger(__name__)
@@ -93,13 +97,18 @@ def import_trainer(config: Config) -> type[PerlGRPOTrainer]:
     """The trainer class. TRL imports vLLM wherever it is installed, which takes ten seconds in every process; it is
     shown vLLM only when the rollouts use it."""
     if not config.training.use_vllm:
-        setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
+        hide_vllm()
     from perl.training.trainer import PerlGRPOTrainer
 
     return PerlGRPOTrainer
 
 
-def set_up_logging(config: Config) -> None:
+def hide_vllm() -> None:
+    """From TRL, before it imports a trainer."""
+    setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
+
+
+def set_up_logging(config: Config | SFTRunConfig) -> None:
     """Log lines on stdout from the main process, warnings of the others; the world size checked and shown."""
     main = config.training.process_index == 0
     level = logging.DEBUG if config.common.debug else logging.INFO
@@ -118,23 +127,26 @@ def set_up_logging(config: Config) -> None:
         print(f"num_processes: {world_size}", flush=True)
 
 
-def agree_on_folder(config: Config, parsed: Parsed) -> Path:
-    """The run's folder, the same on every process."""
-    default = rundir.default_run_dir(config.model.model_name_or_path, device.detect().kind)
+def agree_on_folder(config: Config | SFTRunConfig, parsed: Parsed, method: str = "grpo") -> Path:
+    """The run's folder, the same on every process; `method` begins the name of one that the user has not named."""
+    default = rundir.default_run_dir(config.model.model_name_or_path, device.detect().kind, method=method)
     name = [parsed.values.training.output_dir or str(default)]
     broadcast_object_list(name)  # every process has its own clock
     config.training.output_dir = name[0]
     return Path(name[0])
 
 
-def open_run(run_dir: Path, config: Config, parsed: Parsed, checked: Checked) -> None:
+def open_run(
+    run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked | CheckedRows, method: str = "grpo"
+) -> None:
     """Make the folder with its config.yaml, environment.json and trained_problems.json, and settle where metrics go."""
     if config.training.process_index == 0:
         rundir.prepare(run_dir, parsed, config.training.world_size)
         data = config.dataset
-        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, checked.checkpoint)
+        before = checked.checkpoint or config.peft.adapter  # the adapter has seen the problems of that run too
+        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, before)
         log.info("run folder: %s", run_dir.resolve())
-    tracking.configure(config, run_dir, device.detect().kind)
+    tracking.configure(config, run_dir, device.detect().kind, method)
     if config.training.hub_token:
         # transformers pickles its arguments into every checkpoint; the hub reads the token from the environment too.
         os.environ.setdefault("HF_TOKEN", config.training.hub_token)
@@ -151,9 +163,10 @@ def users_error(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from error
 
 
-def save_adapter(trainer: PerlGRPOTrainer, folder: Path) -> None:
-    """The adapter and the tokenizer, without transformers' pickled arguments."""
+def save_adapter(trainer: AdapterTrainer, folder: Path) -> None:
+    """The adapter and the tokenizer, without transformers' pickled arguments, and without TRL's reference."""
     trainer.save_model(str(folder))
     if trainer.args.process_index == 0:
         (folder / "training_args.bin").unlink(missing_ok=True)
+        shutil.rmtree(folder / "ref", ignore_errors=True)
         log.info("adapter: %s", folder.resolve())

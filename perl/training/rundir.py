@@ -22,6 +22,9 @@ from perl.provenance import git_commit, versions
 
 log = logging.getLogger(__name__)
 
+TRAINER_STATE, ROLLOUT_STATE = "trainer_state.json", "rollout_state_0.pt"
+"""What transformers writes last into a checkpoint, and what GRPO writes after it."""
+
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "PYTORCH_", "VLLM_", "ACCELERATE_", "PERL_")
 SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 
@@ -31,9 +34,9 @@ def model_slug(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", Path(model.rstrip("/")).name.lower()).strip("_")
 
 
-def default_run_dir(model: str, kind: str, root: Path = Path("outputs")) -> Path:
+def default_run_dir(model: str, kind: str, root: Path = Path("outputs"), method: str = "grpo") -> Path:
     """outputs/grpo_lora_<model>_<device>_<date>, the name that the guides' `tail -f` looks for."""
-    return root / f"grpo_lora_{model_slug(model)}_{kind}_{time.strftime('%Y%m%d_%H%M%S')}"
+    return root / f"{method}_lora_{model_slug(model)}_{kind}_{time.strftime('%Y%m%d_%H%M%S')}"
 
 
 def check_folder(run_dir: Path, resuming: bool) -> None:
@@ -50,31 +53,35 @@ def check_folder(run_dir: Path, resuming: bool) -> None:
         raise UserError(f"--config.training.output_dir {run_dir}: {there} {why}; give another folder")
 
 
-def find_checkpoint(wanted: str | None, run_dir: Path) -> str | None:
+def find_checkpoint(wanted: str | None, run_dir: Path, last_file: str = ROLLOUT_STATE) -> str | None:
     """The checkpoint to go on from: `true` is the last one in the run's folder, else a path. A UserError where it is
-    not there."""
+    not there.
+
+    Args:
+        last_file: what the trainer writes last into a checkpoint.
+    """
     if wanted is None or str(wanted).lower() in ("false", "none", "null", ""):
         return None
     flag = "--config.training.resume_from_checkpoint"
     if str(wanted).lower() == "true":
-        last = last_whole_checkpoint(run_dir)
+        last = last_whole_checkpoint(run_dir, last_file)
         if last is None:
             raise UserError(
                 f"{flag} true: no checkpoint in {run_dir}; name the run's folder with --config.training.output_dir,"
                 " or a checkpoint's path"
             )
         return str(last)
-    if not (Path(wanted) / "trainer_state.json").is_file():
+    if not (Path(wanted) / TRAINER_STATE).is_file():
         raise UserError(f"{flag}: {wanted} is no checkpoint (it has no trainer_state.json)")
     return str(wanted)
 
 
-def last_whole_checkpoint(run_dir: Path) -> Path | None:
+def last_whole_checkpoint(run_dir: Path, last_file: str = ROLLOUT_STATE) -> Path | None:
     """The checkpoint of the highest step that was written to its end; one that a crash left half-written is passed
-    over with a line. The rollout state is what the trainer writes last."""
+    over with a line."""
     folders = [f for f in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if f.name.rpartition("-")[2].isdigit()]
     for folder in sorted(folders, key=lambda f: int(f.name.rpartition("-")[2]), reverse=True):
-        if (folder / "trainer_state.json").is_file() and (folder / "rollout_state_0.pt").is_file():
+        if (folder / TRAINER_STATE).is_file() and (folder / last_file).is_file():
             return folder
         log.warning("%s is incomplete: not resumed from", folder)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import checkpoints, device
+from perl.adapters.start import continued, merge_into
 from perl.checkpoints import resolve_model
 from perl.config.load import Config
 from perl.errors import UserError
@@ -20,7 +22,10 @@ from perl.tasks import TASKS, load_problems, training_split
 from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from perl.config.schema import DatasetConfig
+    from perl.config.sft import SFTRunConfig
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def model_dtype(config: Config) -> torch.dtype:
+def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
     """Of the base's weights. A UserError where two flags say different things."""
     dtype = getattr(torch, config.model.dtype) if config.model.dtype else device.default_dtype()
     given: Any = (config.training.model_init_kwargs or {}).get("dtype", dtype)  # type: ignore[union-attr]
@@ -52,8 +57,9 @@ def model_dtype(config: Config) -> torch.dtype:
     return dtype
 
 
-def load_model(config: Config) -> PreTrainedModel:
-    """The base model on the CPU (the trainer moves it); under ZeRO-3 its weights are partitioned as they load.
+def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
+    """The base model on the CPU (the trainer moves it), with the adapter that is trained further, if there is one;
+    under ZeRO-3 its weights are partitioned as they load.
 
     It is given to the trainer loaded, without a device_map: TRL asks for device_map "auto" on several NPUs, with which
     DDP refuses to work.
@@ -65,9 +71,25 @@ def load_model(config: Config) -> PreTrainedModel:
     if config.model.attn_implementation is not None:
         extra["attn_implementation"] = config.model.attn_implementation
     name = config.model.model_name_or_path
-    model = checkpoints.load_model(resolve_model(name, MODEL_FLAG), MODEL_FLAG, dtype=dtype, **extra)
+    folder = resolve_model(name, MODEL_FLAG)
+    if config.peft.adapter is not None and config.peft.adapter_mode == "merge":
+        folder = merge_base(config, folder, dtype)
+        name = str(folder)
+    model = checkpoints.load_model(folder, MODEL_FLAG, dtype=dtype, **extra)
     model.name_or_path = name  # PEFT writes it into adapter_config.json: the hub's name, not a cache's folder
+    if config.peft.adapter is not None and config.peft.adapter_mode == "continue":
+        return continued(model, Path(config.peft.adapter).expanduser())
     return model
+
+
+def merge_base(config: Config | SFTRunConfig, model: Path, dtype: torch.dtype) -> Path:
+    """base/ in the run's folder: the model with peft.adapter in its weights, written by the main process."""
+    output = Path(config.training.output_dir or ".") / "base"
+    with config.training.main_process_first(local=False, desc="merging the adapter into the base"):
+        if config.training.process_index == 0:
+            merge_into(model, Path(config.peft.adapter or "").expanduser(), output, dtype)
+            log.info("the adapter is trained on %s; score it with --model %s --adapter …", output, output)
+    return output
 
 
 def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:

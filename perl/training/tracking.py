@@ -6,22 +6,25 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from perl.config.load import Config
-from perl.config.training import TrainingConfig
 from perl.errors import lookup
 from perl.tracking import WandbRun, require_trackers, wandb_is_disabled, wandb_mode
 from perl.training.rundir import model_slug, redact
+
+if TYPE_CHECKING:
+    from perl.config.sft import SFTRunConfig
 
 log = logging.getLogger(__name__)
 
 FLAG = "--config.training.report_to"
 
 
-def check_trackers(training: TrainingConfig) -> None:
+def check_trackers(training: TrainingArguments) -> None:
     """Raise a UserError for an unknown tracker, and for one whose package is not installed."""
     names = trackers(training)
     for name in names:
@@ -29,14 +32,14 @@ def check_trackers(training: TrainingConfig) -> None:
     require_trackers([name for name in names if name != "kubeflow"], FLAG)  # which has no package
 
 
-def trackers(training: TrainingConfig) -> list[str]:
+def trackers(training: TrainingArguments) -> list[str]:
     """What `report_to` asks for (`all` is for transformers all that are installed), without W&B where WANDB_DISABLED
     is set."""
     dropped = {"none", "wandb"} if wandb_is_disabled() else {"none"}
     return [name for name in training.report_to or () if name not in dropped]
 
 
-def configure(config: Config, run_dir: Path, kind: str) -> None:
+def configure(config: Config | SFTRunConfig, run_dir: Path, kind: str, method: str = "grpo") -> None:
     """Settle `config.training.report_to` and what the trackers read from the environment.
 
     A run that goes on in its own folder goes on in its W&B run too.
@@ -44,7 +47,7 @@ def configure(config: Config, run_dir: Path, kind: str) -> None:
     training, wanted = config.training, trackers(config.training)
     if "wandb" in (training.report_to or ()) and wandb_is_disabled():
         log.info("WANDB_DISABLED is set: nothing is sent to W&B")
-    project = f"grpo-lora-{model_slug(config.model.model_name_or_path).replace('_', '-')}-{kind}"
+    project = f"{method}-lora-{model_slug(config.model.model_name_or_path).replace('_', '-')}-{kind}"
     if "wandb" in wanted:
         os.environ["WANDB_MODE"] = mode = wandb_mode()
         os.environ.setdefault("WANDB_DIR", str(run_dir))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
@@ -39,6 +39,7 @@ from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
 from perl.records import Sampling
 from perl.training import rollout_state
+from perl.training.adapter_trainer import AdapterTrainer, WriteCard
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
@@ -94,11 +95,11 @@ def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
         setattr(vllm_generation, "LLM", theirs)  # noqa: B010
 
 
-class PerlGRPOTrainer(GRPOTrainer):
+class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     """GRPO on a LoRA adapter, sampled with noise on the norm weights.
 
     Args (besides GRPOTrainer's):
-        adapter: the PEFT method; its optimizer replaces the default one when it has its own.
+        adapter: the PEFT method.
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
         rollout: the group `rollout`.
@@ -119,15 +120,15 @@ class PerlGRPOTrainer(GRPOTrainer):
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         grade_early: Callable[[str, dict[str, Any]], None] | None = None,
-        write_card: Callable[[Path, list[dict[str, Any]]], None] | None = None,
+        write_card: WriteCard | None = None,
         **kwargs: Any,
     ):
-        self.write_card = write_card
-        peft_config = adapter.build(adapter_config)
+        wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
+        peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
         with _vllm_started_by(vllm_sync):
-            super().__init__(*args, peft_config=peft_config, **kwargs)
-        self.adapter, self.adapter_config = adapter, adapter_config
+            super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
+        self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
         self.truncate_prompts_to, self.grade_early = truncate_prompts_to, grade_early
         self.rollout_config = rollout or RolloutConfig()
         self.sampling_seed = self.args.seed
@@ -431,12 +432,6 @@ class PerlGRPOTrainer(GRPOTrainer):
             return inputs | {"importance_sampling_ratio": ratio}
         return inputs | {"advantages": inputs["advantages"][:, None] * ratio}
 
-    def create_optimizer(self, *args: Any, **kwargs: Any):
-        if self.optimizer is None and self.adapter.optimizer is not None:
-            optimizer_class, optimizer_kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer = self.adapter.optimizer(self.model, self.adapter_config, optimizer_class, optimizer_kwargs)
-        return super().create_optimizer(*args, **kwargs)
-
     # Logging and checkpoints
 
     def _log_step(self, metrics: dict[str, float]) -> None:
@@ -457,19 +452,6 @@ class PerlGRPOTrainer(GRPOTrainer):
                 if self.rollout.weights.sigma == 0 or self.noise_config.old_logps == "noisy":
                     warn_of_difference(difference, self.tolerance)
         super().log(logs, start_time)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.write_card is None:
-            return
-        folder, pushed = Path(output_dir or self.args.output_dir or "."), Path(self.args.output_dir or ".")
-        self.write_card(folder, self.state.log_history)  # over PEFT's
-        if self.args.push_to_hub and folder != pushed:
-            shutil.copyfile(folder / "README.md", pushed / "README.md")
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        if self.write_card is None:  # else `_save` has written it
-            super().create_model_card(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

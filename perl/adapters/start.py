@@ -1,0 +1,62 @@
+"""What a training that starts from a trained adapter trains: that one further, or a new one on a base that holds it.
+
+In both cases TRL's reference policy (beta > 0) is what was loaded: of an adapter that is trained further it keeps a
+frozen copy, named "ref"; of a new one it is the base, which then has the first adapter in its weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perl.adapters.merge import load_adapter, merge_adapter, read_report, warn_of_other_base
+from perl.checkpoints import content_hash, require_adapter
+from perl.config.adapter import FLAG
+
+if TYPE_CHECKING:
+    import torch
+
+
+def continued(base: Any, adapter: Path) -> Any:
+    """`base` wrapped in the adapter in `adapter`, whose weights are trained. A UserError for another base's adapter."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    warn_of_other_base(require_adapter(adapter, FLAG), Path(base.name_or_path))
+    model = load_adapter(base, adapter, FLAG, trainable=True).train()
+    if is_deepspeed_zero3_enabled():  # gathers weights of one dtype only, as TRL knows of new adapters
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(base.dtype)
+    return model
+
+
+def merge_into(model: Path, adapter: Path, output: Path, dtype: torch.dtype) -> None:
+    """Write the model in `model` with the adapter in its weights to `output`, checked against what PEFT computes
+    (perl.adapters.merge). Where that was done before, as in a run that goes on, nothing is written.
+
+    Raises:
+        UserError: another base's adapter, or one that changes nothing.
+    """
+    name = str(dtype).removeprefix("torch.")
+    report = read_report(output)
+    made_of = content_hash(model), content_hash(adapter), name
+    if report and (report.base_hash, report.adapter_hash, report.dtype) == made_of:
+        return
+    with _whole_weights():
+        merge_adapter(model, adapter, output, name)
+
+
+@contextlib.contextmanager
+def _whole_weights() -> Iterator[None]:
+    """Models that are loaded inside are not partitioned by ZeRO-3: one process alone loads them."""
+    from transformers.integrations import deepspeed
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if reference is not None and (config := reference()) is not None:
+            deepspeed.set_hf_deepspeed_config(config)

@@ -1,0 +1,60 @@
+"""An adapter that a training starts from: what its own configuration settles in the group `peft`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from perl.checkpoints import require_adapter
+from perl.errors import UserError
+
+FLAG = "--config.peft.adapter"
+OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules")
+"""Fields of the group that an adapter which is trained further brings with it."""
+HINT = f"it is trained further as it is; leave the flag out, or write {FLAG}_mode merge for a new adapter on top of it"
+
+
+def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
+    """Check the adapter that `values.peft.adapter` names, and give OWN the values that it was made with, so that the
+    run's records say what is trained. One line for what the recipe says otherwise.
+
+    Raises:
+        UserError: no LoRA adapter lies there, or a flag says otherwise.
+    """
+    peft = values.peft
+    if peft.adapter is None:
+        return []
+    adapter = require_adapter(Path(peft.adapter).expanduser(), FLAG)
+    if adapter.get("peft_type") != "LORA":
+        raise UserError(
+            f"{FLAG} {peft.adapter}: is of method {adapter.get('peft_type')}; write the folder of a LoRA one"
+        )
+    if peft.adapter_mode == "merge":
+        return []
+    own = {name: adapter.get(name) for name in OWN[1:]} | {"type": _type(adapter, peft.type)}
+    for name, value in own.items():
+        if f"peft.{name}" in flags and not _same(flags[f"peft.{name}"], value):
+            said = f"--config.peft.{name} {flags[f'peft.{name}']}"
+            raise UserError(f"{said}: the adapter in {peft.adapter} has {name} {value}, and {HINT}")
+    other = [name for name, value in own.items() if f"peft.{name}" in recipe and not _same(peft[name], value)]
+    for name, value in own.items():
+        peft[name] = value
+    if not other:
+        return []
+    taken = ", ".join(f"{name} {own[name]}" for name in other)
+    return [f"{FLAG}: the adapter's own {taken} go before the recipe's"]
+
+
+def _type(adapter: dict[str, Any], wanted: str) -> str:
+    """The adapter's method by its name in ADAPTERS; lora and lora_plus differ in the optimizer alone."""
+    if adapter.get("use_dora"):
+        return "dora"
+    if adapter.get("use_rslora"):
+        return "rslora"
+    return "lora_plus" if wanted == "lora_plus" else "lora"
+
+
+def _same(one: Any, other: Any) -> bool:
+    return sorted(one) == sorted(other) if isinstance(one, list) and isinstance(other, list) else one == other

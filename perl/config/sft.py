@@ -1,0 +1,90 @@
+"""Configuration of perl.sft: the groups that it shares with perl.train, its own data, and TRL's SFTConfig, whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jsonargparse import Namespace
+
+from perl.config.load import Parsed, Program, parse_for, resolve_aliases
+from perl.config.schema import CommonConfig, LoggingConfig, ModelConfig, PeftConfig, SFTDatasetConfig
+from perl.config.unused_flags import OF_ANY_TRAINING, Rule
+from perl.errors import UserError
+
+if TYPE_CHECKING:
+    from perl.config.sft_training import SFTTrainingConfig
+
+ALIASES = (("common.seed", "training.seed"),)
+NO_EVALUATION = "dataset.eval_dataset names no rows"
+RULES = (
+    *OF_ANY_TRAINING,
+    *(
+        Rule(prefix, lambda v: v.dataset.eval_dataset is not None, NO_EVALUATION)
+        for prefix in ("training.eval_", "training.per_device_eval_batch_size", "dataset.eval_split", "dataset.eval_ex")
+    ),
+    Rule("training.packing_strategy", lambda v: v.training.packing, "training.packing is false"),
+    Rule("training.dataset_text_field", lambda v: False, "rows of plain text are not read"),
+)
+
+
+@dataclass
+class SFTRunConfig:
+    """The resolved configuration of a supervised fine-tuning."""
+
+    common: CommonConfig
+    model: ModelConfig
+    dataset: SFTDatasetConfig
+    peft: PeftConfig
+    logging: LoggingConfig
+    training: SFTTrainingConfig
+
+
+def parse(argv: Sequence[str]) -> Parsed[SFTRunConfig]:
+    """Parse a command line of perl.sft. Raises UserError for anything that cannot be what the user meant."""
+    return parse_for(SFT, argv)
+
+
+def resolve_sft(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
+    resolve_aliases(values, flags, recipe, ALIASES)
+    training = values.training
+    evaluates = training.eval_strategy not in (None, "no")
+    if evaluates and values.dataset.eval_dataset is None:
+        raise UserError(
+            f"--config.training.eval_strategy {training.eval_strategy}: there are no rows to evaluate on; name"
+            " --config.dataset.eval_dataset"
+        )
+    if values.dataset.eval_dataset is not None and not evaluates:
+        raise UserError(
+            f"--config.dataset.eval_dataset {values.dataset.eval_dataset}: is never looked at; write"
+            " --config.training.eval_strategy epoch, or steps with --config.training.eval_steps N"
+        )
+    if training.packing and training.max_length is None:
+        raise UserError("--config.training.packing true: packs rows up to max_length tokens; give it a number")
+    if training.dataset_kwargs:
+        raise UserError("--config.training.dataset_kwargs: rows are prepared by perl.sft; leave it out")
+    return []
+
+
+def _training_config() -> type:
+    from perl.config.sft_training import SFTTrainingConfig
+
+    return SFTTrainingConfig
+
+
+SFT = Program(
+    name="perl.sft",
+    purpose="Train a LoRA adapter on worked answers (supervised fine-tuning).",
+    groups={
+        "common": CommonConfig,
+        "model": ModelConfig,
+        "dataset": SFTDatasetConfig,
+        "peft": PeftConfig,
+        "logging": LoggingConfig,
+    },
+    training=_training_config,
+    resolve=resolve_sft,
+    rules=RULES,
+    config=SFTRunConfig,
+)

@@ -1,0 +1,18 @@
+"""accelerate launch … -m perl.sft --config.model.model_name_or_path M --config.dataset.dataset_name_or_path FILE …"""
+
+from __future__ import annotations
+
+import sys
+
+from perl.errors import report_errors
+
+
+def main() -> None:
+    with report_errors():
+        from perl.training.sft import fine_tune
+
+        fine_tune(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

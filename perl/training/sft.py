@@ -1,0 +1,78 @@
+"""The main path of supervised fine-tuning: configuration -> rows -> TRL's SFTTrainer -> adapter."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PrinterCallback
+
+from perl.adapters import ADAPTERS
+from perl.config.sft import parse
+from perl.training import tracking
+from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
+from perl.training.model_card import write_training_card
+from perl.training.out_of_memory import explain_out_of_memory
+from perl.training.preflight import check_processes
+from perl.training.run import agree_on_folder, hide_vllm, open_run, save_adapter, set_up_logging, users_error
+from perl.training.setup import load_model
+from perl.training.sft_rows import check_rows
+
+if TYPE_CHECKING:
+    from perl.training.sft_trainer import PerlSFTTrainer
+
+log = logging.getLogger(__name__)
+
+
+def fine_tune(argv: Sequence[str]) -> Path:
+    """Train as the command line `argv` says and return the run's folder; adapter/ in it is the result.
+
+    Raises:
+        UserError: before a model is loaded, for whatever the user can fix.
+        Stopped: a signal ended the run, after a checkpoint.
+    """
+    parsed = parse(argv)
+    check_processes("perl.sft")
+    config = parsed.build()
+    set_up_logging(config)
+    for warning in parsed.warnings:
+        log.warning(warning)
+    run_dir = agree_on_folder(config, parsed, "sft")
+    checked = check_rows(config, run_dir)
+
+    trainer_class = import_trainer()
+    with StopOnSignal() as stop, explain_out_of_memory(config) as watch:
+        open_run(run_dir, config, parsed, checked, "sft")
+        with users_error("--config"):  # TRL checks combinations of its own arguments
+            trainer = trainer_class(
+                model=load_model(config),
+                args=config.training,
+                train_dataset=checked.dataset,
+                eval_dataset=checked.eval_dataset,
+                processing_class=checked.tokenizer,
+                adapter=ADAPTERS[config.peft.type],
+                adapter_config=config.peft,
+                write_card=functools.partial(write_training_card, run_dir),
+                callbacks=[
+                    MetricsWriter(run_dir / "metrics.jsonl"),
+                    ProgressLine(),
+                    tracking.WandbRunWriter(run_dir),
+                    stop,
+                ],
+            )
+        watch.clock = trainer.clock
+        trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
+        trainer.train(resume_from_checkpoint=checked.checkpoint)
+        stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
+        save_adapter(trainer, run_dir / "adapter")
+    return run_dir
+
+
+def import_trainer() -> type[PerlSFTTrainer]:
+    hide_vllm()
+    from perl.training.sft_trainer import PerlSFTTrainer
+
+    return PerlSFTTrainer

@@ -1,0 +1,98 @@
+"""TRL's SFTTrainer on an adapter, with what every training here measures and leaves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftModel
+from trl import SFTTrainer
+
+from perl.adapters import Adapter
+from perl.config.schema import PeftConfig
+from perl.config.sft_training import SFTTrainingConfig
+from perl.training.adapter_trainer import AdapterTrainer, WriteCard
+from perl.training.metrics import StepClock, model_size, sequences
+
+log = logging.getLogger(__name__)
+
+
+class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
+    """Supervised fine-tuning of an adapter.
+
+    Args (besides SFTTrainer's):
+        adapter: the PEFT method.
+        adapter_config: the group `peft` of the configuration.
+        write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
+    """
+
+    args: SFTTrainingConfig
+    model: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        adapter: Adapter,
+        adapter_config: PeftConfig,
+        write_card: WriteCard | None = None,
+        **kwargs: Any,
+    ):
+        wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
+        super().__init__(*args, peft_config=None if wrapped else adapter.build(adapter_config), **kwargs)
+        self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
+        self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
+        self.add_callback(self.clock)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        """TRL's, in two passes: between them stand all tokens of each row, and what max_length cuts can be told."""
+        prepare, further = super()._prepare_dataset, (formatting_func, dataset_name)
+        if "input_ids" in dataset.column_names:
+            return prepare(dataset, processing_class, args, packing, *further)
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        tokens: Any = prepare(dataset, processing_class, whole, False, *further)
+        tell_what_is_cut(tokens, args.max_length, processing_class.eos_token_id)
+        return prepare(tokens, processing_class, args, packing, *further)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self.model.training:
+            lengths = lengths_of(inputs)
+            self.clock.count_trained(sum(lengths))
+            self.clock.count_update(sequences(lengths))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _log_step(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if name == "timing/step" or name.startswith("perf/"):  # a step has no other phases here
+                self._metrics["train"][name].append(value)
+
+
+def lengths_of(inputs: dict[str, Any]) -> list[int]:
+    """Tokens of each sequence of a micro-batch, padded or packed."""
+    if "attention_mask" in inputs:
+        return inputs["attention_mask"].sum(dim=1).tolist()
+    return inputs["cu_seq_lens_q"].diff().tolist()
+
+
+def tell_what_is_cut(rows: Dataset, max_length: int | None, eos: int | None) -> None:
+    """One line for rows that are longer than max_length, and one where no row teaches the model to stop.
+
+    Args:
+        rows: whole, with `input_ids` and `labels`.
+    """
+    ids, labels = rows["input_ids"], rows["labels"]
+    if max_length is not None and (longer := [row for row in labels if len(row) > max_length]):
+        lost = sum(all(label == -100 for label in row[:max_length]) for row in longer)
+        log.warning(
+            "%d of %d rows are longer than --config.training.max_length %d tokens and are cut at their end; of %d"
+            " nothing to learn is left", len(longer), len(ids), max_length, lost,
+        )  # fmt: skip
+    if eos is not None and not any(eos in row for row in labels):
+        log.warning(
+            "no row ends its answer with the end-of-sequence token: the model will not learn to stop; look at the chat"
+            " template"
+        )
