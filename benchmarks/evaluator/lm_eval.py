@@ -24,7 +24,8 @@ from rich.console import Console
 
 from benchmarks.evaluator.ours import ROOT, environment, evaluate, run_logged
 from perl.tasks import TASKS
-from perl.tools.quickstart.run import train
+from perl.tools.quickstart.run import RECIPE
+from perl.tools.stages import train
 
 VERSION = "0.4.13"
 HOME = ROOT / ".venv-lm-eval"
@@ -181,7 +182,7 @@ def write_task(folder: Path, name: str, file: Path, max_new_tokens: int) -> None
 
 def trained_model(base: Path, folder: Path) -> Path:
     """The quickstart's model, trained and merged as `make quickstart` does it."""
-    adapter = train(folder / "train", 1, Console(stderr=True))
+    adapter = train("perl.train", RECIPE, ["--config.common.seed", "1"], folder / "train", Console(stderr=True))
     command = [sys.executable, "-m", "perl", "merge", "--model", str(base), "--adapter", str(adapter)]
     run_logged([*command, "--output", str(folder / "trained")], folder / "merge.log")
     return folder / "trained"

@@ -108,6 +108,16 @@ TASKS: dict[str, Task] = {
     "aime24": _bench("aime24", _AIME24_HUB, "aime24", _AVG_32),
     "aime25": _bench("aime25", Hub(repo="math-ai/aime25", eval_split="test"), "aime25", _AVG_32),
     "amc23": _bench("amc23", Hub(repo="math-ai/amc23", eval_split="test"), "amc23", _AVG_32),
+    # One-step word problems (arXiv 2103.07191), from files in GSM8K's form: the hub's copies have columns of their own.
+    "svamp": Task(
+        name="svamp",
+        hub=None,
+        data_source="svamp",
+        style=_GSM8K_STYLE,
+        rubric=_GSM8K_RUBRIC,
+        sampling=Sampling(n=1, temperature=0.0, max_new_tokens=256),
+        read_gold=gsm8k_gold,
+    ),
     # Any mathematics whose data set is not named above: a user's file of problems and LaTeX answers.
     "math": _bench("math", None, "lighteval/MATH", _GREEDY),
 }

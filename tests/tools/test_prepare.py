@@ -139,3 +139,14 @@ def test_real_data(tmp_path, capsys):
     dropped = int(out.split(" exact repeats")[0].rsplit(" ", 1)[1])
     assert total + dropped == 3000
     assert out.count("0 golds do not pass their own verifier") == 4
+
+
+def test_svamp_is_graded_by_its_name_after_preparation(tmp_path):
+    if not (SHARED / "svamp").is_dir():
+        pytest.skip("needs ../shared/data/svamp")
+    assert run("svamp", "--local_save_dir", str(tmp_path), "--source", str(SHARED / "svamp")) == 0
+    train = load_problems(str(tmp_path), "train")
+    assert (len(train), {problem.task for problem in train}, train[0].gold) == (700, {"svamp"}, "51")
+    test = load_problems(str(tmp_path), "test")
+    assert (len(test), {problem.task for problem in test}, test[0].gold) == (300, {"svamp"}, "9")
+    assert build_messages(train[0], TASKS["svamp"].style)[-1]["content"].endswith('final answer after "####".')

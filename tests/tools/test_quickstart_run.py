@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from perl.tools.quickstart.run import Score, Scores, StageError, comparison, finish, read_score, start
+from perl.tools.quickstart.run import comparison
+from perl.tools.stages import Score, Scores, StageError, finish, read_score, start
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
@@ -48,7 +49,7 @@ def test_the_score_is_the_evaluators_accuracy(tmp_path):
     (tmp_path / "test").mkdir()
     accuracy = {"value": 0.5, "low": 0.4, "high": 0.6}
     (tmp_path / "test" / "summary.json").write_text(json.dumps({"metrics": {"accuracy": accuracy}}))
-    assert read_score(tmp_path) == Score(0.5, 0.4, 0.6)
+    assert read_score(tmp_path, "test") == Score(0.5, 0.4, 0.6)
 
 
 def test_the_table_shows_both_scores_with_intervals_and_the_gain():

