@@ -111,7 +111,6 @@ def _settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
     processes = environment["num_processes"]
     completions = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * processes
     rewards = [Path(name).name for name in config["reward"]["functions"]]  # no path of this machine
-    sigma = f"σ from {noise['sigma_start']} to {noise['sigma_end']}, {noise['schedule']}, {noise['num_stages']} stages"
     return {
         "rewards": ", ".join(rewards),
         "adapter": f"{peft['type']}, r {peft['r']}, alpha {peft['lora_alpha']}, dropout {peft['lora_dropout']}",
@@ -120,11 +119,21 @@ def _settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
         "completions a step": f"{completions}, {training['num_generations']} of each prompt",
         "longest completion": f"{training['max_completion_length']} tokens",
         "sampling": f"temperature {training['temperature']}, top_p {training['top_p']}",
-        "noise (AQN)": sigma if noise["enabled"] else "none",
+        "noise (AQN)": _noise(noise) if noise["enabled"] else "none",
         "seed": str(config["common"]["seed"]),
         "devices": f"{processes} × {environment['device']}",
         "commit of perl": environment["git_commit"] or "unknown",
     }
+
+
+def _noise(noise: Mapping[str, Any]) -> str:
+    """The noise in a few words."""
+    of = " of each layer's RMS" if noise.get("relative") else ""  # of a run that was begun before the field existed
+    if noise["schedule"] == "target_kl":
+        target = f"for a KL divergence from {noise['target_kl_start']} to {noise['target_kl_end']} nats a token"
+        return f"σ from {noise['sigma_start']}{of}, set {target}, {noise['num_stages']} stages"
+    ends = f"σ from {noise['sigma_start']} to {noise['sigma_end']}{of}"
+    return f"{ends}, {noise['schedule']}, {noise['num_stages']} stages"
 
 
 # Results

@@ -37,6 +37,7 @@ from perl.engines.sequence import left_pad
 from perl.errors import UserError
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
+from perl.noise.size import size_metrics, size_warning
 from perl.records import Sampling
 from perl.training import rollout_state
 from perl.training.loss import (
@@ -132,12 +133,15 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.rollout_config = rollout or RolloutConfig()
         self.sampling_seed = self.args.seed
         self.noise: NoiseInjector | None = None
-        self.noise_config, self.noise_stage = noise, NoiseStage(noise)
+        self.noise_config, self.noise_stage = noise, NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         if noise.enabled:
             assert noise.seed is not None
-            self.noise = NoiseInjector(self._policy(), noise.target_modules, noise.exclude_patterns, noise.seed)
+            chosen = noise.target_modules, noise.exclude_patterns
+            self.noise = NoiseInjector(self._policy(), *chosen, noise.seed, noise.relative)
             self.add_callback(self.noise_stage)
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
+        if noise.enabled and noise.schedule == "target_kl":
+            self._require_measurable_kl()
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
         self.plan = plan_update(
@@ -160,6 +164,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         self.tolerance: float | None = None
         """Of the difference between sampler and trainer, in nats; None before they were compared."""
         self.difference = SamplerDifference()
+        self.noise_difference = SamplerDifference()
+        """Of the clean policy and the noisy one that sampled, over the step's rollouts."""
 
     def _rollout_policy(self) -> Sampler:
         kwargs_of_user: Any = self.args.generation_kwargs or {}
@@ -206,6 +212,38 @@ class PerlGRPOTrainer(GRPOTrainer):
             self._dist.summon_full_params(self.model_wrapped, writeback=False),
         ):
             yield
+
+    # Noise
+
+    def _require_measurable_kl(self) -> None:
+        if why := self.sampler.not_comparable(self._sampling()):
+            raise UserError(
+                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
+                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
+            )
+
+    def _measure_weights(self) -> None:
+        """How large are the weights that get noise? Relative noise is scaled by it; one warning where the noise is
+        large for them."""
+        assert self.noise is not None
+        with self._whole([target.weight for target in self.noise.targets]):
+            self.noise.measure()
+        names = [target.name for target in self.noise.targets]
+        if self.accelerator.is_main_process and (said := size_warning(self.noise_config, names, self.noise.rms)):
+            log.warning("%s", said)
+
+    def _take_noise_kl(self) -> float | None:
+        """KL(noisy || clean) on the tokens of the step's rollouts, in nats a token; the sum over the processes is
+        made by each in the same order. None where the step has drawn nothing, or trains on none of it."""
+
+        def add_up(sums: torch.Tensor) -> torch.Tensor:
+            return self._of_all_processes(sums.tolist()).sum(dim=0)
+
+        difference = self.noise_difference.take(add_up, self.accelerator.device)
+        if difference is None:
+            return None
+        self._metrics["train"]["aqn/kl"].append(difference.kl)
+        return difference.kl
 
     # Rollout
 
@@ -422,6 +460,8 @@ class PerlGRPOTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps", logps).detach()
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         self.difference.add(old, sampler, mask)
+        if self.noise and self.rollout.weights.step == self.state.global_step:  # `logps` are still the clean policy's
+            self.noise_difference.add(logps, sampler, mask)
         level = self.rollout_config.importance_correction
         if level == "none" or self.use_vllm:  # for vLLM TRL does it
             return inputs
@@ -451,6 +491,8 @@ class PerlGRPOTrainer(GRPOTrainer):
             if self.noise:
                 stage = self.noise_stage.stage
                 logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
+                logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
+                logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
             difference = self.difference.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
             if difference is not None:
                 logs |= {"rollout/logp_mismatch": difference.absolute, "rollout/logp_kl": difference.kl}
@@ -480,6 +522,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             buffered_inputs=pending if self._step % window else None,
             processes=self.accelerator.num_processes,
             settings=self._window_settings(),
+            adapted_sigma=self.noise_stage.adapted if self.noise_config.schedule == "target_kl" else None,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         rollout_state.save(checkpoint, self.args.process_index, state)
@@ -497,3 +540,5 @@ class PerlGRPOTrainer(GRPOTrainer):
         if state is not None:
             self._step = state.step
             self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)
+            if state.adapted_sigma is not None:
+                self.noise_stage.adapted = state.adapted_sigma
