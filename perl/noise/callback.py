@@ -9,7 +9,7 @@ from dataclasses import replace
 from transformers import TrainerCallback
 
 from perl.config.schema import NoiseConfig
-from perl.noise.schedule import Stage, adapted_sigma, stage_at
+from perl.noise.schedule import Adapted, Stage, adapt, stage_at
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ class NoiseStage(TrainerCallback):
     def __init__(self, config: NoiseConfig, measure: Callable[[], None], take_kl: Callable[[], float | None]):
         self.config, self.measure, self.take_kl = config, measure, take_kl
         self.stage = Stage(-1, 0.0)
-        self.adapted = config.sigma_start
-        """Sigma of the next noisy rollout under target_kl: the controller's whole state, which checkpoints keep."""
+        self.adapted = Adapted(config.sigma_start)
+        """All that target_kl knows of the rollouts before; checkpoints keep it."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.measure()
@@ -37,7 +37,7 @@ class NoiseStage(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         stage = stage_at(state.global_step, state.max_steps, self.config)
         if stage.target_kl is not None:
-            stage = replace(stage, sigma=self.adapted)
+            stage = replace(stage, sigma=self.adapted.sigma)
         if stage.index != self.stage.index and state.is_world_process_zero:
             target = "" if stage.target_kl is None else f", target KL {stage.target_kl:.3g}"
             log.info("AQN stage %d of %d: sigma %.6g%s", stage.index + 1, self.config.num_stages, stage.sigma, target)
@@ -46,4 +46,4 @@ class NoiseStage(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         kl = self.take_kl()
         if kl is not None and self.stage.target_kl is not None:
-            self.adapted = adapted_sigma(self.stage.sigma, kl, self.stage.target_kl, self.config.sigma_start)
+            self.adapted = adapt(self.adapted, kl, self.stage.target_kl, self.config.sigma_start)

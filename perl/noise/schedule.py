@@ -37,12 +37,16 @@ SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
     "logarithmic": _logarithmic,
 }
 """name -> f(sigma_start, sigma_end, x): x runs from 0 at the first noisy stage (sigma_start) to 1 at the last. The
-schedule target_kl has no such function: its sigma follows from measurements (`adapted_sigma`)."""
+schedule target_kl has no such function: its sigma follows from measurements (`adapt`)."""
 
 MOST_CHANGE = 2.0
 """Factor that target_kl changes sigma by at most, from one rollout to the next."""
 MOST_RANGE = 100.0
 """Factor that target_kl leaves sigma_start by at most, either way."""
+MOST_KL = 10.0
+"""Targets that one rollout's KL divergence counts as at most, so that a single one does not decide the next twenty."""
+MEMORY = 0.9
+"""Weight of a rollout's measurement over that of the next: the last ten are two thirds of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Stage:
 
     index: int
     sigma: float
-    """Under target_kl that of the first noisy rollout; `adapted_sigma` gives the later ones."""
+    """Under target_kl that of the first noisy rollout; `adapt` gives the later ones."""
     target_kl: float | None = None
     """KL divergence to hold, in nats a token; None for the other schedules, and without noise."""
 
@@ -80,21 +84,36 @@ def _decayed(decay: Callable[[float, float, float], float], start: float, end: f
     return start if x == 0 else end if x == 1 else decay(start, end, x)  # exact at both ends
 
 
-def adapted_sigma(sigma: float, kl: float, target: float, sigma_start: float) -> float:
-    """The sigma of the next rollout, where noise of `sigma` has moved the policy by `kl`.
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """State of the schedule target_kl between two rollouts."""
 
-    For small noise the KL divergence is proportional to sigma^2 (its gradient at sigma 0 is 0), so
+    sigma: float
+    """Of the next noisy rollout."""
+    kl: float = 0.0
+    """Sum of the measured KL divergences, each counting MEMORY times as much as the one after it."""
+    squares: float = 0.0
+    """Sum of those rollouts' sigma^2, in the same way."""
 
-        sigma_next = sigma * clip(sqrt(target / kl), 1 / MOST_CHANGE, MOST_CHANGE),
 
-    and within a factor MOST_RANGE of sigma_start.
+def adapt(before: Adapted, kl: float, target: float, sigma_start: float) -> Adapted:
+    """The next rollout's sigma, where noise of `before.sigma` has moved the policy by `kl`.
+
+    For small noise the KL divergence is c * sigma^2 (its gradient at sigma 0 is 0). One rollout measures c badly: a few
+    improbable tokens are most of it. So c is the ratio of the sums over the rollouts so far, each weighing MEMORY of
+    the next, and
+
+        c = sum(kl) / sum(sigma^2),    sigma_next = clip(sqrt(target / c), sigma / MOST_CHANGE, sigma * MOST_CHANGE),
+
+    within a factor MOST_RANGE of sigma_start. After the first rollout c is kl / sigma^2.
 
     Args:
-        kl: measured, in nats a token; 0 doubles sigma, infinity and NaN halve it.
+        kl: measured, in nats a token; counts as at most MOST_KL targets, as do infinity and NaN.
         target: in nats a token, above 0.
     """
-    if not math.isfinite(kl):
-        kl = math.inf
-    factor = math.sqrt(target / kl) if kl > 0 else MOST_CHANGE
-    wanted = sigma * min(max(factor, 1 / MOST_CHANGE), MOST_CHANGE)
-    return min(max(wanted, sigma_start / MOST_RANGE), sigma_start * MOST_RANGE)
+    sigma, most = before.sigma, MOST_KL * target
+    kls = MEMORY * before.kl + (min(kl, most) if math.isfinite(kl) else most)
+    squares = MEMORY * before.squares + sigma**2
+    wanted = math.sqrt(target * squares / kls) if kls > 0 else math.inf
+    wanted = min(max(wanted, sigma / MOST_CHANGE), sigma * MOST_CHANGE)
+    return Adapted(min(max(wanted, sigma_start / MOST_RANGE), sigma_start * MOST_RANGE), kls, squares)

@@ -19,7 +19,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from perl.engines.sequence import left_pad
 from perl.errors import UserError
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
+from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.records import Sampling
 from perl.training import rollout_state
@@ -522,7 +523,7 @@ class PerlGRPOTrainer(GRPOTrainer):
             buffered_inputs=pending if self._step % window else None,
             processes=self.accelerator.num_processes,
             settings=self._window_settings(),
-            adapted_sigma=self.noise_stage.adapted if self.noise_config.schedule == "target_kl" else None,
+            adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         rollout_state.save(checkpoint, self.args.process_index, state)
@@ -540,5 +541,5 @@ class PerlGRPOTrainer(GRPOTrainer):
         if state is not None:
             self._step = state.step
             self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)
-            if state.adapted_sigma is not None:
-                self.noise_stage.adapted = state.adapted_sigma
+            if state.adapted is not None:
+                self.noise_stage.adapted = Adapted(**state.adapted)

@@ -7,7 +7,7 @@ import pytest
 
 from perl.config.schema import NoiseConfig
 from perl.noise.callback import NoiseStage
-from perl.noise.schedule import Stage, adapted_sigma, stage_at
+from perl.noise.schedule import Adapted, Stage, adapt, stage_at
 
 
 def config(**changes):
@@ -41,24 +41,35 @@ def test_the_warmup_stage_has_neither_noise_nor_a_target():
         (math.nan, 0.05),
     ],
 )
-def test_a_step_of_the_controller(kl, expected):
-    assert adapted_sigma(0.1, kl, 0.01, sigma_start=0.1) == pytest.approx(expected)
+def test_the_first_step_of_the_controller(kl, expected):
+    assert adapt(Adapted(0.1), kl, 0.01, sigma_start=0.1).sigma == pytest.approx(expected)
+
+
+def test_later_steps_weigh_what_was_measured_before():
+    # 0.9 * 0.02 + 0.03 = 0.048 nats and 0.9 * 0.04 + 0.2^2 = 0.076: sqrt(0.03 * 0.076 / 0.048) = sqrt(0.0475)
+    after = adapt(Adapted(0.2, kl=0.02, squares=0.04), 0.03, 0.03, sigma_start=0.1)
+    assert (after.kl, after.squares) == pytest.approx((0.048, 0.076))
+    assert after.sigma == pytest.approx(0.0475**0.5)
+
+
+@pytest.mark.parametrize("kl", [0.1, 5.0, math.inf, math.nan])
+def test_one_rollout_counts_as_ten_targets_at_most(kl):
+    assert adapt(Adapted(0.2, kl=0.02, squares=0.04), kl, 0.01, sigma_start=0.1).kl == pytest.approx(0.9 * 0.02 + 0.1)
 
 
 def test_sigma_stays_within_a_factor_100_of_the_first():
-    assert adapted_sigma(0.0015, 1.0, 0.01, sigma_start=0.1) == pytest.approx(0.001)
-    assert adapted_sigma(7.5, 0.0, 0.01, sigma_start=0.1) == pytest.approx(10.0)
+    assert adapt(Adapted(0.0015), 1.0, 0.01, sigma_start=0.1).sigma == pytest.approx(0.001)
+    assert adapt(Adapted(7.5), 0.0, 0.01, sigma_start=0.1).sigma == pytest.approx(10.0)
 
 
-def test_where_kl_is_proportional_to_the_square_the_target_is_met_after_one_step_within_bounds():
-    sigma = 0.1
+def test_where_kl_is_proportional_to_the_square_the_target_is_met_as_soon_as_the_bounds_let_it():
+    adapted = Adapted(0.1)
     seen = []
-    for _ in range(6):
-        kl = 3.0 * sigma**2  # 0.03 at first, 30 times the target
+    for _ in range(5):
+        kl = 0.3 * adapted.sigma**2  # 0.003 at first, three times the target
         seen.append(kl)
-        sigma = adapted_sigma(sigma, kl, 0.001, sigma_start=0.1)
-    assert seen[:3] == pytest.approx([0.03, 0.0075, 0.001875])  # halved twice, then what is left
-    assert seen[3:] == pytest.approx([0.001] * 3)
+        adapted = adapt(adapted, kl, 0.001, sigma_start=0.1)
+    assert seen == pytest.approx([0.003, 0.001, 0.001, 0.001, 0.001])
 
 
 def run(noise, kls):
@@ -75,9 +86,10 @@ def run(noise, kls):
 
 
 def test_each_measurement_sets_the_next_rollouts_sigma_and_none_leaves_it():
-    # Targets 0.04, 0.02, 0.01: after 0.16 half of 0.1; nothing measured; after 0.0025 twice 0.05
+    # 0.16 is four times the target of 0.04
     assert run(config(), [0.16, None, 0.0025]) == pytest.approx([0.1, 0.05, 0.05])
-    assert run(config(num_stages=1), [0.16, None, 0.01, 0.04]) == pytest.approx([0.1, 0.05, 0.05, 0.1])
+    # 0.9 * 0.16 + 0.04 = 0.184 and 0.9 * 0.01 + 0.05^2 = 0.0115: sqrt(0.04 * 0.0115 / 0.184) = 0.05
+    assert run(config(num_stages=1), [0.16, None, 0.04, 0.04]) == pytest.approx([0.1, 0.05, 0.05, 0.05])
 
 
 def test_what_is_measured_without_noise_moves_nothing():

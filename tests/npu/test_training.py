@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from perl.noise.schedule import adapted_sigma
+from perl.noise.schedule import Adapted, adapt
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "scripts" / "accelerate"
@@ -94,7 +95,11 @@ def test_relative_noise_that_holds_a_kl_divergence_is_the_same_on_both_ranks(run
     for name in ("sigma", "kl", "adapted", "generate"):
         assert first[name] == second[name], name
     assert all(kl > 0 for kl in first["kl"])
-    assert first["adapted"] == adapted_sigma(first["sigma"][2], first["kl"][2], 1e-4, 0.5)
+    adapted = Adapted(0.5)
+    for sigma, kl in zip(first["sigma"], first["kl"], strict=True):
+        assert adapted.sigma == sigma
+        adapted = adapt(adapted, kl, 1e-4, 0.5)
+    assert first["adapted"] == asdict(adapted)
     for rank in (first, second):
         assert all(torch.equal(torch.tensor(weights), torch.ones(64)) for weights in rank["loss"])
 

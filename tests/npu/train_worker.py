@@ -6,6 +6,7 @@ was computed, the losses, and how far the adapter moved.
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ def main() -> None:
         "rewards": [row["reward"] for row in logs],
         "sigma": [row["aqn/sigma"] for row in logs],
         "kl": [row["aqn/kl"] for row in logs],
-        "adapted": trainer.noise_stage.adapted,
+        "adapted": asdict(trainer.noise_stage.adapted),
         "rms": trainer.noise.rms,
         "merged": [sorted(rollout) for rollout in merged],
         "tolerance": trainer.tolerance,

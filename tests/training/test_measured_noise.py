@@ -2,13 +2,14 @@
 
 import itertools
 import logging
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from perl.config.schema import NoiseConfig
 from perl.errors import UserError
-from perl.noise.schedule import adapted_sigma
+from perl.noise.schedule import Adapted, adapt
 from perl.training.rollout_state import state_file
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer, reward_tokens
@@ -120,9 +121,10 @@ def test_each_rollouts_sigma_follows_from_the_one_before(tmp_path, old_logps):
     logged = steps(trainer)
     assert [row["aqn/target_kl"] for row in logged] == pytest.approx([0.02, 0.02, 0.01, 0.005])
     assert logged[0]["aqn/sigma"] == 0.5
+    adapted = Adapted(0.5)
     for row, after in itertools.pairwise(logged):
-        assert after["aqn/sigma"] == adapted_sigma(row["aqn/sigma"], row["aqn/kl"], row["aqn/target_kl"], 0.5)
-        assert after["aqn/sigma"] != row["aqn/sigma"]
+        adapted = adapt(adapted, row["aqn/kl"], row["aqn/target_kl"], 0.5)
+        assert after["aqn/sigma"] == adapted.sigma != row["aqn/sigma"]
     assert dict(drawn) == {(step, 0): row["aqn/sigma"] for step, row in enumerate(logged)}
     if old_logps == "clean":  # the same comparison, over the same tokens
         assert [r["aqn/kl"] for r in logged] == pytest.approx([r["rollout/logp_kl"] for r in logged], rel=1e-4)
@@ -152,13 +154,13 @@ def test_a_resumed_run_adapts_as_if_it_had_not_been_interrupted(tmp_path, window
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(resumed).items())
 
 
-def test_the_checkpoint_of_another_schedule_holds_no_adapted_sigma(tmp_path):
+def test_the_checkpoint_of_another_schedule_holds_no_adapted_noise(tmp_path):
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     for name, noise in (("linear", noise_of()), ("target_kl", target_kl())):
         trainer = trainer_of(tmp_path / name, noise, **settings)
         trainer.train()
         state = torch.load(state_file(tmp_path / name / "checkpoint-1", 0), weights_only=True)
-        assert state["adapted_sigma"] == (trainer.noise_stage.adapted if name == "target_kl" else None)
+        assert state["adapted"] == (asdict(trainer.noise_stage.adapted) if name == "target_kl" else None)
 
 
 def test_target_kl_is_refused_where_the_samplers_numbers_are_of_another_distribution(tmp_path):
