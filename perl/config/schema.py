@@ -136,8 +136,8 @@ class NoiseConfig:
     sigma_end: NonNegativeFloat = 0.0005
     num_stages: PositiveInt = 10
     schedule: Literal["linear", "exponential", "cosine", "logarithmic", "target_kl"] = "linear"
-    target_kl_start: PositiveFloat = 0.01
-    target_kl_end: PositiveFloat = 0.001
+    target_kl_start: PositiveFloat = 0.001
+    target_kl_end: PositiveFloat = 0.0001
     relative: bool = False
     warmup_stage: bool = False
     target_modules: list[str] = field(default_factory=lambda: ["post_attention_layernorm"])
