@@ -266,10 +266,21 @@ def check_values(values: Namespace) -> None:
         )
     if not reward.functions:
         raise UserError("--config.reward.functions is empty; give at least one, e.g. '[\"accuracy\"]'")
-    if noise.enabled and noise.sigma_end > noise.sigma_start:
+    adaptive = noise.schedule == "target_kl"
+    if noise.enabled and not adaptive and noise.sigma_end > noise.sigma_start:
         raise UserError(
             f"--config.noise_injection.sigma_end ({noise.sigma_end}) is above sigma_start ({noise.sigma_start});"
             " noise decays: swap them"
+        )
+    if noise.enabled and adaptive and noise.target_kl_end > noise.target_kl_start:
+        raise UserError(
+            f"--config.noise_injection.target_kl_end ({noise.target_kl_end}) is above target_kl_start"
+            f" ({noise.target_kl_start}); the target decays: swap them"
+        )
+    if noise.enabled and adaptive and noise.sigma_start == 0:
+        raise UserError(
+            "--config.noise_injection.sigma_start 0: schedule target_kl multiplies it, and never leaves 0;"
+            " give a positive sigma_start"
         )
     if noise.enabled and noise.schedule in ("exponential", "logarithmic") and noise.sigma_end == 0:
         raise UserError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
+from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
 
 
 @dataclass
@@ -154,10 +154,14 @@ class NoiseConfig:
 
     Args:
         enabled: whether to add noise.
-        sigma_start: standard deviation in the first noisy stage.
-        sigma_end: standard deviation in the last stage.
+        sigma_start: standard deviation in the first noisy stage (target_kl: in the first noisy rollout).
+        sigma_end: standard deviation in the last stage (not target_kl).
         num_stages: number of stages of equal length over max_steps.
-        schedule: how sigma falls from stage to stage (linear is the guide's, exponential QeRL's).
+        schedule: how sigma falls from stage to stage (linear is the guide's, exponential QeRL's); target_kl sets it
+            after each rollout, so that the KL divergence of noisy and clean policy holds a target, which falls.
+        target_kl_start: KL divergence in the first noisy stage, in nats a token (target_kl only).
+        target_kl_end: KL divergence in the last stage, in nats a token (target_kl only).
+        relative: sigma is a fraction of the root mean square of each layer's clean weights.
         warmup_stage: QeRL's first stage without noise, before num_stages - 1 noisy ones.
         target_modules: parts of module names that get noise.
         exclude_patterns: parts of module names that do not, even if they match.
@@ -169,7 +173,10 @@ class NoiseConfig:
     sigma_start: NonNegativeFloat = 0.05
     sigma_end: NonNegativeFloat = 0.0005
     num_stages: PositiveInt = 10
-    schedule: Literal["linear", "exponential", "cosine", "logarithmic"] = "linear"
+    schedule: Literal["linear", "exponential", "cosine", "logarithmic", "target_kl"] = "linear"
+    target_kl_start: PositiveFloat = 0.001
+    target_kl_end: PositiveFloat = 0.0001
+    relative: bool = False
     warmup_stage: bool = False
     target_modules: list[str] = field(default_factory=lambda: ["post_attention_layernorm"])
     exclude_patterns: list[str] = field(default_factory=lambda: ["input_layernorm"])

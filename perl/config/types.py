@@ -6,9 +6,10 @@ if TYPE_CHECKING:
     PositiveInt = int
     NonNegativeInt = int
     NonNegativeFloat = float
+    PositiveFloat = float
     UnitFloat = float
 else:
     from jsonargparse.typing import ClosedUnitInterval as UnitFloat
-    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-__all__ = ["NonNegativeFloat", "NonNegativeInt", "PositiveInt", "UnitFloat"]
+__all__ = ["NonNegativeFloat", "NonNegativeInt", "PositiveFloat", "PositiveInt", "UnitFloat"]

@@ -39,6 +39,16 @@ RULES: tuple[Rule, ...] = (
         keep=("noise_injection.enabled",),
     ),
     Rule(
+        "noise_injection.sigma_end",
+        lambda v: not v.noise_injection.enabled or v.noise_injection.schedule != "target_kl",
+        "noise_injection.schedule target_kl sets sigma by target_kl_start and target_kl_end",
+    ),
+    Rule(
+        "noise_injection.target_kl_",
+        lambda v: not v.noise_injection.enabled or v.noise_injection.schedule == "target_kl",
+        "noise_injection.schedule is not target_kl",
+    ),
+    Rule(
         "training.vllm_importance_sampling_clip_",
         lambda v: v.training.use_vllm or v.rollout.importance_correction != "none",
         "rollout.importance_correction is none and rollout.engine is not vllm",

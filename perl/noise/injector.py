@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from perl.errors import UserError
-from perl.sharding import local, resharded, shard_of
+from perl.sharding import local, resharded, shard_of, whole
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ class Target:
 
 
 class NoiseInjector:
-    """Adds N(0, sigma^2) to the weights of the norm layers chosen by name.
+    """Adds N(0, sigma^2) to the weights of the norm layers chosen by name; relative: N(0, (sigma * RMS)^2), with the
+    root mean square of the layer's clean weights.
 
     Args:
         model: the policy; wrapped by PEFT or not, but not by DDP or DeepSpeed.
@@ -46,17 +47,53 @@ class NoiseInjector:
             a substring of it.
         exclude_patterns: … unless its name holds one of these.
         seed: seed of all draws.
+        relative: sigma is a fraction of the RMS of each layer's weights; `measure` must have been called.
 
     Raises:
         UserError: nothing is chosen; the message lists the norm layers that there are.
     """
 
-    def __init__(self, model: nn.Module, target_modules: Sequence[str], exclude_patterns: Sequence[str], seed: int):
-        self.model, self.seed = model, seed
+    def __init__(
+        self,
+        model: nn.Module,
+        target_modules: Sequence[str],
+        exclude_patterns: Sequence[str],
+        seed: int,
+        relative: bool = False,
+    ):
+        self.model, self.seed, self.relative = model, seed, relative
         self.targets = find_targets(model, target_modules, exclude_patterns)
         self.realized_sigma = 0.0
-        """Root mean square of what the last draw really changed: rounding to the weight's dtype eats small noise
-        (the spacing of bfloat16 just above 1 is 2^-7, so a sigma of 0.0005 there changes almost nothing)."""
+        """Root mean square of what the last draw really changed, in units of sigma: rounding to the weight's dtype
+        eats small noise (the spacing of bfloat16 just above 1 is 2^-7, so a sigma of 0.0005 there changes almost
+        nothing)."""
+        self.rms: list[float] = []
+        """Root mean square of each target's clean weights, the same on every rank; empty before `measure`."""
+
+    def measure(self) -> None:
+        """Compute `rms`. Every rank must call it, while the weights are clean and ZeRO-3's are gathered: each computes
+        it of the whole weights, so all get the same bits.
+
+        Raises:
+            UserError: relative, and a layer's weights are all 0.
+        """
+        self.rms = []
+        for target in self.targets:
+            weight = whole(target.weight).to("cpu").double()  # an NPU has no float64
+            self.rms.append(float(weight.square().mean().sqrt()))
+            if self.relative and self.rms[-1] == 0:
+                raise UserError(
+                    f"--config.noise_injection.relative: all weights of {target.name} are 0, so no share of them is"
+                    " noise; write --config.noise_injection.relative false"
+                )
+
+    def sigmas(self, sigma: float) -> list[float]:
+        """Standard deviation of each target's noise: sigma, or as much of its weights' RMS."""
+        if not self.relative:
+            return [sigma] * len(self.targets)
+        if not self.rms:
+            raise RuntimeError("relative noise: measure() comes before the first draw")
+        return [sigma * rms for rms in self.rms]
 
     @contextlib.contextmanager
     def applied(self, sigma: float, draw: tuple[int, ...]) -> Iterator[None]:
@@ -80,7 +117,7 @@ class NoiseInjector:
     @torch.no_grad()
     def _add(self, sigma: float, draw: tuple[int, ...]) -> None:
         squares, count = 0.0, 0
-        for target in self.targets:
+        for target, deviation in zip(self.targets, self.sigmas(sigma), strict=True):
             weight = local(target.weight)
             if target.weight.numel() == 0:
                 raise UserError(
@@ -89,8 +126,8 @@ class NoiseInjector:
                 )
             noise = shard_of(self._draw(target, draw), target.weight).to(weight.device)
             clean = weight.to(torch.float32, copy=True)
-            weight.copy_(clean + sigma * noise)
-            squares += float((weight.float() - clean).square().sum())
+            weight.copy_(clean + deviation * noise)
+            squares += float((weight.float() - clean).square().sum()) * (sigma / deviation) ** 2
             count += weight.numel()
         self.realized_sigma = (squares / max(count, 1)) ** 0.5
 

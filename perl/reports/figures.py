@@ -67,9 +67,18 @@ OVER_STEPS = (
     ),
     OverSteps(
         title="Noise of the rollouts (AQN)",
-        note="σ of the schedule, and the root mean square of what the weights really changed by.",
+        note="σ of the schedule, the root mean square of what the weights really changed by, and σ over that of the"
+        " weights, mean over the layers.",
         unit="standard deviation",
-        lines={"aqn/sigma": "σ", "aqn/sigma_realized": "realized"},
+        lines={"aqn/sigma": "σ", "aqn/sigma_realized": "realized", "aqn/sigma_relative": "σ / RMS"},
+        span=(0.0,),
+        smooth=False,
+    ),
+    OverSteps(
+        title="Noisy and clean policy",
+        note="KL divergence on the sampled tokens, and the target of the schedule target_kl.",
+        unit="nats a token",
+        lines={"aqn/kl": "KL", "aqn/target_kl": "target"},
         span=(0.0,),
         smooth=False,
     ),

@@ -191,9 +191,11 @@ def _noise(run: TrainingRun) -> str | None:
         return None
     if not run.setting("noise_injection", "enabled"):
         return "off"
+    adaptive = run.setting("noise_injection", "schedule") == "target_kl"
+    ends = ("target_kl_start", "target_kl_end") if adaptive else ("sigma_end",)
     return _named(
-        run, "noise_injection", "sigma_start", "sigma_end", "num_stages", "schedule", "warmup_stage", "target_modules",
-        "old_logps",
+        run, "noise_injection", "sigma_start", *ends, "num_stages", "schedule", "relative", "warmup_stage",
+        "target_modules", "old_logps",
     )  # fmt: skip
 
 

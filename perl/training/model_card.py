@@ -155,15 +155,24 @@ def _settings_of_sft(config: Mapping[str, Any], batch: int) -> dict[str, str]:
 def _settings_of_grpo(config: Mapping[str, Any], completions: int) -> dict[str, str]:
     training, noise = config["training"], config["noise_injection"]
     rewards = [Path(name).name for name in config["reward"]["functions"]]  # no path of this machine
-    sigma = f"σ from {noise['sigma_start']} to {noise['sigma_end']}, {noise['schedule']}, {noise['num_stages']} stages"
     return {
         "rewards": ", ".join(rewards),
         "loss": f"{training['loss_type']}, beta {training['beta']}",
         "completions a step": f"{completions}, {training['num_generations']} of each prompt",
         "longest completion": f"{training['max_completion_length']} tokens",
         "sampling": f"temperature {training['temperature']}, top_p {training['top_p']}",
-        "noise (AQN)": sigma if noise["enabled"] else "none",
+        "noise (AQN)": _noise(noise) if noise["enabled"] else "none",
     }
+
+
+def _noise(noise: Mapping[str, Any]) -> str:
+    """The noise in a few words."""
+    of = " of each layer's RMS" if noise.get("relative") else ""  # of a run that was begun before the field existed
+    if noise["schedule"] == "target_kl":
+        target = f"for a KL divergence from {noise['target_kl_start']} to {noise['target_kl_end']} nats a token"
+        return f"σ from {noise['sigma_start']}{of}, set {target}, {noise['num_stages']} stages"
+    ends = f"σ from {noise['sigma_start']} to {noise['sigma_end']}{of}"
+    return f"{ends}, {noise['schedule']}, {noise['num_stages']} stages"
 
 
 # Results

@@ -24,6 +24,8 @@ class RolloutState:
     processes: int
     settings: dict[str, int] = field(default_factory=dict)
     """How the window is cut into updates, by the names of the flags."""
+    adapted: dict[str, float] | None = None
+    """Fields of perl.noise.schedule.Adapted; None under other schedules than target_kl."""
 
 
 def state_file(checkpoint: str | Path, rank: int) -> Path:

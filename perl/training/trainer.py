@@ -19,7 +19,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from perl.engines.sequence import left_pad
 from perl.errors import UserError
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
+from perl.noise.schedule import Adapted
+from perl.noise.size import size_metrics, size_warning
 from perl.prompts import truncated
 from perl.records import Sampling
 from perl.training import rollout_state
@@ -146,12 +148,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.rollout_config = rollout or RolloutConfig()
         self.sampling_seed = self.args.seed
         self.noise: NoiseInjector | None = None
-        self.noise_config, self.noise_stage = noise, NoiseStage(noise)
+        self.noise_config, self.noise_stage = noise, NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         if noise.enabled:
             assert noise.seed is not None
-            self.noise = NoiseInjector(self._policy(), noise.target_modules, noise.exclude_patterns, noise.seed)
+            chosen = noise.target_modules, noise.exclude_patterns
+            self.noise = NoiseInjector(self._policy(), *chosen, noise.seed, noise.relative)
             self.add_callback(self.noise_stage)
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
+        if noise.enabled and noise.schedule == "target_kl":
+            self._require_measurable_kl()
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
         self.validation = validation
@@ -178,6 +183,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.tolerance: float | None = None
         """Of the difference between sampler and trainer, in nats; None before they were compared."""
         self.difference, self.drift, self.statistics = SamplerDifference(), PolicyDrift(), RolloutStatistics()
+        self.noise_difference = SamplerDifference()
+        """Of the clean policy and the noisy one that sampled, over the step's rollouts."""
 
     def _rollout_policy(self) -> Sampler:
         kwargs_of_user: Any = self.args.generation_kwargs or {}
@@ -224,6 +231,38 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self._dist.summon_full_params(self.model_wrapped, writeback=False),
         ):
             yield
+
+    # Noise
+
+    def _require_measurable_kl(self) -> None:
+        if why := self.sampler.not_comparable(self._sampling()):
+            raise UserError(
+                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
+                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
+            )
+
+    def _measure_weights(self) -> None:
+        """How large are the weights that get noise? Relative noise is scaled by it; one warning where the noise is
+        large for them."""
+        assert self.noise is not None
+        with self._whole([target.weight for target in self.noise.targets]):
+            self.noise.measure()
+        names = [target.name for target in self.noise.targets]
+        if self.accelerator.is_main_process and (said := size_warning(self.noise_config, names, self.noise.rms)):
+            log.warning("%s", said)
+
+    def _take_noise_kl(self) -> float | None:
+        """KL(noisy || clean) on the tokens of the step's rollouts, in nats a token; the sum over the processes is
+        made by each in the same order. None where the step has drawn nothing, or trains on none of it."""
+
+        def add_up(sums: torch.Tensor) -> torch.Tensor:
+            return self._of_all_processes(sums.tolist()).sum(dim=0)
+
+        difference = self.noise_difference.take(add_up, self.accelerator.device)
+        if difference is None:
+            return None
+        self._metrics["train"]["aqn/kl"].append(difference.kl)
+        return difference.kl
 
     # Rollout
 
@@ -450,6 +489,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         old = inputs.get("old_per_token_logps", logps).detach()
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         self.difference.add(old, sampler, mask)
+        if self.noise and self.rollout.weights.step == self.state.global_step:  # `logps` are still the clean policy's
+            self.noise_difference.add(logps, sampler, mask)
         level = self.rollout_config.importance_correction
         if level == "none" or self.use_vllm:  # for vLLM TRL does it
             return inputs
@@ -495,6 +536,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             if self.noise:
                 stage = self.noise_stage.stage
                 logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
+                logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
+                logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
             logs |= self.statistics.take(self.accelerator.gather)  # type: ignore[arg-type]
             drift = self.drift.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
             logs |= {} if drift is None else {"approx_kl": drift}
@@ -514,6 +557,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             buffered_inputs=pending if self._step % window else None,
             processes=self.accelerator.num_processes,
             settings=self._window_settings(),
+            adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         rollout_state.save(checkpoint, self.args.process_index, state)
@@ -531,3 +575,5 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if state is not None:
             self._step = state.step
             self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)
+            if state.adapted is not None:
+                self.noise_stage.adapted = Adapted(**state.adapted)

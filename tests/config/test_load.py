@@ -211,6 +211,26 @@ def test_rising_noise_is_refused():
     assert "swap" in message(*flags)
 
 
+def test_target_kl_needs_a_falling_target_and_a_sigma_to_begin_with():
+    adaptive = ["--config.noise_injection.enabled", "true", "--config.noise_injection.schedule", "target_kl"]
+    assert "swap" in message(*adaptive, "--config.noise_injection.target_kl_end", "0.5")
+    assert "never leaves 0" in message(*adaptive, "--config.noise_injection.sigma_start", "0")
+    assert "target_kl_end" in message(*adaptive, "--config.noise_injection.target_kl_end", "0")
+    # sigma_end's default, which target_kl does not read, is above this sigma_start
+    assert parse([*adaptive, "--config.noise_injection.sigma_start", "0.0001"]).warnings == []
+
+
+def test_fields_that_the_noises_schedule_does_not_read_are_warned_of():
+    on = ["--config.noise_injection.enabled", "true"]
+    (said,) = parse([*on, "--config.noise_injection.target_kl_start", "0.1"]).warnings
+    assert said == "--config.noise_injection.target_kl_start has no effect: noise_injection.schedule is not target_kl"
+    adaptive = [*on, "--config.noise_injection.schedule", "target_kl"]
+    (said,) = parse([*adaptive, "--config.noise_injection.sigma_end", "0.01"]).warnings
+    assert said.startswith("--config.noise_injection.sigma_end has no effect: noise_injection.schedule target_kl sets")
+    (said,) = parse(["--config.noise_injection.sigma_end", "0.01"]).warnings  # one reason, not two
+    assert said.endswith("noise_injection.enabled is false")
+
+
 def test_as_many_weights_as_rewards():
     said = message("--config.reward.functions", '["accuracy","format"]', "--config.reward.weights", "[1.0]")
     assert "one weight for each function" in said

@@ -8,12 +8,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+
+from perl.noise.schedule import Adapted, adapt
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "scripts" / "accelerate"
@@ -80,6 +83,25 @@ def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path,
     moved = [tensor.abs().max().item() for name, tensor in adapter.items() if "lora_B" in name]
     assert len(moved) == 14  # 7 linears in each of 2 layers
     assert all(value > 0 for value in moved)
+
+
+@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2"])
+def test_relative_noise_that_holds_a_kl_divergence_is_the_same_on_both_ranks(run_npu, tmp_path, strategy):
+    config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
+    noise = {"schedule": "target_kl", "relative": True, "target_kl_start": 1e-4, "target_kl_end": 1e-4}
+    first, second = launch(run_npu, tmp_path, config, {"engine": "fast", "max_steps": 3, "noise": noise})
+    assert first["rms"] == second["rms"] == [1.0, 1.0]  # of the whole weights, which are 1
+    assert first["sigma"][:2] == [0.5, 0.25]  # far above the target: halved
+    for name in ("sigma", "kl", "adapted", "generate"):
+        assert first[name] == second[name], name
+    assert all(kl > 0 for kl in first["kl"])
+    adapted = Adapted(0.5)
+    for sigma, kl in zip(first["sigma"], first["kl"], strict=True):
+        assert adapted.sigma == sigma
+        adapted = adapt(adapted, kl, 1e-4, 0.5)
+    assert first["adapted"] == asdict(adapted)
+    for rank in (first, second):
+        assert all(torch.equal(torch.tensor(weights), torch.ones(64)) for weights in rank["loss"])
 
 
 @pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2", "fsdp2"])

@@ -6,6 +6,7 @@ was computed, the losses, and how far the adapter moved.
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ def sample_on_cpu() -> None:
 def main() -> None:
     sample_on_cpu()
     out, settings = Path(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.5, sigma_end=0.1, num_stages=2)
+    fixed = {"enabled": True, "seed": 3, "sigma_start": 0.5, "sigma_end": 0.1, "num_stages": 2}
+    noise = NoiseConfig(**(fixed | settings.pop("noise", {})))
     trainer = make_trainer(out / "run", noise=noise, **settings)
     seen: dict[str, list] = {"generate": [], "loss": []}
     generating = False
@@ -89,6 +91,9 @@ def main() -> None:
         "losses": [row["loss"] for row in logs],
         "rewards": [row["reward"] for row in logs],
         "sigma": [row["aqn/sigma"] for row in logs],
+        "kl": [row["aqn/kl"] for row in logs],
+        "adapted": asdict(trainer.noise_stage.adapted),
+        "rms": trainer.noise.rms,
         "merged": [sorted(rollout) for rollout in merged],
         "tolerance": trainer.tolerance,
         "graphs": len(captured),

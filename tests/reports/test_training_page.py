@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 import subprocess
@@ -104,6 +105,17 @@ def test_a_run_in_a_few_numbers():
 def test_the_time_of_steps_that_were_logged_unevenly():
     assert time_in_steps([(10, 2.0), (20, 1.0), (25, 4.0)]) == 20 + 10 + 20
     assert [clock(seconds) for seconds in (59.6, 3599, 36_061)] == ["0:01:00", "0:59:59", "10:01:01"]
+
+
+def test_the_noise_of_a_run_that_held_a_kl_divergence():
+    noise = {"enabled": True, "sigma_start": 0.05, "sigma_end": 0.0005, "schedule": "target_kl"}
+    noise |= {"target_kl_start": 0.001, "target_kl_end": 0.0001, "relative": True}
+    rows = [{"step": 1, "reward": 0.5, "aqn/sigma": 0.05, "aqn/sigma_relative": 0.05, "aqn/kl": 2e-5}]
+    run = dataclasses.replace(run_of(rows), config={"noise_injection": noise})
+    said = "sigma_start 0.05, target_kl_start 0.001, target_kl_end 0.0001, schedule target_kl, relative true"
+    assert settings(run)["noise"] == said  # not sigma_end, which it does not read
+    titles = [figure.title for figure in figures.of_training(run)]
+    assert titles == ["Noise of the rollouts (AQN)", "Noisy and clean policy"]
 
 
 def test_settings_say_what_the_training_was_made_with(tmp_path):

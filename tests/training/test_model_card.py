@@ -74,6 +74,18 @@ def test_the_curve_has_its_ends_and_eight_steps_between():
     assert (facts.settings["noise (AQN)"], facts.settings["commit of perl"]) == ("none", "unknown")
 
 
+def test_the_noise_in_a_few_words():
+    def said(**noise):
+        made = config()
+        made["noise_injection"] |= {"enabled": True, "target_kl_start": 0.01, "target_kl_end": 0.001} | noise
+        return run_facts(made, ENVIRONMENT, []).settings["noise (AQN)"]
+
+    assert said() == "σ from 1 to 0, linear, 2 stages"
+    assert said(relative=True) == "σ from 1 to 0 of each layer's RMS, linear, 2 stages"
+    held = "σ from 1, set for a KL divergence from 0.01 to 0.001 nats a token, 2 stages"
+    assert said(schedule="target_kl", relative=False) == held
+
+
 def test_a_checkpoint_before_the_first_log_has_no_curve():
     facts = run_facts(config(), ENVIRONMENT, [])
     assert (facts.steps, facts.first_reward, facts.curve) == (0, "–", [])
