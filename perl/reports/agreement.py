@@ -34,8 +34,9 @@ NEAR_ZERO = 0.01
 """Mean of |A| below which, and in a curve that changes its sign at all, a relative error says nothing."""
 CONFIDENCE = 0.95
 SAMPLING_NOTE = (
-    "one run a side: with another sampling seed the same run differs by about 6 % in a mean of ten steps, so that a"
-    " limit of 4 % decides nothing for sampled curves; write several seeds a side (A1,A2,A3 B1,B2,B3)"
+    "one run a side: with another sampling seed the same run differs by up to 6 % in means of ten rollouts, and by more"
+    " from rollout to rollout (docs/evaluation.md), so that 4 % decides nothing for sampled curves; write several seeds"
+    " a side (A1,A2,A3 B1,B2,B3)"
 )
 
 Side = Literal["A", "B"]
