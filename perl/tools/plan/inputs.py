@@ -71,8 +71,9 @@ def _hub_text(model: str) -> str:
     """config.json out of the hub's cache, or by one request: transformers would try again for half a minute."""
     if model.count("/") != 1 or model.startswith((".", "~", "/")):
         raise UserError(f"{MODEL_FLAG} {model}: no such folder; write a model's folder, its config.json, or a hub name")
+    variable = modelscope_variable()
     try:
-        if variable := modelscope_variable():
+        if variable:
             from modelscope import model_file_download  # pyright: ignore[reportMissingImports]
 
             return Path(model_file_download(model, "config.json")).read_text(encoding="utf-8")
