@@ -124,7 +124,6 @@ def plan(case: Case) -> dict[str, float]:
     """MB of both phases' peaks."""
     config = Qwen2Config(**case.model)
     table = items(shape_of(config, PEFT), case.job, DEVICES["cpu"])
-    print([(item.name, round(item.bytes / MB, 1), item.phase) for item in table], file=sys.stderr)
     return {phase: peak(table, phase) / MB for phase in ("rollout", "update")}
 
 

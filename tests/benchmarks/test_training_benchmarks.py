@@ -129,3 +129,10 @@ def test_verdict_compares_the_samplers_with_trls_own_seeds():
     assert near["between_samplers"] == 0.025
     assert near["equal"]
     assert not reward_curves.judge([[0.1], [0.2]], [[0.5], [0.6]])["equal"]
+
+
+@pytest.mark.slow
+def test_memory_is_what_was_planned():
+    result = run_module("memory_plan", "--shapes", "checkpointing")
+    assert result["benchmark"] == "memory_plan"
+    assert result["ratio"] == pytest.approx(1, abs=0.15)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -13,7 +12,7 @@ from perl import device
 from perl.config.load import build_parser, parse
 from perl.errors import UserError, lookup
 from perl.tools.plan.devices import DEVICES
-from perl.tools.plan.inputs import job_of, parallel_of, read_config, rough, shape_of
+from perl.tools.plan.inputs import job_of, parallel_of, read_config, rough, shape_of, vllm_room
 from perl.tools.plan.memory import Device, Parallel
 from perl.tools.plan.page import Plan, as_json, as_text
 
@@ -48,7 +47,10 @@ def run(args: Any) -> int:
     config = parsed.build(count)
     shape = shape_of(read_config(config.model.model_name_or_path), config.peft)
     job = job_of(config, parsed, where, count, parallel)
-    plan = Plan(config.model.model_name_or_path, shape, job, where, [*parsed.warnings, *rough(config)])
+    if config.training.attention_kernels is True and not where.cpu:
+        where = dataclasses.replace(where, attention="kernel")
+    notes = [*parsed.warnings, *rough(config), *vllm_room(shape, job, where)]
+    plan = Plan(config.model.model_name_or_path, shape, job, where, notes)
     print(as_json(plan) if args.json else as_text(plan))
     return 0
 
@@ -66,8 +68,7 @@ def _device(name: str | None, count: int | None) -> tuple[Device, int]:
     if count < 1:
         raise UserError(f"--count {count}: write a number of devices from 1")
     if found.cpu:
-        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = dataclasses.replace(found, memory=machine // count)
+        found = dataclasses.replace(found, memory=found.memory // count)
     return found, count
 
 

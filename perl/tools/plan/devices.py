@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from perl.tools.plan.memory import GB, Device
 
+MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 HCCL_BYTES = 2 * 512 * 2**20
 """Send and receive buffers of one communicator, with the HCCL_BUFFSIZE that the launch script sets (docs/ascend.md)."""
 IDLE_ASCEND = 7 * GB // 2
@@ -26,7 +29,7 @@ DEVICES = {
     "a100": _cuda("a100", 80 * GB),
     "h100": _cuda("h100", 80 * GB),
     "h200": _cuda("h200", 141 * GB),
-    "cpu": Device(name="cpu", kind="cpu", memory=0, runtime=0, attention="cpu", cpu=True),
+    "cpu": Device(name="cpu", kind="cpu", memory=MACHINE, runtime=0, attention="cpu", cpu=True),
 }
 SIZES = (32 * GB, 64 * GB, 80 * GB, 141 * GB)
 """Of devices that are sold; those of --device are among them."""

@@ -20,7 +20,7 @@ from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE
 from perl.engines.decoder import unsupported_reason
 from perl.errors import UserError, lookup
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
-from perl.tools.plan.memory import Device, Job, Parallel, Shape
+from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape
 from perl.training.microbatches import MEAN_OVER_ROWS, SUM_OVER_TOKENS
 
 MODEL_FLAG = "--config.model.model_name_or_path"
@@ -34,33 +34,41 @@ LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def read_config(model: str) -> Any:
     """The PretrainedConfig of `model`: a folder, a config.json, or a hub name, of which this one file is fetched."""
-    path = _config_file(model)
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{MODEL_FLAG} {path}: not a readable config.json: {error}") from error
     from transformers import AutoConfig
 
+    where, text = _config_text(model)
+    try:
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("it holds no object")
+    except ValueError as error:
+        raise UserError(f"{MODEL_FLAG} {where}: not a readable config.json: {error}") from error
     kind = fields.pop("model_type", None)
     if kind is None:
-        raise UserError(f"{MODEL_FLAG} {path}: it names no model_type; write the config.json of a whole model")
+        raise UserError(f"{MODEL_FLAG} {where}: it names no model_type; write the config.json of a whole model")
     try:
         return AutoConfig.for_model(kind, **fields)
     except (ValueError, TypeError, KeyError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{MODEL_FLAG} {path}: transformers cannot read it: {reason}") from error
+        raise UserError(f"{MODEL_FLAG} {where}: transformers cannot read it: {reason}") from error
 
 
-def _config_file(model: str) -> Path:
+def _config_text(model: str) -> tuple[str, str]:
+    """Where config.json is, and what it holds."""
     path = Path(model).expanduser()
-    if path.is_file():
-        return path
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"{MODEL_FLAG} {model}: no config.json in this folder")
-        return path / "config.json"
+    if not path.exists():
+        return model, _hub_text(model)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return str(file), file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{MODEL_FLAG} {model}: no config.json in this folder") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{MODEL_FLAG} {file}: not a readable config.json: {error}") from error
+
+
+def _hub_text(model: str) -> str:
+    """config.json out of the hub's cache, or by one request: transformers would try again for half a minute."""
     if model.count("/") != 1 or model.startswith((".", "~", "/")):
         raise UserError(f"{MODEL_FLAG} {model}: no such folder; write a model's folder, its config.json, or a hub name")
     variable = modelscope_variable()
@@ -68,10 +76,18 @@ def _config_file(model: str) -> Path:
         if variable:
             from modelscope import model_file_download  # pyright: ignore[reportMissingImports]
 
-            return Path(model_file_download(model, "config.json"))
-        from huggingface_hub import hf_hub_download
+            return Path(model_file_download(model, "config.json")).read_text(encoding="utf-8")
+        from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.utils import build_hf_headers, get_session
 
-        return Path(hf_hub_download(model, "config.json", etag_timeout=HUB_TIMEOUT_S))
+        if isinstance(cached := try_to_load_from_cache(model, "config.json"), str):
+            return Path(cached).read_text(encoding="utf-8")
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = hf_hub_url(model, "config.json")
+        answer = get_session().get(url, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S)
+        answer.raise_for_status()
+        return answer.text
     except ImportError as error:
         raise UserError(f"{MODEL_FLAG} {model}: {variable} is set, but modelscope is not installed") from error
     except Exception as error:  # the hubs have a class of error for each of a dozen causes
@@ -215,6 +231,15 @@ def rough(config: Config) -> Iterator[str]:
         yield "transformers sizes its paged cache by what is free; counted is what the sequences need"
     if config.model.attn_implementation not in (None, "sdpa"):
         yield f"attention {config.model.attn_implementation} is counted as sdpa"
+
+
+def vllm_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
+    """What vLLM's share leaves for its cache, in the trainer's process."""
+    if job.vllm_share:
+        share = int(job.vllm_share * device.memory)
+        left = share - shape.parameters * job.weight_bytes // job.vllm_devices
+        what = f"leaves {left / GB:.1f} GB for its cache and activations" if left > 0 else "is less than its weights"
+        yield f"vLLM's share of {share / GB:.1f} GB {what}"
 
 
 def parallel_of(device: Device, count: int) -> Parallel:

@@ -25,6 +25,7 @@ from perl.device import Kind
 from perl.engines import graphs
 from perl.engines.cache import BLOCK_SIZE, BlockCache
 from perl.engines.decoder import CACHE_SHARE, KEPT_SHARE, MAX_NUM_SEQS, PREFILL_TOKENS
+from perl.engines.linear import SHARE_OF_FREE_MEMORY
 from perl.training.packing import prompt_work, row_work
 
 GB = 2**30
@@ -262,7 +263,7 @@ def _rollout(shape: Shape, job: Job, device: Device, capacity: int, stays: int) 
         if job.vllm_share:  # its own weights and cache, of all there is (vLLM: gpu_memory_utilization)
             yield Item("vLLM's share", int(job.vllm_share * capacity), "rollout" if job.vllm_sleeps else "both")
         return
-    yield from merge_copies(shape, job, device)
+    yield from merge_copies(shape, job, device, capacity - stays)
     rows = min(job.rows, MAX_NUM_SEQS["cpu" if device.cpu else "accelerator"])
     if job.engine != "fast":
         rows = job.rows
@@ -275,11 +276,11 @@ def _rollout(shape: Shape, job: Job, device: Device, capacity: int, stays: int) 
         yield Item("graphs", captured_graphs(shape, job, rows), "both")
 
 
-def merge_copies(shape: Shape, job: Job, device: Device) -> Iterator[Item]:
+def merge_copies(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item]:
     """What merging the adapter costs (perl.adapters.rollout_merge): a layer's weights in float32, B A and its scaled
     product for a moment; the clean weights of the adapted layers in the host's memory, or, on a CPU in float32, all
-    linear layers once more in oneDNN's layout, merged or not."""
-    packed = device.cpu and job.weight_bytes == 4
+    linear layers once more in oneDNN's layout, merged or not, as far as that is a small part of the `free` memory."""
+    packed = device.cpu and job.weight_bytes == 4 and 4 * shape.linear <= SHARE_OF_FREE_MEMORY * free
     if packed:
         yield Item("weights in oneDNN's layout", 4 * shape.linear, "rollout")
     if not job.merge:

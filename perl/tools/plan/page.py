@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from perl.tools.plan.devices import SIZES
 from perl.tools.plan.memory import GB, Device, Item, Job, Parallel, Shape, items, peak
-from perl.tools.plan.search import USABLE, Proposal, cache_tokens, fits, peaks, propose, update_tokens
+from perl.tools.plan.search import TOKENS, USABLE, Proposal, cache_tokens, fits, peaks, propose, update_tokens
 
 HOST = "host"
 
@@ -146,9 +146,16 @@ def _advice(plan: Plan) -> list[str]:
     ]
     if tokens := update_tokens(plan.shape, found.job, plan.device, plan.device.memory):
         lines.append(f"or, instead of a number of rows: --config.training.max_tokens_per_microbatch {tokens}")
-    if found.job.engine == "fast" and (tokens := most_cache(plan, found)):
-        lines.append(f"--config.rollout.max_batch_tokens up to {tokens} would fit")
+    if found.job.engine == "fast":
+        lines.append(_cache_advice(found.job, most_cache(plan, found)))
     return lines
+
+
+def _cache_advice(job: Job, most: int | None) -> str:
+    whole = job.rows * job.length
+    if most is None or most + TOKENS > whole:
+        return f"the KV cache has room for all {job.rows} sequences of {job.length} tokens: no max_batch_tokens needed"
+    return f"--config.rollout.max_batch_tokens up to {most} fits; all {job.rows} sequences would take {whole}"
 
 
 def most_cache(plan: Plan, found: Proposal) -> int | None:
