@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from perl import device
-from perl.config.load import build_parser, parse
+from perl.config.load import GRPO, build_parser, parse
 from perl.errors import UserError, lookup
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.inputs import job_of, parallel_of, read_config, rough, shape_of, vllm_room
@@ -21,7 +21,7 @@ MODES = get_args(Parallel)
 
 @functools.cache
 def _training_flags() -> tuple[str, ...]:
-    return tuple(flag for flag in build_parser().known_flags() if flag.count(".") == 2)
+    return tuple(flag for flag in build_parser(GRPO).known_flags() if flag.count(".") == 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
