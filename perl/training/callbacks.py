@@ -22,7 +22,7 @@ SHOWN = {
     "loss": "loss {:.4f}",
     "completions/mean_length": "len {:.0f}",
     "aqn/sigma": "sigma {:.3g}",
-    "aqn/sigma_relative": "sigma/RMS {:.2g}",
+    "aqn/sigma_relative": "({:.0%})",
     "perf/throughput": "{:.0f} tok/s",
     "perf/max_memory_allocated_gb": "{:.1f} GB",
 }
