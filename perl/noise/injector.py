@@ -77,7 +77,7 @@ class NoiseInjector:
         Raises:
             UserError: relative, and a layer's weights are all 0.
         """
-        self.rms = []
+        self.rms.clear()  # in place: a copy of this injector shares it
         for target in self.targets:
             weight = whole(target.weight).to("cpu").double()  # an NPU has no float64
             self.rms.append(float(weight.square().mean().sqrt()))

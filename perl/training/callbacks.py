@@ -24,7 +24,7 @@ SHOWN = {
     "eval_loss": "evaluation loss {:.4f}",
     "completions/mean_length": "len {:.0f}",
     "aqn/sigma": "sigma {:.3g}",
-    "aqn/sigma_relative": "sigma/RMS {:.2g}",
+    "aqn/sigma_relative": "({:.0%})",
     "perf/throughput": "{:.0f} tok/s",
     "perf/max_memory_allocated_gb": "{:.1f} GB",
 }

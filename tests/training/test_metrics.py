@@ -300,10 +300,10 @@ def test_the_line_stays_one_line_of_a_terminal(capsys):
     line = ProgressLine()
     line.first_step, line.started = 0, time.perf_counter() - 800 * 45.3
     logs = {"reward": -0.512, "loss": -0.0012, "completions/mean_length": 812.3, "aqn/sigma": 0.012345}
-    logs |= {"aqn/sigma_relative": 0.05432}
+    logs |= {"aqn/sigma_relative": 0.2172}
     logs |= {"perf/throughput": 1234.5, "perf/max_memory_allocated_gb": 61.23}
     line.on_log(None, state, None, logs)
     shown = capsys.readouterr().out
-    assert "sigma 0.0123  sigma/RMS 0.054  1234 tok/s  61.2 GB" in shown
+    assert "sigma 0.0123  (22%)  1234 tok/s  61.2 GB" in shown
     assert shown.count("\n") == 1
     assert len(shown.removeprefix("progress: ").rstrip()) <= 120
