@@ -10,6 +10,7 @@ device draws the same numbers, and a resumed run draws what the uninterrupted on
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,8 @@ class Target:
 
 
 class NoiseInjector:
-    """Adds N(0, sigma^2) to the weights of the norm layers chosen by name.
+    """Adds N(0, sigma^2) to the weights of the norm layers chosen by name. The numbers depend on the names and shapes
+    alone, so that the same layers of another model (`on`) get the same ones.
 
     Args:
         model: the policy; wrapped by PEFT or not, but not by DDP or DeepSpeed.
@@ -57,6 +59,13 @@ class NoiseInjector:
         self.realized_sigma = 0.0
         """Root mean square of what the last draw really changed: rounding to the weight's dtype eats small noise
         (the spacing of bfloat16 just above 1 is 2^-7, so a sigma of 0.0005 there changes almost nothing)."""
+
+    def on(self, model: nn.Module, modules: Sequence[nn.Module]) -> NoiseInjector:
+        """The same noise on another copy of the policy: on `modules` of `model`, one for each of `targets`."""
+        twin = copy.copy(self)
+        twin.model, twin.realized_sigma = model, 0.0
+        twin.targets = [Target(target.name, module) for target, module in zip(self.targets, modules, strict=True)]
+        return twin
 
     @contextlib.contextmanager
     def applied(self, sigma: float, draw: tuple[int, ...]) -> Iterator[None]:

@@ -5,14 +5,17 @@ What is ours is how vLLM gets the policy (perl/training/vllm_sync.py), and what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from perl.noise.injector import NoiseInjector
 from perl.records import Sampling
-from perl.training.rollout import Completions, RolloutRequest
+from perl.training.rollout import Completions, RolloutRequest, Weights
 from perl.training.vllm_sync import Gather, VLLMSync
 
 OfAllProcesses = Callable[[list[int]], torch.Tensor]
@@ -29,8 +32,10 @@ class VLLMSampler:
         of_all_processes: every process constructs a sampler at the same time.
         generation_kwargs: the user's further SamplingParams.
         folder: where a server in another process finds the adapter.
+        noise: the trainer's, or None.
 
     Attributes:
+        noise: the same noise on the engine's weights.
         itemsize: bytes of a weight in vLLM, which chooses its own dtype.
         elsewhere: it computes on devices that are not the trainer's.
     """
@@ -45,13 +50,16 @@ class VLLMSampler:
         of_all_processes: OfAllProcesses,
         generation_kwargs: dict[str, Any],
         folder: Path,
+        noise: NoiseInjector | None,
     ):
-        self.client, self.generation_kwargs = client, generation_kwargs
+        self.client, self.sync, self.generation_kwargs = client, sync, generation_kwargs
         self.elsewhere = client.mode == "server"
         self._synced_step = -1
         # What TRL calls to give vLLM the policy: its own would merge into the base, and subtract again.
         client._iter_named_params = lambda: sync.weights(policy, gather)
+        self.noise = None
         if not self.elsewhere:
+            self.noise = None if noise is None else sync.noise_for_engine(noise)
             self.itemsize, self._scaled = client.llm.llm_engine.model_config.dtype.itemsize, True
             return
         url, told = None, [0, 0, 0]
@@ -77,10 +85,26 @@ class VLLMSampler:
         if request.weights.step != self._synced_step:
             self.client.sync_weights()
             self._synced_step = request.weights.step
+        if self.noise is not None:
+            self.client.llm.perturbed = functools.partial(self._noisy, request.weights)
         _, token_ids, logprobs, _ = self.client.generate(
             prompts=request.prompt_ids, images=None, num_generations=request.group_size
         )
         return Completions(token_ids, [[drawn for drawn, *_ in of_tokens] for of_tokens in logprobs])
+
+    @contextlib.contextmanager
+    def _noisy(self, weights: Weights) -> Iterator[None]:
+        """Inside, the engine's norm weights hold the noise. Keys and values that vLLM keeps of prompts are of the
+        weights that computed them, so none is found by another noise, nor by the clean weights."""
+        assert self.noise is not None
+        with self.noise.applied(weights.sigma, (weights.step, weights.number)):
+            self._forget_prompts()
+            yield
+        self._forget_prompts()
+
+    def _forget_prompts(self) -> None:
+        if self.client.llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM's prefix cache could not be emptied between rollouts of different noise")
 
     def not_comparable(self, sampling: Sampling) -> str | None:
         if not self._scaled and sampling.temperature != 1.0:

@@ -201,9 +201,19 @@ def test_engine_is_the_one_switch():
     assert "use_vllm" in said
 
 
-def test_noise_needs_the_trainers_own_weights():
-    said = message("--config.noise_injection.enabled", "true", "--config.rollout.engine", "vllm")
-    assert "--config.rollout.engine fast" in said
+def test_noise_needs_a_sampler_that_is_given_it():
+    noise = ["--config.noise_injection.enabled", "true", "--config.rollout.engine"]
+    assert "use --config.rollout.engine fast" in message(*noise, "continuous_batching")
+    vllm = [*noise, "vllm", "--config.training.vllm_mode"]
+    assert "vllm_mode server can't be given the noise" in message(*vllm, "server")
+    noisy = [*vllm, "colocate", "--config.noise_injection.old_logps", "noisy"]
+    assert "write --config.training.vllm_importance_sampling_correction false" in message(*noisy)
+    for taken in (
+        vllm[:4],
+        [*vllm, "colocate"],
+        [*noisy, "--config.training.vllm_importance_sampling_correction", "false"],
+    ):
+        assert parse(taken).values.noise_injection.enabled
 
 
 def test_rising_noise_is_refused():
