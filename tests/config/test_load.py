@@ -138,6 +138,24 @@ def test_epochs_of_the_user_go_before_the_recipes_steps(tmp_path):
     assert (again.values.training.max_steps, again.values.training.num_train_epochs) == (-1, 2)
 
 
+@pytest.mark.parametrize(
+    ("written", "flags", "steps", "said"),
+    [
+        ("{max_steps: 7, num_train_epochs: 4}", [], 7, "the recipe's max_steps 7 decides: the recipe's num_train_epoc"),
+        ("{num_train_epochs: 4}", ["max_steps", "9"], 9, "--config.training.max_steps 9 decides: the recipe's num_tr"),
+        ("{max_steps: 7}", ["max_steps", "9"], 9, None),
+        ("{num_train_epochs: 4}", [], -1, None),
+        ("{max_steps: 7, num_train_epochs: 3}", [], 7, None),  # TRL's default, as a run's own config.yaml has it
+    ],
+)
+def test_epochs_are_never_left_out_in_silence(tmp_path, written, flags, steps, said):
+    recipe = write(tmp_path / "r.yaml", f"training: {written}\n")
+    words = [f"--config.training.{flags[0]}", flags[1]] if flags else []
+    parsed = parse(["--recipe", recipe, *words])
+    assert parsed.values.training.max_steps == steps
+    assert [line.startswith(said or "") for line in parsed.warnings] == ([True] if said else [])
+
+
 def test_of_epochs_and_steps_as_flags_the_steps_decide_and_a_line_says_so():
     parsed = parse(["--config.training.num_train_epochs", "2", "--config.training.max_steps", "9"])
     assert parsed.values.training.max_steps == 9
