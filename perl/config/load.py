@@ -49,6 +49,8 @@ ENGINE_FLAGS = {
 SECRET_NAME = re.compile(r"(^|_)(token|key|secret|password|credentials?)$", re.IGNORECASE)
 """Fields, and keys of fields that hold a mapping (model_init_kwargs), whose texts belong in no file of a run."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
+TRL_EPOCHS = 3.0
+"""num_train_epochs where nobody has said it."""
 
 
 C = TypeVar("C")
@@ -153,7 +155,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
     given, written = flags.get("config") or Namespace(), recipe.get("config") or Namespace()
     warnings = program.resolve(values, given, written)
-    warnings += resolve_length(values, given)
+    warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)
     warnings += flags_without_effect(values, given, program.rules)
     return Parsed(values=values, warnings=warnings, parser=parser, program=program)
@@ -226,14 +228,23 @@ def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace, alia
         values[ours], values[trls] = value, int(value) if isinstance(value, int) else value
 
 
-def resolve_length(values: Namespace, flags: Namespace) -> list[str]:
-    """The flag num_train_epochs goes before the recipe's max_steps, as flags do; transformers would ignore it. Where
-    both are flags, max_steps decides, as in transformers. A line says so."""
-    steps = values.training.max_steps
-    if "training.num_train_epochs" not in flags or "training.max_steps" in flags or steps <= 0:
+def resolve_length(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
+    """Whether epochs or steps end the training, where a user has said both, and a line for what is left out.
+
+    A flag goes before the recipe, as everywhere: num_train_epochs as a flag before the recipe's max_steps, which
+    transformers would take. Said in the same place, max_steps decides, as in transformers (of two flags
+    perl/config/unused_flags.py tells)."""
+    steps, epochs = values.training.max_steps, values.training.num_train_epochs
+    if steps <= 0 or "training.num_train_epochs" not in flags:
+        left_out = recipe.get("training.num_train_epochs", TRL_EPOCHS)
+        if steps <= 0 or left_out == TRL_EPOCHS:  # a run's own config.yaml holds every default
+            return []
+        who = "--config.training" if "training.max_steps" in flags else "the recipe's"
+        decides = f"{who}.max_steps" if who.startswith("--") else f"{who} max_steps"
+        return [f"{decides} {steps} decides: the recipe's num_train_epochs {left_out:g} is left out"]
+    if "training.max_steps" in flags:
         return []
     values.training.max_steps = -1
-    epochs = values.training.num_train_epochs
     return [f"--config.training.num_train_epochs {epochs:g} decides: the recipe's max_steps {steps} is left out"]
 
 
@@ -287,11 +298,8 @@ def check_values(values: Namespace) -> None:
             f"--config.noise_injection.schedule {noise.schedule} never reaches sigma_end 0;"
             " give a positive sigma_end or schedule linear"
         )
-    if noise.enabled and values.rollout.engine not in ("generate", "fast"):
-        raise UserError(
-            f"--config.noise_injection.enabled: rollout.engine {values.rollout.engine} does not sample from the"
-            " trainer's weights; use --config.rollout.engine fast"
-        )
+    if noise.enabled:
+        check_noise_reaches_the_sampler(values)
     if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
         raise UserError(
             "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"
@@ -324,6 +332,27 @@ def check_validation(values: Namespace) -> None:
             "--config.validation.temperature: a vLLM server takes no seed for each completion, so that it can only"
             " validate greedily; write --config.validation.temperature 0 and n 1, or --config.training.vllm_mode"
             " colocate"
+        )
+
+
+def check_noise_reaches_the_sampler(values: Namespace) -> None:
+    engine, training = values.rollout.engine, values.training
+    if engine == "continuous_batching":
+        raise UserError(
+            "--config.noise_injection.enabled: rollout.engine continuous_batching is not given the noise; use"
+            " --config.rollout.engine fast"
+        )
+    if engine != "vllm":
+        return
+    if training.vllm_mode != "colocate":
+        raise UserError(
+            f"--config.noise_injection.enabled: a vLLM in --config.training.vllm_mode {training.vllm_mode} can't be"
+            " given the noise; write --config.training.vllm_mode colocate, or --config.rollout.engine fast"
+        )
+    if values.noise_injection.old_logps == "noisy" and training.vllm_importance_sampling_correction:
+        raise UserError(
+            "--config.noise_injection.old_logps noisy: TRL's correction would count the noise once more; write"
+            " --config.training.vllm_importance_sampling_correction false, or old_logps clean"
         )
 
 

@@ -10,6 +10,7 @@ device draws the same numbers, and a resumed run draws what the uninterrupted on
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,8 @@ class Target:
 
 class NoiseInjector:
     """Adds N(0, sigma^2) to the weights of the norm layers chosen by name; relative: N(0, (sigma * RMS)^2), with the
-    root mean square of the layer's clean weights.
+    root mean square of the layer's clean weights. The numbers depend on the names and shapes alone, so that the same
+    layers of another model (`on`) get the same ones.
 
     Args:
         model: the policy; wrapped by PEFT or not, but not by DDP or DeepSpeed.
@@ -94,6 +96,13 @@ class NoiseInjector:
         if not self.rms:
             raise RuntimeError("relative noise: measure() comes before the first draw")
         return [sigma * rms for rms in self.rms]
+
+    def on(self, model: nn.Module, modules: Sequence[nn.Module]) -> NoiseInjector:
+        """The same noise on another copy of the policy: on `modules` of `model`, one for each of `targets`."""
+        twin = copy.copy(self)
+        twin.model, twin.realized_sigma = model, 0.0
+        twin.targets = [Target(target.name, module) for target, module in zip(self.targets, modules, strict=True)]
+        return twin
 
     @contextlib.contextmanager
     def applied(self, sigma: float, draw: tuple[int, ...]) -> Iterator[None]:

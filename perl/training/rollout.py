@@ -91,6 +91,8 @@ class Sampler(Protocol):
     """Bytes of a number that it computes in, at most."""
     elsewhere: bool
     """It computes on devices that are not the trainer's."""
+    noise: NoiseInjector | None
+    """What puts the noise on the weights that it samples with."""
 
     def complete(self, request: RolloutRequest) -> Completions: ...
 

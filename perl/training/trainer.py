@@ -221,6 +221,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             of_all_processes=self._of_all_processes,
             generation_kwargs=self.args.generation_kwargs or {},  # type: ignore[arg-type]
             folder=Path(self.args.output_dir or ".") / "adapter_for_vllm",
+            noise=self.noise,
         )
 
     @contextlib.contextmanager
@@ -393,8 +394,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             tokens = (output["completion_mask"] * output.get("tool_mask", 1)).sum(dim=1)
             lengths = output["prompt_mask"].sum(dim=1)
             self.statistics.add(lengths, tokens, output["advantages"], rollout.rewards)
-        if self.noise and self.model.training:
-            self._metrics["train"]["aqn/sigma_realized"].append(self.noise.realized_sigma)
+        if self.sampler.noise and self.model.training:
+            self._metrics["train"]["aqn/sigma_realized"].append(self.sampler.noise.realized_sigma)
             if self.noise_config.old_logps == "noisy":
                 output["old_per_token_logps"] = self._noisy_logps(output)
         return output

@@ -6,14 +6,16 @@ What is ours is how vLLM gets the policy (perl/training/vllm_sync.py), and what 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from perl.noise.injector import NoiseInjector
 from perl.records import Sampling
-from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest
+from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest, Weights
 from perl.training.vllm_sync import Gather, VLLMSync
 
 OfAllProcesses = Callable[[list[int]], torch.Tensor]
@@ -59,8 +61,10 @@ class VLLMSampler:
         of_all_processes: every process constructs a sampler at the same time.
         generation_kwargs: the user's further SamplingParams.
         folder: where a server in another process finds the adapter.
+        noise: the trainer's, or None.
 
     Attributes:
+        noise: the same noise on the engine's weights.
         itemsize: bytes of a weight in vLLM, which chooses its own dtype.
         elsewhere: it computes on devices that are not the trainer's.
     """
@@ -75,13 +79,16 @@ class VLLMSampler:
         of_all_processes: OfAllProcesses,
         generation_kwargs: dict[str, Any],
         folder: Path,
+        noise: NoiseInjector | None,
     ):
-        self.client, self.generation_kwargs = client, generation_kwargs
+        self.client, self.sync, self.generation_kwargs = client, sync, generation_kwargs
         self.elsewhere = client.mode == "server"
         self._synced_step = -1
         # What TRL calls to give vLLM the policy: its own would merge into the base, and subtract again.
         client._iter_named_params = lambda: sync.weights(policy, gather)
+        self.noise = None
         if not self.elsewhere:
+            self.noise = None if noise is None else sync.noise_for_engine(noise)
             self.itemsize, self._scaled = client.llm.llm_engine.model_config.dtype.itemsize, True
             return
         url, told = None, [0, 0, 0]
@@ -107,6 +114,8 @@ class VLLMSampler:
         if request.weights.step != self._synced_step:
             self.client.sync_weights()
             self._synced_step = request.weights.step
+        if self.noise is not None:
+            self.client.llm.perturbed = functools.partial(self._noisy, request.weights)
         if request.rules is not None:
             return self._complete_by(request.rules, request)
         _, token_ids, logprobs, _ = self.client.generate(
@@ -136,6 +145,20 @@ class VLLMSampler:
         found: list[Any] = [None] * self.client.tensor_parallel_size
         torch.distributed.all_gather_object(found, rows, group=self.client.tp_group)
         return [row for own in found for row in own]
+
+    @contextlib.contextmanager
+    def _noisy(self, weights: Weights) -> Iterator[None]:
+        """Inside, the engine's norm weights hold the noise. Keys and values that vLLM keeps of prompts are of the
+        weights that computed them, so none is found by another noise, nor by the clean weights."""
+        assert self.noise is not None
+        with self.noise.applied(weights.sigma, (weights.step, weights.number)):
+            self._forget_prompts()
+            yield
+        self._forget_prompts()
+
+    def _forget_prompts(self) -> None:
+        if self.client.llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM's prefix cache could not be emptied between rollouts of different noise")
 
     def not_comparable(self, sampling: Sampling) -> str | None:
         if not self._scaled and sampling.temperature != 1.0:

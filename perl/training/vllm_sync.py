@@ -14,6 +14,7 @@ by `publish`, through its endpoint for loading adapters at run time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -34,6 +35,8 @@ from perl.sharding import resharded, whole, whole_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+    from perl.noise.injector import NoiseInjector, Target
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +72,23 @@ class VLLMSync:
         """A vllm.LLM of these options that serves the adapter, unless something stands against it."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        import vllm
-
         if reason := self.reason or _model_refuses(options):
             self._send_merged(reason)
-            self._engine = vllm.LLM(**options)
         else:
-            rank = max_lora_rank(self.config)
-            self._engine = _adapter_llm()(**options, enable_lora=True, max_lora_rank=rank)
+            options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(self.config)}
+        self._engine = _policy_llm()(**options)
+        self._engine.keeps_base = self.reason is None
         return self._engine
+
+    def noise_for_engine(self, noise: NoiseInjector) -> NoiseInjector:
+        """What puts the noise of `noise` on the norm weights of the engine in this process.
+
+        Raises:
+            UserError: the engine has not each of these layers as the trainer has it.
+        """
+        ((model, modules),) = self._engine.apply_model(lambda model: [model, dict(model.named_modules())])
+        rename = getattr(model, "hf_to_vllm_mapper", None)
+        return noise.on(model, [_layer_of_engine(modules, rename, target) for target in noise.targets])
 
     def weights(self, model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
         """Bring the engine, or a server that runs without LoRA, up to date with `model` (a PeftModel, not wrapped by
@@ -270,19 +281,41 @@ def _wrapped_layers(model: nn.Module) -> tuple[set[str], dict[str, list[str]], b
     return names, parts, all(parameter.numel() for parameter in model.parameters())
 
 
-def _adapter_llm() -> type:
-    """vllm.LLM whose requests all name `adapter`. A class made here, as vLLM is imported when it is needed."""
+def _layer_of_engine(modules: dict[str, nn.Module], rename: Any, target: Target) -> nn.Module:
+    """The engine's layer for one of the trainer's, by its own name in the checkpoint or by vLLM's for it."""
+    name = _own_name(target.name).removeprefix("base_model.model.")
+    theirs = rename.map_name(f"{name}.weight") if rename is not None else None
+    module = modules.get(name) or modules.get((theirs or "").removesuffix(".weight"))
+    found = getattr(module, "weight", None)
+    shape = tuple(getattr(target.weight, "ds_shape", target.weight.shape))  # ZeRO-3's own is (0,) here
+    if found is not None and found.is_floating_point() and tuple(found.shape) == shape:
+        assert module is not None
+        return module
+    has = "no such layer" if found is None else f"it as {str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+    raise UserError(
+        f"--config.noise_injection.enabled: {name} is {list(shape)} in the trainer, but vLLM has {has}, which can't be"
+        " given the noise; use --config.rollout.engine fast"
+    )
+
+
+def _policy_llm() -> type:
+    """vllm.LLM as TRL's client drives it. A class made here, as vLLM is imported when it is needed."""
     import vllm
 
-    class AdapterLLM(vllm.LLM):
+    class PolicyLLM(vllm.LLM):
         adapter: Any = None
-        """The LoRARequest of the last synchronisation."""
+        """The LoRARequest of the last synchronisation, which all requests name."""
+        keeps_base = True
+        """Nobody sends the base's weights again."""
+        perturbed: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        """Completions are drawn inside of it. TRL's client wakes the engine before, and lets it sleep after."""
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
-            return super().generate(*args, **kwargs, lora_request=self.adapter)
+            with self.perturbed():
+                return super().generate(*args, **kwargs, lora_request=self.adapter)
 
         def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-            """Level 2 would throw away the base's weights, which nobody sends again."""
-            return super().sleep(min(level, 1), *args, **kwargs)
+            """Level 2 would throw away the base's weights."""
+            return super().sleep(min(level, 1) if self.keeps_base else level, *args, **kwargs)
 
-    return AdapterLLM
+    return PolicyLLM

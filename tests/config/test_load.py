@@ -138,6 +138,24 @@ def test_epochs_of_the_user_go_before_the_recipes_steps(tmp_path):
     assert (again.values.training.max_steps, again.values.training.num_train_epochs) == (-1, 2)
 
 
+@pytest.mark.parametrize(
+    ("written", "flags", "steps", "said"),
+    [
+        ("{max_steps: 7, num_train_epochs: 4}", [], 7, "the recipe's max_steps 7 decides: the recipe's num_train_epoc"),
+        ("{num_train_epochs: 4}", ["max_steps", "9"], 9, "--config.training.max_steps 9 decides: the recipe's num_tr"),
+        ("{max_steps: 7}", ["max_steps", "9"], 9, None),
+        ("{num_train_epochs: 4}", [], -1, None),
+        ("{max_steps: 7, num_train_epochs: 3}", [], 7, None),  # TRL's default, as a run's own config.yaml has it
+    ],
+)
+def test_epochs_are_never_left_out_in_silence(tmp_path, written, flags, steps, said):
+    recipe = write(tmp_path / "r.yaml", f"training: {written}\n")
+    words = [f"--config.training.{flags[0]}", flags[1]] if flags else []
+    parsed = parse(["--recipe", recipe, *words])
+    assert parsed.values.training.max_steps == steps
+    assert [line.startswith(said or "") for line in parsed.warnings] == ([True] if said else [])
+
+
 def test_of_epochs_and_steps_as_flags_the_steps_decide_and_a_line_says_so():
     parsed = parse(["--config.training.num_train_epochs", "2", "--config.training.max_steps", "9"])
     assert parsed.values.training.max_steps == 9
@@ -201,9 +219,19 @@ def test_engine_is_the_one_switch():
     assert "use_vllm" in said
 
 
-def test_noise_needs_the_trainers_own_weights():
-    said = message("--config.noise_injection.enabled", "true", "--config.rollout.engine", "vllm")
-    assert "--config.rollout.engine fast" in said
+def test_noise_needs_a_sampler_that_is_given_it():
+    noise = ["--config.noise_injection.enabled", "true", "--config.rollout.engine"]
+    assert "use --config.rollout.engine fast" in message(*noise, "continuous_batching")
+    vllm = [*noise, "vllm", "--config.training.vllm_mode"]
+    assert "vllm_mode server can't be given the noise" in message(*vllm, "server")
+    noisy = [*vllm, "colocate", "--config.noise_injection.old_logps", "noisy"]
+    assert "write --config.training.vllm_importance_sampling_correction false" in message(*noisy)
+    for taken in (
+        vllm[:4],
+        [*vllm, "colocate"],
+        [*noisy, "--config.training.vllm_importance_sampling_correction", "false"],
+    ):
+        assert parse(taken).values.noise_injection.enabled
 
 
 def test_rising_noise_is_refused():

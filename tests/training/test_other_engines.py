@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from perl.config.load import ENGINE_FLAGS
-from perl.config.schema import PeftConfig
+from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines.attention import ATTENTION
 from perl.engines.base import warn_once
 from perl.engines.vllm import ENVIRONMENT
-from perl.errors import RankError
+from perl.errors import RankError, UserError
+from perl.noise.injector import Target
 from perl.training import vllm_sync
 from tests.tiny import save_tiny
 from tests.trainers import make_trainer
@@ -197,6 +199,75 @@ def test_what_vllm_does_not_serve_is_sent_merged_and_the_base_stays(tmp_path, ad
     require_agreement(found)
     assert found["sent"] > 0
     assert f"vLLM is sent merged weights, not the adapter alone: {why}" in found["log"]
+
+
+def weights_of(llm: Any) -> dict[str, Any]:
+    ((names, weights),) = llm.apply_model(lambda model: list(zip(*model.named_parameters(), strict=True)))
+    return {name: weight.detach().clone() for name, weight in zip(names, weights, strict=True) if "lora" not in name}
+
+
+def noisy(folder: Path) -> dict[str, Any]:
+    """Three rollouts under noise, and a fourth in which it is withheld from vLLM (in a child). The trainer computes the
+    log-probabilities of all of them under the noise.
+
+    Returns what `until_stopped` does, the log, the names of the engine's weights that changed while it sampled, those
+    that were not as before afterwards, the realized sigma, and what vLLM says of a layer that it has not."""
+    on_cpu()
+    import torch
+
+    base = save_tiny(folder / "model", scale=4.0)
+    noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.5, sigma_end=0.5, old_logps="noisy")
+    settings = {"lr_scheduler_type": "constant", "max_steps": 4, "vllm_importance_sampling_correction": False}
+    with logged() as lines:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        trainer = trained_by(folder, "vllm", model=model, noise=noise, vllm_max_model_length=64, **settings)
+        llm, in_engine = trainer.vllm_generation.llm, trainer.sampler.noise
+        before, applied, changed = weights_of(llm), in_engine.applied, set()
+
+        @contextmanager
+        def watched(sigma, draw):
+            with applied(sigma if trainer.state.global_step < 3 else 0.0, draw):
+                changed.update(name for name, p in weights_of(llm).items() if not torch.equal(p, before[name]))
+                yield
+
+        in_engine.applied = watched
+        found = until_stopped(trainer)
+    left = [name for name, p in weights_of(llm).items() if not torch.equal(p, before[name])]
+    realized = [row["aqn/sigma_realized"] for row in trainer.state.log_history if "aqn/sigma_realized" in row]
+    odd = nn.LayerNorm(32)
+    elsewhere = Target("base_model.model.model.layers.9.norm", odd), Target("base_model.model.model.norm", odd)
+    refused = []
+    for target in elsewhere:
+        trainer.noise.targets = [target]
+        try:
+            trainer.sampler.sync.noise_for_engine(trainer.noise)
+        except UserError as error:
+            refused.append(str(error))
+    return found | {
+        "log": "\n".join(lines),
+        "changed": sorted(changed),
+        "left": left,
+        "realized": realized,
+        "refused": refused,
+    }
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_noise_reaches_vllms_norms_and_leaves_them_bit_for_bit(tmp_path):
+    found = in_a_process(noisy, tmp_path)
+    assert found["error"] is None
+    assert "sampler and trainer agree" in found["log"]
+    *current, withheld = found["mismatch"]
+    assert len(current) == 3
+    assert max(current) < 0.1  # bfloat16's rounding
+    assert withheld > 3 * max(current)
+    assert found["changed"] == [f"model.layers.{i}.post_attention_layernorm.weight" for i in range(2)]
+    assert found["left"] == []
+    assert found["realized"] == [pytest.approx(0.5, rel=0.25)] * 3 + [0.0]
+    missing, odd = found["refused"]
+    assert "model.layers.9.norm is [32] in the trainer, but vLLM has no such layer" in missing
+    assert "model.norm is [32] in the trainer, but vLLM has it as bfloat16 [64]" in odd
 
 
 @contextmanager

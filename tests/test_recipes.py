@@ -1,0 +1,83 @@
+"""The recipes: each is read without a warning, has the batches of the guide it is of, and trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from perl.config.load import parse
+from perl.training.run import train
+from tests.tiny import save_tiny
+
+RECIPES = sorted(Path("recipes").glob("*.yaml"))
+GUIDES = {
+    "gsm8k_qwen2_5_0_5b": (640, 320, 5),
+    "gsm8k_qwen2_5_7b": (640, 320, 5),
+    "gsm8k_aqn": (256, 64, 4),
+    "gsm8k_aqn_hbm": (512, 128, 4),
+    "dapo_math_7b": (256, 16, 16),
+}
+"""Completions a rollout and an update of the verl command on eight devices, and its rollout.n."""
+
+
+def test_each_recipe_of_a_guide_is_known():
+    assert {path.stem for path in RECIPES} == {*GUIDES, "dapo_lora", "quickstart"}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_batches_are_verls(name):
+    parsed = parse(["--recipe", f"recipes/{name}.yaml"])
+    assert parsed.warnings == []
+    training = parsed.values.training
+    rows = 8 * training.per_device_train_batch_size
+    batches = rows * training.steps_per_generation, rows * training.gradient_accumulation_steps
+    assert (*batches, training.num_generations) == GUIDES[name]
+    assert training.steps_per_generation % training.gradient_accumulation_steps == 0
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_what_verl_sets_in_silence_is_written_out(name):
+    written = yaml.safe_load(Path(f"recipes/{name}.yaml").read_text())["training"]
+    expected = {"num_iterations": 1, "epsilon": 0.2, "max_grad_norm": 1.0, "temperature": 1.0, "max_steps": -1}
+    if name != "dapo_math_7b":
+        expected |= {"loss_type": "bnpo", "lr_scheduler_type": "constant", "weight_decay": 0.01, "delta": 3.0}
+        expected |= {"use_bias_correction_kl": False, "beta": 0.001}
+    assert {field: written.get(field) for field in expected} == expected
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny_model"), scale=4.0)
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_each_trains_a_tiny_model_for_two_steps(name, model, tmp_path):
+    """One process, one group a micro-batch, two updates of one rollout."""
+    form = "Answer: {}" if name.startswith("dapo") else "#### {}"
+    rows = [{"question": f"What is {i} + 3 ?", "answer": form.format(i + 3)} for i in range(4)]
+    if name.startswith("dapo"):
+        rows = [{"prompt": row["question"], "solution": str(i + 3)} for i, row in enumerate(rows)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    group = GUIDES[name][2]
+    settings = {
+        "model.model_name_or_path": model,
+        "dataset.dataset_name_or_path": tmp_path / "sums.jsonl",
+        "dataset.max_prompt_length": 100,
+        "training.output_dir": tmp_path / "run",
+        "training.max_steps": 2,
+        "training.per_device_train_batch_size": group,
+        "training.gradient_accumulation_steps": 1,
+        "training.steps_per_generation": 2,
+        "training.max_completion_length": 8,
+    }
+    if name.startswith("dapo"):
+        settings["reward.overlong_cache_length"] = 4
+    flags = [word for field, value in settings.items() for word in (f"--config.{field}", str(value))]
+    assert train(["--recipe", f"recipes/{name}.yaml", *flags]) == tmp_path / "run"
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged if "loss" in row] == [1, 2]
+    reward = yaml.safe_load(Path(f"recipes/{name}.yaml").read_text())["reward"]["functions"]
+    assert {f"rewards/{one}/mean" for one in reward} <= logged[0].keys()
+    assert ("aqn/sigma" in logged[0]) == ("aqn" in name)
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
