@@ -122,7 +122,7 @@ def evaluator_round(options: argparse.Namespace, folder: Path) -> Callable[[], d
 ROUNDS = {"validation": validation_round, "evaluator": evaluator_round}
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rows", type=int, default=200)
@@ -130,8 +130,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--side", choices=ROUNDS)
-    options = parser.parse_args()
+    parser.add_argument("--side", choices=ROUNDS, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
     if options.side:
         with tempfile.TemporaryDirectory() as folder:
             serve(ROUNDS[options.side](options, Path(folder)))

@@ -190,6 +190,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.reward_curves",
             "benchmarks.accelerator",
             "benchmarks.report_page",
+            "benchmarks.validation",
             "tests.grading.measure",
         )
     },

@@ -326,7 +326,7 @@ class Validation(TrainerCallback):
             "chat_template": plan.tokenizer.chat_template,
             "grading": grading_of(data_set.tasks),
             "grading_hash": rules_hash(),
-            "provenance": provenance(),
+            "provenance": _provenance(),
         }
 
     def keep_best(self, step: int, metrics: dict[str, float], save_adapter: Callable[[Path], None]) -> None:
@@ -454,6 +454,11 @@ def best_so_far(run_dir: Path, metric: str) -> float | None:
     except (OSError, ValueError):
         return None
     return float(found["value"]) if found.get("metric") == metric else None
+
+
+@functools.cache
+def _provenance() -> dict[str, Any]:
+    return provenance()  # asks git
 
 
 @functools.cache

@@ -46,6 +46,16 @@ def test_rollout():
 
 
 @pytest.mark.slow
+def test_validation():
+    """The benchmark itself compares the two sides' rows."""
+    small = ["--rows", "6", "--n", "2", "--temperature", "1", "--max_new_tokens", "9"]
+    result = run_module("validation", "--pairs", "1", *small)
+    assert result["rows"] == 12
+    assert 12 <= result["tokens"] <= 12 * 9
+    assert result["ratio"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.npu
 def test_rollout_on_an_npu(run_npu):
     command = [sys.executable, "-m", "benchmarks.rollout", "--pairs", "1", "--no-peers", *SHAPE]

@@ -88,9 +88,8 @@ def test_two_processes_score_what_the_evaluator_does_and_train_as_without_it(run
     assert (tmp_path / "run" / "best" / "adapter_model.safetensors").is_file()
     settings = {"n": 3, "temperature": 0.8, "max_new_tokens": 20}
     adapter = [str(tmp_path / "run" / "checkpoint-2")]
-    evaluate(
-        EvalConfig(str(tmp_path / "model"), str(tmp_path / "others.jsonl"), str(tmp_path / "e"), adapter, **settings)
-    )
+    model, data, result_dir = (str(tmp_path / name) for name in ("model", "others.jsonl", "evaluated"))
+    evaluate(EvalConfig(model, data, result_dir, adapter, **settings))
     theirs = read_samples(tmp_path / "evaluated" / "others" / "samples.jsonl")
     ours = read_samples(tmp_path / "run" / "validation" / "step-2" / "others" / "samples.jsonl")
     assert len(ours) == 15
