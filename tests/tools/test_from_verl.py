@@ -327,6 +327,9 @@ def test_nothing_of_a_script_is_executed(tmp_path):
         ("[[ -z $X && 2 -gt 1 ]] && Y=yes; data.train_files=$Y", "yes"),
         ('if [ "$X" != "" ]; then Y=1; elif [[ abc == a* ]]; then Y=2; fi; data.train_files=a$Y', "a2"),
         ("X=a; X+=b; data.train_files=$X", "ab"),
+        ("X=(a b c); Y=(${X[@]:1}); data.train_files=${Y[0]}${#Y[@]}", "b2"),
+        ("f() { Y=${*:2}; }\nf a b c; data.train_files=$Y", "b c"),
+        ("while [[ $# -gt 0 ]]; do shift; done; data.train_files=a$#", "a0"),
         ('X=; data.train_files="a"$X', "a"),
         ("export X=a; data.train_files='$X'", "$X"),
         ("data.train_files=a\\ b", "a b"),
@@ -419,6 +422,14 @@ def test_a_whole_command_line_is_taken_too(tmp_path, monkeypatch, capsys):
     words = ["WANDB_MODE=offline", "python3", "-m", "verl.trainer.main_ppo", *GOOD]
     assert main(["from-verl", "--json", "--", *words]) == 0
     assert json.loads(capsys.readouterr().out)["translated"]["WANDB_MODE"] == {"WANDB_MODE": "offline"}
+
+
+@pytest.mark.slow
+def test_run_starts_the_launch_script(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    words = [*GOOD, "trainer.n_gpus_per_node=1", "data.train_files=nowhere.parquet", "data.train_batch_size=256"]
+    assert main(["from-verl", "--run", "--", *words]) == 2  # the script's own check of the recipe
+    assert "nowhere.parquet" in capfd.readouterr().err
 
 
 def test_several_nodes_get_accelerates_command(tmp_path, monkeypatch, capsys):

@@ -93,7 +93,7 @@ def read_script(path: Path, environment: Mapping[str, str]) -> tuple[Launch, Scr
         raise UserError(f"{path}: cannot be read: {error}") from error
     script = Script(place=str(path), variables={**environment, "0": str(path)})
     script.variables["PWD"] = os.getcwd()
-    return read_source(script, source.replace(b"\r\n", b"\n"))
+    return read_source(script, source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n"))
 
 
 def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
@@ -655,6 +655,9 @@ def _braced(script: Script, node: Node) -> str | list[str]:
         return str(len(value))
     if absent:
         return _or_default(script, node, _text(target), operator, value, operand)
+    if isinstance(value, list) and operator == ":" and operand.isdigit():
+        first = int(operand)
+        return value[max(0, first - 1) if _text(target) in ("@", "*") else first :]
     if isinstance(value, list) or not operator:
         return value if not operator else script.unknown(node, f"{_text(node)} is only known to a run")
     if script.reasons_in(value + operand):
