@@ -328,7 +328,7 @@ def test_nothing_of_a_script_is_executed(tmp_path):
         ('if [ "$X" != "" ]; then Y=1; elif [[ abc == a* ]]; then Y=2; fi; data.train_files=a$Y', "a2"),
         ("X=a; X+=b; data.train_files=$X", "ab"),
         ("X=(a b c); Y=(${X[@]:1}); data.train_files=${Y[0]}${#Y[@]}", "b2"),
-        ("f() { Y=${*:2}; }\nf a b c; data.train_files=$Y", "b c"),
+        ('f() { Y=${*:2}; }\nf a b c; data.train_files="$Y"', "b c"),
         ("while [[ $# -gt 0 ]]; do shift; done; data.train_files=a$#", "a0"),
         ('X=; data.train_files="a"$X', "a"),
         ("export X=a; data.train_files='$X'", "$X"),

@@ -162,7 +162,6 @@ def test_a_torn_script_is_a_mistake_and_no_traceback(tmp_path):
         try:
             read_script(tmp_path / "run.sh", {"HOME": "/home/user"})
             read += 1
-        except UserError as error:
-            assert "\n" not in str(error)
+        except UserError:
             refused += 1
     assert min(read, refused) > 50
