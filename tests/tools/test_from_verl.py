@@ -245,7 +245,22 @@ def test_each_pass_over_a_rollout_counts_as_updates():
     assert (found["training.num_iterations"], found["training.save_steps"]) == (2, 40)
 
 
-def test_daposs_punishment_weighs_as_in_verl():
+def test_vllm_keeps_its_settings_and_corrects_only_where_verl_does():
+    found = values(of(SCRIPTS / "ascend_support_grpo.sh", engine="vllm"))
+    assert found["rollout.engine"] == "vllm"
+    assert found["training.vllm_tensor_parallel_size"] == 2
+    assert found["training.vllm_gpu_memory_utilization"] == 0.6
+    assert found["training.vllm_importance_sampling_correction"] is False  # TRL's default is true
+    cap = "+actor_rollout_ref.actor.tis_imp_ratio_cap=2"
+    corrected = values(of(SCRIPTS / "ascend_support_grpo.sh", cap, engine="vllm"))
+    assert corrected["training.vllm_importance_sampling_correction"] is True
+    assert corrected["training.vllm_importance_sampling_mode"] == "token_truncate"
+    assert corrected["training.vllm_importance_sampling_clip_max"] == 2.0
+    own = values(of(SCRIPTS / "ascend_support_grpo.sh", cap))
+    assert (own["rollout.importance_correction"], "training.vllm_mode" in own) == ("token", False)
+
+
+def test_dapos_punishment_weighs_as_in_verl():
     buffer = ("enable=True", "len=4096", "penalty_factor=0.5")
     words = [f"+reward_model.overlong_buffer.{word}" for word in buffer]
     found = values(of(None, *GOOD, *words, "data.train_files=dapo.parquet"))

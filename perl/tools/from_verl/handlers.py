@@ -153,8 +153,23 @@ def importance_correction(value: Any, verl: Verl) -> Outcome:
         return NoEffect(f"{shown(value)} leaves it off, as it is here")
     if value not in ("token", "sequence"):
         return Refused(f"{shown(value)}: only token and sequence are there")
-    limit = verl["algorithm.rollout_correction.rollout_is_threshold"]
-    return Translated({"rollout.importance_correction": value, "training.vllm_importance_sampling_clip_max": limit})
+    return corrected(value, verl["algorithm.rollout_correction.rollout_is_threshold"], verl)
+
+
+def importance_cap(value: Any, verl: Verl) -> Outcome:
+    """tis_imp_ratio_cap of versions 0.5 and 0.6: the same, of tokens."""
+    if value is None or number(value) <= 0:
+        return NoEffect("off, as it is here")
+    return corrected("token", value, verl)
+
+
+def corrected(level: str, limit: Any, verl: Verl) -> Outcome:
+    """Ratios of `level`, cut at `limit`; with vLLM TRL's own fields say so."""
+    cut = {"training.vllm_importance_sampling_clip_max": number(limit)}
+    if verl.choices.engine != "vllm":
+        return Translated({"rollout.importance_correction": level, **cut})
+    mode = {"training.vllm_importance_sampling_mode": f"{level}_truncate"}
+    return Translated({"training.vllm_importance_sampling_correction": True, **mode, **cut})
 
 
 # Optimizer
@@ -294,7 +309,12 @@ def engine(value: Any, verl: Verl) -> Outcome:
         return Refused(f"{shown(value)}: vllm, sglang and hf are known")
     chosen = verl.choices.engine
     note = "" if chosen == value else "the same policy is sampled, by perl's own decode loop; --engine vllm takes vLLM"
-    return Translated({"rollout.engine": chosen}, note)
+    if chosen != "vllm":
+        return Translated({"rollout.engine": chosen}, note)
+    fields = {"rollout.engine": chosen, "training.vllm_mode": "colocate"}
+    if not verl[f"{ACTOR}.tis_imp_ratio_cap"] and not verl["algorithm.rollout_correction.rollout_is"]:
+        fields["training.vllm_importance_sampling_correction"] = False  # TRL's default masks whole completions
+    return Translated(fields, note)
 
 
 def vllm_only(field: str, nearest: str) -> Handler:
