@@ -442,9 +442,9 @@ def test_a_whole_command_line_is_taken_too(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_run_starts_the_launch_script(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    words = [*GOOD, "trainer.n_gpus_per_node=1", "data.train_files=nowhere.parquet", "data.train_batch_size=256"]
+    words = [*GOOD, "trainer.n_gpus_per_node=1", "actor_rollout_ref.model.path=/nowhere/model"]
     assert main(["from-verl", "--run", "--", *words]) == 2  # the script's own check of the recipe
-    assert "nowhere.parquet" in capfd.readouterr().err
+    assert "/nowhere/model: no such folder" in capfd.readouterr().err
 
 
 def test_several_nodes_get_accelerates_command(tmp_path, monkeypatch, capsys):

@@ -28,7 +28,6 @@ from perl.tools.from_verl.outcomes import (
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
-PPO = "it is the critic's, and PPO with a critic is not there yet"
 NO_CRITIC = "there is no critic but with algorithm.adv_estimator=gae"
 SPEED = "speed and memory only: the result is the same"
 
@@ -70,7 +69,7 @@ def devices(value: Any, verl: Verl) -> Outcome:
 
 def dynamic_batches(value: Any, verl: Verl) -> Outcome:
     if not value:
-        return NoEffect("micro-batches have so many rows as ppo_micro_batch_size_per_gpu says")
+        return NoEffect("micro-batches have as many rows as ppo_micro_batch_size_per_gpu says")
     return Translated({"training.max_tokens_per_microbatch": verl[f"{ACTOR}.ppo_max_token_len_per_gpu"]})
 
 
@@ -86,7 +85,9 @@ def estimator(value: Any, verl: Verl) -> Outcome:
     if value in ("grpo", "grpo_vectorized"):
         return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
     if value == "gae":
-        return Refused("gae (verl's default) is PPO with a critic, which is not there yet; the nearest is grpo, n=2 up")
+        return Refused(
+            "gae (verl's default) is PPO with a critic, which is not there yet; the nearest is grpo with rollout.n=8"
+        )
     if value in ("rloo", "rloo_vectorized"):
         return Refused(
             f"{value}: the nearest is grpo with norm_adv_by_std_in_grpo=False, whose advantages are RLOO's times"
