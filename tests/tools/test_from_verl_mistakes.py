@@ -25,6 +25,7 @@ WORDS = {
         ["--", *GOOD.split(), "actor_rollout_ref.actor.lr=1e-6"],
         "did you mean actor_rollout_ref.actor.optim.lr?",
     ),
+    "unknown key alone": (["--", "data.train_batchsize=64"], "did you mean data.train_batch_size?"),
     "unknown new key": (["--", *GOOD.split(), "+trainer.nosie_injection.enabled=True"], "verl has no such key"),
     "no equals sign": (["--", *GOOD.split(), "trainer.nnodes"], "a setting is written KEY=VALUE"),
     "a flag": (["--", *GOOD.split(), "--trainer.nnodes=1"], "--trainer.nnodes: not one of --config-name"),
