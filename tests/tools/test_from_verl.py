@@ -426,9 +426,11 @@ def test_json_is_one_line_with_each_key_in_one_list(tmp_path, monkeypatch, capsy
     assert found["translated"]["data.train_batch_size"] == {"training.steps_per_generation": 4}
 
 
-def test_words_after_a_file_go_before_it(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("flags", [[["--json"], []], [[], ["--json"]], [["--json"], ["--output", "r.yaml"]]])
+def test_words_after_a_file_go_before_it(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
-    assert main(["from-verl", "--json", str(SCRIPTS / "npu_aqn_launch.sh"), "--", *HBM]) == 0
+    before, after = flags
+    assert main(["from-verl", *before, str(SCRIPTS / "npu_aqn_launch.sh"), *after, "--", *HBM]) == 0
     assert json.loads(capsys.readouterr().out)["batch"]["completions_per_rollout"] == 512
 
 

@@ -312,7 +312,7 @@ def engine(value: Any, verl: Verl) -> Outcome:
     note = "" if chosen == value else "the same policy is sampled, by perl's own decode loop; --engine vllm takes vLLM"
     if chosen != "vllm":
         return Translated({"rollout.engine": chosen}, note)
-    fields = {"rollout.engine": chosen, "training.vllm_mode": "colocate"}
+    fields: dict[str, Any] = {"rollout.engine": chosen, "training.vllm_mode": "colocate"}
     if not verl[f"{ACTOR}.tis_imp_ratio_cap"] and not verl["algorithm.rollout_correction.rollout_is"]:
         fields["training.vllm_importance_sampling_correction"] = False  # TRL's default masks whole completions
     return Translated(fields, note)
