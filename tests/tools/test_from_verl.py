@@ -345,6 +345,7 @@ def test_nothing_of_a_script_is_executed(tmp_path):
         ("X=(a b c); Y=(${X[@]:1}); data.train_files=${Y[0]}${#Y[@]}", "b2"),
         ('f() { Y=${*:2}; }\nf a b c; data.train_files="$Y"', "b c"),
         ("while [[ $# -gt 0 ]]; do shift; done; data.train_files=a$#", "a0"),
+        ('A=("data.seed=1" "x y"); data.train_files="${A[1]}" "${@:1}" "$@"', "x y"),
         ('X=; data.train_files="a"$X', "a"),
         ("export X=a; data.train_files='$X'", "$X"),
         ("data.train_files=a\\ b", "a b"),
