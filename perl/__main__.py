@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from perl import __version__
 from perl.errors import lookup, report_errors
+
+if TYPE_CHECKING:
+    from perl.config.parser import Parser
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, what it does). Imported when asked for.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -40,7 +45,21 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog=f"python -m perl {name}", description=description)
     module.add_arguments(parser)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    return module.run(parser.parse_args(arguments))
+    return module.run(parser.parse_args(flags_first(parser, arguments)))
+
+
+def flags_first(parser: Parser, arguments: list[str]) -> list[str]:
+    """Flags before the other words, where `--` follows: argparse takes `FILE --json -- WORD` for two lists of words."""
+    if "--" not in arguments:
+        return arguments
+    end = arguments.index("--")
+    before, flags, others = iter(arguments[:end]), [], []
+    takes_value = {option for action in parser._actions if action.nargs != 0 for option in action.option_strings}
+    for word in before:
+        (flags if word.startswith("-") else others).append(word)
+        if word in takes_value:
+            flags.extend(itertools.islice(before, 1))
+    return [*flags, *others, *arguments[end:]]
 
 
 def usage() -> str:

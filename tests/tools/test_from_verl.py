@@ -245,7 +245,22 @@ def test_each_pass_over_a_rollout_counts_as_updates():
     assert (found["training.num_iterations"], found["training.save_steps"]) == (2, 40)
 
 
-def test_daposs_punishment_weighs_as_in_verl():
+def test_vllm_keeps_its_settings_and_corrects_only_where_verl_does():
+    found = values(of(SCRIPTS / "ascend_support_grpo.sh", engine="vllm"))
+    assert found["rollout.engine"] == "vllm"
+    assert found["training.vllm_tensor_parallel_size"] == 2
+    assert found["training.vllm_gpu_memory_utilization"] == 0.6
+    assert found["training.vllm_importance_sampling_correction"] is False  # TRL's default is true
+    cap = "+actor_rollout_ref.actor.tis_imp_ratio_cap=2"
+    corrected = values(of(SCRIPTS / "ascend_support_grpo.sh", cap, engine="vllm"))
+    assert corrected["training.vllm_importance_sampling_correction"] is True
+    assert corrected["training.vllm_importance_sampling_mode"] == "token_truncate"
+    assert corrected["training.vllm_importance_sampling_clip_max"] == 2.0
+    own = values(of(SCRIPTS / "ascend_support_grpo.sh", cap))
+    assert (own["rollout.importance_correction"], "training.vllm_mode" in own) == ("token", False)
+
+
+def test_dapos_punishment_weighs_as_in_verl():
     buffer = ("enable=True", "len=4096", "penalty_factor=0.5")
     words = [f"+reward_model.overlong_buffer.{word}" for word in buffer]
     found = values(of(None, *GOOD, *words, "data.train_files=dapo.parquet"))
@@ -327,6 +342,10 @@ def test_nothing_of_a_script_is_executed(tmp_path):
         ("[[ -z $X && 2 -gt 1 ]] && Y=yes; data.train_files=$Y", "yes"),
         ('if [ "$X" != "" ]; then Y=1; elif [[ abc == a* ]]; then Y=2; fi; data.train_files=a$Y', "a2"),
         ("X=a; X+=b; data.train_files=$X", "ab"),
+        ("X=(a b c); Y=(${X[@]:1}); data.train_files=${Y[0]}${#Y[@]}", "b2"),
+        ('f() { Y=${*:2}; }\nf a b c; data.train_files="$Y"', "b c"),
+        ("while [[ $# -gt 0 ]]; do shift; done; data.train_files=a$#", "a0"),
+        ('A=("data.seed=1" "x y"); data.train_files="${A[1]}" "${@:1}" "$@"', "x y"),
         ('X=; data.train_files="a"$X', "a"),
         ("export X=a; data.train_files='$X'", "$X"),
         ("data.train_files=a\\ b", "a b"),
@@ -408,9 +427,11 @@ def test_json_is_one_line_with_each_key_in_one_list(tmp_path, monkeypatch, capsy
     assert found["translated"]["data.train_batch_size"] == {"training.steps_per_generation": 4}
 
 
-def test_words_after_a_file_go_before_it(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("flags", [[["--json"], []], [[], ["--json"]], [["--json"], ["--output", "r.yaml"]]])
+def test_words_after_a_file_go_before_it(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
-    assert main(["from-verl", "--json", str(SCRIPTS / "npu_aqn_launch.sh"), "--", *HBM]) == 0
+    before, after = flags
+    assert main(["from-verl", *before, str(SCRIPTS / "npu_aqn_launch.sh"), *after, "--", *HBM]) == 0
     assert json.loads(capsys.readouterr().out)["batch"]["completions_per_rollout"] == 512
 
 
@@ -419,6 +440,14 @@ def test_a_whole_command_line_is_taken_too(tmp_path, monkeypatch, capsys):
     words = ["WANDB_MODE=offline", "python3", "-m", "verl.trainer.main_ppo", *GOOD]
     assert main(["from-verl", "--json", "--", *words]) == 0
     assert json.loads(capsys.readouterr().out)["translated"]["WANDB_MODE"] == {"WANDB_MODE": "offline"}
+
+
+@pytest.mark.slow
+def test_run_starts_the_launch_script(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    words = [*GOOD, "trainer.n_gpus_per_node=1", "actor_rollout_ref.model.path=/nowhere/model"]
+    assert main(["from-verl", "--run", "--", *words]) == 2  # the script's own check of the recipe
+    assert "/nowhere/model: no such folder" in capfd.readouterr().err
 
 
 def test_several_nodes_get_accelerates_command(tmp_path, monkeypatch, capsys):

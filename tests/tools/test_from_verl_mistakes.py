@@ -1,11 +1,14 @@
 """Mistakes in commands, scripts and configurations of verl: each is one line on stderr and exit code 2."""
 
 import sys
+from pathlib import Path
+from random import Random
 
 import pytest
 
 from perl.__main__ import main
-from perl.errors import report_errors
+from perl.errors import UserError, report_errors
+from perl.tools.from_verl.shell import read_script
 
 GOOD = (
     "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
@@ -22,6 +25,7 @@ WORDS = {
         ["--", *GOOD.split(), "actor_rollout_ref.actor.lr=1e-6"],
         "did you mean actor_rollout_ref.actor.optim.lr?",
     ),
+    "unknown key alone": (["--", "data.train_batchsize=64"], "did you mean data.train_batch_size?"),
     "unknown new key": (["--", *GOOD.split(), "+trainer.nosie_injection.enabled=True"], "verl has no such key"),
     "no equals sign": (["--", *GOOD.split(), "trainer.nnodes"], "a setting is written KEY=VALUE"),
     "a flag": (["--", *GOOD.split(), "--trainer.nnodes=1"], "--trainer.nnodes: not one of --config-name"),
@@ -142,3 +146,23 @@ def test_a_mistake_in_a_configuration_is_one_line(capsys, tmp_path, text, said):
 def test_nothing_is_written_where_something_is_refused(capsys, tmp_path):
     mistake(capsys, "--output", "r.yaml", "--", *GOOD.split(), "algorithm.use_kl_in_reward=True")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_script_is_a_mistake_and_no_traceback(tmp_path):
+    """Scripts with characters lost, doubled or put in: read, or refused in one line."""
+    wild = sorted((Path(__file__).parents[1] / "verl" / "wild").glob("*.sh"))
+    random = Random(0)
+    read = refused = 0
+    for _ in range(300):
+        text = random.choice(wild).read_text()
+        for _ in range(random.randint(1, 4)):
+            at, other = random.randrange(len(text)), random.randrange(len(text))
+            put = random.choice([*"$\"'`\\(){}[]=~+@#|;<*!\n", "${", "$((", "&&", text[other : other + 40]])
+            text = text[:at] + put + text[at + random.choice([0, 0, 1, 30]) :]
+        (tmp_path / "run.sh").write_text(text)
+        try:
+            read_script(tmp_path / "run.sh", {"HOME": "/home/user"})
+            read += 1
+        except UserError:
+            refused += 1
+    assert min(read, refused) > 50

@@ -74,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(as_text(result, recipe, command))
     if result.refused:
-        for key, why in result.refused.items():
+        # What the user wrote goes first: what is missing besides may come of the same mistake, and stands in the list.
+        written = {key: why for key, why in result.refused.items() if key in result.values}
+        for key, why in (written or result.refused).items():
             print(f"error: {_setting(result, key)}: {why}", file=sys.stderr)
         return EXIT_USER_ERROR
     return _start(result, recipe) if args.run else 0

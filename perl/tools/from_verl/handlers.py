@@ -28,7 +28,6 @@ from perl.tools.from_verl.outcomes import (
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
-PPO = "it is the critic's, and PPO with a critic is not there yet"
 NO_CRITIC = "there is no critic but with algorithm.adv_estimator=gae"
 SPEED = "speed and memory only: the result is the same"
 
@@ -70,7 +69,7 @@ def devices(value: Any, verl: Verl) -> Outcome:
 
 def dynamic_batches(value: Any, verl: Verl) -> Outcome:
     if not value:
-        return NoEffect("micro-batches have so many rows as ppo_micro_batch_size_per_gpu says")
+        return NoEffect("micro-batches have as many rows as ppo_micro_batch_size_per_gpu says")
     return Translated({"training.max_tokens_per_microbatch": verl[f"{ACTOR}.ppo_max_token_len_per_gpu"]})
 
 
@@ -86,7 +85,9 @@ def estimator(value: Any, verl: Verl) -> Outcome:
     if value in ("grpo", "grpo_vectorized"):
         return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
     if value == "gae":
-        return Refused("gae (verl's default) is PPO with a critic, which is not there yet; the nearest is grpo, n=2 up")
+        return Refused(
+            "gae (verl's default) is PPO with a critic, which is not there yet; the nearest is grpo with rollout.n=8"
+        )
     if value in ("rloo", "rloo_vectorized"):
         return Refused(
             f"{value}: the nearest is grpo with norm_adv_by_std_in_grpo=False, whose advantages are RLOO's times"
@@ -153,8 +154,23 @@ def importance_correction(value: Any, verl: Verl) -> Outcome:
         return NoEffect(f"{shown(value)} leaves it off, as it is here")
     if value not in ("token", "sequence"):
         return Refused(f"{shown(value)}: only token and sequence are there")
-    limit = verl["algorithm.rollout_correction.rollout_is_threshold"]
-    return Translated({"rollout.importance_correction": value, "training.vllm_importance_sampling_clip_max": limit})
+    return corrected(value, verl["algorithm.rollout_correction.rollout_is_threshold"], verl)
+
+
+def importance_cap(value: Any, verl: Verl) -> Outcome:
+    """tis_imp_ratio_cap of versions 0.5 and 0.6: the same, of tokens."""
+    if value is None or number(value) <= 0:
+        return NoEffect("off, as it is here")
+    return corrected("token", value, verl)
+
+
+def corrected(level: str, limit: Any, verl: Verl) -> Outcome:
+    """Ratios of `level`, cut at `limit`; with vLLM TRL's own fields say so."""
+    cut = {"training.vllm_importance_sampling_clip_max": number(limit)}
+    if verl.choices.engine != "vllm":
+        return Translated({"rollout.importance_correction": level, **cut})
+    mode = {"training.vllm_importance_sampling_mode": f"{level}_truncate"}
+    return Translated({"training.vllm_importance_sampling_correction": True, **mode, **cut})
 
 
 # Optimizer
@@ -294,7 +310,12 @@ def engine(value: Any, verl: Verl) -> Outcome:
         return Refused(f"{shown(value)}: vllm, sglang and hf are known")
     chosen = verl.choices.engine
     note = "" if chosen == value else "the same policy is sampled, by perl's own decode loop; --engine vllm takes vLLM"
-    return Translated({"rollout.engine": chosen}, note)
+    if chosen != "vllm":
+        return Translated({"rollout.engine": chosen}, note)
+    fields: dict[str, Any] = {"rollout.engine": chosen, "training.vllm_mode": "colocate"}
+    if not verl[f"{ACTOR}.tis_imp_ratio_cap"] and not verl["algorithm.rollout_correction.rollout_is"]:
+        fields["training.vllm_importance_sampling_correction"] = False  # TRL's default masks whole completions
+    return Translated(fields, note)
 
 
 def vllm_only(field: str, nearest: str) -> Handler:

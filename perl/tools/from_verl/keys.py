@@ -30,6 +30,7 @@ from perl.tools.from_verl.handlers import (
     estimator,
     full_parameters,
     group_size,
+    importance_cap,
     importance_correction,
     kl_in_reward,
     kl_loss,
@@ -65,7 +66,6 @@ from perl.tools.from_verl.handlers import (
 from perl.tools.from_verl.outcomes import (
     Handler,
     NoEffect,
-    Translated,
     no_effect,
     number,
     one_or_more,
@@ -152,13 +152,7 @@ KEYS: dict[str, Handler] = {
     ),
     "algorithm.rollout_correction.rollout_rs": refused("rejection of rows by their ratio is not there"),
     "algorithm.rollout_correction.bypass_mode": refused("the trainer's own log-probabilities are always computed"),
-    f"{ACTOR}.tis_imp_ratio_cap": lambda value, verl: (
-        NoEffect("off, as it is here")
-        if value is None or value <= 0
-        else Translated(
-            {"rollout.importance_correction": "token", "training.vllm_importance_sampling_clip_max": float(value)}
-        )
-    ),
+    f"{ACTOR}.tis_imp_ratio_cap": importance_cap,
     f"{ACTOR}.use_kl_loss": kl_loss,
     f"{ACTOR}.kl_loss_coef": where(lambda verl: verl[f"{ACTOR}.use_kl_loss"], kl_loss, "use_kl_loss is False"),
     f"{ACTOR}.kl_loss_type": where(lambda verl: verl[f"{ACTOR}.use_kl_loss"], kl_type, "use_kl_loss is False"),

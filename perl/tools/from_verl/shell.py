@@ -93,7 +93,7 @@ def read_script(path: Path, environment: Mapping[str, str]) -> tuple[Launch, Scr
         raise UserError(f"{path}: cannot be read: {error}") from error
     script = Script(place=str(path), variables={**environment, "0": str(path)})
     script.variables["PWD"] = os.getcwd()
-    return read_source(script, source.replace(b"\r\n", b"\n"))
+    return read_source(script, source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n"))
 
 
 def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
@@ -318,6 +318,8 @@ def _builtin(script: Script, node: Node, words: list[str]) -> None:
         raise UserError(f"{script.at(node)}: eval makes a command that only a run shows; write the command itself")
     elif name in ("bash", "sh", "/bin/bash", "/bin/sh") and "-c" in arguments[:-1]:
         _inner(script, node, arguments[arguments.index("-c") + 1])
+    elif name == "printf" and arguments[:1] == ["-v"] and len(arguments) > 1:
+        script.variables[arguments[1]] = script.unknown(node, f"printf sets {arguments[1]}")
     elif name in SETS_VARIABLES:
         for word in arguments:
             if match := re.match(r"[A-Za-z_]\w*", word):
@@ -590,15 +592,18 @@ def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str]
 
 
 def _string_parts(script: Script, node: Node) -> Iterator[tuple[list[str], str]]:
-    if not re.fullmatch(r'"\$(@|\{\w+\[@\]\}|\{@\})"', _text(node)):
-        yield [""], ""  # "" is a word; "$@" without arguments is none
+    parts: list[tuple[list[str], str]] = []
     for gap, child in _with_gaps(node):
         if gap:
-            yield [gap], ""
+            parts.append(([gap], ""))
         if child.type in ("string_content", "$"):
-            yield [re.sub(r'\\([\\$"`\n])', lambda m: m[1].strip("\n"), _text(child))], ""
+            parts.append(([re.sub(r'\\([\\$"`\n])', lambda m: m[1].strip("\n"), _text(child))], ""))
         elif child.type != '"':
-            yield from _parts(script, child, quoted=True)
+            parts += _parts(script, child, quoted=True)
+    array_alone = any(kind == "array" for _, kind in parts) and not any("".join(p) for p, kind in parts if not kind)
+    if not array_alone:
+        yield [""], ""  # "" is a word; "$@" without arguments is none
+    yield from parts
 
 
 def _with_gaps(node: Node) -> Iterator[tuple[str, Node]]:
@@ -655,6 +660,9 @@ def _braced(script: Script, node: Node) -> str | list[str]:
         return str(len(value))
     if absent:
         return _or_default(script, node, _text(target), operator, value, operand)
+    if isinstance(value, list) and operator == ":" and operand.isdigit():
+        first = int(operand)
+        return value[max(0, first - 1) if _text(target) in ("@", "*") else first :]
     if isinstance(value, list) or not operator:
         return value if not operator else script.unknown(node, f"{_text(node)} is only known to a run")
     if script.reasons_in(value + operand):

@@ -27,6 +27,7 @@ from perl.tools.from_verl.outcomes import (
     shown,
 )
 from perl.tools.from_verl.overrides import Command, Unreadable, default_keys
+from perl.tools.from_verl.shell import UNKNOWN
 
 
 @dataclass
@@ -132,12 +133,12 @@ def _environment(result: Translation, command: Command) -> None:
         if is_secret(name, value):
             result.no_effect[name] = "a secret, which is not printed: export it in the shell that starts the run"
             continue
-        if name in ENVIRONMENT and "\ue000" not in value:
+        if name in ENVIRONMENT and not UNKNOWN.search(value):
             result.translated[name] = {name: value}
         else:
             why = next((why for start, why in NO_VARIABLE.items() if name.startswith(start)), "nothing here reads it")
             result.no_effect[name] = why
-        result.values[name] = value
+        result.values[name] = UNKNOWN.sub("?", value)
 
 
 def _notes(verl: Verl, result: Translation) -> list[str]:
