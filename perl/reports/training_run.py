@@ -18,6 +18,8 @@ from perl.errors import UserError
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+OF_A_STEP = ("reward", "loss", "eval_loss")
+"""A row that has one of these is of a step, and not another evaluation's or the summary at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def read_training_run(folder: Path) -> TrainingRun:
         try:
             row = json.loads(line)
             # Else the summary at the end. The reward stands only where a step sampled.
-            step = int(row["step"]) if row.keys() & {"reward", "loss", "eval_loss"} else None
+            step = int(row["step"]) if any(name in row for name in OF_A_STEP) else None
             if own := {name: value for name, value in row.items() if name.startswith("val-")}:
                 scores[int(row["step"])] = own
         except (ValueError, KeyError, TypeError, AttributeError):

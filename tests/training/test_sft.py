@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from perl.adapters import ADAPTERS
 from perl.config.load import parse as parse_grpo
 from perl.config.sft import parse
-from perl.errors import UserError
+from perl.errors import Stopped, UserError
 from perl.prompts import encode
 from perl.reports.page import write_report
 from perl.tasks.trained import read_trained
+from perl.training.callbacks import MetricsWriter
 from perl.training.run import train
 from perl.training.setup import build_dataset
 from perl.training.sft import fine_tune, import_trainer
@@ -283,6 +285,17 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path, tuned, model
     run = fine_tune(argv(model, data, tmp_path / "run", **flags, **more))
     assert [row["step"] for row in metrics(run) if "loss" in row] == [5, 6, 7, 8]
     require_same(weights(run / "adapter"), weights(tuned / "adapter"))
+
+
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, model, data):
+    def stop(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # after the end of step 1: step 2 is finished
+
+    monkeypatch.setattr(MetricsWriter, "on_log", stop)
+    with pytest.raises(Stopped, match="SIGTERM after step 2 of 5, checkpoint-2 is saved"):
+        fine_tune(argv(model, data, tmp_path / "run", training__max_steps=5))
+    assert (tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
