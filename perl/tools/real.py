@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl.checkpoints import resolve_model
+from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
 from perl.errors import UserError, lookup
 from perl.records import Sampling
@@ -68,7 +69,7 @@ class Settings:
     held_out: int | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("--output_dir", required=True, help="folder for everything; of an earlier run: it goes on")
     parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of rows, training and evaluation")
     parser.add_argument("--engine", type=Engine, default="hf", help="what evaluates: transformers or vLLM")
@@ -76,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
     parser.add_argument("--sft_rows", type=PositiveInt, default=350, help="training rows for SFT; GRPO has the others")
     for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
-        parser.add_argument(f"--{name}", type=PositiveInt | None, default=None, help=f"{what}; default: its recipe's")
-    parser.add_argument("--held_out", type=PositiveInt | None, default=None, help="score on only the first so many")
+        parser.add_argument(f"--{name}", type=PositiveInt, default=None, help=f"{what}; default: its recipe's")
+    parser.add_argument("--held_out", type=PositiveInt, default=None, help="score on only the first so many")
 
 
 def run(args: argparse.Namespace) -> int:

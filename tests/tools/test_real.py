@@ -2,6 +2,11 @@
 is slow."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,3 +120,42 @@ def test_a_training_that_ended_before_its_first_checkpoint_starts_again(tmp_path
 def test_a_wrong_model_is_corrected(tmp_path):
     with pytest.raises(UserError, match=r"^--model: unknown model 'smollm'; did you mean 'smollm2'"):
         real.get_model("smollm", tmp_path, quiet())
+
+
+@pytest.mark.slow
+def test_all_stages_and_a_run_that_was_interrupted(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "perl", "real", "--output_dir", str(folder), "--seed", "3"]
+    command += ["--model", "assets/quickstart-base", "--data", "assets/quickstart-data"]
+    command += ["--sft_rows", "64", "--sft_steps", "2", "--grpo_steps", "2", "--held_out", "8"]
+
+    def start() -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+
+    first = start()
+    while first.poll() is None and not (folder / "sft").is_dir():
+        time.sleep(0.2)
+    assert first.poll() is None
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    second = start()
+    output, errors = second.communicate(timeout=1500)
+    assert second.returncode == 0, output + errors
+    lines = output.splitlines()
+    assert "score base: finished before" in lines
+    result = json.loads(lines[-1])
+    assert result == json.loads((folder / "result.json").read_text())
+    assert set(result) == {"base", "sft", "grpo", "wall_s", "seed"}
+    hashes = set()
+    for name, place in (("base", "base"), ("sft", "after_sft"), ("grpo", "after_grpo")):
+        summary = json.loads((folder / place / "sampled" / "test" / "summary.json").read_text())
+        assert (summary["n"], summary["problems"]) == (8, 8)
+        assert result[name]["avg@8"] == round(summary["metrics"]["accuracy"]["value"], 4)
+        hashes.add(summary["adapter_hash"])
+    assert len(hashes) == 3
+    assert None in hashes
+    assert json.loads((folder / "grpo" / "adapter" / "adapter_config.json").read_text())["r"] == 16
+    assert lines[-2] == f"report: {folder / 'report.html'}"
+    third = start()
+    assert third.communicate(timeout=300)[0].count("finished before") == 5
