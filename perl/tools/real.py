@@ -13,6 +13,7 @@ import hashlib
 import json
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -26,23 +27,12 @@ from rich.table import Table
 from perl.checkpoints import resolve_model
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
-from perl.errors import UserError, lookup
+from perl.errors import Stopped, UserError, lookup
 from perl.records import Sampling
 from perl.results import write_json
+from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
-from perl.tools.stages import (
-    ROOT,
-    Engine,
-    Evaluation,
-    Scores,
-    StageError,
-    evaluate,
-    finish,
-    read_scores,
-    report,
-    start,
-    train,
-)
+from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, evaluate, read_scores, report, train
 from perl.training.rundir import last_whole_checkpoint
 
 MODEL = "smollm2"
@@ -96,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     )
     open_folder(folder, settings)
     write_data(folder / "data", settings, train_rows, test_rows)
+    signal.signal(signal.SIGTERM, stopped)
     console = Console()
     console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
     try:
@@ -106,6 +97,11 @@ def run(args: argparse.Namespace) -> int:
     write_json(folder / "result.json", result)
     print(json.dumps(result))
     return 0
+
+
+def stopped(signum: int, _: object) -> None:
+    """SIGTERM ends the stage that runs in good order, as Ctrl-C does."""
+    raise Stopped("the same command goes on from here", signum)
 
 
 def real(settings: Settings, folder: Path, console: Console) -> dict:
@@ -182,8 +178,7 @@ def get_model(model: str, folder: Path, console: Console) -> Path:
         if (target / RECORD).is_file():  # written whole, but ended before it was noted
             return
         command = [sys.executable, "-m", "perl", "fetch", model, "--output", str(target)]
-        process, log = start(command, folder / "fetch.log")
-        finish(process, log, "fetch")
+        stages.run(command, folder / "fetch.log", "fetch")
 
     once(folder, "fetch", console, fetch)
     return target
