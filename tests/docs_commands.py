@@ -6,11 +6,15 @@ flag without effect fails the page that shows it. A command that nothing here kn
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import itertools
+import json
 import re
 import shlex
+import shutil
 import subprocess
+import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +26,7 @@ from perl.__main__ import COMMANDS
 from perl.config.evaluation import parse as parse_evaluation
 from perl.config.load import parse as parse_training
 from perl.config.parser import Parser
+from perl.config.sft import parse as parse_fine_tuning
 from perl.training.rundir import default_run_dir
 
 ROOT = Path(__file__).parents[1]
@@ -96,8 +101,28 @@ def check_words(command: Command) -> None:
 def training(words: Sequence[str]) -> None:
     """The flags of a run, over the launch script's recipe unless they name another."""
     flags = [RECIPE if word.startswith("outputs/") and word.endswith("/config.yaml") else word for word in words]
+    flags = [adapter_folder() if before == "--config.peft.adapter" else word for before, word in with_before(flags)]
     parsed = parse_training(flags if "--recipe" in flags else ["--recipe", RECIPE, *flags])
     assert parsed.warnings == []
+
+
+def fine_tuning(words: Sequence[str]) -> None:
+    assert parse_fine_tuning(list(words)).warnings == []
+
+
+def with_before(words: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(["", *words], words, strict=False))
+
+
+@cache
+def adapter_folder() -> str:
+    """A folder that stands for the adapter of a run, of the recipe's shape."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    peft = parse_training(["--recipe", RECIPE]).values.peft
+    (folder / "adapter_config.json").write_text(json.dumps({**peft.as_dict(), "peft_type": "LORA"}))
+    (folder / "adapter_model.safetensors").touch()
+    return str(folder)
 
 
 def launcher(words: Sequence[str]) -> None:
@@ -105,8 +130,8 @@ def launcher(words: Sequence[str]) -> None:
 
     args = launch_command_parser().parse_args(list(words))
     assert (ROOT / args.config_file).is_file(), args.config_file
-    assert (args.module, args.training_script) == (True, "perl.train")
-    training(args.training_script_args)
+    assert args.module
+    {"perl.train": training, "perl.sft": fine_tuning}[args.training_script](args.training_script_args)
 
 
 def tool(words: Sequence[str]) -> None:
@@ -178,6 +203,7 @@ def our_sources() -> str:
 CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
     ("bash", LAUNCH): training,
     ("python", "-m", "perl.train"): training,
+    ("python", "-m", "perl.sft"): fine_tuning,
     ("accelerate", "launch"): launcher,
     ("python", "perl/eval.py"): lambda words: parse_evaluation(list(words)),
     ("python", "-m", "perl"): tool,

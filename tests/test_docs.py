@@ -19,7 +19,7 @@ from perl.__main__ import COMMANDS, main
 from perl.adapters.merge import MergeReport
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
-from perl.config.schema import GROUPS, NoiseConfig
+from perl.config.schema import GROUPS, NoiseConfig, SFTDatasetConfig
 from perl.grading import Grader
 from perl.noise.schedule import stage_at
 from perl.rewards import REWARDS, RewardContext, build_rewards, grade_rows
@@ -183,6 +183,13 @@ def default(field: dataclasses.Field) -> str:
 def test_fields_and_defaults_are_the_schemas(page):
     assert [row[:2] for row in table_with(page, "common.seed")] == [
         [f"{group}.{field.name}", default(field)] for group, cls in GROUPS.items() for field in dataclasses.fields(cls)
+    ]
+
+
+@pytest.mark.parametrize("page", BOTH["sft"], ids=name)
+def test_fields_and_defaults_of_fine_tuning_are_the_schemas(page):
+    assert [row[:2] for row in table_with(page, "dataset.eval_dataset")] == [
+        [f"dataset.{field.name}", default(field)] for field in dataclasses.fields(SFTDatasetConfig)
     ]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from perl.adapters.merge import load_adapter, merge_adapter, read_report, warn_of_other_base
 from perl.checkpoints import content_hash, require_adapter
 from perl.config.adapter import FLAG
+from perl.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +45,11 @@ def merge_into(model: Path, adapter: Path, output: Path, dtype: torch.dtype) -> 
     made_of = content_hash(model), content_hash(adapter), name
     if report and (report.base_hash, report.adapter_hash, report.dtype) == made_of:
         return
-    with _whole_weights():
-        merge_adapter(model, adapter, output, name)
+    try:
+        with _whole_weights():
+            merge_adapter(model, adapter, output, name)
+    except UserError as error:
+        raise UserError(f"{FLAG}_mode merge: {error}") from error
 
 
 @contextlib.contextmanager

@@ -26,7 +26,8 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     peft = values.peft
     if peft.adapter is None:
         return []
-    adapter = require_adapter(Path(peft.adapter).expanduser(), FLAG)
+    peft.adapter = str(Path(peft.adapter).expanduser())
+    adapter = require_adapter(Path(peft.adapter), FLAG)
     if adapter.get("peft_type") != "LORA":
         raise UserError(
             f"{FLAG} {peft.adapter}: is of method {adapter.get('peft_type')}; write the folder of a LoRA one"

@@ -18,6 +18,8 @@ from perl.errors import UserError
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+OF_A_STEP = ("reward", "loss", "eval_loss")
+"""A row that has one of these is of a step, and not another evaluation's or the summary at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ def read_training_run(folder: Path) -> TrainingRun:
     for line in (folder / METRICS).read_bytes().splitlines():
         try:
             row = json.loads(line)
-            kept = row.keys() & {"reward", "loss", "eval_loss"}  # else the summary at the end
+            kept = any(name in row for name in OF_A_STEP)
             step = int(row["step"]) if kept else None
         except (ValueError, KeyError, TypeError):
             broken += 1

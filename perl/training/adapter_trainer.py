@@ -41,9 +41,12 @@ class AdapterTrainer:
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
+        folder, pushed = Path(output_dir or self.args.output_dir or "."), Path(self.args.output_dir or ".")
+        # A run that goes on takes TRL's reference from peft.adapter again. From a checkpoint that holds it transformers
+        # would load the reference alone, and not the adapter.
+        shutil.rmtree(folder / "ref", ignore_errors=True)
         if self.write_card is None:
             return
-        folder, pushed = Path(output_dir or self.args.output_dir or "."), Path(self.args.output_dir or ".")
         self.write_card(folder, self.state.log_history)  # over PEFT's
         if self.args.push_to_hub and folder != pushed:
             shutil.copyfile(folder / "README.md", pushed / "README.md")

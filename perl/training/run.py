@@ -7,7 +7,6 @@ import functools
 import importlib
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -164,9 +163,8 @@ def users_error(where: str) -> Iterator[None]:
 
 
 def save_adapter(trainer: AdapterTrainer, folder: Path) -> None:
-    """The adapter and the tokenizer, without transformers' pickled arguments, and without TRL's reference."""
+    """The adapter and the tokenizer, without transformers' pickled arguments."""
     trainer.save_model(str(folder))
     if trainer.args.process_index == 0:
         (folder / "training_args.bin").unlink(missing_ok=True)
-        shutil.rmtree(folder / "ref", ignore_errors=True)
         log.info("adapter: %s", folder.resolve())

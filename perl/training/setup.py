@@ -78,7 +78,7 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     model = checkpoints.load_model(folder, MODEL_FLAG, dtype=dtype, **extra)
     model.name_or_path = name  # PEFT writes it into adapter_config.json: the hub's name, not a cache's folder
     if config.peft.adapter is not None and config.peft.adapter_mode == "continue":
-        return continued(model, Path(config.peft.adapter).expanduser())
+        return continued(model, Path(config.peft.adapter))
     return model
 
 
@@ -87,7 +87,7 @@ def merge_base(config: Config | SFTRunConfig, model: Path, dtype: torch.dtype) -
     output = Path(config.training.output_dir or ".") / "base"
     with config.training.main_process_first(local=False, desc="merging the adapter into the base"):
         if config.training.process_index == 0:
-            merge_into(model, Path(config.peft.adapter or "").expanduser(), output, dtype)
+            merge_into(model, Path(config.peft.adapter or ""), output, dtype)
             log.info("the adapter is trained on %s; score it with --model %s --adapter …", output, output)
     return output
 

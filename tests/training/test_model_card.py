@@ -63,7 +63,7 @@ def test_the_curve_has_its_ends_and_eight_steps_between():
     history = [{"step": step, "reward": step / 100, "loss": 0.0} for step in range(1, 101)]
     facts = run_facts(config(), ENVIRONMENT, [*history, {"step": 100, "train_loss": 0.1}])
     assert facts.steps == 100
-    assert (facts.first_reward, facts.last_reward) == ("0.055", "0.955")  # means of 0.01 … 0.10 and 0.91 … 1.00
+    assert (facts.first, facts.last) == ("0.055", "0.955")  # means of 0.01 … 0.10 and 0.91 … 1.00
     assert facts.curve_columns == ["step", "reward"]  # what was not logged has no column
     assert [row[0] for row in facts.curve] == ["1", "15", "29", "43", "58", "72", "86", "100"]
     assert facts.curve[-1] == ["100", "1.000"]
@@ -74,7 +74,7 @@ def test_the_curve_has_its_ends_and_eight_steps_between():
 
 def test_a_checkpoint_before_the_first_log_has_no_curve():
     facts = run_facts(config(), ENVIRONMENT, [])
-    assert (facts.steps, facts.first_reward, facts.curve) == (0, "–", [])
+    assert (facts.steps, facts.first, facts.curve) == (0, "–", [])
 
 
 def test_results_replace_those_between_the_marks_and_nothing_else():
