@@ -33,7 +33,7 @@ from perl.results import write_json
 from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
 from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, evaluate, read_scores, report, train
-from perl.training.rundir import last_whole_checkpoint
+from perl.training import rundir
 
 MODEL = "smollm2"
 DATA = ROOT.parent / "shared" / "data" / "svamp"
@@ -186,7 +186,8 @@ def get_model(model: str, folder: Path, console: Console) -> Path:
 
 def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console) -> Path:
     """Train from the start, or from the last checkpoint of an attempt that was interrupted."""
-    if folder.is_dir() and last_whole_checkpoint(folder) is not None:
+    last_file = rundir.TRAINER_STATE if module == "perl.sft" else rundir.ROLLOUT_STATE
+    if folder.is_dir() and rundir.last_whole_checkpoint(folder, last_file) is not None:
         flags = [*flags, "--config.training.resume_from_checkpoint", "true"]
     elif folder.is_dir():
         shutil.rmtree(folder)  # ended before its first checkpoint

@@ -100,19 +100,24 @@ def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
     assert real.read_stages(tmp_path) == noted
 
 
-def test_a_training_that_ended_before_its_first_checkpoint_starts_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "files"),
+    [("perl.sft", ["trainer_state.json"]), ("perl.train", ["trainer_state.json", "rollout_state_0.pt"])],
+)
+def test_a_training_goes_on_from_a_whole_checkpoint_and_else_starts_again(module, files, tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(real, "train", lambda *arguments: called.append(arguments))
-    folder = tmp_path / "grpo"
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("{}\n")
-    real.train_on("perl.train", real.GRPO_RECIPE, ["--flag"], folder, quiet())
+    folder = tmp_path / "run"
+    (folder / "checkpoint-10").mkdir(parents=True)
+    for name in files[:-1]:
+        (folder / "checkpoint-10" / name).touch()
+    real.train_on(module, real.GRPO_RECIPE, ["--flag"], folder, quiet())
     assert not folder.exists()
     assert called[-1][2] == ["--flag"]
     (folder / "checkpoint-10").mkdir(parents=True)
-    for name in ("trainer_state.json", "rollout_state_0.pt"):
+    for name in files:
         (folder / "checkpoint-10" / name).touch()
-    real.train_on("perl.train", real.GRPO_RECIPE, ["--flag"], folder, quiet())
+    real.train_on(module, real.GRPO_RECIPE, ["--flag"], folder, quiet())
     assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "true"]
 
 
