@@ -144,7 +144,7 @@ def read_gguf(file: Path, wheel: Wheel) -> tuple[PreTrainedModel, PreTrainedToke
 
     transformers_logging.disable_progress_bar()
     loading: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype="float32", **loading)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype="float32", **loading)
     read = transformers.AutoTokenizer.from_pretrained(file.parent, **loading)
     vocabulary = read.get_vocab()
     for token in (wheel.eos, wheel.pad):
@@ -196,7 +196,9 @@ def require_same(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
 
     again = load_tokenizer(folder, "--output", local_files_only=True)
     messages = [{"role": "user", "content": PROBE}]
-    prompts = [t.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for t in (tokenizer, again)]
+    prompts: list[Any] = [
+        t.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for t in (tokenizer, again)
+    ]
     tokens = [t(prompts[0], add_special_tokens=False).input_ids for t in (tokenizer, again)]
     if prompts[0] != prompts[1] or tokens[0] != tokens[1]:
         raise RuntimeError(f"{folder}: the tokenizer reads its own text differently after saving")

@@ -13,6 +13,7 @@ import hashlib
 import json
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,25 +25,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl.checkpoints import resolve_model
+from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
-from perl.errors import UserError, lookup
+from perl.errors import Stopped, UserError, lookup
 from perl.records import Sampling
 from perl.results import write_json
+from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
-from perl.tools.stages import (
-    ROOT,
-    Engine,
-    Evaluation,
-    Scores,
-    StageError,
-    evaluate,
-    finish,
-    read_scores,
-    report,
-    start,
-    train,
-)
-from perl.training.rundir import last_whole_checkpoint
+from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, evaluate, read_scores, report, train
+from perl.training import rundir
 
 MODEL = "smollm2"
 DATA = ROOT.parent / "shared" / "data" / "svamp"
@@ -68,7 +59,7 @@ class Settings:
     held_out: int | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("--output_dir", required=True, help="folder for everything; of an earlier run: it goes on")
     parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of rows, training and evaluation")
     parser.add_argument("--engine", type=Engine, default="hf", help="what evaluates: transformers or vLLM")
@@ -76,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
     parser.add_argument("--sft_rows", type=PositiveInt, default=350, help="training rows for SFT; GRPO has the others")
     for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
-        parser.add_argument(f"--{name}", type=PositiveInt | None, default=None, help=f"{what}; default: its recipe's")
-    parser.add_argument("--held_out", type=PositiveInt | None, default=None, help="score on only the first so many")
+        parser.add_argument(f"--{name}", type=PositiveInt, default=None, help=f"{what}; default: its recipe's")
+    parser.add_argument("--held_out", type=PositiveInt, default=None, help="score on only the first so many")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     )
     open_folder(folder, settings)
     write_data(folder / "data", settings, train_rows, test_rows)
+    signal.signal(signal.SIGTERM, stopped)
     console = Console()
     console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
     try:
@@ -105,6 +97,11 @@ def run(args: argparse.Namespace) -> int:
     write_json(folder / "result.json", result)
     print(json.dumps(result))
     return 0
+
+
+def stopped(signum: int, _: object) -> None:
+    """SIGTERM ends the stage that runs in good order, as Ctrl-C does."""
+    raise Stopped("the same command goes on from here", signum)
 
 
 def real(settings: Settings, folder: Path, console: Console) -> dict:
@@ -181,8 +178,7 @@ def get_model(model: str, folder: Path, console: Console) -> Path:
         if (target / RECORD).is_file():  # written whole, but ended before it was noted
             return
         command = [sys.executable, "-m", "perl", "fetch", model, "--output", str(target)]
-        process, log = start(command, folder / "fetch.log")
-        finish(process, log, "fetch")
+        stages.run(command, folder / "fetch.log", "fetch")
 
     once(folder, "fetch", console, fetch)
     return target
@@ -190,7 +186,8 @@ def get_model(model: str, folder: Path, console: Console) -> Path:
 
 def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console) -> Path:
     """Train from the start, or from the last checkpoint of an attempt that was interrupted."""
-    if folder.is_dir() and last_whole_checkpoint(folder) is not None:
+    last_file = rundir.TRAINER_STATE if module == "perl.sft" else rundir.ROLLOUT_STATE
+    if folder.is_dir() and rundir.last_whole_checkpoint(folder, last_file) is not None:
         flags = [*flags, "--config.training.resume_from_checkpoint", "true"]
     elif folder.is_dir():
         shutil.rmtree(folder)  # ended before its first checkpoint

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -67,11 +69,13 @@ def evaluate(how: Evaluation, folder: Path, console: Console, adapter: Path | No
     command += ["--adapter", str(adapter)] if adapter else []
     command += ["--use_vllm"] if how.engine == "vllm" else []
     running = []
-    for name, sampling in (("sampled", how.sampled), ("greedy", how.greedy)):
-        flags = {"n": sampling.n, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
-        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-        running.append(start([*command, *words, "--result_dir", str(folder / name)], folder / f"{name}.log"))
-    with console.status("evaluating"):
+    with contextlib.ExitStack() as stages, console.status("evaluating"):
+        for name, sampling in (("sampled", how.sampled), ("greedy", how.greedy)):
+            flags = {"n": sampling.n, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
+            words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+            log = folder / f"{name}.log"
+            process = stages.enter_context(start([*command, *words, "--result_dir", str(folder / name)], log))
+            running.append((process, log))
         for process, _ in running:
             process.wait()
     for process, log in running:
@@ -86,27 +90,37 @@ def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console
     command = [sys.executable, "-u", "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "scripts" / "accelerate" / "single.yaml"), "-m", module]
     command += ["--recipe", str(recipe), *flags, "--config.training.output_dir", str(folder)]
-    process, log = start(command, folder.with_suffix(".log"), pipe=True)
-    assert process.stdout is not None
-    with log.open("a", encoding="utf-8") as file:
+    log = folder.with_suffix(".log")
+    with start(command, log, pipe=True) as process, log.open("a", encoding="utf-8") as file:
+        assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
             if (found := PROGRESS_STEP.match(line)) and int(found[1]) % SHOWN_STEPS == 0:
                 console.print("      " + line.removeprefix(PROGRESS).strip(), highlight=False, soft_wrap=True)
-    finish(process, log, "training")
+        finish(process, log, "training")
     return folder / "adapter"
 
 
 def report(folders: Sequence[Path], output: Path) -> Path:
     """One page of a training and of evaluations, from the folders that hold them; returns its path, `output`."""
     command = [sys.executable, "-m", "perl", "report", *map(str, folders), "--output", str(output)]
-    process, log = start(command, output.with_name("report.log"))
-    finish(process, log, "the report")
+    run(command, output.with_name("report.log"), "the report")
     return output
 
 
-def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> tuple[subprocess.Popen[str], Path]:
-    """Start a stage in the repository's root. Its output goes to `log`, or to the caller with `pipe`."""
+def run(command: Sequence[str], log: Path, stage: str) -> None:
+    """Run a stage to its end; raise a StageError when it failed."""
+    with start(command, log) as process:
+        finish(process, log, stage)
+
+
+@contextlib.contextmanager
+def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Start a stage in the repository's root. Its output goes to `log`, or to the caller with `pipe`.
+
+    What still runs when the block ends, as after Ctrl-C, gets SIGTERM, the processes that it started too, and is waited
+    for: a training saves a checkpoint, and nothing goes on in a folder that the next attempt takes.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -120,8 +134,16 @@ def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> tuple[sub
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
-    return process, log
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            if process.stdout is not None:
+                process.stdout.read()  # up to the end of the last process that can write to it, not of the launcher's
+            process.wait()
 
 
 def finish(process: subprocess.Popen[str], log: Path, stage: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perl.tools.quickstart.run import comparison
-from perl.tools.stages import Score, Scores, StageError, finish, read_score, start
+from perl.tools.stages import Score, Scores, StageError, read_score, run, start
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
@@ -32,17 +32,43 @@ def table_text(before: Scores, after: Scores) -> str:
 
 def test_a_failed_stage_is_one_error_that_names_its_log(tmp_path):
     log = tmp_path / "stage.log"
-    process, _ = start([sys.executable, "-c", "print('why'); raise SystemExit(3)"], log)
     with pytest.raises(StageError, match=rf"^training ended with exit code 3; read {log}$"):
-        finish(process, log, "training")
+        run([sys.executable, "-c", "print('why'); raise SystemExit(3)"], log, "training")
     assert log.read_text() == "why\n"
 
 
 def test_stages_run_in_the_repository_without_network(tmp_path):
     code = "import os, perl; print(os.getcwd(), os.environ['HF_HUB_OFFLINE'], perl.__file__)"
-    process, log = start([sys.executable, "-c", code], tmp_path / "stage.log")
-    finish(process, log, "evaluation")
-    assert log.read_text().split() == [str(ROOT), "1", str(ROOT / "perl" / "__init__.py")]
+    run([sys.executable, "-c", code], tmp_path / "stage.log", "evaluation")
+    assert (tmp_path / "stage.log").read_text().split() == [str(ROOT), "1", str(ROOT / "perl" / "__init__.py")]
+
+
+SAVES_WHEN_TOLD_TO_END = """
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    pathlib.Path(sys.argv[1]).touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("on", flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_interrupted_stage_is_told_to_end_and_waited_for_with_what_it_started(tmp_path):
+    child, saved = tmp_path / "child.py", tmp_path / "saved"
+    child.write_text(SAVES_WHEN_TOLD_TO_END)
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, {str(child)!r}, {str(saved)!r}])"
+
+    def interrupted_stage() -> None:
+        with start([sys.executable, "-c", launcher], tmp_path / "stage.log", pipe=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "on\n"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_stage()
+    assert saved.exists()
 
 
 def test_the_score_is_the_evaluators_accuracy(tmp_path):
@@ -64,11 +90,11 @@ def test_the_table_shows_both_scores_with_intervals_and_the_gain():
     ("environment", "flag"), [({"QUICKSTART_SEED": "one"}, "--seed"), ({"QUICKSTART_ENGINE": "sglang"}, "--engine")]
 )
 def test_a_wrong_setting_is_one_line(tmp_path, environment, flag):
-    run = quickstart(tmp_path, **environment)
-    assert run.returncode == 2
-    assert run.stderr.startswith("error: ")
-    assert flag in run.stderr
-    assert run.stderr.count("\n") == 1
+    done = quickstart(tmp_path, **environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert flag in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -76,9 +102,9 @@ def test_a_wrong_setting_is_one_line(tmp_path, environment, flag):
 def test_training_raises_the_accuracy(tmp_path, engine):
     if engine == "vllm":
         pytest.importorskip("vllm")
-    run = quickstart(tmp_path, "--output_dir", "run", QUICKSTART_SEED="1", QUICKSTART_ENGINE=engine)
-    assert run.returncode == 0, run.stdout + run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
+    done = quickstart(tmp_path, "--output_dir", "run", QUICKSTART_SEED="1", QUICKSTART_ENGINE=engine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
     assert set(result) == {"before", "after", "greedy_before", "greedy_after", "seed", "wall_s"}
     assert 0.30 <= result["before"] <= 0.60
     assert result["greedy_before"] <= 0.70
@@ -91,12 +117,12 @@ def test_training_raises_the_accuracy(tmp_path, engine):
         assert summary["problems"] == 256
         assert (summary["adapter_hash"] is None) == (stage == "before")
     page = tmp_path / "run" / "report.html"
-    assert run.stdout.splitlines()[-2] == f"report: {page}"
+    assert done.stdout.splitlines()[-2] == f"report: {page}"
     text = page.read_text(encoding="utf-8")
     assert [
         name for name in ("Result", "Training", "Compared with quickstart-base") if f">{name}</h2>" not in text
     ] == []
-    assert run.stdout.count("  reward ") == 6  # every tenth step
+    assert done.stdout.count("  reward ") == 6  # every tenth step
     metrics = [json.loads(line) for line in (tmp_path / "run" / "train" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics if "reward" in row] == list(range(1, 61))
     assert metrics[0]["aqn/sigma"] > metrics[-1]["aqn/sigma"] == 0.0005

@@ -2,6 +2,10 @@
 is slow."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,22 +100,67 @@ def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
     assert real.read_stages(tmp_path) == noted
 
 
-def test_a_training_that_ended_before_its_first_checkpoint_starts_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "files"),
+    [("perl.sft", ["trainer_state.json"]), ("perl.train", ["trainer_state.json", "rollout_state_0.pt"])],
+)
+def test_a_training_goes_on_from_a_whole_checkpoint_and_else_starts_again(module, files, tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(real, "train", lambda *arguments: called.append(arguments))
-    folder = tmp_path / "grpo"
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("{}\n")
-    real.train_on("perl.train", real.GRPO_RECIPE, ["--flag"], folder, quiet())
+    folder = tmp_path / "run"
+    (folder / "checkpoint-10").mkdir(parents=True)
+    for name in files[:-1]:
+        (folder / "checkpoint-10" / name).touch()
+    real.train_on(module, real.GRPO_RECIPE, ["--flag"], folder, quiet())
     assert not folder.exists()
     assert called[-1][2] == ["--flag"]
     (folder / "checkpoint-10").mkdir(parents=True)
-    for name in ("trainer_state.json", "rollout_state_0.pt"):
+    for name in files:
         (folder / "checkpoint-10" / name).touch()
-    real.train_on("perl.train", real.GRPO_RECIPE, ["--flag"], folder, quiet())
+    real.train_on(module, real.GRPO_RECIPE, ["--flag"], folder, quiet())
     assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "true"]
 
 
 def test_a_wrong_model_is_corrected(tmp_path):
     with pytest.raises(UserError, match=r"^--model: unknown model 'smollm'; did you mean 'smollm2'"):
         real.get_model("smollm", tmp_path, quiet())
+
+
+@pytest.mark.slow
+def test_all_stages_and_a_run_that_was_interrupted(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "perl", "real", "--output_dir", str(folder), "--seed", "3"]
+    command += ["--model", "assets/quickstart-base", "--data", "assets/quickstart-data"]
+    command += ["--sft_rows", "64", "--sft_steps", "2", "--grpo_steps", "2", "--held_out", "8"]
+
+    def start() -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+    first = start()
+    while first.poll() is None and not (folder / "sft").is_dir():
+        time.sleep(0.2)
+    first.terminate()
+    assert first.communicate(timeout=600)[1].splitlines()[-1] == "stopped: the same command goes on from here"
+    assert first.returncode == 128 + signal.SIGTERM
+    assert [row["finished"] for row in real.read_stages(folder)] == [True, False]
+    second = start()
+    output, errors = second.communicate(timeout=1500)
+    assert second.returncode == 0, output + errors
+    lines = output.splitlines()
+    assert "score base: finished before" in lines
+    result = json.loads(lines[-1])
+    assert result == json.loads((folder / "result.json").read_text())
+    assert set(result) == {"base", "sft", "grpo", "wall_s", "seed"}
+    hashes = set()
+    for name, place in (("base", "base"), ("sft", "after_sft"), ("grpo", "after_grpo")):
+        summary = json.loads((folder / place / "sampled" / "test" / "summary.json").read_text())
+        assert (summary["n"], summary["problems"]) == (8, 8)
+        assert result[name]["avg@8"] == round(summary["metrics"]["accuracy"]["value"], 4)
+        hashes.add(summary["adapter_hash"])
+    assert len(hashes) == 3
+    assert None in hashes
+    assert json.loads((folder / "grpo" / "adapter" / "adapter_config.json").read_text())["r"] == 16
+    assert lines[-2] == f"report: {folder / 'report.html'}"
+    third = start()
+    assert third.communicate(timeout=300)[0].count("finished before") == 5
