@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from perl.adapters import ADAPTERS
+from perl.checkpoints import content_hash
 from perl.config.load import parse as parse_grpo
 from perl.config.sft import parse
 from perl.errors import Stopped, UserError
@@ -462,7 +463,9 @@ def test_the_evaluator_takes_a_checkpoint(tmp_path, tuned, model, data):
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "were also trained on" in done.stdout + done.stderr or list(tmp_path.rglob("summary.json"))
+    (summary,) = [json.loads(file.read_text()) for file in tmp_path.glob("*/summary.json")]
+    assert summary["problems"] == 2
+    assert summary["adapter_hash"] == content_hash(tuned / "checkpoint-4")
 
 
 @pytest.mark.slow
