@@ -74,6 +74,19 @@ def lookup(table: Mapping[str, T], name: str, kind: str, flag: str = "") -> T:
     raise UserError(f"{where}unknown {kind} {name!r}; {meant}known: {', '.join(sorted(table))}")
 
 
+EXTRAS = {
+    "deepspeed": "deepspeed",
+    "hydra": "verl",
+    "omegaconf": "verl",
+    "tree_sitter": "verl",
+    "tree_sitter_bash": "verl",
+    "wandb": "logging",
+    "tensorboard": "logging",
+    "ray": "ray",
+}
+"""Package -> the extra of pyproject.toml that brings it."""
+
+
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
     """Turn a UserError or Stopped into one line on stderr and its exit code, and Ctrl-C into exit code 130.
@@ -98,8 +111,10 @@ def report_errors() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if not package or package == "perl" or importlib.util.find_spec(package) is not None:
             raise
+        project = f"'.[{EXTRAS[package]}]'" if package in EXTRAS else "."
         print(
-            f"error: {package} is not installed for {sys.executable}; run make quickstart once or pip install -e ., and"
+            f"error: {package} is not installed for {sys.executable}; run make quickstart once or"
+            f" pip install -e {project}, and"
             " use that environment's Python (the launch script takes PYTHON=/path/to/python)",
             file=sys.stderr,
         )

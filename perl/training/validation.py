@@ -35,7 +35,7 @@ from perl.engines.sampling import validate
 from perl.errors import UserError
 from perl.grading import Grader, rules_hash
 from perl.provenance import provenance, text_hash
-from perl.records import Completion, Problem, Sample, Sampling
+from perl.records import Completion, Sample, Sampling
 from perl.results import (
     BEST,
     BEST_FILE,
@@ -85,7 +85,7 @@ class DataSet:
     @property
     def sources(self) -> list[str]:
         """The data sources of its problems, the commonest first."""
-        return [name for name, _ in Counter(data_source(s.problem) for s in self.samples).most_common()]
+        return [name for name, _ in Counter(s.problem.data_source for s in self.samples).most_common()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +162,6 @@ def _warn_of_trained(data_set: DataSet, trained: Collection[str]) -> None:
     keys = {cluster_of(sample.key) for sample in data_set.samples}
     if both := len(keys & set(trained)):
         log.warning("%sdatasets %s: the run trains on %d of its %d problems", FLAG, data_set.spec, both, len(keys))
-
-
-def data_source(problem: Problem) -> str:
-    """verl's name of the data that `problem` is of."""
-    return TASKS[problem.task].data_source
 
 
 class Validation(TrainerCallback):
@@ -277,7 +272,7 @@ class Validation(TrainerCallback):
         for data_set in self.plan.data_sets:
             of_source: dict[str, list[SampleRecord]] = defaultdict(list)
             for sample, record in zip(data_set.samples, records[data_set.name], strict=True):
-                of_source[data_source(sample.problem)].append(record)
+                of_source[sample.problem.data_source].append(record)
             for source, own in of_source.items():
                 found |= metrics_of(self.labels[data_set.name, source], own, data_set.sampling.n)
         return found
