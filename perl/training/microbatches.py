@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from perl.training.metrics import ModelSize, Work, update_flops
 from perl.training.packing import enable_packing, prompt_work, row_work
 
 if TYPE_CHECKING:
+    from perl.config.training import TrainingConfig
     from perl.device import Kernel
 
 log = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class Piece(NamedTuple):
 
 def cut_by_tokens(pieces: Sequence[Piece], max_tokens: int, max_cost: float = math.inf) -> list[list[int]]:
     """The rows of `pieces` in their order, cut wherever one more row would make the sequence longer than `max_tokens`
-    or dearer than `max_cost`. A row that is so by itself is alone."""
+    or cost more than `max_cost`. A row that is so by itself is alone."""
     chunks: list[list[int]] = []
     prompts: set[tuple[int, ...]] = set()
     tokens = cost = 0
@@ -194,7 +195,7 @@ def smallest_limit(pieces: Sequence[Piece], max_tokens: int, micro_batches: int)
 
 
 def spread(pieces: Sequence[Piece], max_tokens: int, micro_batches: int) -> list[list[int]]:
-    """The rows of `pieces` in so many micro-batches of at most `max_tokens`, the dearest as cheap as can be."""
+    """The rows of `pieces` in so many micro-batches of at most `max_tokens`, the costliest as cheap as can be."""
     whole = sum(piece.prompt_cost + piece.cost for piece in pieces)
     costs = range(whole + 1)
     best = bisect_left(costs, True, key=lambda cost: len(cut_by_tokens(pieces, max_tokens, cost)) <= micro_batches)
@@ -224,67 +225,57 @@ class UpdatePlan:
 
 def plan_update(
     policy: Any,
+    args: TrainingConfig,
     *,
-    loss_type: str,
-    accumulation: int,
-    beta: float,
-    top_entropy_quantile: float,
     entropy_bonus: bool,
     aux_loss: bool,
-    torch_compile: bool,
-    max_tokens: int | None,
     size: ModelSize | None,
-    kernels: bool | Literal["auto"],
     autocast: torch.dtype | None,
-    main_process: bool,
 ) -> UpdatePlan:
     """Whether the micro-batches of `policy` (a transformers model or a PeftModel) are packed, which it is prepared for,
     and how their rows are dealt; the main process logs one line for what is not done, and why.
 
     Args:
-        loss_type, beta, top_entropy_quantile, torch_compile: fields of GRPOConfig.
-        accumulation: its gradient_accumulation_steps.
         entropy_bonus: the loss has one.
         aux_loss: the loss has a router's auxiliary loss.
-        max_tokens: training.max_tokens_per_microbatch.
         size: of `policy`; None where its FLOPs can't be counted.
-        kernels: training.attention_kernels.
         autocast: the dtype that attention is computed in, where that is not the model's.
     """
-    if aux_loss or torch_compile:
+    say = args.process_index == 0
+    if aux_loss or args.torch_compile:
         padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
     else:
         padded = enable_packing(policy)
     fixed = None
-    if loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
-        fixed = f"loss_type {loss_type}"
-    elif top_entropy_quantile < 1.0:
+    if args.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
+        fixed = f"loss_type {args.loss_type}"
+    elif args.top_entropy_quantile < 1.0:
         fixed = "top_entropy_quantile below 1"
     elif entropy_bonus or aux_loss:
         fixed = "the entropy bonus" if entropy_bonus else "the router's auxiliary loss"
-    if padded and main_process:
+    if padded and say:
         log.info("micro-batches are padded, not packed: %s", padded)
-    if fixed and main_process:
+    if fixed and say:
         log.info("micro-batches have the rows that TRL gives them: %s depends on their make-up", fixed)
-    if max_tokens is not None and (padded or fixed) and main_process:
+    if args.max_tokens_per_microbatch is not None and (padded or fixed) and say:
         log.warning(
             "training.max_tokens_per_microbatch has no effect: micro-batches are %s",
             "padded" if padded else "those of TRL",
         )
     batcher = MicroBatcher(
-        loss_type=loss_type,
-        accumulation=accumulation,
-        leave_out_zero=beta == 0.0,
+        loss_type=args.loss_type,
+        accumulation=args.gradient_accumulation_steps,
+        leave_out_zero=args.beta == 0.0,
         group=padded is None,
         fixed=fixed,
-        max_tokens=None if padded else max_tokens,
+        max_tokens=None if padded else args.max_tokens_per_microbatch,
         size=size,
     )
-    kernel = None if padded else device.varlen_attention(kernels)
+    kernel = None if padded else device.varlen_attention(args.attention_kernels)
     if kernel is not None:
         dtype, head_dim = numbers_of(policy)
         if (missing := kernel.missing(autocast or dtype, head_dim)) is not None:
-            if main_process:
+            if say:
                 log.info("packed micro-batches are computed by sdpa: %s", missing)
             kernel = None
     return UpdatePlan(padded is None, batcher, kernel)
@@ -325,7 +316,7 @@ def _select(rows: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
 
 def pad_rows(batch: MicroBatch, count: int) -> MicroBatch:
     """`batch` with its last `count` rows taking part in the forward, as every rank must, and contributing an exact 0
-    at the price of a token: no advantage, no token of the completion, the last one of the prompt."""
+    at the cost of a token: no advantage, no token of the completion, the last one of the prompt."""
     if not count:
         return batch
     first = len(batch["advantages"]) - count

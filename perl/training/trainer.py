@@ -165,18 +165,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.add_callback(validation)
         self.plan = plan_update(
             self._policy(),
-            loss_type=self.loss_type,
-            accumulation=self.args.gradient_accumulation_steps,
-            beta=self.beta,
-            top_entropy_quantile=self.top_entropy_quantile,
+            self.args,
             entropy_bonus=self._entropy_bonus_enabled,
             aux_loss=self.aux_loss_enabled,
-            torch_compile=self.args.torch_compile,
-            max_tokens=self.args.max_tokens_per_microbatch,
             size=model_size(self.model),
-            kernels=self.args.attention_kernels,
             autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
-            main_process=self.accelerator.is_main_process,
         )
         self.rollout = Rollout(Weights(-1, 0, 0.0))
         """The last one."""
