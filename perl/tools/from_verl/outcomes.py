@@ -14,6 +14,9 @@ from perl.tools.from_verl.batch import Batch, BatchError
 from perl.tools.from_verl.overrides import Command, Unreadable
 
 
+ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
+
+
 @dataclass(frozen=True)
 class Translated:
     """Written to the recipe: fields of `group.field`, or NUM_PROCESSES and the like for the command."""
@@ -73,7 +76,7 @@ class Verl:
     @property
     def is_lora(self) -> bool:
         ranks = self["actor_rollout_ref.model.lora_rank"], self["actor_rollout_ref.model.lora.rank"]
-        return any(isinstance(rank, int) and rank > 0 for rank in ranks)
+        return any(isinstance(rank, int) and rank > 0 for rank in ranks) or bool(self[ADAPTER])
 
     @property
     def devices(self) -> Any:
