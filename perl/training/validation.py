@@ -49,7 +49,7 @@ from perl.results import (
     write_json,
 )
 from perl.rewards import grade_rows
-from perl.scoring.samples import cluster_of, folder_name, make_samples, record_of, sampling_of_task, style_of_task
+from perl.scoring.samples import cluster_of, folder_names, make_samples, record_of, sampling_of_task, style_of_task
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS, data_name, load_problems
 from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
@@ -123,13 +123,15 @@ def plan_validation(
             " less"
         )
     data_sets: dict[str, DataSet] = {}
-    for spec in map(data_name, validation.datasets):
-        name = folder_name(spec)
+    specs = [data_name(spec) for spec in validation.datasets]
+    for spec, name in zip(specs, folder_names(specs), strict=True):
         if name in data_sets:
             raise UserError(
                 f"{FLAG}datasets: {spec} and {data_sets[name].spec} would both be written to {name}; leave one out"
             )
         data_sets[name] = _data_set(validation, spec, name, config.dataset.system_prompt, tokenizer)
+        if config.training.use_vllm and config.training.vllm_mode == "server":
+            _require_greedy(data_sets[name])
         _warn_of_trained(data_sets[name], trained)
     return ValidationPlan(
         config=validation,
@@ -156,6 +158,15 @@ def _data_set(
     styles = {task: style_of_task(task, system_prompt) for task in tasks}
     samples = tuple(make_samples(problems, name, sampling, styles, tokenizer))
     return DataSet(name=name, spec=spec, tasks=tasks, sampling=sampling, styles=styles, samples=samples)
+
+
+def _require_greedy(data_set: DataSet) -> None:
+    if data_set.sampling.temperature or data_set.sampling.n > 1:
+        raise UserError(
+            f"{FLAG}temperature: a vLLM server takes no seed for each completion, so that it can only validate"
+            f" greedily, and {data_set.spec} would be sampled; write {FLAG}temperature 0 and n 1, or"
+            " --config.training.vllm_mode colocate"
+        )
 
 
 def _warn_of_trained(data_set: DataSet, trained: Collection[str]) -> None:

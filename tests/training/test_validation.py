@@ -302,11 +302,17 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(made, flags, tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
-def test_two_datasets_of_one_folder_name_are_refused(made, flags, tmp_path):
-    shutil.copyfile(made / "sums.jsonl", tmp_path / "others.jsonl")
-    both = json.dumps([str(made / "others.jsonl"), str(tmp_path / "others.jsonl")])
-    with pytest.raises(UserError, match=r"^--config.validation.datasets: .* would both be written to others"):
-        train(flags(validation__datasets=both, training__output_dir=tmp_path / "run"))
+def test_two_files_of_one_name_are_told_apart_by_their_folders(made, flags, tmp_path):
+    (tmp_path / "math").mkdir()
+    shutil.copyfile(made / "others.jsonl", tmp_path / "math" / "others.jsonl")
+    both = [str(made / "others.jsonl"), str(tmp_path / "math" / "others.jsonl")]
+    config = parse(flags(VALIDATION, validation__datasets=json.dumps(both))).build()
+    plan = plan_validation(config, tiny_tokenizer(), set())
+    assert plan is not None
+    assert [data_set.name for data_set in plan.data_sets] == [f"{made.name}_others", "math_others"]
+    config.validation.datasets = [both[0], both[0]]
+    with pytest.raises(UserError, match=r"^--config.validation.datasets: .* would both be written to .*others; leave"):
+        plan_validation(config, tiny_tokenizer(), set())
 
 
 def test_a_setting_without_datasets_gets_a_warning(flags):
@@ -314,11 +320,14 @@ def test_a_setting_without_datasets_gets_a_warning(flags):
     assert "--config.validation.every_steps has no effect: validation.datasets is empty" in parsed.warnings
 
 
-def test_a_vllm_server_validates_greedily_only(made, flags):
-    served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "validation.temperature": 0.6}
-    served |= {"noise_injection.enabled": "false", "validation.datasets": '["gsm8k"]'}
+@pytest.mark.parametrize("temperature", [0.6, "null"], ids=["asked", "of_the_task"])
+def test_a_vllm_server_validates_greedily_only(made, flags, tmp_path, temperature):
+    row = {"problem": "What is 1 + 3 ?", "answer": "4", "data_source": "aime24"}  # n 32 at temperature 1
+    (tmp_path / "aime.jsonl").write_text(json.dumps(row) + "\n")
+    served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "noise_injection.enabled": "false"}
+    served |= {"validation.datasets": f'["{tmp_path / "aime.jsonl"}"]', "validation.temperature": temperature}
     with pytest.raises(UserError, match=r"^--config.validation.temperature: a vLLM server takes no seed"):
-        parse(flags(served))
+        plan_validation(parse(flags(served)).build(), tiny_tokenizer(), set())
 
 
 # Parts
