@@ -252,6 +252,13 @@ def json_line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
+def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether both scored the same weights, by their hashes. A validation has none of its adapter: there the name
+    counts."""
+    hashed = all(side["adapter_hash"] or not side["adapter"] for side in (one, other))
+    return all(one[name] == other[name] for name in ("base_hash", "adapter_hash" if hashed else "adapter"))
+
+
 def read_json(file: Path, flag: str = "", hint: str = "") -> Any:
     """Raises a UserError, with the flag that named the file and with what to do about it, when it is not readable."""
     try:

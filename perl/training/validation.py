@@ -53,6 +53,7 @@ from perl.scoring.samples import cluster_of, folder_names, make_samples, record_
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS, data_name, load_problems
 from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
+from perl.training.setup import merged_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +97,9 @@ class ValidationPlan:
     data_sets: tuple[DataSet, ...]
     rules: EvaluatorRules
     model: Path
-    """Folder of the base."""
+    """Folder of the base that is trained on; of one that holds an earlier adapter, before it is written."""
+    start: str | None
+    """The adapter that is trained further; None: a new one, which changes nothing before the first step."""
     tokenizer: Any
 
 
@@ -133,11 +136,13 @@ def plan_validation(
         if config.training.use_vllm and config.training.vllm_mode == "server":
             _require_greedy(data_sets[name])
         _warn_of_trained(data_sets[name], trained)
+    merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationPlan(
         config=validation,
         data_sets=tuple(data_sets.values()),
         rules=EvaluatorRules(eos_token_ids=checkpoints.eos_token_ids(model, model_config, tokenizer), context=context),
-        model=model,
+        model=merged_base(config) if merges else model,
+        start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,
     )
 
@@ -230,7 +235,7 @@ class Validation(TrainerCallback):
         if self.rank == 0:
             for data_set in self.plan.data_sets:
                 self.write(step, data_set, records[data_set.name], seconds)
-        if self.plan.config.save_best and step > 0:  # an adapter without a step is the base
+        if self.plan.config.save_best and (step > 0 or self.plan.start):  # a new adapter without a step is the base
             self.keep_best(step, found, save_adapter)
         self.done.add(step)
         return found | {"timing/validation": time.perf_counter() - started}
@@ -298,6 +303,7 @@ class Validation(TrainerCallback):
 
     def summary(self, step: int, data_set: DataSet, records: Sequence[SampleRecord], seconds: float) -> Summary:
         plan, sampling = self.plan, asdict(data_set.sampling)
+        adapter = str(self.run_dir / f"checkpoint-{step}") if step else plan.start
         tokens = sum(record["tokens"] for record in records)
         sampling.pop("n")
         return {
@@ -317,12 +323,12 @@ class Validation(TrainerCallback):
             },
             "tasks": list(data_set.tasks),
             "model": str(plan.model),
-            "adapter": str(self.run_dir / f"checkpoint-{step}") if step else None,
+            "adapter": adapter,
             "step": step,
             "dataset": data_set.spec,
             "base_hash": _base_hash(plan.model),
             "adapter_hash": None,
-            "adapter_mode": "merge" if step else None,
+            "adapter_mode": "merge" if adapter else None,
             "dtype": "auto",
             "max_model_len": None,
             "chat_template_hash": text_hash(plan.tokenizer.chat_template),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from perl.checkpoints import content_hash
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
 from perl.engines.hf import HFEngine
@@ -23,7 +24,7 @@ from perl.evaluation.run import evaluate
 from perl.grading import RULES, Grader
 from perl.prompts import build_messages, encode
 from perl.records import Problem, Prompt, Sample, Sampling
-from perl.results import read_samples
+from perl.results import read_samples, same_model
 from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
 from perl.training import validation
@@ -242,6 +243,31 @@ def test_tensorboard_gets_the_scores(validated):
     events.Reload()
     found = {event.step: event.value for event in events.Scalars(f"train/{CORE}1")}
     assert found == pytest.approx(validations(validated))
+
+
+@pytest.mark.parametrize("mode", ["continue", "merge"])
+def test_a_training_from_an_adapter_says_what_was_scored_before_it(made, flags, validated, tmp_path, mode):
+    """The scores before the first step are those of the adapter, and they may be the best."""
+    start = {"peft.adapter": validated / "adapter", "peft.adapter_mode": mode, "training.max_steps": 1}
+    start |= {"peft.lora_dropout": 0.1, "training.learning_rate": 0.0, "training.save_steps": 1}
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")]), "validation.save_best": "true"}
+    run = train(flags(VALIDATION, datasets, start, training__output_dir=tmp_path / "run"))
+    assert samples(run, 0).keys() == samples(validated, 4).keys()
+    if mode == "continue":
+        assert samples(run, 0) == samples(validated, 4)
+    summary = json.loads((run / "validation" / "step-0" / "others" / "summary.json").read_text())
+    base, adapter = (made / "model", str(validated / "adapter")) if mode == "continue" else (run / "base", None)
+    assert (summary["model"], summary["adapter"]) == (str(base), adapter)
+    assert summary["base_hash"] == content_hash(base)
+    assert json.loads((run / "best" / "best.json").read_text())["step"] == (0 if mode == "continue" else 1)
+
+
+def test_two_validations_are_of_two_models(validated):
+    folders = [validated / "validation" / f"step-{step}" for step in (0, 2, 4)]
+    before, middle, after = (json.loads((f / "others" / "summary.json").read_text()) for f in folders)
+    assert not same_model(middle, after)
+    assert not same_model(before, after)
+    assert same_model(after, after)
 
 
 def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validated, tmp_path, monkeypatch):
