@@ -217,6 +217,10 @@ class Validation(TrainerCallback):
         every = self.plan.config.every_steps
         return step == last or (every is not None and step % every == 0)
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        """What was logged for later steps is of an attempt that this one leaves behind at its checkpoint."""
+        self.done = {step for step in self.done if step <= state.global_step}
+
     def on_step_end(self, args, state, control, **kwargs):
         stopping = control.should_training_stop and state.global_step < state.max_steps  # the resumed run will do it
         if self.due(state.global_step, state.max_steps) and not stopping:

@@ -287,6 +287,19 @@ def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validat
     assert json.loads((run / "best" / "best.json").read_text()) == best  # no later one was better
 
 
+def test_steps_that_are_trained_again_are_validated_again(validated, made, flags):
+    """A run that goes on from an earlier checkpoint, with another learning rate perhaps, is another one from there."""
+    plan = plan_validation(parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build(), tiny_tokenizer(), ())
+    assert plan is not None
+    with Grader() as grader:
+        again = Validation(plan, grader, validated, "hf", 0, 1)
+    assert again.done == {0, 1, 2, 3, 4}
+    again.on_train_begin(None, SimpleNamespace(global_step=2), None)
+    assert again.done == {0, 1, 2}
+    assert again.due(4, 4)
+    assert not again.due(0, 4)
+
+
 def test_a_signal_in_a_validation_ends_the_run_with_the_step_before_it(made, flags, tmp_path, monkeypatch):
     complete = Validation.complete
 
