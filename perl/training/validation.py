@@ -39,6 +39,7 @@ from perl.records import Completion, Sample, Sampling
 from perl.results import (
     BEST,
     BEST_FILE,
+    METRICS,
     SAMPLES,
     SUMMARY,
     VALIDATION,
@@ -46,6 +47,7 @@ from perl.results import (
     Summary,
     atomic_write,
     json_line,
+    read_metrics,
     write_json,
 )
 from perl.rewards import grade_rows
@@ -199,7 +201,7 @@ class Validation(TrainerCallback):
         first = plan.data_sets[0]
         self.chosen_by = f"val-core/{self.labels[first.name, first.sources[0]]}/acc/mean@{first.sampling.n}"
         """The metric of the best adapter."""
-        found = [logged_steps(run_dir / "metrics.jsonl", self.chosen_by), best_so_far(run_dir, self.chosen_by)]
+        found = [logged_steps(run_dir / METRICS, self.chosen_by), best_so_far(run_dir, self.chosen_by)]
         self.done, self.best = broadcast_object_list(found)  # rank 0 decides: other nodes may not see the folder
         for data_set in plan.data_sets:
             log.info(
@@ -448,19 +450,9 @@ def mean(values: Sequence[float]) -> float:
 
 def logged_steps(metrics_file: Path, metric: str) -> set[int]:
     """The steps whose validation stands in metrics.jsonl."""
-    steps: set[int] = set()
-    try:
-        lines = metrics_file.read_bytes().splitlines()
-    except OSError:
-        return steps
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn when its writer was killed
-            continue
-        if metric in row:
-            steps.add(int(row["step"]))
-    return steps
+    if not metrics_file.is_file():
+        return set()
+    return {step for step, row in read_metrics(metrics_file)[0] if metric in row}
 
 
 def best_so_far(run_dir: Path, metric: str) -> float | None:

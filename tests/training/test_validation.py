@@ -289,7 +289,9 @@ def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validat
 
 def test_steps_that_are_trained_again_are_validated_again(validated, made, flags):
     """A run that goes on from an earlier checkpoint, with another learning rate perhaps, is another one from there."""
-    plan = plan_validation(parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build(), tiny_tokenizer(), ())
+    plan = plan_validation(
+        parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build(), tiny_tokenizer(), ()
+    )
     assert plan is not None
     with Grader() as grader:
         again = Validation(plan, grader, validated, "hf", 0, 1)

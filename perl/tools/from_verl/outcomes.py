@@ -13,7 +13,6 @@ from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import Batch, BatchError
 from perl.tools.from_verl.overrides import Command, Unreadable
 
-
 ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
 
 
