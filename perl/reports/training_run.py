@@ -147,7 +147,7 @@ def settings(run: TrainingRun) -> dict[str, str]:
     batch = [run.setting("training", name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     rows = {
         "model": run.setting("model", "model_name_or_path"),
-        "dataset": run.setting("dataset", "dataset_name_or_path"),
+        "dataset": plain(run.setting("dataset", "dataset_name_or_path") or ""),
         "adapter": _named(run, "peft", "type", "r", "lora_alpha", "lora_dropout", "target_modules"),
         "reward": _named(run, "reward", "functions", "weights"),
         "rollout": _named(run, "rollout", "engine", "importance_correction"),

@@ -261,6 +261,13 @@ def test_arguments_of_a_reward_go_to_a_file_of_the_users_alone():
     assert "reward.kwargs" not in values(of(None, *GOOD, kwargs))  # perl.train would refuse it
 
 
+def test_a_validation_by_another_rule_than_verls_is_told():
+    own = "custom_reward_function.path=r.py"
+    assert any("verl validates by custom_reward_function" in note for note in of(None, *GOOD, own).notes)
+    for words in ([], [own, "trainer.val_before_train=False"]):
+        assert not any("verl validates by" in note for note in of(None, *GOOD, *words).notes)
+
+
 def test_each_pass_over_a_rollout_counts_as_updates():
     found = values(of(None, *GOOD, "actor_rollout_ref.actor.ppo_epochs=2", "trainer.save_freq=5"))
     assert (found["training.num_iterations"], found["training.save_steps"]) == (2, 40)
