@@ -83,7 +83,8 @@ def changes(phase: str, config: Config) -> Iterator[str]:
         if config.rollout.engine == "fast":
             bound = config.rollout.max_batch_tokens
             yield change({"rollout.max_batch_tokens": (int(bound or 32_768) // 2, bound or "what was free")}, "slower")
-        yield halved("validation.max_new_tokens", config.validation.max_new_tokens, "cuts long answers")
+        if longest := config.validation.max_new_tokens:  # null is each task's own, which is not known here
+            yield halved("validation.max_new_tokens", int(longest), "cuts long answers")
     elif phase in ("rollout", "prepare", "reward", "advantages"):
         if phase == "rollout" and config.rollout.engine == "fast":
             yield smaller_cache(config)

@@ -75,6 +75,13 @@ def test_the_rollout_samples_its_batch_in_parts_of_whole_groups():
     ]
 
 
+def test_a_validation_of_the_tasks_own_length_is_not_made_longer():
+    """GSM8K's completions have 256 tokens at most where nothing is said."""
+    datasets = {"validation__datasets": '["gsm8k"]', "rollout__max_batch_tokens": 4096}
+    assert flags("validation", **datasets) == ["--config.rollout.max_batch_tokens 2048", "--config.peft.r 8"]
+    assert "--config.validation.max_new_tokens 50" in flags("validation", **datasets, validation__max_new_tokens=100)
+
+
 @pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_the_advice_makes_a_configuration_that_is_accepted(phase):
     """Each setting applied alone; the batch of an update stays 32 sequences with those that promise it."""
