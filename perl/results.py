@@ -29,8 +29,11 @@ logger = logging.getLogger(__name__)
 
 RUN, SAMPLES, SUMMARY = "run.json", "samples.jsonl", "summary.json"
 SWEEP, COMPARE = "sweep.json", "compare.json"
-VALIDATION = "validation"
+METRICS, VALIDATION = "metrics.jsonl", "validation"
 BEST, BEST_FILE = "best", "best.json"
+
+Row = dict[str, Any]
+"""What a step of a training logged: value by the metric's name."""
 
 
 class SampleRecord(TypedDict):
@@ -250,6 +253,37 @@ def read_samples(file: Path) -> dict[tuple[str, int], SampleRecord]:
 
 def json_line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def read_metrics(file: Path) -> tuple[list[tuple[int, Row]], int]:
+    """(step, what was logged) of each line of a run's metrics.jsonl that is of its last attempt, and how many lines are
+    broken, as the last one is where the run was killed while it was written."""
+    rows, broken = [], 0
+    for line in file.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+            rows.append((int(row.pop("step")), row))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            broken += 1
+    return last_attempt(rows), broken
+
+
+def last_attempt(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """The rows of the last run in a log. One that was started again from a checkpoint, or from the beginning, repeats
+    steps; what stands there of them and of later ones is another run's."""
+    kept: list[tuple[int, Row]] = []
+    for step, row in rows:
+        while kept and kept[-1][0] > step:
+            kept.pop()
+        kept.append((step, row))
+    return kept
+
+
+def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether both scored the same weights, by their hashes. A validation has none of its adapter: there the name
+    counts."""
+    hashed = all(side["adapter_hash"] or not side["adapter"] for side in (one, other))
+    return all(one[name] == other[name] for name in ("base_hash", "adapter_hash" if hashed else "adapter"))
 
 
 def read_json(file: Path, flag: str = "", hint: str = "") -> Any:

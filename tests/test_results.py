@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from perl.errors import UserError
-from perl.results import atomic_write, read_json, read_samples, write_json
+from perl.reports.training_run import read_training_run
+from perl.results import atomic_write, read_json, read_metrics, read_samples, write_json
 
 
 def test_only_whole_lines_with_a_key_and_a_number_are_records(tmp_path, caplog):
@@ -60,3 +61,15 @@ def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path):
         handle.write(b"\x00")
     assert file.read_bytes() == b"\x00"
     assert [path.name for path in Path(tmp_path).iterdir()] == ["out.json"]
+
+
+def test_of_a_resumed_runs_metrics_the_last_attempt_counts(tmp_path):
+    """It went on from step 2 and has come to step 3; the first attempt had come to step 4, and tore a line."""
+    logged = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 0.9)]
+    lines = [json.dumps({"step": step, "reward": reward}) for step, reward in logged]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:4], '{"step": 5, "rew', lines[4]]))
+    rows, broken = read_metrics(tmp_path / "metrics.jsonl")
+    assert broken == 1
+    assert [(step, row["reward"]) for step, row in rows] == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.9)]
+    run = read_training_run(tmp_path)
+    assert (run.steps, run.metrics["reward"]) == ([1, 2, 3], [0.1, 0.2, 0.9])

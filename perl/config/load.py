@@ -326,13 +326,6 @@ def check_validation(values: Namespace) -> None:
             f"--config.training.metric_for_best_model {training.metric_for_best_model}: is of TRL's own evaluation;"
             " write --config.validation.save_best true"
         )
-    served = training.use_vllm and training.vllm_mode == "server"
-    if served and (validation.temperature or (validation.n or 1) > 1):
-        raise UserError(
-            "--config.validation.temperature: a vLLM server takes no seed for each completion, so that it can only"
-            " validate greedily; write --config.validation.temperature 0 and n 1, or --config.training.vllm_mode"
-            " colocate"
-        )
 
 
 def check_noise_reaches_the_sampler(values: Namespace) -> None:

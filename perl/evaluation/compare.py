@@ -25,7 +25,17 @@ from rich.table import Table
 
 from perl.errors import UserError
 from perl.evaluation.store import differences, short
-from perl.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_json, read_samples, samples_hash
+from perl.results import (
+    RUN,
+    SAMPLES,
+    SUMMARY,
+    SWEEP,
+    SampleRecord,
+    read_json,
+    read_samples,
+    same_model,
+    samples_hash,
+)
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import paired_difference
 from perl.scoring.summary import problem_scores, shown
@@ -194,7 +204,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
             f"warning: besides the model these differ (other | this): {named}",
             highlight=False, soft_wrap=True, markup=False,
         )  # fmt: skip
-    if all(other[name] == this[name] for name in ("base_hash", "adapter_hash")):
+    if same_model(other, this):
         console.print("both are the same model", highlight=False)
 
 

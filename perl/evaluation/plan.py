@@ -14,7 +14,7 @@ from perl.errors import UserError
 from perl.grading import RULES
 from perl.prompts import PromptStyle
 from perl.records import Problem, Sample, Sampling
-from perl.scoring.samples import folder_name, make_samples, sampling_of_task, style_of_task
+from perl.scoring.samples import folder_names, make_samples, sampling_of_task, style_of_task
 from perl.tasks import TASKS, data_name, load_problems, problem_of_row, rows_of
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class Plan:
 def make_plans(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
     """Load every dataset and build its prompts. UserErrors name the dataset or the flag."""
     plans: dict[str, Plan] = {}
-    for spec in map(data_name, config.datasets):
-        name = folder_name(spec)
+    specs = [data_name(spec) for spec in config.datasets]
+    for spec, name in zip(specs, folder_names(specs), strict=True):
         if name in plans:
             raise UserError(
                 f"--dataset: {spec} and {plans[name].spec} would both be written to {name}; score them apart"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from transformers import TrainerCallback
 
 from perl.config.schema import NoiseConfig
-from perl.noise.schedule import Adapted, Stage, adapt, stage_at
+from perl.noise.schedule import MOST_RANGE, Adapted, Stage, adapt, stage_at
 
 log = logging.getLogger(__name__)
 
@@ -45,5 +45,15 @@ class NoiseStage(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         kl = self.take_kl()
-        if kl is not None and self.stage.target_kl is not None:
-            self.adapted = adapt(self.adapted, kl, self.stage.target_kl, self.config.sigma_start)
+        if kl is None or self.stage.target_kl is None:
+            return
+        before, lowest = self.adapted.sigma, self.config.sigma_start / MOST_RANGE
+        self.adapted = adapt(self.adapted, kl, self.stage.target_kl, self.config.sigma_start)
+        if self.adapted.sigma <= lowest < before and state.is_world_process_zero:
+            log.warning(
+                "AQN: sigma has fallen to its bound %.3g, as the KL divergence is %.2g nats a token where the target is"
+                " %.2g: sampler and trainer may differ by more without noise (rounding, dropout); write a larger"
+                " --config.noise_injection.target_kl_start and target_kl_end, or --config.noise_injection.schedule"
+                " linear",
+                lowest, kl, self.stage.target_kl,
+            )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perl.results import samples_hash
+from perl.results import same_model, samples_hash
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Comparison:
             folder=str(other["folder"]),
             model=other["model"],
             adapter=other["adapter"],
-            same_model=all(other[name] == this[name] for name in ("base_hash", "adapter_hash")),
+            same_model=same_model(other, this),
             differs=[(str(d["name"]), short(d["other"]), short(d["this"])) for d in content["differs"]],
             datasets={name: Paired.of(entry) for name, entry in content["datasets"].items()},
         )

@@ -22,7 +22,8 @@ import yaml
 
 from perl.errors import UserError
 from perl.reports.sources import find
-from perl.reports.training_run import METRICS, is_training_run
+from perl.reports.training_run import is_training_run
+from perl.results import METRICS, last_attempt, read_metrics
 
 NAMES: dict[str, tuple[str, ...]] = {
     "reward": ("critic/score/mean", "critic/rewards/mean"),
@@ -63,8 +64,6 @@ TRAINED = ("reward", "loss", "timing/rollout")
 
 
 KNOWN = {name for ours, theirs in NAMES.items() for name in (ours, *theirs)}
-Row = dict[str, Any]
-"""What a step logged: value by the file's own name of the metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,32 +204,10 @@ def read_perl(path: Path) -> Curves | None:
         file = path
     else:
         return None
-    rows = json_rows(file)
+    rows = read_metrics(file)[0]
     if not rows:
         raise UserError(f"no step is logged in {file.name} yet; write a training that has logged one")
     return curves(path, "perl", rows, run_settings(file.parent))
-
-
-def json_rows(file: Path) -> list[tuple[int, Row]]:
-    rows = []
-    for line in file.read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-            rows.append((int(row.pop("step")), row))
-        except (ValueError, KeyError, TypeError, AttributeError):  # torn: the run was killed while it was written
-            continue
-    return last_of(rows)
-
-
-def last_of(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
-    """The rows of the last run in a file. One that was started again from a checkpoint, or from the beginning, repeats
-    steps; what stands there of them and of later ones is another run's."""
-    kept: list[tuple[int, Row]] = []
-    for step, row in rows:
-        while kept and kept[-1][0] > step:
-            kept.pop()
-        kept.append((step, row))
-    return kept
 
 
 def several(runs: Sequence[Path]) -> UserError:
@@ -386,7 +363,7 @@ def read_verl(path: Path) -> Curves | None:
         for head, end in zip(heads, ends, strict=True)
     ]
     batch = re.search(r"'train_batch_size': (\d+)|\bdata\.train_batch_size=(\d+)", text)
-    rows = last_of((step, row) for step, row in rows if row.keys() & KNOWN)  # others only look like a step's line
+    rows = last_attempt((step, row) for step, row in rows if row.keys() & KNOWN)  # others only look like a step's line
     if not rows:
         raise UserError("no step there logs a metric that is known here, such as critic/score/mean")
     return curves(path, "verl", rows, {"train_batch_size": int(batch[1] or batch[2])} if batch else {})
@@ -396,7 +373,7 @@ def read_verl_file(path: Path) -> Curves | None:
     """What verl's logger `file` writes (FileLogger in verl/utils/tracking.py): {"step": 1, "data": {…}} a line."""
     if path.suffix != ".jsonl" or not path.is_file():
         return None
-    rows = [(step, row["data"]) for step, row in json_rows(path) if isinstance(row.get("data"), dict)]
+    rows = [(step, row["data"]) for step, row in read_metrics(path)[0] if isinstance(row.get("data"), dict)]
     return curves(path, "verl_file", rows, {}) if rows else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shlex
@@ -14,10 +13,10 @@ from typing import Any
 import yaml
 
 from perl.errors import UserError
+from perl.results import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
 OF_A_STEP = ("reward", "loss", "eval_loss")
 """A row that has one of these is of a step, and not another evaluation's or the summary at the end."""
 
@@ -51,24 +50,17 @@ def is_training_run(folder: Path) -> bool:
 
 
 def read_training_run(folder: Path) -> TrainingRun:
-    """Read the folder of a run, finished or not. Where a step was logged twice, as a resumed run does with the steps
-    after its checkpoint, the later row counts.
+    """Read the folder of a run, finished or not; of one that was resumed, the last attempt.
 
     Raises:
         UserError: metrics.jsonl has no step yet.
     """
-    rows, scores, broken = {}, {}, 0
-    for line in (folder / METRICS).read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-            # Else the summary at the end. The reward stands only where a step sampled.
-            step = int(row["step"]) if any(name in row for name in OF_A_STEP) else None
-            if own := {name: value for name, value in row.items() if name.startswith("val-")}:
-                scores[int(row["step"])] = own
-        except (ValueError, KeyError, TypeError, AttributeError):
-            broken += 1
-            continue
-        if step is not None:
+    rows, scores = {}, {}
+    logged, broken = read_metrics(folder / METRICS)
+    for step, row in logged:
+        if own := {name: value for name, value in row.items() if name.startswith("val-")}:
+            scores[step] = own
+        if any(name in row for name in OF_A_STEP):  # else the summary at the end
             evaluated = {name: value for name, value in (rows.get(step) or {}).items() if name.startswith("eval_")}
             rows[step] = rows.get(step, {}) | row if "eval_loss" in row else evaluated | row
     if broken:
@@ -78,7 +70,7 @@ def read_training_run(folder: Path) -> TrainingRun:
     for step, own in scores.items():
         rows[step] = rows.get(step, {}) | own
     steps = sorted(rows)
-    names = dict.fromkeys(name for step in steps for name in rows[step] if name != "step")
+    names = dict.fromkeys(name for step in steps for name in rows[step])
     return TrainingRun(
         folder=folder,
         steps=steps,
@@ -155,7 +147,7 @@ def settings(run: TrainingRun) -> dict[str, str]:
     batch = [run.setting("training", name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     rows = {
         "model": run.setting("model", "model_name_or_path"),
-        "dataset": run.setting("dataset", "dataset_name_or_path"),
+        "dataset": plain(run.setting("dataset", "dataset_name_or_path") or ""),
         "adapter": _named(run, "peft", "type", "r", "lora_alpha", "lora_dropout", "target_modules"),
         "reward": _named(run, "reward", "functions", "weights"),
         "rollout": _named(run, "rollout", "engine", "importance_correction"),

@@ -65,6 +65,17 @@ def folder_name(spec: str) -> str:
     return re.sub(r"[^\w.\-]+", "_", spec).strip("._") or "dataset"
 
 
+def folder_names(specs: Sequence[str]) -> list[str]:
+    """folder_name of each, the name of its own folder before that of a file which is called as another one:
+    gsm8k_test and math_test for data/gsm8k/test.parquet and data/math/test.parquet."""
+    names = [folder_name(spec) for spec in specs]
+    count = Counter(names)
+    return [
+        f"{folder_name(str(path.resolve().parent))}_{name}" if count[name] > 1 and path.exists() else name
+        for name, path in zip(names, (Path(spec).expanduser() for spec in specs), strict=True)
+    ]
+
+
 def sampling_of_task(task: str, given: Mapping[str, Any], flag: str = "--") -> Sampling:
     """The task's own sampling, with what is given over it; greedy is one sample a problem where nothing else is said.
 

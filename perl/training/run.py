@@ -20,6 +20,7 @@ from perl.adapters import ADAPTERS
 from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
 from perl.grading import Grader
+from perl.results import METRICS
 from perl.rewards import build_rewards, grade_early, reward_context
 from perl.tasks.trained import write_trained
 from perl.training import rundir, tracking
@@ -81,7 +82,7 @@ def train(argv: Sequence[str]) -> Path:
                 validation=open_validation(config, run_dir, checked, grader),
                 write_card=functools.partial(write_training_card, run_dir),
                 callbacks=[
-                    MetricsWriter(run_dir / "metrics.jsonl"),
+                    MetricsWriter(run_dir / METRICS),
                     ProgressLine(),
                     tracking.WandbRunWriter(run_dir),
                     stop,

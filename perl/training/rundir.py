@@ -19,6 +19,7 @@ from perl import device
 from perl.config.load import SECRET_NAME, Parsed, is_secret
 from perl.errors import UserError
 from perl.provenance import git_commit, versions
+from perl.results import METRICS
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def default_run_dir(model: str, kind: str, root: Path = Path("outputs"), method:
 def check_folder(run_dir: Path, resuming: bool) -> None:
     """Raise a UserError for a folder that can't be made or written to, or that already holds another run, whose
     metrics would be mixed with this one's."""
-    if (run_dir / "metrics.jsonl").exists() and not resuming:
+    if (run_dir / METRICS).exists() and not resuming:
         raise UserError(
             f"--config.training.output_dir {run_dir} already holds a run; give another folder,"
             " or go on with --config.training.resume_from_checkpoint true"

@@ -85,9 +85,14 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     return model
 
 
+def merged_base(config: Config | SFTRunConfig) -> Path:
+    """Where the base lies that peft.adapter_mode merge trains on."""
+    return Path(config.training.output_dir or ".") / "base"
+
+
 def merge_base(config: Config | SFTRunConfig, model: Path, dtype: torch.dtype) -> Path:
-    """base/ in the run's folder: the model with peft.adapter in its weights, written by the main process."""
-    output = Path(config.training.output_dir or ".") / "base"
+    """The model with peft.adapter in its weights, written by the main process."""
+    output = merged_base(config)
     with config.training.main_process_first(local=False, desc="merging the adapter into the base"):
         if config.training.process_index == 0:
             merge_into(model, Path(config.peft.adapter or ""), output, dtype)

@@ -12,6 +12,7 @@ from transformers import PrinterCallback
 
 from perl.adapters import ADAPTERS
 from perl.config.sft import parse
+from perl.results import METRICS
 from perl.training import tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
@@ -57,7 +58,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
                 adapter_config=config.peft,
                 write_card=functools.partial(write_training_card, run_dir),
                 callbacks=[
-                    MetricsWriter(run_dir / "metrics.jsonl"),
+                    MetricsWriter(run_dir / METRICS),
                     ProgressLine(),
                     tracking.WandbRunWriter(run_dir),
                     stop,

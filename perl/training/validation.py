@@ -39,6 +39,7 @@ from perl.records import Completion, Sample, Sampling
 from perl.results import (
     BEST,
     BEST_FILE,
+    METRICS,
     SAMPLES,
     SUMMARY,
     VALIDATION,
@@ -46,13 +47,15 @@ from perl.results import (
     Summary,
     atomic_write,
     json_line,
+    read_metrics,
     write_json,
 )
 from perl.rewards import grade_rows
-from perl.scoring.samples import cluster_of, folder_name, make_samples, record_of, sampling_of_task, style_of_task
+from perl.scoring.samples import cluster_of, folder_names, make_samples, record_of, sampling_of_task, style_of_task
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS, data_name, load_problems
 from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
+from perl.training.setup import merged_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +99,9 @@ class ValidationPlan:
     data_sets: tuple[DataSet, ...]
     rules: EvaluatorRules
     model: Path
-    """Folder of the base."""
+    """Folder of the base that is trained on; of one that holds an earlier adapter, before it is written."""
+    start: str | None
+    """The adapter that is trained further; None: a new one, which changes nothing before the first step."""
     tokenizer: Any
 
 
@@ -123,19 +128,23 @@ def plan_validation(
             " less"
         )
     data_sets: dict[str, DataSet] = {}
-    for spec in map(data_name, validation.datasets):
-        name = folder_name(spec)
+    specs = [data_name(spec) for spec in validation.datasets]
+    for spec, name in zip(specs, folder_names(specs), strict=True):
         if name in data_sets:
             raise UserError(
                 f"{FLAG}datasets: {spec} and {data_sets[name].spec} would both be written to {name}; leave one out"
             )
         data_sets[name] = _data_set(validation, spec, name, config.dataset.system_prompt, tokenizer)
+        if config.training.use_vllm and config.training.vllm_mode == "server":
+            _require_greedy(data_sets[name])
         _warn_of_trained(data_sets[name], trained)
+    merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationPlan(
         config=validation,
         data_sets=tuple(data_sets.values()),
         rules=EvaluatorRules(eos_token_ids=checkpoints.eos_token_ids(model, model_config, tokenizer), context=context),
-        model=model,
+        model=merged_base(config) if merges else model,
+        start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,
     )
 
@@ -156,6 +165,15 @@ def _data_set(
     styles = {task: style_of_task(task, system_prompt) for task in tasks}
     samples = tuple(make_samples(problems, name, sampling, styles, tokenizer))
     return DataSet(name=name, spec=spec, tasks=tasks, sampling=sampling, styles=styles, samples=samples)
+
+
+def _require_greedy(data_set: DataSet) -> None:
+    if data_set.sampling.temperature or data_set.sampling.n > 1:
+        raise UserError(
+            f"{FLAG}temperature: a vLLM server takes no seed for each completion, so that it can only validate"
+            f" greedily, and {data_set.spec} would be sampled; write {FLAG}temperature 0 and n 1, or"
+            " --config.training.vllm_mode colocate"
+        )
 
 
 def _warn_of_trained(data_set: DataSet, trained: Collection[str]) -> None:
@@ -183,7 +201,7 @@ class Validation(TrainerCallback):
         first = plan.data_sets[0]
         self.chosen_by = f"val-core/{self.labels[first.name, first.sources[0]]}/acc/mean@{first.sampling.n}"
         """The metric of the best adapter."""
-        found = [logged_steps(run_dir / "metrics.jsonl", self.chosen_by), best_so_far(run_dir, self.chosen_by)]
+        found = [logged_steps(run_dir / METRICS, self.chosen_by), best_so_far(run_dir, self.chosen_by)]
         self.done, self.best = broadcast_object_list(found)  # rank 0 decides: other nodes may not see the folder
         for data_set in plan.data_sets:
             log.info(
@@ -200,6 +218,10 @@ class Validation(TrainerCallback):
             return self.plan.config.before_train
         every = self.plan.config.every_steps
         return step == last or (every is not None and step % every == 0)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """What was logged for later steps is of an attempt that this one leaves behind at its checkpoint."""
+        self.done = {step for step in self.done if step <= state.global_step}
 
     def on_step_end(self, args, state, control, **kwargs):
         stopping = control.should_training_stop and state.global_step < state.max_steps  # the resumed run will do it
@@ -219,7 +241,7 @@ class Validation(TrainerCallback):
         if self.rank == 0:
             for data_set in self.plan.data_sets:
                 self.write(step, data_set, records[data_set.name], seconds)
-        if self.plan.config.save_best and step > 0:  # an adapter without a step is the base
+        if self.plan.config.save_best and (step > 0 or self.plan.start):  # a new adapter without a step is the base
             self.keep_best(step, found, save_adapter)
         self.done.add(step)
         return found | {"timing/validation": time.perf_counter() - started}
@@ -287,6 +309,7 @@ class Validation(TrainerCallback):
 
     def summary(self, step: int, data_set: DataSet, records: Sequence[SampleRecord], seconds: float) -> Summary:
         plan, sampling = self.plan, asdict(data_set.sampling)
+        adapter = str(self.run_dir / f"checkpoint-{step}") if step else plan.start
         tokens = sum(record["tokens"] for record in records)
         sampling.pop("n")
         return {
@@ -306,12 +329,12 @@ class Validation(TrainerCallback):
             },
             "tasks": list(data_set.tasks),
             "model": str(plan.model),
-            "adapter": str(self.run_dir / f"checkpoint-{step}") if step else None,
+            "adapter": adapter,
             "step": step,
             "dataset": data_set.spec,
             "base_hash": _base_hash(plan.model),
             "adapter_hash": None,
-            "adapter_mode": "merge" if step else None,
+            "adapter_mode": "merge" if adapter else None,
             "dtype": "auto",
             "max_model_len": None,
             "chat_template_hash": text_hash(plan.tokenizer.chat_template),
@@ -427,19 +450,9 @@ def mean(values: Sequence[float]) -> float:
 
 def logged_steps(metrics_file: Path, metric: str) -> set[int]:
     """The steps whose validation stands in metrics.jsonl."""
-    steps: set[int] = set()
-    try:
-        lines = metrics_file.read_bytes().splitlines()
-    except OSError:
-        return steps
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn when its writer was killed
-            continue
-        if metric in row:
-            steps.add(int(row["step"]))
-    return steps
+    if not metrics_file.is_file():
+        return set()
+    return {step for step, row in read_metrics(metrics_file)[0] if metric in row}
 
 
 def best_so_far(run_dir: Path, metric: str) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from perl.engines.base import warn_once
 from perl.noise.injector import NoiseInjector
 from perl.records import Sampling
 from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest, Weights
@@ -82,6 +83,7 @@ class VLLMSampler:
         noise: NoiseInjector | None,
     ):
         self.client, self.sync, self.generation_kwargs = client, sync, generation_kwargs
+        self.of_all_processes = of_all_processes
         self.elsewhere = client.mode == "server"
         self._synced_step = -1
         # What TRL calls to give vLLM the policy: its own would merge into the base, and subtract again.
@@ -129,7 +131,8 @@ class VLLMSampler:
         sampling, ends = request.sampling, sorted(rules.eos_token_ids)
         rooms = [rules.room(prompt, sampling.max_new_tokens) for prompt in request.prompt_ids]
         values = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        values |= {"repetition_penalty": sampling.repetition_penalty, "max_completion_length": min(rooms)}
+        most = self._shortest(rooms, sampling.max_new_tokens) if self.elsewhere else min(rooms)
+        values |= {"repetition_penalty": sampling.repetition_penalty, "max_completion_length": most}
         values |= {"generation_kwargs": {"stop_token_ids": ends}, "structured_outputs_regex": None}
         if not self.elsewhere:
             rows = list(zip(request.seeds, rooms, strict=True))
@@ -137,6 +140,17 @@ class VLLMSampler:
         with replaced(self.client, values):
             _, token_ids, _, _ = self.client.generate(prompts=request.prompt_ids, images=None, num_generations=1)
         return Completions(token_ids, [[] for _ in token_ids])
+
+    def _shortest(self, rooms: list[int], asked: int) -> int:
+        """The length that a server can give all completions of all processes."""
+        most = int(self.of_all_processes([min(rooms)]).min())
+        if most < asked:
+            warn_once(
+                f"validation: completions end after {most} tokens, not {asked}: the longest prompt leaves no more of"
+                " the model's context, and a vLLM server takes one length for all; --config.training.vllm_mode colocate"
+                " gives each its own"
+            )
+        return most
 
     def _of_tensor_parallel(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Those of all processes that share an engine, which each gives it all of."""

@@ -97,5 +97,10 @@ def test_what_is_measured_without_noise_moves_nothing():
     assert run(config(warmup_stage=True), [1e-9, 0.04, 0.01]) == pytest.approx([0.0, 0.1, 0.1])
 
 
+def test_a_target_below_what_rounding_makes_gets_one_warning(caplog):
+    assert run(config(num_stages=1), [1.0] * 60)[-1] == pytest.approx(0.001)
+    assert caplog.text.count("sigma has fallen to its bound 0.001, as the KL divergence is 1 nats") == 1
+
+
 def test_other_schedules_do_not_listen():
     assert run(config(schedule="linear", sigma_end=0.02), [9.0, 9.0, 9.0]) == pytest.approx([0.1, 0.06, 0.02])

@@ -230,6 +230,7 @@ ONE_KEY = [
     ("trainer.total_training_steps=3", "max_steps", 12),
     ("custom_reward_function.path=r.py", "reward.functions", ["r.py:compute_score"]),
     ("data.train_files=d.parquet", "reward.functions", ["accuracy"]),
+    ("actor_rollout_ref.model.lora_adapter_path=runs/sft", "peft.adapter", "runs/sft"),
 ]
 
 
@@ -238,6 +239,33 @@ def test_one_key(word, field, value):
     result = of(None, *GOOD, word)  # train_batch_size 1024, mini 256: k is 4
     assert result.refused == {}
     assert values(result).get(field if "." in field else f"training.{field}") == value
+
+
+def test_an_adapter_to_start_from_is_lora_of_its_own_rank():
+    result = of(None, *GOOD, "actor_rollout_ref.model.lora_adapter_path=runs/sft")
+    assert "peft.r" not in values(result)
+    assert not any("all weights" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("engine", ["fast", "vllm"])
+def test_a_cap_of_verl_0_5_that_is_off_corrects_nothing(engine):
+    result = of(None, *GOOD, "+actor_rollout_ref.actor.tis_imp_ratio_cap=-1", engine=engine)
+    assert "actor_rollout_ref.actor.tis_imp_ratio_cap" in result.no_effect
+    assert values(result).get("training.vllm_importance_sampling_correction") is (False if engine == "vllm" else None)
+
+
+def test_arguments_of_a_reward_go_to_a_file_of_the_users_alone():
+    file, kwargs = "custom_reward_function.path=", "+custom_reward_function.reward_kwargs.method=flexible"
+    assert values(of(None, *GOOD, file + "r.py", kwargs))["reward.kwargs"] == {"method": "flexible"}
+    assert "takes no arguments" in str(of(None, *GOOD, file + "verl/utils/reward_score/gsm8k.py", kwargs).refused)
+    assert "reward.kwargs" not in values(of(None, *GOOD, kwargs))  # perl.train would refuse it
+
+
+def test_a_validation_by_another_rule_than_verls_is_told():
+    own = "custom_reward_function.path=r.py"
+    assert any("verl validates by custom_reward_function" in note for note in of(None, *GOOD, own).notes)
+    for words in ([], [own, "trainer.val_before_train=False"]):
+        assert not any("verl validates by" in note for note in of(None, *GOOD, *words).notes)
 
 
 def test_each_pass_over_a_rollout_counts_as_updates():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from perl.checkpoints import content_hash
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
 from perl.engines.hf import HFEngine
@@ -23,7 +24,7 @@ from perl.evaluation.run import evaluate
 from perl.grading import RULES, Grader
 from perl.prompts import build_messages, encode
 from perl.records import Problem, Prompt, Sample, Sampling
-from perl.results import read_samples
+from perl.results import read_samples, same_model
 from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
 from perl.training import validation
@@ -244,6 +245,31 @@ def test_tensorboard_gets_the_scores(validated):
     assert found == pytest.approx(validations(validated))
 
 
+@pytest.mark.parametrize("mode", ["continue", "merge"])
+def test_a_training_from_an_adapter_says_what_was_scored_before_it(made, flags, validated, tmp_path, mode):
+    """The scores before the first step are those of the adapter, and they may be the best."""
+    start = {"peft.adapter": validated / "adapter", "peft.adapter_mode": mode, "training.max_steps": 1}
+    start |= {"peft.lora_dropout": 0.1, "training.learning_rate": 0.0, "training.save_steps": 1}
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")]), "validation.save_best": "true"}
+    run = train(flags(VALIDATION, datasets, start, training__output_dir=tmp_path / "run"))
+    assert samples(run, 0).keys() == samples(validated, 4).keys()
+    if mode == "continue":
+        assert samples(run, 0) == samples(validated, 4)
+    summary = json.loads((run / "validation" / "step-0" / "others" / "summary.json").read_text())
+    base, adapter = (made / "model", str(validated / "adapter")) if mode == "continue" else (run / "base", None)
+    assert (summary["model"], summary["adapter"]) == (str(base), adapter)
+    assert summary["base_hash"] == content_hash(base)
+    assert json.loads((run / "best" / "best.json").read_text())["step"] == (0 if mode == "continue" else 1)
+
+
+def test_two_validations_are_of_two_models(validated):
+    folders = [validated / "validation" / f"step-{step}" for step in (0, 2, 4)]
+    before, middle, after = (json.loads((f / "others" / "summary.json").read_text()) for f in folders)
+    assert not same_model(middle, after)
+    assert not same_model(before, after)
+    assert same_model(after, after)
+
+
 def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validated, tmp_path, monkeypatch):
     """As if the run had been killed in the validation of step 2, whose checkpoint stood, and had been best before."""
     run = tmp_path / "run"
@@ -259,6 +285,21 @@ def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validat
     train(flags(VALIDATION, datasets, training__output_dir=run, training__resume_from_checkpoint="true"))
     assert validations(run) == validations(validated)
     assert json.loads((run / "best" / "best.json").read_text()) == best  # no later one was better
+
+
+def test_steps_that_are_trained_again_are_validated_again(validated, made, flags):
+    """A run that goes on from an earlier checkpoint, with another learning rate perhaps, is another one from there."""
+    plan = plan_validation(
+        parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build(), tiny_tokenizer(), ()
+    )
+    assert plan is not None
+    with Grader() as grader:
+        again = Validation(plan, grader, validated, "hf", 0, 1)
+    assert again.done == {0, 1, 2, 3, 4}
+    again.on_train_begin(None, SimpleNamespace(global_step=2), None)
+    assert again.done == {0, 1, 2}
+    assert again.due(4, 4)
+    assert not again.due(0, 4)
 
 
 def test_a_signal_in_a_validation_ends_the_run_with_the_step_before_it(made, flags, tmp_path, monkeypatch):
@@ -302,11 +343,17 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(made, flags, tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
-def test_two_datasets_of_one_folder_name_are_refused(made, flags, tmp_path):
-    shutil.copyfile(made / "sums.jsonl", tmp_path / "others.jsonl")
-    both = json.dumps([str(made / "others.jsonl"), str(tmp_path / "others.jsonl")])
-    with pytest.raises(UserError, match=r"^--config.validation.datasets: .* would both be written to others"):
-        train(flags(validation__datasets=both, training__output_dir=tmp_path / "run"))
+def test_two_files_of_one_name_are_told_apart_by_their_folders(made, flags, tmp_path):
+    (tmp_path / "math").mkdir()
+    shutil.copyfile(made / "others.jsonl", tmp_path / "math" / "others.jsonl")
+    both = [str(made / "others.jsonl"), str(tmp_path / "math" / "others.jsonl")]
+    config = parse(flags(VALIDATION, validation__datasets=json.dumps(both))).build()
+    plan = plan_validation(config, tiny_tokenizer(), set())
+    assert plan is not None
+    assert [data_set.name for data_set in plan.data_sets] == [f"{made.name}_others", "math_others"]
+    config.validation.datasets = [both[0], both[0]]
+    with pytest.raises(UserError, match=r"^--config.validation.datasets: .* would both be written to .*others; leave"):
+        plan_validation(config, tiny_tokenizer(), set())
 
 
 def test_a_setting_without_datasets_gets_a_warning(flags):
@@ -314,11 +361,14 @@ def test_a_setting_without_datasets_gets_a_warning(flags):
     assert "--config.validation.every_steps has no effect: validation.datasets is empty" in parsed.warnings
 
 
-def test_a_vllm_server_validates_greedily_only(made, flags):
-    served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "validation.temperature": 0.6}
-    served |= {"noise_injection.enabled": "false", "validation.datasets": '["gsm8k"]'}
+@pytest.mark.parametrize("temperature", [0.6, "null"], ids=["asked", "of_the_task"])
+def test_a_vllm_server_validates_greedily_only(made, flags, tmp_path, temperature):
+    row = {"problem": "What is 1 + 3 ?", "answer": "4", "data_source": "aime24"}  # n 32 at temperature 1
+    (tmp_path / "aime.jsonl").write_text(json.dumps(row) + "\n")
+    served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "noise_injection.enabled": "false"}
+    served |= {"validation.datasets": f'["{tmp_path / "aime.jsonl"}"]', "validation.temperature": temperature}
     with pytest.raises(UserError, match=r"^--config.validation.temperature: a vLLM server takes no seed"):
-        parse(flags(served))
+        plan_validation(parse(flags(served)).build(), tiny_tokenizer(), set())
 
 
 # Parts

@@ -7,6 +7,7 @@ from typing import Any
 from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import BatchError
 from perl.tools.from_verl.outcomes import (
+    ADAPTER,
     Handler,
     NoEffect,
     Outcome,
@@ -159,9 +160,14 @@ def importance_correction(value: Any, verl: Verl) -> Outcome:
 
 def importance_cap(value: Any, verl: Verl) -> Outcome:
     """tis_imp_ratio_cap of versions 0.5 and 0.6: the same, of tokens."""
-    if value is None or number(value) <= 0:
+    if not capped(value):
         return NoEffect("off, as it is here")
     return corrected("token", value, verl)
+
+
+def capped(value: Any) -> bool:
+    """verl 0.5 writes -1 for off."""
+    return value is not None and number(value) > 0
 
 
 def corrected(level: str, limit: Any, verl: Verl) -> Outcome:
@@ -282,9 +288,9 @@ def full_parameters(value: Any, verl: Verl) -> Outcome:
     """lora_rank; 0 trains all weights in verl, and a LoRA adapter here."""
     if value and not isinstance(value, bool) and isinstance(value, int):
         return Translated({"peft.type": "lora", "peft.r": value})
-    return Translated({"peft.type": "lora", "peft.r": 16, "peft.lora_alpha": 32}) if not verl.is_lora else NoEffect(
-        "model.lora.rank goes before it"
-    )  # fmt: skip
+    if verl.is_lora:
+        return NoEffect(f"model.{'lora_adapter_path' if verl[ADAPTER] else 'lora.rank'} goes before it")
+    return Translated({"peft.type": "lora", "peft.r": 16, "peft.lora_alpha": 32})
 
 
 def with_lora(handler: Handler) -> Handler:
@@ -313,7 +319,7 @@ def engine(value: Any, verl: Verl) -> Outcome:
     if chosen != "vllm":
         return Translated({"rollout.engine": chosen}, note)
     fields: dict[str, Any] = {"rollout.engine": chosen, "training.vllm_mode": "colocate"}
-    if not verl[f"{ACTOR}.tis_imp_ratio_cap"] and not verl["algorithm.rollout_correction.rollout_is"]:
+    if not capped(verl[f"{ACTOR}.tis_imp_ratio_cap"]) and not verl["algorithm.rollout_correction.rollout_is"]:
         fields["training.vllm_importance_sampling_correction"] = False  # TRL's default masks whole completions
     return Translated(fields, note)
 
@@ -413,6 +419,11 @@ def custom_reward(value: Any, verl: Verl) -> Outcome:
 
 
 def reward_kwargs(value: Any, verl: Verl) -> Outcome:
+    file = verl.first("custom_reward_function.path", "reward.custom_reward_function.path")
+    if not file:
+        return NoEffect("no custom_reward_function.path: verl's own rules")
+    if _own_reward(str(file), "") == "strict":
+        return Refused("verl's own gsm8k.py is the reward strict here, which takes no arguments; leave them out")
     arguments = verl.first("custom_reward_function.reward_kwargs", "reward.custom_reward_function.reward_kwargs")
     return Translated({"reward.kwargs": arguments or verl["reward.custom_reward_function.reward_kwargs"]})
 

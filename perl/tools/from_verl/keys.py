@@ -202,7 +202,9 @@ KEYS: dict[str, Handler] = {
     f"{MODEL}.lora_alpha": with_lora(to("peft.lora_alpha", positive)),
     f"{MODEL}.target_modules": with_lora(lora_modules),
     f"{MODEL}.exclude_modules": with_lora(refused("layers cannot be left out; name those to train in target_modules")),
-    f"{MODEL}.lora_adapter_path": refused("an adapter to start from is not loaded"),
+    f"{MODEL}.lora_adapter_path": lambda value, verl: (
+        to("peft.adapter", path)(value, verl) if value else NoEffect("null: a new adapter is trained")
+    ),
     f"{MODEL}.lora.rank": lambda value, verl: to("peft.r", positive)(value, verl) if value else NoEffect("0: off"),
     f"{MODEL}.lora.alpha": with_lora(to("peft.lora_alpha", positive)),
     f"{MODEL}.lora.dropout": with_lora(to("peft.lora_dropout", number)),

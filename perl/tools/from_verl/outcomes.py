@@ -13,6 +13,8 @@ from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import Batch, BatchError
 from perl.tools.from_verl.overrides import Command, Unreadable
 
+ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
+
 
 @dataclass(frozen=True)
 class Translated:
@@ -73,7 +75,7 @@ class Verl:
     @property
     def is_lora(self) -> bool:
         ranks = self["actor_rollout_ref.model.lora_rank"], self["actor_rollout_ref.model.lora.rank"]
-        return any(isinstance(rank, int) and rank > 0 for rank in ranks)
+        return any(isinstance(rank, int) and rank > 0 for rank in ranks) or bool(self[ADAPTER])
 
     @property
     def devices(self) -> Any:

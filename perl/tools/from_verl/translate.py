@@ -141,6 +141,10 @@ def _environment(result: Translation, command: Command) -> None:
         result.values[name] = UNKNOWN.sub("?", value)
 
 
+def _rewards(result: Translation) -> list[str]:
+    return result.recipe().get("reward.functions", ([], ""))[0]
+
+
 def _notes(verl: Verl, result: Translation) -> list[str]:
     """What a user should know of the whole, one line each."""
     notes = []
@@ -163,6 +167,11 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
         notes.append(
             f"token-mean is {loss}, the mean over the tokens of each micro-batch, as in verl to 0.5; newer versions"
             " take it over the whole update: --config.training.loss_type dapo"
+        )
+    if "validation.datasets" in result.recipe() and any(".py:" in name for name in _rewards(result)):
+        notes.append(
+            "verl validates by custom_reward_function too; here validation grades by the task of each row's"
+            " data_source, and rows of none are refused: leave their file out of data.val_files"
         )
     notes.append("advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6")
     if isinstance(verl.batch, Batch) and verl.batch.updates_per_rollout > 1:

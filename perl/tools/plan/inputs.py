@@ -221,11 +221,15 @@ def job_of(config: Config, parsed: Parsed, device: Device, count: int, parallel:
 
 def rough(config: Config) -> Iterator[str]:
     """What of this configuration the arithmetic counts roughly or leaves out."""
-    training = config.training
+    training, peft = config.training, config.peft
+    if config.validation.datasets:
+        yield "validation is left out: its completions have a KV cache of their own, of what is free then"
+    if peft.adapter is not None and peft.adapter_mode == "continue" and training.beta:
+        yield "the frozen copy of peft.adapter that beta compares with is left out, as large as the adapter"
     optimizer = str(getattr(training.optim, "value", training.optim))
     if "adamw" not in optimizer:
         yield f"optimizer {optimizer} is counted as AdamW"
-    if config.peft.type == "dora":
+    if peft.type == "dora":
         yield "dora is counted as lora: its weights' norms take a matrix of each adapted layer's size for a moment"
     if config.rollout.engine == "continuous_batching":
         yield "transformers sizes its paged cache by what is free; counted is what the sequences need"

@@ -64,6 +64,17 @@ def test_the_table_for_a_person(plan):
     assert any(line.startswith("graphs ") for line in lines)
 
 
+def test_what_is_not_counted_is_told(plan, tmp_path):
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").touch()
+    flags = "--device", "h200", "--config.validation.datasets", '["gsm8k"]', "--config.training.beta", "0.1"
+    found = json.loads(plan(RECIPE, MODEL, QWEN, *flags, "--config.peft.adapter", str(tmp_path), "--json"))
+    assert found["adapter_parameters"] == 28 * 8 * (3584 + 3584)  # the adapter's own rank and layers
+    assert any(note.startswith("validation is left out") for note in found["notes"])
+    assert any(note.startswith("the frozen copy of peft.adapter") for note in found["notes"])
+
+
 def test_what_is_proposed_is_accepted_and_fits(plan):
     """The flags go back in: the same peaks as the proposal promised."""
     flags = RECIPE, MODEL, QWEN, "--device", "a100", "--count", "2", "--json"
