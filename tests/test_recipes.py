@@ -22,7 +22,7 @@ GUIDES = {
 
 
 def test_each_recipe_of_a_guide_is_known():
-    assert {path.stem for path in RECIPES} == {*GUIDES, "dapo_lora", "quickstart"}
+    assert {path.stem for path in RECIPES} == {*GUIDES, "dapo_lora", "quickstart", "real_sft", "real_grpo"}
 
 
 @pytest.mark.parametrize("name", GUIDES)

@@ -22,6 +22,20 @@ OTHER_NAMES = {
 """What other programs call a field -> ours, of which each parser knows one."""
 
 
+WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "NoneType": "null",
+    "PositiveInt": "a whole number from 1",
+    "NonNegativeInt": "a whole number from 0",
+    "PositiveFloat": "a number above 0",
+    "NonNegativeFloat": "a number from 0",
+    "ClosedUnitInterval": "a number from 0 to 1",
+}
+"""jsonargparse's name of a type -> what a user may write."""
+
+
 class Parser(ArgumentParser):
     """jsonargparse's parser, but an error is a UserError of one line, unknown flags name the nearest known one, and
     a flag is never taken for a longer one that it abbreviates."""
@@ -60,15 +74,19 @@ class Parser(ArgumentParser):
 
 
 def _expected(complaint: str) -> str | None:
-    """jsonargparse's complaint about a value that is none of several types, in the words of a command line; None where
-    it complains of something else."""
+    """jsonargparse's complaint about a value of another type, or of none of several types, in the words of a command
+    line; None where it complains of something else."""
+    one_type = r"Expected an? (?:<class ')?(?:typing\.)?(\w+)(?:\[(.*?)\])?(?:'>)?\. Got value: (.*)"
+    if one := re.match(one_type, complaint, flags=re.DOTALL):
+        return f"expected {' or '.join((one[2] or WORDS.get(one[1], one[1])).split(', '))}, not {one[3].strip()}"
+    if one := re.match(r"Not of type (\w+): (?:(.*) does not conform|.*: '(.*)'$)", complaint, flags=re.DOTALL):
+        return f"expected {WORDS.get(one[1], one[1])}, not {one[2] or one[3]}"
     found = re.search(r"Subtypes: [\[(](.*)[\])]\s+Errors:.*Given value: (.*)", complaint, flags=re.DOTALL)
     if found is None:
         return None
-    words = {"bool": "true or false", "NoneType": "null"}
     kinds = re.findall(r"<class '([\w.]+)'>|(?:typing\.)?Literal\[(.*?)\]|([\w.]+\[[^<]*?\])", found[1])
     last = [(kind.rpartition(".")[2], literal or other) for kind, literal, other in kinds]
-    names = [words.get(kind, kind) or other for kind, other in last]
+    names = [WORDS.get(kind, kind) or other for kind, other in last]
     value = found[2].strip()
     as_list = f"; write '{_as_list(value)}'" if names[0].startswith("list[") and not value.startswith("[") else ""
     return f"expected {' or '.join(names)}, not {value}{as_list}"

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         for file in write_figure(material, Path(args.figure).expanduser()):
             print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
     write_page(material, output)
-    print(f"{output}: {output.stat().st_size / 1e6:.1f} MB, needs no network")
+    print(f"{output}: {output.stat().st_size / 1e3:,.0f} kB, needs no network")
     return 0
 
 

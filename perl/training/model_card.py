@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from perl import __version__
 from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
@@ -344,8 +344,12 @@ def license_of(base: str) -> str | None:
         card = Path(cached)
     if card is None or not card.is_file():
         return None
-    data: Any = ModelCard.load(card, ignore_metadata_errors=True).data
-    return data.license
+    try:
+        data = metadata_load(card)
+    except (ValueError, yaml.YAMLError):
+        return None  # somebody else's card, whose block is no mapping or no YAML
+    license = (data or {}).get("license")
+    return license if isinstance(license, str) else None
 
 
 def method(adapter_config: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -128,7 +129,7 @@ def _problems(config: DatasetConfig, graded: bool) -> list[Problem]:
     """Of all data sets, one after the other, up to example_numbers."""
     flag, named = "--config.dataset.dataset_name_or_path", config.dataset_name_or_path
     if isinstance(named, str) and "," in named and not Path(named).expanduser().exists():
-        raise UserError(f"{flag} {named}: several data sets are a list; write '{json.dumps(named.split(','))}'")
+        raise UserError(f"{flag} {named}: several data sets are a list; write '{_as_list(named)}'")
     if not named:
         raise UserError(f"{flag} is empty; name a task, a data set on the hub, a file or a folder")
     problems: list[Problem] = []
@@ -140,6 +141,16 @@ def _problems(config: DatasetConfig, graded: bool) -> list[Problem]:
         split = config.split or training_split(spec)
         problems += load_problems(spec, split=split, limit=left, task=config.task, graded=graded)
     return problems
+
+
+def _as_list(named: str) -> str:
+    """What to write for several data sets: those of a list that YAML can read (one that holds a number is no list of
+    names, and arrives as its text), else what stands between commas."""
+    try:
+        listed = yaml.safe_load(named)
+    except yaml.YAMLError:
+        listed = None
+    return json.dumps([str(item) for item in listed] if isinstance(listed, list) else named.split(","))
 
 
 def _row(problem: Problem, system_prompt: str | None) -> dict:

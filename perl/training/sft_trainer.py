@@ -13,6 +13,7 @@ from trl import SFTTrainer
 from perl.adapters import Adapter
 from perl.config.schema import PeftConfig
 from perl.config.sft_training import SFTTrainingConfig
+from perl.errors import UserError
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
 from perl.training.metrics import StepClock, model_size, sequences
 
@@ -83,6 +84,9 @@ def tell_what_is_cut(rows: Dataset, max_length: int | None, eos: int | None) -> 
 
     Args:
         rows: whole, with `input_ids` and `labels`.
+
+    Raises:
+        UserError: max_length cuts all that is learned from every row.
     """
     ids, labels = rows["input_ids"], rows["labels"]
     if max_length is not None and (longer := [row for row in labels if len(row) > max_length]):
@@ -91,6 +95,11 @@ def tell_what_is_cut(rows: Dataset, max_length: int | None, eos: int | None) -> 
             "%d of %d rows are longer than --config.training.max_length %d tokens and are cut at their end; of %d"
             " nothing to learn is left", len(longer), len(ids), max_length, lost,
         )  # fmt: skip
+        if lost == len(labels):
+            raise UserError(
+                f"--config.training.max_length {max_length}: nothing to learn is left of any row; the longest has"
+                f" {max(map(len, ids))} tokens: write more"
+            )
     if eos is not None and not any(eos in row for row in labels):
         log.warning(
             "no row ends its answer with the end-of-sequence token: the model will not learn to stop; look at the chat"

@@ -91,8 +91,24 @@ def test_wrong_type_names_flag_and_value():
 @pytest.mark.parametrize(
     ("flag", "value", "expected"),
     [
+        ("peft.adapter_mode", "new", "'continue' or 'merge', not new"),
+        ("noise_injection.target_kl_start", "-1", "a number above 0, not -1"),
+        ("peft.lora_dropout", "2", "a number from 0 to 1, not 2"),
+        ("peft.r", "2.5", "a whole number from 1, not 2.5"),
+        ("common.seed", "x", "a whole number, not x"),
+        ("training.learning_rate", "fast", "a number, not fast"),
+        ("validation.save_best", "maybe", "true or false, not maybe"),
+    ],
+)
+def test_a_value_of_another_type_is_told_what_it_must_be(flag, value, expected):
+    assert message(f"--config.{flag}", value) == f"--config.{flag}: expected {expected}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
         ("rollout.capture_graphs", "maybe", "true or false or 'auto'"),
-        ("dataset.max_prompt_length", "x", "PositiveInt or null"),
+        ("dataset.max_prompt_length", "x", "a whole number from 1 or null"),
     ],
 )
 def test_a_value_of_none_of_several_types_is_told_what_they_are(flag, value, expected):

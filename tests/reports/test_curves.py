@@ -11,6 +11,7 @@ from math import isnan
 from pathlib import Path
 
 import pytest
+import wandb
 
 from perl.errors import UserError
 from perl.reports.curves import read_curves
@@ -31,13 +32,12 @@ def run(tmp_path_factory) -> Path:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_DIR", str(folder))
         patch.setenv("WANDB_SILENT", "true")
+        wandb.teardown()  # a test before this one may have made it read the environment
         trainer = make_trainer(
             folder, callbacks=[MetricsWriter(folder / "metrics.jsonl")], report_to=["tensorboard", "wandb"],
             steps_per_generation=8, max_steps=5, save_strategy="steps", save_steps=5, hub_token=SECRET,
         )  # fmt: skip
         trainer.train()
-        import wandb
-
         wandb.finish()
         wandb.teardown()  # its service writes the end of the file
     return folder

@@ -263,7 +263,8 @@ def test_the_command_writes_where_it_is_told(tmp_path, capsys):
     write_results(tmp_path / "results" / "gsm8k", [record("a-0")], model="models/<b>tiny")
     assert main(["report", str(tmp_path / "results")]) == 0
     assert main(["report", str(tmp_path / "results" / "gsm8k"), "--output", str(tmp_path / "own.html")]) == 0
-    assert f"{tmp_path / 'results' / 'report.html'}: 0.2 MB, needs no network" in capsys.readouterr().out
+    page = tmp_path / "results" / "report.html"
+    assert f"{page}: {page.stat().st_size / 1e3:.0f} kB, needs no network" in capsys.readouterr().out
     text = (tmp_path / "own.html").read_text()
     assert "<title>&lt;b&gt;tiny · evaluation</title>" in text
     assert not re.search(r"(?:src|href)=", re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL))

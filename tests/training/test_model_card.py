@@ -5,7 +5,7 @@ import json
 from huggingface_hub import ModelCard
 
 from perl.checkpoints import content_hash
-from perl.training.model_card import add_results, hub_dataset, metadata, run_facts, with_results
+from perl.training.model_card import add_results, hub_dataset, license_of, metadata, run_facts, with_results
 
 
 def adapter(folder, **changes):
@@ -51,6 +51,19 @@ def test_names_of_the_hub_are_metadata_and_local_ones_are_not(tmp_path):
     assert several.datasets == ["openai/gsm8k", "my/hub-set"]
     of_others = metadata(adapter(tmp_path))
     assert of_others.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B"]
+
+
+def test_the_licence_of_a_base_whose_card_says_nothing_is_unknown_without_a_warning(tmp_path, caplog):
+    card = tmp_path / "README.md"
+    for text, licence in (
+        ("# A model\n", None),
+        ("---\nlicense: mit\n---\n# A model\n", "mit"),
+        ("---\n- mit\n---\n# A model\n", None),
+        ("---\nlicense: [\n---\n# A model\n", None),
+    ):
+        card.write_text(text)
+        assert license_of(str(tmp_path)) == licence
+    assert not caplog.records
 
 
 def test_hub_datasets():

@@ -111,7 +111,7 @@ def whole(tmp_path_factory, flags):
     )
     done = python_train(argv, folder, WANDB_API_KEY="local-0123secret")
     assert done.returncode == 0, done.stderr[-3000:]
-    (run,) = (folder / "outputs").glob("grpo_lora_tiny_model0_cpu_*")
+    (run,) = (folder / "outputs").glob("grpo_lora_tiny_model*_cpu_*")
     return done, run
 
 

@@ -74,8 +74,10 @@ def test_the_first_rows_of_a_list(tmp_path, caplog):
 
 
 def test_a_list_that_is_none(tmp_path):
-    with pytest.raises(UserError, match=r"a list; write '\[\"a\.jsonl\", \"b\.jsonl\"\]'"):
-        build_dataset(DatasetConfig(dataset_name_or_path="a.jsonl,b.jsonl"), tiny_tokenizer())
+    for named, written in (("a.jsonl,b.jsonl", ["a.jsonl", "b.jsonl"]), ('["a.jsonl",3]', ["a.jsonl", "3"])):
+        with pytest.raises(UserError) as several:
+            build_dataset(DatasetConfig(dataset_name_or_path=named), tiny_tokenizer())
+        assert str(several.value).endswith(f"several data sets are a list; write '{json.dumps(written)}'")
     with pytest.raises(UserError, match="dataset_name_or_path is empty"):
         built()
     file = sums(tmp_path, "a,b.jsonl", 1)

@@ -269,6 +269,14 @@ def test_packed_rows_do_not_see_each_other(attention):
     assert packed_norm == pytest.approx(norm, rel=1e-4)
 
 
+def test_rows_of_which_nothing_to_learn_is_left_are_one_line():
+    rows = [{"prompt": "1 2 3", "completion": "4"}, {"prompt": "1 2 3 4", "completion": "5"}]
+    with pytest.raises(
+        UserError, match=r"max_length 2: nothing to learn is left of any row; the longest has \d+ tokens"
+    ):
+        trainer_of(rows, max_length=2)
+
+
 def test_rows_that_are_cut_and_answers_without_an_end_are_told(caplog):
     rows = [*({"prompt": "so", "completion": "1"} for _ in range(3)), {"prompt": "1 " * 30, "completion": "2"}]
     with caplog.at_level("WARNING"):

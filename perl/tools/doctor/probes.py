@@ -20,6 +20,8 @@ from perl.tools.doctor import libraries, netprobes
 from perl.tools.doctor.machine import Command, Device, Machine, Process
 
 DEADLINE_S = 8.0
+GRACE_S = 3.0
+"""What a probe that ends its command at the deadline may take for that, on a machine under load."""
 COMMANDS = ("npu-smi info", "npu-smi info -l", "npu-smi info -t usages", "nvidia-smi -L", "ray status")
 TEXT_FILES = (
     "/usr/local/Ascend/driver/version.info",
@@ -74,7 +76,7 @@ def gather(root: Path = Path("/"), deadline_s: float = DEADLINE_S) -> Machine:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, until + 0.5 - time.monotonic()))
+        thread.join(max(0.0, until + GRACE_S - time.monotonic()))
     done = dict(results)
     facts["commands"] = {name: done.pop(name) for name in COMMANDS if done.get(name) is not None}
     facts["unfinished"] = [name for name in probes if name not in results]
