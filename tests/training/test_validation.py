@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from perl import device
 from perl.checkpoints import content_hash
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
@@ -33,7 +34,7 @@ from perl.training.rollout import EvaluatorRules
 from perl.training.run import train
 from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, plan_validation, share_of
 from tests.tiny import END, save_tiny, tiny_tokenizer
-from tests.training.test_other_engines import in_a_process, on_cpu
+from tests.training.test_other_engines import in_a_process, on_cpu, vllm_server
 
 STEPS = {
     "training.max_steps": 4,
@@ -221,6 +222,56 @@ def test_vllm_in_the_trainers_process_validates_and_changes_nothing(made, flags,
     again = flags(engine, VALIDATION, repeat, training__output_dir=tmp_path / "again", training__max_steps=1)
     in_a_process(in_a_child, again)
     assert samples(tmp_path / "again", 0) == base
+
+
+@pytest.mark.slow
+def test_vllm_samples_a_continued_adapter_with_noise_that_holds_a_kl_and_validates_without_it(
+    made, flags, validated, tmp_path
+):
+    """Real vLLM with all at once: peft.adapter, its frozen reference, target_kl, and validation between rollouts."""
+    engine = {"rollout.engine": "vllm", "training.vllm_max_model_length": 96, "training.beta": 0.04}
+    engine |= {"training.vllm_importance_sampling_correction": "false", "noise_injection.schedule": "target_kl"}
+    engine |= {"peft.adapter": validated / "adapter", "noise_injection.sigma_start": 0.01}
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")])}
+    runs = [tmp_path / name for name in ("whole", "again")]
+    in_a_process(in_a_child, flags(engine, VALIDATION, datasets, training__output_dir=runs[0]))
+    assert list(validations(runs[0])) == [0, 1, 2, 3, 4]
+    logged = {row["step"]: row for row in rows_of(runs[0]) if "reward" in row}
+    assert all(logged[step]["aqn/kl"] > 0 for step in (2, 4))
+    assert logged[2]["aqn/sigma"] != 0.01  # set by what the first rollout measured
+    shutil.copytree(runs[0], runs[1])
+    shutil.rmtree(runs[1] / "checkpoint-4")
+    resumed = {"training.output_dir": runs[1], "training.resume_from_checkpoint": "true"}
+    in_a_process(in_a_child, flags(engine, VALIDATION, datasets, resumed))
+    ours, theirs = (load_file(run / "adapter" / "adapter_model.safetensors") for run in runs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert samples(runs[0], 4) == samples(runs[1], 4)
+
+
+def in_a_child_with_a_server(model: Path, argv: list[str]) -> None:
+    """TRL's NCCL needs a CUDA device, and is not asked for an adapter alone."""
+    on_cpu()
+    from trl.generation.vllm_client import VLLMClient
+
+    setattr(VLLMClient, "init_communicator", lambda client, device: None)  # noqa: B010
+    device.VLLM_MODES["cpu"] = ("server",)
+    with vllm_server(model, "--enable-lora", "--max-lora-rank", "8", "--max-model-len", "96") as url:
+        train([*argv, "--config.training.vllm_server_base_url", url])
+
+
+@pytest.mark.slow
+def test_a_vllm_server_validates_as_the_evaluator_does(made, flags, tmp_path):
+    served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "training.vllm_server_timeout": 200}
+    served |= {"noise_injection.enabled": "false", "training.max_steps": 1, "training.save_steps": 1}
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")])}
+    run = tmp_path / "run"
+    in_a_process(
+        in_a_child_with_a_server, made / "model", flags(VALIDATION, served, datasets, training__output_dir=run)
+    )
+    for step, adapter in ((0, None), (1, run / "checkpoint-1")):
+        ours, theirs = samples(run, step), evaluated(made, adapter, tmp_path / f"step-{step}")
+        texts = [[records[key]["completion"] for key in sorted(theirs)] for records in (ours, theirs)]
+        assert sum(one == other for one, other in zip(*texts, strict=True)) >= len(theirs) - 1  # bfloat16's near-ties
 
 
 def test_the_best_adapter_is_kept(validated, made):
