@@ -347,7 +347,9 @@ def test_steps_that_are_trained_again_are_validated_again(validated, made, flags
     with Grader() as grader:
         again = Validation(plan, grader, validated, "hf", 0, 1)
     assert again.done == {0, 1, 2, 3, 4}
-    again.on_train_begin(None, SimpleNamespace(global_step=2), None)
+    nothing: Any = None
+    state: Any = SimpleNamespace(global_step=2)
+    again.on_train_begin(nothing, state, nothing)
     assert again.done == {0, 1, 2}
     assert again.due(4, 4)
     assert not again.due(0, 4)
