@@ -224,6 +224,7 @@ def test_vllm_in_the_trainers_process_validates_and_changes_nothing(made, flags,
     assert samples(tmp_path / "again", 0) == base
 
 
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_samples_a_continued_adapter_with_noise_that_holds_a_kl_and_validates_without_it(
     made, flags, validated, tmp_path
@@ -259,6 +260,7 @@ def in_a_child_with_a_server(model: Path, argv: list[str]) -> None:
         train([*argv, "--config.training.vllm_server_base_url", url])
 
 
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_a_vllm_server_validates_as_the_evaluator_does(made, flags, tmp_path):
     served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "training.vllm_server_timeout": 200}
