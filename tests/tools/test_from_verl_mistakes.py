@@ -20,6 +20,8 @@ WORDS = {
     "no such script": (["nowhere.sh"], "nowhere.sh: no such file"),
     "no such configuration": (["nowhere.yaml"], "no such file"),
     "one word": (["train"], "no such file"),
+    "a folder": (["/tmp"], "/tmp: a folder; give a script"),
+    "no data": ([*GOOD.split(), "data.train_files="], "data.train_files=: it is empty"),
     "unknown key": (["--", *GOOD.split(), "data.train_batchsize=64"], "did you mean data.train_batch_size?"),
     "key of another group": (
         ["--", *GOOD.split(), "actor_rollout_ref.actor.lr=1e-6"],
@@ -92,7 +94,7 @@ SCRIPTS = {
     "eval": (f'eval "{COMMAND}"\n', "SCRIPT:1: eval"),
     "an exit": (f'if [ -z "" ]; then\n  exit 1\nfi\n{COMMAND}\n', "SCRIPT:2: the script ends here"),
     "a variable in a quoted empty word": (f'EMPTY=\n{COMMAND} "$EMPTY"\n', "a variable in quotes may be empty"),
-    "not text": (b"\xff\xfe\x00", "cannot be read"),
+    "not text": (b"\xff\xfe\x00", "cannot be read as a script: it is no text"),
     "an endless function": (f"f() {{ f; }}\nf\n{COMMAND}\n", "calls itself"),
 }
 CONFIGURATIONS = {

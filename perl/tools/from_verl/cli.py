@@ -90,7 +90,8 @@ def _source(words: list[str]) -> tuple[str | None, list[str]]:
     if first and "=" not in first and not first.startswith(("-", "~")) and Path(first).is_file() and len(words) == 1:
         return first, []
     if len(words) == 1 and "=" not in first and not first.startswith(("~", "-")):
-        raise UserError(f"{first}: no such file; give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
+        what = "a folder" if Path(first).is_dir() else "no such file"
+        raise UserError(f"{first}: {what}; give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
     return None, words
 
 

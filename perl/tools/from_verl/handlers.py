@@ -85,9 +85,7 @@ def estimator(value: Any, verl: Verl) -> Outcome:
     if value in ("grpo", "grpo_vectorized"):
         return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
     if value == "gae":
-        return Refused(
-            "gae (verl's default) is PPO with a critic, which is not there yet; the nearest is grpo with rollout.n=8"
-        )
+        return Refused("gae is PPO with a critic, which is not there yet; the nearest is grpo with rollout.n=8")
     if value in ("rloo", "rloo_vectorized"):
         return Refused(
             f"{value}: the nearest is grpo with norm_adv_by_std_in_grpo=False, whose advantages are RLOO's times"

@@ -208,7 +208,7 @@ def yes_or_no(value: Any) -> bool:
 
 def text(value: Any) -> str:
     if isinstance(value, dict | list) or value is None or value == "":
-        raise ValueError(f"{shown(value)} is not a text")
+        raise ValueError("it is empty" if value == "" else f"{shown(value)} is not a text")
     return str(value)
 
 

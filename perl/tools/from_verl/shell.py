@@ -90,7 +90,8 @@ def read_script(path: Path, environment: Mapping[str, str]) -> tuple[Launch, Scr
         source = path.read_bytes()
         source.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else error
+        raise UserError(f"{path}: cannot be read as a script: {why}") from error
     script = Script(place=str(path), variables={**environment, "0": str(path)})
     script.variables["PWD"] = os.getcwd()
     return read_source(script, source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n"))

@@ -76,7 +76,7 @@ def translate(command: Command, choices: Choices) -> Translation:
             if isinstance(outcome, Translated):
                 result.defaults[key] = outcome.fields
             elif isinstance(outcome, Refused):
-                result.refused[key] = f"{outcome.why} (verl's default)"
+                result.refused[key] = f"verl's default: {outcome.why}"
     for key in command.given:
         value = command.value(key)
         result.values[key] = "?" if isinstance(value, Unreadable) else shown(value)
