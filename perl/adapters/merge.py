@@ -155,7 +155,8 @@ def warn_of_other_base(config: dict[str, Any], model: Path) -> None:
     resolved = model.resolve()
     parts = {_plain(part) for part in (model.name, resolved.name, *resolved.parts[-4:])}
     # A hub's cache keeps Qwen/Qwen2.5-7B under models--Qwen--Qwen2.5-7B/snapshots/<commit>.
-    if named and not any(part.endswith(_plain(Path(named).name)) for part in parts):
+    name = _plain(Path(named).name)
+    if named and not any(part == name or part.endswith(f"--{name}") for part in parts):
         logger.warning("the adapter was trained on %s, and is merged into %s: is that the same model?", named, model)
 
 

@@ -117,6 +117,8 @@ class Parsed(Generic[C]):
             groups["training"] = kind(**_as_dict(self.values.training))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UserError(f"--config.training: {error}") from error
+        if (rate := groups["training"].learning_rate) < 0:
+            raise UserError(f"--config.training.learning_rate {rate}: write a number from 0")
         return self.program.config(**groups)
 
     def dump(self) -> str:

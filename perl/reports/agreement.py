@@ -162,7 +162,8 @@ def compare_runs(
     compared = {name: found for name, found in values.items() if found[0]}
     if not any(name in limits for name in compared):
         reach = "; ".join(f"{run.source} {_reach(run, axis, i)}" for i, run in enumerate(every))
-        raise UserError(f"A, B: the curves share no {axis.name}s to compare: {reach}")
+        shorter = f"; --window {window} may be longer than what they share: write less" if window > 1 else ""
+        raise UserError(f"A, B: the curves share no {axis.name}s to compare: {reach}{shorter}")
     metrics = [agreement(name, runs, spans, rows, limits.get(name), error) for name, (spans, rows) in compared.items()]
     main = next(name for name in limits if name in compared)
     spans = compared[main][0]

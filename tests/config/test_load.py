@@ -82,6 +82,11 @@ def test_no_abbreviations():
     assert "unknown flag --config.training.max_step;" in message("--config.training.max_step", "3")
 
 
+def test_a_learning_rate_below_0_is_told_before_anything_is_loaded():
+    with pytest.raises(UserError, match=r"^--config\.training\.learning_rate -0\.1: write a number from 0$"):
+        parse(["--config.training.learning_rate", "-0.1", "--config.training.bf16", "false"]).build(processes=1)
+
+
 def test_wrong_type_names_flag_and_value():
     said = message("--config.training.learning_rate", "fast")
     assert "--config.training.learning_rate" in said

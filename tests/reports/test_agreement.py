@@ -161,8 +161,10 @@ def test_a_limit_that_is_not_checked_is_told():
 def test_nothing_to_compare():
     with pytest.raises(UserError, match=r"no common metric: run has reward; run has loss"):
         compared(curves([0.5]), curves(loss=[0.5]))
-    with pytest.raises(UserError, match=r"share no rollouts to compare: run has 1 to 2; run has 11 to 12"):
+    with pytest.raises(UserError, match=r"share no rollouts to compare: run has 1 to 2; run has 11 to 12$"):
         compared(curves([0.5] * 2), curves([0.5] * 2, first=11))
+    with pytest.raises(UserError, match=r"--window 100 may be longer than what they share: write less$"):
+        compared(curves([0.5] * 6), curves([0.5] * 6), window=100)
 
 
 def test_welchs_t_by_hand():

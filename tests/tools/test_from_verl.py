@@ -5,8 +5,11 @@ share of them = / D, accumulation = share / micro.
 """
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -471,11 +474,27 @@ def test_a_whole_command_line_is_taken_too(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_run_starts_the_launch_script(tmp_path, monkeypatch, capfd):
+def test_run_starts_the_launch_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     words = [*GOOD, "trainer.n_gpus_per_node=1", "actor_rollout_ref.model.path=/nowhere/model"]
-    assert main(["from-verl", "--run", "--", *words]) == 2  # the script's own check of the recipe
-    assert "/nowhere/model: no such folder" in capfd.readouterr().err
+    command = [sys.executable, "-m", "perl", "from-verl", "--run", "--", *words]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 2  # the script's own check of the recipe
+    assert "/nowhere/model: no such folder" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("NUM_PROCESSES=1 bash ")
+
+
+def test_the_launch_script_takes_the_place_of_from_verl(tmp_path, monkeypatch):
+    """Ctrl-C reaches every process of a terminal: a parent that waits would kill the script before its checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr("os.execvpe", lambda *words: started.append(words))
+    assert main(["from-verl", "--run", "--", *GOOD, "trainer.n_gpus_per_node=1", "trainer.nnodes=1"]) is None
+    [(file, words, variables)] = started
+    assert (file, words[2:]) == ("bash", ["--recipe", str(tmp_path / "from_verl.yaml")])
+    assert words[1].endswith("dapo_lora_npu.sh")
+    assert variables["NUM_PROCESSES"] == "1"
 
 
 def test_several_nodes_get_accelerates_command(tmp_path, monkeypatch, capsys):

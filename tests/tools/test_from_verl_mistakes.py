@@ -21,6 +21,7 @@ WORDS = {
     "no such configuration": (["nowhere.yaml"], "no such file"),
     "one word": (["train"], "no such file"),
     "a folder": (["/tmp"], "/tmp: a folder; give a script"),
+    "a rate below 0": ([*GOOD.split(), "actor_rollout_ref.actor.optim.lr=-1"], "optim.lr=-1: -1 is below 0"),
     "no data": ([*GOOD.split(), "data.train_files="], "data.train_files=: it is empty"),
     "unknown key": (["--", *GOOD.split(), "data.train_batchsize=64"], "did you mean data.train_batch_size?"),
     "key of another group": (

@@ -6,10 +6,9 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -146,13 +145,13 @@ def launch_command(result: Translation, recipe: Path) -> str:
     return " ".join([*before, f"NUM_PROCESSES={processes}", shlex.join(["bash", SCRIPT, "--recipe", str(recipe)])])
 
 
-def _start(result: Translation, recipe: Path) -> int:
+def _start(result: Translation, recipe: Path) -> NoReturn:
     if result.nodes > 1:
         raise UserError(f"--run: {result.nodes} nodes; start the printed command on each of them")
     words = ["bash", str(ROOT / SCRIPT), "--recipe", str(recipe.absolute())]
-    return subprocess.run(
-        words, env={"PYTHON": sys.executable, **os.environ, **result.variables()}, check=False
-    ).returncode
+    sys.stdout.flush()
+    # In this process's place: a parent that Ctrl-C reaches too would kill the script before the checkpoint is saved.
+    os.execvpe(words[0], words, {"PYTHON": sys.executable, **os.environ, **result.variables()})
 
 
 # What is printed

@@ -181,6 +181,8 @@ def corrected(level: str, limit: Any, verl: Verl) -> Outcome:
 
 
 def learning_rate(value: Any, verl: Verl) -> Outcome:
+    if number(value) < 0:
+        raise ValueError(f"{shown(value)} is below 0")
     return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
 
 
