@@ -37,6 +37,11 @@ class MetricsWriter(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and self.path.is_file() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
+            with self.path.open("ab") as file:
+                file.write(b"\n")  # its last line is torn: the run was killed while it was written
+
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return

@@ -1,11 +1,12 @@
 """The progress line, and the signal that ends a run."""
 
+import json
 import signal
 from types import SimpleNamespace
 
 import torch
 
-from perl.training.callbacks import ProgressLine, StopOnSignal
+from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 
 
 def test_a_signal_that_another_process_had_first_is_not_a_second_one(monkeypatch):
@@ -34,3 +35,16 @@ def test_every_logged_step_has_a_line_and_the_summary_none(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("progress: step 1/4  reward 0.250  loss 0.5000")
     assert second.startswith("progress: step 2/4  loss 0.1250")
+
+
+def test_a_torn_last_line_does_not_take_the_resumed_runs_first_with_it(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    state = SimpleNamespace(global_step=1, max_steps=4, is_world_process_zero=True)
+    writer = MetricsWriter(file)
+    writer.on_train_begin(None, state, None)
+    state.global_step = 2
+    writer.on_log(None, state, None, logs={"loss": 0.25})
+    first, torn, second = file.read_text().splitlines()
+    assert torn == '{"step": 2, "lo'
+    assert [json.loads(line)["loss"] for line in (first, second)] == [0.5, 0.25]
