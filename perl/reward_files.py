@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from perl import device
 from perl.errors import RankError, UserError
 from perl.records import Problem
 
@@ -197,6 +198,8 @@ def _explained(name: str, function: RewardFunction, where: str = "") -> Iterator
     except UserError:
         raise
     except Exception as error:
+        if device.is_out_of_memory(error):
+            raise  # perl.training.out_of_memory says what to change
         log.debug("what %s raised", name, exc_info=error)  # --config.common.debug true shows it
         file = name.rpartition(":")[0]
         lines = [

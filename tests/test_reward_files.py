@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+import torch
 
 from perl.errors import RankError, UserError
 from perl.grading import Grader
@@ -207,3 +208,10 @@ def test_what_goes_wrong_while_scoring_is_one_line(reward, code, said):
     with pytest.raises(RankError, match=said) as caught:
         reward(code)(**rows)
     assert str(caught.value).startswith("--config.reward.functions: ")
+
+
+def test_memory_that_runs_out_in_a_reward_is_not_the_rewards_mistake(reward):
+    """perl.training.out_of_memory names the phase and what to change."""
+    run = reward("import torch\ndef f(completions, **_):\n    raise torch.OutOfMemoryError('NPU out of memory')\n")
+    with pytest.raises(torch.OutOfMemoryError):
+        run(completions=["x"])
