@@ -255,14 +255,14 @@ class Validation(TrainerCallback):
 
     def complete(self, step: int, data_set: DataSet, share: Share, sampler: Sampler) -> list[SampleRecord]:
         """The graded records of this process's samples. Grading begins while others are drawn."""
-        started, ended = time.perf_counter(), {}
+        started, ended = time.perf_counter(), dict[int, Completion]()
         decoded = functools.partial(completion_of, self.plan.tokenizer, self.plan.rules.eos_token_ids)
 
         def grade_early(place: int, token_ids: list[int]) -> None:
-            ended[place] = time.perf_counter() - started
             if place < share.own:
+                ended[place] = decoded(token_ids, seconds=time.perf_counter() - started)
                 problem = share.asked[place].problem
-                self.grader.start(TASKS[problem.task].rubric, decoded(token_ids).text, problem.gold)
+                self.grader.start(TASKS[problem.task].rubric, ended[place].text, problem.gold)
 
         request = RolloutRequest(
             prompt_ids=[list(sample.token_ids) for sample in share.asked],
@@ -275,7 +275,7 @@ class Validation(TrainerCallback):
         )
         drawn = sampler.complete(request).token_ids[: share.own] if share.asked else []
         whole = time.perf_counter() - started
-        completions = [decoded(ids, seconds=ended.get(place, whole)) for place, ids in enumerate(drawn)]
+        completions = [ended.get(place) or decoded(ids, seconds=whole) for place, ids in enumerate(drawn)]
         completions += [Completion.failed(self._too_long(sample)) for sample in share.overlong]
         samples = [*share.asked[: share.own], *share.overlong]
         problems = [sample.problem for sample in samples]
