@@ -21,6 +21,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # in processes of their own.
 setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
 
+AT_START = dict(os.environ)
+OF_TRACKERS = ("TENSORBOARD_", "WANDB_", "TRACKIO_", "HF_TOKEN")
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_for_the_next_test():
@@ -31,6 +34,9 @@ def _nothing_is_left_for_the_next_test():
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+    for name in os.environ.keys() - AT_START.keys():
+        if name.startswith(OF_TRACKERS):  # `before` holds those of a run that a fixture of the module made
+            del os.environ[name]
     logging.getLogger("perl").setLevel(logging.NOTSET)
 
 
