@@ -123,7 +123,7 @@ class CheckpointRun:
             "model": setup.config.model,
             "adapter": str(self.candidate.adapter) if self.candidate.adapter else None,
             "step": self.candidate.step,
-            "trained_on": trained_on(self.candidate.adapter, plan.spec, setup.config.split, keys),
+            "trained_on": trained_on(self.candidate.adapter or setup.model, plan.spec, setup.config.split, keys),
             **setup.identity(self.candidate, plan),
             "merge": setup.merge_report(self.candidate),
             "chat_template": setup.tokenizer.chat_template,

@@ -55,8 +55,8 @@ def evaluate(config: EvalConfig) -> Summaries:
     setup = Setup.of(config)
     plans = make_plans(config, setup.tokenizer)
     for plan in plans:
-        adapters = [candidate.adapter for candidate in setup.candidates]
-        warn_of_trained(adapters, plan.spec, config.split, {sample.key for sample in plan.samples})
+        folders = [candidate.adapter or setup.model for candidate in setup.candidates]
+        warn_of_trained(folders, plan.spec, config.split, {sample.key for sample in plan.samples})
     if config.compare:
         keys = {plan.name: {sample.key for sample in plan.samples} for plan in plans}
         require_common(Path(config.compare), Path(config.result_dir), keys, ("--compare", "--result_dir"))

@@ -1,4 +1,4 @@
-"""--report_to wandb: the scores of an evaluation in the W&B run of the training that made the adapter."""
+"""--report_to wandb: the scores of an evaluation in the W&B run of the training that made the adapter, or the model."""
 
 from __future__ import annotations
 

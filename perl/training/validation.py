@@ -1,4 +1,4 @@
-"""Validation: the evaluator's tasks, prompts, seeds and grading, on the live model with its adapter and without noise.
+"""Validation: the evaluator's tasks, prompts, seeds and grading, on the live model as it is trained, without noise.
 
     plan_validation   before the model is loaded   problems -> samples
     Validation        at a step that is `due`
@@ -7,7 +7,7 @@
         gather        the records of all processes, in every process
         metrics       val-core/<data source>/acc/mean@n, …
         write         RUN/validation/step-N/DATASET as perl/eval.py leaves a dataset: samples.jsonl, summary.json
-        keep_best     RUN/best: the adapter with the best score so far
+        keep_best     RUN/best: the adapter, or the model, with the best score so far
 
 Nothing of the training changes by it: samples bring their own seeds, and the engine's state is one of its own.
 """
@@ -29,6 +29,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 
 from perl import checkpoints, device
+from perl.adapters import ADAPTERS
 from perl.checkpoints import resolve_model
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
@@ -103,6 +104,8 @@ class ValidationPlan:
     start: str | None
     """The adapter that is trained further; None: a new one, which changes nothing before the first step."""
     tokenizer: Any
+    trained: str = "adapter"
+    """What the training changes, by the name of its folder: "adapter", or "model" where all weights are trained."""
 
 
 def plan_validation(
@@ -146,6 +149,7 @@ def plan_validation(
         model=merged_base(config) if merges else model,
         start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,
+        trained=ADAPTERS[config.peft.type].result,
     )
 
 
@@ -208,7 +212,9 @@ class Validation(TrainerCallback):
                 "validation on %s: %d samples of %s", data_set.spec, len(data_set.samples), ", ".join(data_set.sources)
             )
         if plan.config.save_best:
-            log.info("validation: the adapter with the highest %s is kept in %s", self.chosen_by, run_dir / BEST)
+            log.info(
+                "validation: the %s with the highest %s is kept in %s", plan.trained, self.chosen_by, run_dir / BEST
+            )
 
     def due(self, step: int, last: int) -> bool:
         """Whether the adapter after `step` of `last` optimizer steps is to be validated, and has not been."""
@@ -309,7 +315,9 @@ class Validation(TrainerCallback):
 
     def summary(self, step: int, data_set: DataSet, records: Sequence[SampleRecord], seconds: float) -> Summary:
         plan, sampling = self.plan, asdict(data_set.sampling)
-        adapter = str(self.run_dir / f"checkpoint-{step}") if step else plan.start
+        trained = str(self.run_dir / f"checkpoint-{step}") if step else None
+        whole = trained if plan.trained == "model" else None
+        adapter = None if whole else trained or plan.start
         tokens = sum(record["tokens"] for record in records)
         sampling.pop("n")
         return {
@@ -328,11 +336,11 @@ class Validation(TrainerCallback):
                 "worker_restarts": 0,
             },
             "tasks": list(data_set.tasks),
-            "model": str(plan.model),
+            "model": whole or str(plan.model),
             "adapter": adapter,
             "step": step,
             "dataset": data_set.spec,
-            "base_hash": _base_hash(plan.model),
+            "base_hash": "" if whole else _base_hash(plan.model),
             "adapter_hash": None,
             "adapter_mode": "merge" if adapter else None,
             "dtype": "auto",
@@ -366,7 +374,7 @@ class Validation(TrainerCallback):
                 folder.rename(before)
             made.rename(folder)
             shutil.rmtree(before, ignore_errors=True)
-        log.info("validation: the best adapter so far is that of step %d (%.4f): %s", step, value, folder)
+        log.info("validation: the best %s so far is that of step %d (%.4f): %s", self.plan.trained, step, value, folder)
 
 
 @dataclass(frozen=True, slots=True)
