@@ -99,6 +99,18 @@ class SFTDatasetConfig:
 
 
 @dataclass
+class AlgorithmConfig:
+    """How rewards become a loss.
+
+    Args:
+        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo). It sets what its paper says of other
+            groups, unless the recipe or a flag says otherwise.
+    """
+
+    name: str = "grpo"
+
+
+@dataclass
 class PeftConfig:
     """The adapter, or none.
 
@@ -245,6 +257,7 @@ GROUPS: dict[str, type] = {
     "common": CommonConfig,
     "model": ModelConfig,
     "dataset": DatasetConfig,
+    "algorithm": AlgorithmConfig,
     "peft": PeftConfig,
     "rollout": RolloutConfig,
     "noise_injection": NoiseConfig,

@@ -157,7 +157,7 @@ def smaller_micro_batches(training: TrainingConfig | SFTTrainingConfig) -> str:
 def smaller_adapter(config: Config | SFTRunConfig) -> str:
     """Of half the rank, or one at all."""
     if config.peft.type == "none":
-        return change({"peft.type": ("lora", "none")}, "an adapter in the place of all weights, a tenth of the memory")
+        return change({"peft.type": ("lora", "none")}, "an adapter in the place of all weights")
     return halved("peft.r", int(config.peft.r), "a smaller adapter")
 
 
