@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.checkpoints import INDEX
+from perl.sharding import is_split
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +56,53 @@ def loses_updates(dtype: torch.dtype, training: TrainingArguments) -> bool:
     float32."""
     upcast = os.environ.get("ACCELERATE_USE_FSDP") == "true" and compute_dtype(training).itemsize < 4
     return dtype.itemsize < 4 and training.deepspeed_plugin is None and not upcast
+
+
+class RolloutCopies:
+    """Copies of a policy's float32 weights in the dtype that mixed precision computes in, for rollouts: autocast would
+    make them for each decoded token, and leave keys and values of two dtypes. Weights that FSDP2 has split are cast as
+    they are gathered; other weights, and those of a policy with an adapter, stay as they are.
+
+    Args:
+        model: not wrapped by DDP or DeepSpeed.
+        dtype: what is computed in; None, or float32, copies nothing.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype | None):
+        self.model, self.dtype = model, dtype
+        self._copies: dict[int, torch.nn.Parameter] = {}
+        """By the id of the weight. On an accelerator they stay for the run: a captured graph finds them."""
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model computes with the copies of what its weights hold now."""
+        swapped = []
+        if self.dtype is not None and self.dtype.itemsize < 4 and not has_adapter(self.model):
+            swapped = [
+                (module, name, weight)
+                for module in self.model.modules()
+                for name, weight in module._parameters.items()
+                if weight is not None and weight.dtype.itemsize == 4 and weight.numel() and not is_split(weight)
+            ]
+        try:
+            self._fill({id(weight): weight for _, _, weight in swapped})
+            for module, name, weight in swapped:
+                module._parameters[name] = self._copies[id(weight)]
+            yield
+        finally:
+            for module, name, weight in swapped:
+                module._parameters[name] = weight
+                if weight.device.type == "cpu":
+                    self._copies.pop(id(weight), None)
+
+    def _fill(self, weights: dict[int, torch.nn.Parameter]) -> None:
+        import torch
+
+        for key, weight in weights.items():
+            if key in self._copies:
+                self._copies[key].data.copy_(weight.detach())
+            else:
+                self._copies[key] = torch.nn.Parameter(weight.detach().to(self.dtype), requires_grad=False)
 
 
 def complete_model(folder: Path, base: str, dtype: torch.dtype) -> None:

@@ -218,6 +218,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.continuous_batching_config,
             self.args.attention_kernels,
             self._gathered,
+            self.compute_dtype(),
         )
 
     def _sampling(self) -> Sampling:
