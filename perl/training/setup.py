@@ -71,13 +71,8 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     DDP refuses to work.
     """
     dtype = model_dtype(config)
-    if config.peft.type == "none" and loses_updates(dtype, config.training):
-        name = str(dtype).removeprefix("torch.")
-        log.warning(
-            "--config.model.dtype %s: the optimizer writes to weights of this dtype, and an update smaller than half of"
-            " a weight's spacing (in bfloat16 1/512 of the weight) is lost; leave the flag out for float32 weights",
-            name,
-        )
+    if config.peft.type == "none":
+        check_full(config, dtype)
     extra: dict[str, Any] = dict(config.training.model_init_kwargs or {})  # type: ignore[arg-type]
     config.training.model_init_kwargs = None  # used here; TRL would warn that it ignores them
     extra.pop("dtype", None)
@@ -93,6 +88,25 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     if config.peft.adapter is not None and config.peft.adapter_mode == "continue":
         return continued(model, Path(config.peft.adapter))
     return model
+
+
+def check_full(config: Config | SFTRunConfig, dtype: torch.dtype) -> None:
+    """Where all weights are trained: a line where their dtype loses updates; a UserError where ZeRO-3 would leave none
+    of them but in DeepSpeed's own files."""
+    training = config.training
+    if loses_updates(dtype, training):
+        log.warning(
+            "--config.model.dtype %s: the optimizer writes to weights of this dtype, and an update smaller than half of"
+            " a weight's spacing (in bfloat16 1/512 of the weight) is lost; leave the flag out for float32 weights",
+            str(dtype).removeprefix("torch."),
+        )
+    deepspeed = training.deepspeed_plugin and training.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    if deepspeed and deepspeed["stage"] == 3 and not deepspeed.get("stage3_gather_16bit_weights_on_model_save"):
+        raise UserError(
+            "--config.peft.type none: ZeRO-3 saves no whole model without stage3_gather_16bit_weights_on_model_save;"
+            " set it to true in DeepSpeed's file, or zero3_save_16bit_model in accelerate's"
+            " (scripts/accelerate/npu_zero3.yaml has it)"
+        )
 
 
 def merged_base(config: Config | SFTRunConfig) -> Path:
