@@ -13,6 +13,7 @@ from tests.tiny import save_tiny
 RECIPES = sorted(Path("recipes").glob("*.yaml"))
 GUIDES = {
     "gsm8k_qwen2_5_0_5b": (640, 320, 5),
+    "gsm8k_full": (640, 320, 5),
     "gsm8k_qwen2_5_7b": (640, 320, 5),
     "gsm8k_aqn": (256, 64, 4),
     "gsm8k_aqn_hbm": (512, 128, 4),
@@ -80,4 +81,5 @@ def test_each_trains_a_tiny_model_for_two_steps(name, model, tmp_path):
     reward = yaml.safe_load(Path(f"recipes/{name}.yaml").read_text())["reward"]["functions"]
     assert {f"rewards/{one}/mean" for one in reward} <= logged[0].keys()
     assert ("aqn/sigma" in logged[0]) == ("aqn" in name)
-    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    result = "model/model.safetensors" if name == "gsm8k_full" else "adapter/adapter_model.safetensors"
+    assert (tmp_path / "run" / result).is_file()

@@ -17,6 +17,7 @@ import yaml
 
 from perl.__main__ import main
 from perl.config.load import parse
+from perl.errors import UserError
 from perl.tools.from_verl.cli import HEADER, recipe_text
 from perl.tools.from_verl.keys import KEYS, handler_of
 from perl.tools.from_verl.outcomes import Choices
@@ -182,6 +183,17 @@ def test_a_run_of_all_weights_says_that_it_becomes_lora():
     assert (values(lora)["peft.r"], values(lora)["peft.lora_alpha"]) == (32, 16)
     tenfold = of(None, *GOOD, learning_rate_factor=10.0)
     assert values(tenfold)["training.learning_rate"] == pytest.approx(1e-5)
+
+
+def test_full_keeps_all_weights_and_verls_rate():
+    full = of(None, *GOOD, "actor_rollout_ref.actor.fsdp_config.param_offload=True", full=True)
+    assert values(full)["peft.type"] == "none"
+    assert "peft.r" not in values(full)
+    assert values(full)["training.learning_rate"] == values(of(None, *GOOD))["training.learning_rate"] == 1e-6
+    assert not [note for note in full.notes if "LoRA" in note]
+    assert "splits weights and optimizer" in full.no_effect["actor_rollout_ref.actor.fsdp_config.param_offload"]
+    with pytest.raises(UserError, match="--full: this command of verl trains a LoRA adapter; leave --full out"):
+        of(None, *GOOD, "actor_rollout_ref.model.lora_rank=32", full=True)
 
 
 # Any key

@@ -32,6 +32,16 @@ def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
 
 
+def test_all_weights_of_a_recipe(plan):
+    flags = ("--config.peft.type", "none", "--config.training.beta", "0.001", "--count", "8", "--device", "910b")
+    found = json.loads(plan(RECIPE, *flags, MODEL, QWEN, "--json"))
+    held = {item["name"]: item["bytes"] for item in found["items"]}
+    assert held["weights"] == held["reference model"] == 2 * 7_615_616_512  # bfloat16 under ZeRO-2
+    assert held["float32 copy of the weights"] == 4 * 7_615_616_512 // 8
+    assert held["optimizer (AdamW)"] == 8 * 7_615_616_512 // 8
+    assert "all trained" in plan(RECIPE, *flags, MODEL, QWEN)
+
+
 def test_a_7b_recipe_from_config_json_alone(tmp_path):
     """The folder holds nothing else: no weights, no tokenizer, and the recipe's data set is not read."""
     (tmp_path / "config.json").write_text(Path(QWEN).read_text())
