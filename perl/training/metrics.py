@@ -187,6 +187,14 @@ def step_metrics(ranks: Sequence[RankStep], peak_flops: float | None, has_memory
     return found
 
 
+def add_step(logged: dict[str, list[float]], metrics: dict[str, float]) -> None:
+    """Add the metrics of a step to those of the steps since the last log, of which TRL logs the mean: memory is a
+    peak, of which the last one counts."""
+    for name, value in metrics.items():
+        before = [] if "memory" in name or "hbm" in name else logged.get(name, [])
+        logged[name] = [*before, value]
+
+
 class StepClock(TrainerCallback):
     """Measures every optimizer step, from its first micro-batch to the optimizer's step; saving, logging and loading
     of data are outside. `with clock("rollout"): …` charges time to a phase; what runs in no phase is the update.

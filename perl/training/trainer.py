@@ -56,7 +56,7 @@ from perl.training.loss import (
     require_same_policy,
     warn_of_difference,
 )
-from perl.training.metrics import RolloutStatistics, StepClock, model_size, sequences
+from perl.training.metrics import RolloutStatistics, StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, plan_update
 from perl.training.packing import log_probs
 from perl.training.rollout import (
@@ -519,11 +519,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             (folder / "training_args.bin").unlink(missing_ok=True)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            if "memory" in name or "hbm" in name:
-                self._metrics["train"][name] = [value]  # a peak: the last of the logged steps
-            else:
-                self._metrics["train"][name].append(value)  # mean over the logged steps
+        add_step(self._metrics["train"], metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
