@@ -222,8 +222,9 @@ class ValidationConfig:
     Args:
         datasets: what to score on: tasks, names on the hub, files or folders, as perl/eval.py's --dataset; empty is no
             validation.
-        every_steps: validate after each so many optimizer steps; null is after the last step only.
+        every_steps: validate after each so many optimizer steps; null: after none but the last.
         before_train: validate before the first step too.
+        after_train: validate after the last step, whatever every_steps says.
         n: completions of each problem. This and the next two: null is the task's own, as in perl/eval.py.
         temperature: 0 is greedy.
         max_new_tokens: longest completion.
@@ -234,6 +235,7 @@ class ValidationConfig:
     datasets: list[str] = field(default_factory=list)
     every_steps: PositiveInt | None = None
     before_train: bool = True
+    after_train: bool = True
     n: PositiveInt | None = None
     temperature: NonNegativeFloat | None = None
     max_new_tokens: PositiveInt | None = None

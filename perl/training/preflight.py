@@ -28,7 +28,7 @@ from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
 from perl.training.setup import PROBLEM, build_dataset, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
-from perl.training.validation import ValidationPlan, plan_validation
+from perl.training.validation_setup import ValidationSetup, set_up_validation
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -53,7 +53,7 @@ class Checked:
     """Which problems its rows are."""
     checkpoint: str | None
     """To go on from."""
-    validation: ValidationPlan | None
+    validation: ValidationSetup | None
     """What the run validates on; None where no dataset is named."""
 
 
@@ -101,7 +101,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         dataset=dataset,
         problems=list(problems),
         checkpoint=checkpoint,
-        validation=plan_validation(config, tokenizer, set(problems)),
+        validation=set_up_validation(config, tokenizer, set(problems)),
     )
 
 

@@ -91,6 +91,8 @@ class Sampler(Protocol):
     """Bytes of a number that it computes in, at most."""
     elsewhere: bool
     """It computes on devices that are not the trainer's."""
+    context: int | None
+    """Most tokens of prompt and completion together that another program allows; None: no further limit."""
     noise: NoiseInjector | None
     """What puts the noise on the weights that it samples with."""
 
@@ -116,6 +118,7 @@ class RolloutPolicy:
 
     itemsize = 4  # its dtype is the policy's
     elsewhere = False
+    context: int | None = None
 
     def __init__(
         self,

@@ -162,6 +162,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation = validation
+        if validation is not None:
+            validation.setup.require_room(self.sampler.context)
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
         # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores.
         for callback in (self.noise_stage if self.noise else None, self.clock, validation):
