@@ -30,7 +30,8 @@ class ModelConfig:
 
     Args:
         model_name_or_path: a folder, or a name on the hub.
-        dtype: dtype of the base's weights; null lets the device decide (bfloat16, or float32 on a CPU).
+        dtype: dtype of the base's weights; null lets the device decide (bfloat16, or float32 on a CPU). With peft.type
+            none null is float32, or what DeepSpeed computes in.
         attn_implementation: attention kernel ("eager", "sdpa", "flash_attention_2"); null is transformers' choice.
     """
 
@@ -111,10 +112,10 @@ class AlgorithmConfig:
 
 @dataclass
 class PeftConfig:
-    """The adapter.
+    """The adapter, or none.
 
     Args:
-        type: a key of ADAPTERS (lora, rslora, dora, lora_plus).
+        type: a key of ADAPTERS (lora, rslora, dora, lora_plus; none trains all weights).
         r: rank.
         lora_alpha: scale; the update is scaled by lora_alpha / r (rslora: / sqrt(r)).
         lora_dropout: dropout on the adapter's input while training.

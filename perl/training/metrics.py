@@ -33,13 +33,14 @@ class ModelSize:
     base: int
     """Frozen weights that multiply every token: all linear layers with the output head, without the embedding table."""
     adapter: int
-    """Trained weights that multiply every token: A and B of LoRA."""
+    """Trained weights that multiply every token: A and B of LoRA, or all that `base` counts where all are trained."""
     attention: int
     """Layers x heads x head size: multiply-adds of one query with one key, and of its weight with one value."""
 
 
 def model_size(model: torch.nn.Module) -> ModelSize | None:
-    """Size of a PEFT model; None for a mixture of experts, where a token meets only a part of the weights."""
+    """Size of a model that is trained, with an adapter or without; None for a mixture of experts, where a token meets
+    only a part of the weights."""
     from torch.nn import Linear
 
     config = model.config.get_text_config()  # type: ignore[operator,union-attr]

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
+from perl.adapters.none import NO_ADAPTER
 from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.vllm import cannot_serve
@@ -121,8 +122,8 @@ def check_training(training: TrainingConfig) -> None:
         )
     if training.sync_ref_model:
         raise UserError(
-            "--config.training.sync_ref_model: the reference of an adapter is its base, which never changes; leave it"
-            " out"
+            "--config.training.sync_ref_model: the reference is the model that the run begins with, and never changes;"
+            " leave it out"
         )
 
 
@@ -154,7 +155,8 @@ def check_engine(config: Config) -> None:
             f"--config.rollout.engine vllm: TRL can't give vLLM new weights in --config.training.vllm_mode {mode} on a"
             f" {kind} device; use {' or '.join(device.VLLM_MODES[kind])}, or --config.rollout.engine fast"
         )
-    why = cannot_serve(ADAPTERS[config.peft.type].build(config.peft).to_dict())
+    peft_config = ADAPTERS[config.peft.type].build(config.peft)
+    why = NO_ADAPTER if peft_config is None else cannot_serve(peft_config.to_dict())
     if why and not device.VLLM_TAKES_WEIGHTS[kind]:
         raise UserError(
             f"--config.rollout.engine vllm: on a {kind} device vLLM takes the adapter alone, but {why}; use"

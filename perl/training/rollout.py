@@ -18,6 +18,7 @@ import torch
 from transformers import GenerationConfig
 
 from perl import device
+from perl.adapters.none import RolloutCopies
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.checkpoints import token_ids
 from perl.config.schema import RolloutConfig
@@ -106,7 +107,7 @@ class RolloutPolicy:
     """The trained model samples: in the decode loop, or by transformers' `generate` or `generate_batch`.
 
     Args:
-        model: the policy, wrapped by PEFT but not by DDP or DeepSpeed.
+        model: the policy, not wrapped by DDP or DeepSpeed.
         config: the group `rollout`.
         noise: what adds the noise, or None.
         generation_config: TRL's, for eos and pad tokens, and for transformers' own `generate` and `generate_batch`.
@@ -114,6 +115,7 @@ class RolloutPolicy:
         batching_config: transformers' ContinuousBatchingConfig, for the engine continuous_batching.
         kernels: training.attention_kernels.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
+        dtype: what the trainer computes in; None is the weights'.
     """
 
     itemsize = 4  # its dtype is the policy's
@@ -130,6 +132,7 @@ class RolloutPolicy:
         batching_config: Any = None,
         kernels: bool | Literal["auto"] = "auto",
         gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        dtype: torch.dtype | None = None,
     ):
         self.model, self.config, self.noise = model, config, noise
         self.generation_config, self.batching_config = generation_config, batching_config
@@ -137,7 +140,7 @@ class RolloutPolicy:
         if batching_config is not None:
             batching_config.return_logprobs = True
         require_possible(generation_kwargs)
-        self.merge = RolloutMerge(model, config.merge_adapter)
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
         self.kernel = device.paged_attention(kernels)
         further = {name: value for name, value in generation_kwargs.items() if name not in SERVED}
         self.decoder = self._make_decoder(token_ids(generation_config.eos_token_id), further)
@@ -161,7 +164,7 @@ class RolloutPolicy:
             Sequence(tuple(prompt), seed, request.sampling.max_new_tokens)
             for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
         ]
-        with self.gathered(), sampling_weights(self.model, self.noise, request.weights):
+        with self.gathered(), sampling_weights(self.model, self.noise, request.weights), self.copies.applied():
             if self.config.engine == "continuous_batching":
                 return self._generate_batch(request.prompt_ids)
             with self.merge.applied():
@@ -186,7 +189,12 @@ class RolloutPolicy:
         ]
         decoder = self._make_decoder(rules.eos_token_ids, {})
         run = decoder.run if self.config.engine != "generate" else functools.partial(_stock_batches, decoder)
-        with self.gathered(), sampling_weights(self.model, None, request.weights), self.merge.applied():
+        with (
+            self.gathered(),
+            sampling_weights(self.model, None, request.weights),
+            self.copies.applied(),
+            self.merge.applied(),
+        ):
             for sequence in run(sequences, sampling):
                 if request.on_finished is not None:
                     request.on_finished(sequence.index, sequence.token_ids)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl import checkpoints
+from perl.adapters import ADAPTERS
 from perl.checkpoints import resolve_model
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
@@ -43,6 +44,8 @@ class ValidationSetup:
     start: str | None
     """The adapter that is trained further; None: a new one, which changes nothing before the first step."""
     tokenizer: Any
+    trained: str = "adapter"
+    """What the training changes, by the name of its folder: "adapter", or "model" where all weights are trained."""
 
     def require_room(self, context: int | None) -> None:
         """A UserError where a vLLM server would refuse the longest prompt with its completion.
@@ -95,6 +98,7 @@ def set_up_validation(
         model=merged_base(config) if merges else model,
         start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,
+        trained=ADAPTERS[config.peft.type].result,
     )
 
 

@@ -292,11 +292,13 @@ def all_tokens(value: Any, verl: Verl) -> Outcome:
 
 
 def full_parameters(value: Any, verl: Verl) -> Outcome:
-    """lora_rank; 0 trains all weights in verl, and a LoRA adapter here."""
+    """lora_rank; 0 trains all weights in verl, and here a LoRA adapter unless the user wants all."""
     if value and not isinstance(value, bool) and isinstance(value, int):
         return Translated({"peft.type": "lora", "peft.r": value})
     if verl.is_lora:
         return NoEffect(f"model.{'lora_adapter_path' if verl[ADAPTER] else 'lora.rank'} goes before it")
+    if verl.is_full:
+        return Translated({"peft.type": "none"})
     return Translated({"peft.type": "lora", "peft.r": 16, "peft.lora_alpha": 32})
 
 
@@ -361,6 +363,11 @@ def backend(value: Any, verl: Verl) -> Outcome:
 def offload(value: Any, verl: Verl) -> Outcome:
     if not value:
         return NoEffect("False: nothing is moved to the host here either")
+    if verl.is_full:
+        return NoEffect(
+            "memory only; ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml splits weights and"
+            " optimizer over the devices"
+        )
     return NoEffect(
         "memory only; the base is frozen and the adapter's optimizer small. If the base does not fit a device:"
         " ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml"
@@ -369,7 +376,8 @@ def offload(value: Any, verl: Verl) -> Outcome:
 
 def model_dtype(value: Any, verl: Verl) -> Outcome:
     if value in ("fp32", "float32"):
-        return NoEffect("the adapter is trained in float32, over a base in the device's dtype")
+        what = "weights are" if verl.is_full else "the adapter, over a base in the device's dtype, is"
+        return NoEffect(f"{what} trained in float32")
     if value in ("bf16", "bfloat16"):
         return Translated({"model.dtype": "bfloat16"})
     return Refused(f"{shown(value)}: fp32 and bf16 are known")

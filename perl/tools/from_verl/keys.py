@@ -322,7 +322,7 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"actor_rollout_ref\.(ref|rollout)\.(log_prob_.*|ulysses_.*|entropy_.*|profiler.*|checkpoint.*|load_weight|"
      r"rollout_n|pad_to_length.*|use_.*)", no_effect("passes without gradient: " + SPEED)),
     (r"actor_rollout_ref\.ref\.model\..+", refused("another reference than the base is not there")),
-    (r"actor_rollout_ref\.ref\..+", no_effect("the reference is the base with the adapter off: nothing more to hold")),
+    (r"actor_rollout_ref\.ref\..+", no_effect("how the reference is held: memory only")),
     (r"actor_rollout_ref\.model\.override_config\..+", refused("a changed architecture is not taken over")),
     (r"actor_rollout_ref\.model\.(mtp\.enable|mtp\.enable_train)", refused("multi-token prediction is not there")),
     (r"actor_rollout_ref\.model\.(lora|mtp|tiled_mlp|fused_kernel_options)\..+", no_effect(SPEED)),
