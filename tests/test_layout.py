@@ -19,6 +19,8 @@ LEVELS = [
         "device",
         "kernels",
         "prompts",
+        "images",
+        "processors",
         "provenance",
         "config",
         "sharding",

@@ -34,6 +34,8 @@ from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
 from perl.errors import UserError
 from perl.grading import Grader, rules_hash
+from perl.images import tokenizer_of
+from perl.processors import make_images
 from perl.provenance import provenance, text_hash
 from perl.records import Completion, Sample, Sampling
 from perl.results import (
@@ -138,11 +140,12 @@ def plan_validation(
         if config.training.use_vllm and config.training.vllm_mode == "server":
             _require_greedy(data_sets[name])
         _warn_of_trained(data_sets[name], trained)
+    eos_token_ids = checkpoints.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
     merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationPlan(
         config=validation,
         data_sets=tuple(data_sets.values()),
-        rules=EvaluatorRules(eos_token_ids=checkpoints.eos_token_ids(model, model_config, tokenizer), context=context),
+        rules=EvaluatorRules(eos_token_ids=eos_token_ids, context=context),
         model=merged_base(config) if merges else model,
         start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,
@@ -271,6 +274,7 @@ class Validation(TrainerCallback):
             weights=Weights(step, 0, 0.0),
             group_size=data_set.sampling.n,
             on_finished=grade_early,
+            images=[make_images(self.plan.tokenizer, sample.images) for sample in share.asked],
             rules=self.plan.rules,
         )
         drawn = sampler.complete(request).token_ids[: share.own] if share.asked else []
