@@ -19,6 +19,7 @@ from perl.evaluation.plan import Plan
 from perl.evaluation.pool.executors import EXECUTORS, Executor
 from perl.evaluation.pool.worker import WeightsSpec, WorkerSpec
 from perl.grading import rules_hash
+from perl.images import has_images
 from perl.prompts import require_chat_template
 from perl.provenance import text_hash
 from perl.records import Sample
@@ -56,6 +57,10 @@ class Setup:
         from perl.processors import load_processing
 
         tokenizer = load_processing(model)
+        if config.use_vllm and has_images(tokenizer):
+            from perl.engines.vllm import require_torchvision
+
+            require_torchvision()
         text_config = load_config(model).get_text_config()
         require_chat_template(tokenizer, str(config.model))
         allowed = getattr(text_config, "max_position_embeddings", None)
