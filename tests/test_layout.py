@@ -16,6 +16,7 @@ LEVELS = [
     {
         "errors",
         "records",
+        "algorithms",
         "device",
         "kernels",
         "prompts",

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import yaml
 from jsonargparse import Namespace
 
+from perl.algorithms import settings_of
 from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
 from perl.config.schema import (
     GROUPS,
+    AlgorithmConfig,
     CommonConfig,
     DatasetConfig,
     LoggingConfig,
@@ -82,6 +84,7 @@ class Config:
     common: CommonConfig
     model: ModelConfig
     dataset: DatasetConfig
+    algorithm: AlgorithmConfig
     peft: PeftConfig
     rollout: RolloutConfig
     noise_injection: NoiseConfig
@@ -201,7 +204,9 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace
 
 
 def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
-    """What perl.train settles: both names of one thing, the engine, the noise's seed, and what contradicts itself."""
+    """What perl.train settles: the algorithm's settings, both names of one thing, the engine, the noise's seed, and
+    what contradicts itself."""
+    warnings = resolve_algorithm(values, flags, recipe)
     resolve_aliases(values, flags, recipe, ALIASES)
     engine = resolve_engine(flags, resolve_engine(recipe, RolloutConfig.engine))
     values.rollout.engine = engine
@@ -210,7 +215,19 @@ def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     if values.noise_injection.seed is None:
         values.noise_injection.seed = values.common.seed
     check_values(values)
-    return []
+    return warnings
+
+
+def resolve_algorithm(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
+    """Set what the algorithm sets and neither recipe nor flags say; a line for each that they say otherwise."""
+    name, lines = values.algorithm.name, []
+    for field, value in settings_of(name).items():
+        said = next((source[field] for source in (flags, recipe) if field in source), value)
+        values[field] = said
+        if said != value:
+            who = "--config." if field in flags else "the recipe's "
+            lines.append(f"{who}{field} {said} goes before algorithm {name}, which sets {value}")
+    return lines
 
 
 def resolve_aliases(values: Namespace, flags: Namespace, recipe: Namespace, aliases: Sequence[tuple[str, str]]) -> None:

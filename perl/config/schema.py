@@ -98,6 +98,18 @@ class SFTDatasetConfig:
 
 
 @dataclass
+class AlgorithmConfig:
+    """How rewards become a loss.
+
+    Args:
+        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo). It sets what its paper says of other
+            groups, unless the recipe or a flag says otherwise.
+    """
+
+    name: str = "grpo"
+
+
+@dataclass
 class PeftConfig:
     """The adapter.
 
@@ -248,6 +260,7 @@ GROUPS: dict[str, type] = {
     "common": CommonConfig,
     "model": ModelConfig,
     "dataset": DatasetConfig,
+    "algorithm": AlgorithmConfig,
     "peft": PeftConfig,
     "rollout": RolloutConfig,
     "noise_injection": NoiseConfig,

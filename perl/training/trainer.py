@@ -4,11 +4,12 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
 
     prompts -> _generate_single_turn      completions   rollout.RolloutPolicy: noise, merged adapter, decode loop
             -> _calculate_rewards         rewards       loss.equal_rewards: which groups have no advantage
-            -> _generate_and_score_…      advantages    + old log-probabilities of the noisy policy, on request
+            -> _generate_and_score_…      advantages    perl.algorithms, or TRL's; + old log-probabilities of the noisy
+                                                        policy, on request
             -> _prepare_inputs            micro-batches microbatches.MicroBatcher
             -> _compute_loss              loss          packing: log-probabilities; loss: importance ratio; TRL's loss
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
-    log, _save_checkpoint                               + aqn/… metrics; rollout_state: rollouts still to be used
+    log, _save_checkpoint                               measurements, aqn/…; rollout_state: rollouts still to be used
 
 `with self.clock(…)` marks the phases that perl/training/metrics.py measures; what is in none is the update.
 """
@@ -34,6 +35,8 @@ from trl.generation import vllm_generation
 from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
+from perl.algorithms import ALGORITHMS
+from perl.algorithms.algorithm import Algorithm, Scored
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
@@ -48,17 +51,16 @@ from perl.training import rollout_state
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
 from perl.training.loss import (
     TOLERANCE,
-    PolicyDrift,
     SamplerDifference,
     TokenLogProbs,
     equal_rewards,
     importance_ratio,
     pad_right,
     require_same_policy,
-    warn_of_difference,
 )
-from perl.training.metrics import RolloutStatistics, StepClock, model_size, sequences
-from perl.training.microbatches import SCALE, TOKENS, plan_update
+from perl.training.measurements import Measurements
+from perl.training.metrics import StepClock, model_size, sequences
+from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
 from perl.training.packing import log_probs
 from perl.training.rollout import (
     Completions,
@@ -115,6 +117,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter: the PEFT method.
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
+        algorithm: how rewards become advantages.
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
@@ -132,6 +135,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter: Adapter,
         adapter_config: PeftConfig,
         noise: NoiseConfig,
+        algorithm: Algorithm = ALGORITHMS["grpo"],
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
@@ -148,24 +152,33 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
-        self.sampling_seed = self.args.seed
-        self.noise: NoiseInjector | None = None
-        self.noise_config, self.noise_stage = noise, NoiseStage(noise, self._measure_weights, self._take_noise_kl)
-        if noise.enabled:
-            assert noise.seed is not None
-            chosen = noise.target_modules, noise.exclude_patterns
-            self.noise = NoiseInjector(self._policy(), *chosen, noise.seed, noise.relative)
-            self.add_callback(self.noise_stage)
+        self.algorithm, self.sampling_seed = algorithm, self.args.seed
+        self.noise_config, self.noise = noise, self._noise_injector(noise)
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
-        if noise.enabled and noise.schedule == "target_kl":
+        if self.noise and noise.schedule == "target_kl":
             self._require_measurable_kl()
+        self.plan = self._plan_update()
+        self.rollout = Rollout(Weights(-1, 0, 0.0))
+        """The last one."""
+        self.measured = Measurements(self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
-        self.add_callback(self.clock)
+        self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation = validation
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
-        if validation is not None:
-            self.add_callback(validation)
-        self.plan = plan_update(
+        # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores.
+        for callback in (self.noise_stage if self.noise else None, self.clock, validation):
+            if callback is not None:
+                self.add_callback(callback)
+
+    def _noise_injector(self, config: NoiseConfig) -> NoiseInjector | None:
+        if not config.enabled:
+            return None
+        assert config.seed is not None
+        chosen = config.target_modules, config.exclude_patterns
+        return NoiseInjector(self._policy(), *chosen, config.seed, config.relative)
+
+    def _plan_update(self) -> UpdatePlan:
+        return plan_update(
             self._policy(),
             self.args,
             entropy_bonus=self._entropy_bonus_enabled,
@@ -173,13 +186,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             size=model_size(self.model),
             autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
         )
-        self.rollout = Rollout(Weights(-1, 0, 0.0))
-        """The last one."""
-        self.tolerance: float | None = None
-        """Of the difference between sampler and trainer, in nats; None before they were compared."""
-        self.difference, self.drift, self.statistics = SamplerDifference(), PolicyDrift(), RolloutStatistics()
-        self.noise_difference = SamplerDifference()
-        """Of the clean policy and the noisy one that sampled, over the step's rollouts."""
 
     def _rollout_policy(self) -> Sampler:
         kwargs_of_user: Any = self.args.generation_kwargs or {}
@@ -248,17 +254,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             log.warning("%s", said)
 
     def _take_noise_kl(self) -> float | None:
-        """KL(noisy || clean) on the tokens of the step's rollouts, in nats a token; the sum over the processes is
-        made by each in the same order. None where the step has drawn nothing, or trains on none of it."""
+        """Measurements.take_noise_kl, which is logged."""
 
         def add_up(sums: torch.Tensor) -> torch.Tensor:
             return self._of_all_processes(sums.tolist()).sum(dim=0)
 
-        difference = self.noise_difference.take(add_up, self.accelerator.device)
-        if difference is None:
-            return None
-        self._metrics["train"]["aqn/kl"].append(difference.kl)
-        return difference.kl
+        kl = self.measured.take_noise_kl(add_up)
+        if kl is not None:
+            self._metrics["train"]["aqn/kl"].append(kl)
+        return kl
 
     # Rollout
 
@@ -300,7 +304,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
         with self.clock("rollout"):
             completions = self.sampler.complete(request)
-            if self.model.training and self.tolerance is None:
+            if self.model.training and self.measured.tolerance is None:
                 self._compare_first(request, completions)
         for name, value in completions.metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
@@ -325,10 +329,10 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
         had? Afterwards the loss compares them at no cost (`_weigh`)."""
         mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
-        self.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
+        self.measured.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
         if why := self.sampler.not_comparable(request.sampling):
             log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
-            self.tolerance = math.inf
+            self.measured.tolerance = math.inf
             return
         prompts = [list(ids) for ids in request.prompt_ids[:COMPARED_ROWS]]
         drawn = [torch.tensor(ids, device=self.accelerator.device) for ids in completions.token_ids[:COMPARED_ROWS]]
@@ -346,7 +350,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         difference = SamplerDifference()
         difference.add(trainer, pad_right(completions.logprobs[:COMPARED_ROWS], trainer.device), completion_mask)
         found = difference.take(self.accelerator.reduce, trainer.device)  # type: ignore[arg-type]
-        require_same_policy(found, self.tolerance)
+        require_same_policy(found, self.measured.tolerance)
         if found is not None:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", found.absolute)
 
@@ -369,10 +373,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         with self.clock("reward"):
             rewards = super()._calculate_rewards(*args, **kwargs)
         if self.multi_objective_aggregation == "sum_then_normalize":
-            group_size = (self.num_generations if self.model.training else self.num_generations_eval) or 1
             rows = len(rewards) // self.accelerator.num_processes
             mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
-            equal = equal_rewards(rewards, self.reward_weights.to(rewards.device), group_size)
+            equal = equal_rewards(rewards, self.reward_weights.to(rewards.device), self._group_size())
             self.rollout.no_advantage = equal[mine]
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         self.rollout.rewards = total.masked_fill(rewards.isnan().all(dim=1), math.nan)
@@ -383,17 +386,36 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.rollout = rollout = Rollout(self.rollout.weights, inputs)
         with rollout.after_rewards:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if rollout.no_advantage is not None:
-            output["advantages"] = output["advantages"].masked_fill(rollout.no_advantage, 0.0)
+        output["advantages"] = self._advantages(output)
         if self.model.training and rollout.rewards is not None:
-            tokens = (output["completion_mask"] * output.get("tool_mask", 1)).sum(dim=1)
-            lengths = output["prompt_mask"].sum(dim=1)
-            self.statistics.add(lengths, tokens, output["advantages"], rollout.rewards)
+            self.measured.add_rollout(output, rollout.rewards)
         if self.sampler.noise and self.model.training:
             self._metrics["train"]["aqn/sigma_realized"].append(self.sampler.noise.realized_sigma)
             if self.noise_config.old_logps == "noisy":
                 output["old_per_token_logps"] = self._noisy_logps(output)
         return output
+
+    @torch.no_grad()
+    def _advantages(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Of a scored generation batch, [rows] or [rows, tokens]: the algorithm's, or TRL's, exactly 0 where a group
+        has equal rewards."""
+        trls, rollout = batch["advantages"], self.rollout
+        estimate = self.algorithm.advantages
+        if estimate is None or rollout.rewards is None:
+            return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
+        first = len(trls) * self.accelerator.process_index
+        scored = Scored(
+            rewards=rollout.rewards[first : first + len(trls)],
+            mask=(batch["completion_mask"] * batch.get("tool_mask", 1)).bool(),
+            group_size=self._group_size(),
+            gather=self.accelerator.gather,  # type: ignore[arg-type]
+            first=first,
+        )
+        with self.clock("advantages"):
+            return estimate(scored)
+
+    def _group_size(self) -> int:
+        return (self.num_generations if self.model.training else self.num_generations_eval) or 1
 
     @torch.no_grad()
     def _noisy_logps(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -477,7 +499,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
             return (scored.logps * 0.0).sum()
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        self.drift.add(inputs.get("old_per_token_logps", scored.logps), scored.logps, mask)
+        self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
         return super()._compute_loss(scored, self._weigh(inputs, scored.logps)) * inputs[SCALE]
 
     def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
@@ -487,9 +509,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             return inputs
         old = inputs.get("old_per_token_logps", logps).detach()
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        self.difference.add(old, sampler, mask)
-        if self.noise and self.rollout.weights.step == self.state.global_step:  # `logps` are still the clean policy's
-            self.noise_difference.add(logps, sampler, mask)
+        clean = self.noise and self.rollout.weights.step == self.state.global_step  # `logps`, before an update
+        self.measured.add_sampler(sampler, old, logps if clean else None, mask)
         level = self.rollout_config.importance_correction
         if level == "none" or self.use_vllm:  # for vLLM TRL does it
             return inputs
@@ -537,14 +558,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
                 logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
                 logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
-            logs |= self.statistics.take(self.accelerator.gather)  # type: ignore[arg-type]
-            drift = self.drift.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
-            logs |= {} if drift is None else {"approx_kl": drift}
-            difference = self.difference.take(self.accelerator.reduce, self.accelerator.device)  # type: ignore[arg-type]
-            if difference is not None:
-                logs |= {"rollout/logp_mismatch": difference.absolute, "rollout/logp_kl": difference.kl}
-                if self.rollout.weights.sigma == 0 or self.noise_config.old_logps == "noisy":
-                    warn_of_difference(difference, self.tolerance)
+            noisy = self.rollout.weights.sigma != 0 and self.noise_config.old_logps != "noisy"
+            logs |= self.measured.take(noisy)
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -95,7 +95,7 @@ def main() -> None:
         "adapted": asdict(trainer.noise_stage.adapted),
         "rms": trainer.noise.rms,
         "merged": [sorted(rollout) for rollout in merged],
-        "tolerance": trainer.tolerance,
+        "tolerance": trainer.measured.tolerance,
         "graphs": len(captured),
     }
     (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))

@@ -150,7 +150,7 @@ def test_sampler_and_trainer_agree_before_the_first_step(tmp_path, engine, dtype
     trainer = trained_by(tmp_path, engine=engine, dtype=dtype, noise=guide_noise())
     with caplog.at_level(logging.INFO):
         trainer.train()
-    assert trainer.tolerance == {"float32": 1e-3, "bfloat16": 0.2}[dtype]
+    assert trainer.measured.tolerance == {"float32": 1e-3, "bfloat16": 0.2}[dtype]
     assert sum("sampler and trainer agree" in record.message for record in caplog.records) == 1
 
 
@@ -159,7 +159,7 @@ def test_a_float32_base_under_autocast_is_compared_as_bfloat16(tmp_path, caplog)
     trainer = trained_by(tmp_path, steps=2, bf16=True)
     with caplog.at_level(logging.INFO):
         trainer.train()
-    assert trainer.tolerance == 0.2
+    assert trainer.measured.tolerance == 0.2
     (line,) = [record.message for record in caplog.records if "sampler and trainer agree" in record.message]
     assert float(line.split()[-3]) > 1e-3  # what float32's tolerance would have refused
 

@@ -1,0 +1,31 @@
+"""Algorithms of reinforcement learning: what each sets of the configuration, and how rewards become advantages.
+
+To add one: a module with an Algorithm, and its line in ALGORITHMS. Rollouts, rewards, packing and the optimizer are
+the same for all (perl/training/trainer.py); the loss is TRL's, chosen by its own arguments among the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from perl.algorithms.algorithm import Algorithm
+from perl.algorithms.dapo import DAPO
+from perl.algorithms.grpo import CISPO, DR_GRPO, GRPO, GSPO, SAPO
+from perl.algorithms.rloo import RLOO
+from perl.errors import lookup
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": GRPO,
+    "dapo": DAPO,
+    "dr_grpo": DR_GRPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "rloo": RLOO,
+}
+
+
+def settings_of(name: str) -> Mapping[str, Any]:
+    """What the algorithm sets, by the names of flags without --config. A UserError for an unknown name."""
+    return lookup(ALGORITHMS, name, "algorithm", "--config.algorithm.name").settings

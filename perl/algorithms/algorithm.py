@@ -1,0 +1,51 @@
+"""What an algorithm is, and what its advantages are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The completions of a generation batch with their rewards: those of this process, and how to see the others'."""
+
+    rewards: torch.Tensor
+    """float32 [rows]: weighted sums of the reward functions; NaN where no function gave one."""
+    mask: torch.Tensor
+    """bool [rows, tokens]: the tokens that are trained on."""
+    group_size: int
+    """Completions of each prompt, one after the other."""
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    """From [rows] of this process to [rows of all processes], process after process: groups are whole there."""
+    first: int
+    """Place of this process's first row among the rows of all."""
+
+    def groups(self) -> torch.Tensor:
+        """float32 [groups, group_size]: the rewards of all processes."""
+        return self.gather(self.rewards).view(-1, self.group_size)
+
+    def mine(self, everywhere: torch.Tensor) -> torch.Tensor:
+        """Of a tensor [rows of all processes, or groups, group_size] the rows [rows] of this process."""
+        return everywhere.flatten()[self.first : self.first + len(self.rewards)]
+
+
+Advantages = Callable[[Scored], "torch.Tensor"]
+"""float32 [rows] or [rows, tokens] of this process; 0 where a row has no reward. Every process calls it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One algorithm."""
+
+    paper: str
+    """Its source, such as "arXiv 2402.03300"."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it sets of the configuration, by the names of flags without --config; a recipe or a flag that says
+    otherwise goes before it."""
+    advantages: Advantages | None = None
+    """How rewards become advantages; None: as TRL's GRPOTrainer does, by its scale_rewards."""

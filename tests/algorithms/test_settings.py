@@ -1,0 +1,56 @@
+"""What --config.algorithm.name sets, and what goes before it."""
+
+import pytest
+import yaml
+
+from perl.algorithms import ALGORITHMS
+from perl.config.load import parse
+from perl.errors import UserError
+
+
+def test_the_algorithm_sets_what_nobody_has_said():
+    parsed = parse(["--config.algorithm.name", "dapo"])
+    training = parsed.values.training
+    assert (training.loss_type, training.epsilon, training.epsilon_high) == ("dapo", 0.2, 0.28)
+    assert parsed.values.reward.functions == ["accuracy", "overlong"]
+    assert parsed.warnings == []
+
+
+def test_recipe_and_flags_go_before_the_algorithm_and_are_told(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("algorithm: {name: gspo}\ntraining: {epsilon: 0.1, epsilon_high: 4e-4}\n")
+    parsed = parse(["--recipe", str(recipe), "--config.training.loss_type", "bnpo"])
+    training = parsed.values.training
+    assert (training.loss_type, training.epsilon, training.epsilon_high) == ("bnpo", 0.1, 4e-4)
+    assert training.importance_sampling_level == "sequence"
+    assert parsed.warnings == [
+        "--config.training.loss_type bnpo goes before algorithm gspo, which sets grpo",
+        "the recipe's training.epsilon 0.1 goes before algorithm gspo, which sets 0.0003",
+    ]
+
+
+def test_a_flag_chooses_another_algorithm_than_the_recipes(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("algorithm: {name: gspo}\n")
+    values = parse(["--recipe", str(recipe), "--config.algorithm.name", "dr_grpo"]).values
+    assert (values.training.loss_type, values.training.scale_rewards) == ("dr_grpo", "none")
+    assert values.training.importance_sampling_level == "token"
+
+
+def test_the_configuration_of_a_run_repeats_it(tmp_path):
+    first = parse(["--config.algorithm.name", "gspo", "--config.training.epsilon", "0.2"])
+    (tmp_path / "config.yaml").write_text(first.dump())
+    again = parse(["--recipe", str(tmp_path / "config.yaml")])
+    assert yaml.safe_load(again.dump()) == yaml.safe_load(first.dump())
+
+
+def test_an_unknown_algorithm_is_named_with_the_nearest():
+    with pytest.raises(UserError) as caught:
+        parse(["--config.algorithm.name", "dappo"])
+    assert "--config.algorithm.name" in str(caught.value)
+    assert "did you mean 'dapo'" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_sets_fields_that_there_are_and_agrees_with_itself(name):
+    assert parse(["--config.algorithm.name", name]).warnings == []
