@@ -149,6 +149,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         vllm_sync = VLLMSync(peft_config)
         with _vllm_started_by(vllm_sync):
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
+        if self.accelerator.num_processes > 1 or not self.log_completions:
+            self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
         self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
@@ -270,6 +272,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         if self.truncate_prompts_to is not None:
             prompt_ids = [truncated(ids, self.truncate_prompts_to, self.truncation) for ids in prompt_ids]
+        if images is not None:
+            images = [row or [] for row in images]  # TRL's None for a row without one is more than a processor takes
         return prompt_ids, images, multimodal_fields
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
