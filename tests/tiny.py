@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,39 @@ def save_tiny_vision(folder: Path, *, seed: int = 0, scale: float = 4.0) -> Path
     tokenizer.save_pretrained(folder)
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096).save_pretrained(folder)
     return folder
+
+
+def noise_png(width: int, height: int, seed: int = 0) -> bytes:
+    """The file of an image of random pixels."""
+    import io
+    import random
+
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(3 * width * height)).save(file, format="PNG")
+    return file.getvalue()
+
+
+def geometry_rows(counts: Sequence[int] = (1, 2, 1, 1, 2, 1, 1, 1)) -> list[dict[str, Any]]:
+    """Rows as verl's examples/data_preprocess/geo3k.py writes them, with so many images each, of 6 to 12 tokens."""
+    return [
+        {
+            "data_source": "hiyouga/geometry3k",
+            "prompt": [{"role": "user", "content": "<image> so " * count + f"What is {i} + 1 ?"}],
+            "images": [{"bytes": noise_png(16 + 8 * k, 24, 10 * i + k), "path": None} for k in range(count)],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"index": i, "question": f"What is {i} + 1 ?"},
+        }
+        for i, count in enumerate(counts)
+    ]
+
+
+def geometry_file(path: Path, counts: Sequence[int] = (1, 2, 1, 1, 2, 1, 1, 1)) -> Path:
+    """A parquet file of `geometry_rows`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(geometry_rows(counts)), path)
+    return path

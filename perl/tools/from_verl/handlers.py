@@ -377,8 +377,11 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
     files = verl["data.train_files"]
     if file:
         functions, note = [_own_reward(path(file), str(name or "compute_score"))], ""
-    elif files and all("gsm8k" in str(name).lower() for name in (files if isinstance(files, list) else [files])):
+    elif _named(files, "gsm8k"):
         functions, note = ["strict"], "verl's rule for GSM8K, only `#### n` counts; accuracy takes other forms too"
+    elif _named(files, "geo3k", "geometry3k"):
+        note = "verl's score for geometry3k: 0.9 for the answer, 0.1 for its form"
+        return Translated({"reward.functions": ["accuracy", "think"], "reward.weights": [0.9, 0.1]}, note)
     else:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
     fields: dict[str, Any] = {"reward.functions": functions}
@@ -392,6 +395,12 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
             "reward.overlong_cache_length": length,
         }
     return Translated(fields, note)
+
+
+def _named(files: Any, *names: str) -> bool:
+    """Whether each of verl's train_files has one of `names` in its path."""
+    found = files if isinstance(files, list) else [files] if files else []
+    return bool(found) and all(any(name in str(file).lower() for name in names) for file in found)
 
 
 CUSTOM = ("path", "name")
