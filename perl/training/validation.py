@@ -33,6 +33,7 @@ from transformers import TrainerCallback
 from perl import checkpoints, device
 from perl.errors import UserError
 from perl.grading import Grader, rules_hash
+from perl.processors import make_images
 from perl.provenance import provenance, text_hash
 from perl.records import Completion, Sample
 from perl.results import (
@@ -152,6 +153,7 @@ class Validation(TrainerCallback):
             weights=Weights(step, 0, 0.0),
             group_size=problem_set.sampling.n,
             on_finished=grade_early,
+            images=[make_images(self.setup.tokenizer, sample.images) for sample in share.asked],
             rules=self.setup.rules,
         )
         drawn = sampler.complete(request).token_ids[: share.own] if share.asked else []

@@ -14,6 +14,7 @@ from perl.checkpoints import resolve_model
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
 from perl.errors import UserError
+from perl.images import tokenizer_of
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.scoring.samples import cluster_of
 from perl.tasks import TASKS, load_problems
@@ -90,11 +91,12 @@ def set_up_validation(
         if config.training.use_vllm and config.training.vllm_mode == "server":
             _require_greedy(problem_set)
         _warn_of_trained(problem_set, trained)
+    eos_token_ids = checkpoints.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
     merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationSetup(
         config=validation,
         problem_sets=tuple(problem_sets),
-        rules=EvaluatorRules(eos_token_ids=checkpoints.eos_token_ids(model, model_config, tokenizer), context=context),
+        rules=EvaluatorRules(eos_token_ids=eos_token_ids, context=context),
         model=merged_base(config) if merges else model,
         start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,

@@ -392,8 +392,11 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
     files = _files(verl)
     if file:
         functions, note = [_own_reward(path(file), str(name or "compute_score"))], ""
-    elif files and all("gsm8k" in name.lower() for name in files):
+    elif _named(files, "gsm8k"):
         functions, note = ["strict"], "verl's rule for GSM8K, only `#### n` counts; accuracy takes other forms too"
+    elif _named(files, "geo3k", "geometry3k"):
+        note = "verl's score for geometry3k: 0.9 for the answer, 0.1 for its form"
+        return Translated({"reward.functions": ["accuracy", "think"], "reward.weights": [0.9, 0.1]}, note)
     else:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
     buffer, weight = _overlong(verl), 1.0
@@ -431,6 +434,11 @@ def _is_signed(file: str) -> bool:
             row, *_ = next(rows_of(file, None))
             named = str(row.get("data_source", ""))
     return SIGNED.search(named.lower()) is not None
+
+
+def _named(files: list[str], *names: str) -> bool:
+    """Whether each of verl's train_files has one of `names` in its path."""
+    return bool(files) and all(any(name in file.lower() for name in names) for file in files)
 
 
 CUSTOM = ("path", "name")
