@@ -39,6 +39,7 @@ def _lora(config: PeftConfig, **method: Any) -> peft.PeftConfig:
         lora_alpha=int(config.lora_alpha),
         lora_dropout=float(config.lora_dropout),
         target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules or None,
         bias="none",
         **method,
     )

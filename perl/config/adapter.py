@@ -11,7 +11,7 @@ from perl.checkpoints import require_adapter
 from perl.errors import UserError
 
 FLAG = "--config.peft.adapter"
-OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules")
+OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
 """Fields of the group that an adapter which is trained further brings with it."""
 HINT = f"it is trained further as it is; leave the flag out, or write {FLAG}_mode merge for a new adapter on top of it"
 

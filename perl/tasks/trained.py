@@ -38,7 +38,9 @@ class Trained:
 
 def problem_hash(problem: Problem) -> str:
     """BLAKE2b of the problem's content: 16 hexadecimal digits."""
-    content = json.dumps([problem.question, problem.messages, problem.gold], ensure_ascii=False)
+    parts: list[Any] = [problem.question, problem.messages, problem.gold]
+    parts += [hashlib.blake2b(image, digest_size=8).hexdigest() for image in problem.images]
+    content = json.dumps(parts, ensure_ascii=False)
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 

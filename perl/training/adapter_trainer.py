@@ -36,6 +36,7 @@ class AdapterTrainer:
     model: Any
     optimizer: Any
     state: Any
+    control: Any
     save_model: Callable[..., None]
     get_optimizer_cls_and_kwargs: Callable[..., tuple[type, dict[str, Any]]]
 
@@ -44,6 +45,14 @@ class AdapterTrainer:
             optimizer_class, optimizer_kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = self.adapter.optimizer(self.model, self.adapter_config, optimizer_class, optimizer_kwargs)
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers looks after a step whether it was the last one: a resumed run that has made all its steps would
+        make one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]

@@ -29,7 +29,8 @@ from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
 from perl.training.setup import PROBLEM, build_dataset, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
-from perl.training.validation import ValidationPlan, plan_validation
+from perl.training.validation_setup import ValidationSetup, set_up_validation
+from perl.training.vision import check_images
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -49,12 +50,13 @@ class Checked:
     """What the checks have read, for the run to use."""
 
     tokenizer: PreTrainedTokenizerBase
+    """Of a model that takes images: its processor."""
     dataset: Dataset
     problems: list[str]
     """Which problems its rows are."""
     checkpoint: str | None
     """To go on from."""
-    validation: ValidationPlan | None
+    validation: ValidationSetup | None
     """What the run validates on; None where no dataset is named."""
 
 
@@ -93,6 +95,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     checkpoint = rundir.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     rundir.check_folder(run_dir, resuming=checkpoint is not None)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
+    check_images(config, tokenizer)
     dataset = build_dataset(config.dataset, tokenizer, graded=grades_rows(config.reward.functions))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
@@ -102,7 +105,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         dataset=dataset,
         problems=list(problems),
         checkpoint=checkpoint,
-        validation=plan_validation(config, tokenizer, set(problems)),
+        validation=set_up_validation(config, tokenizer, set(problems)),
     )
 
 

@@ -32,6 +32,7 @@ from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.setup import load_model
 from perl.training.validation import Validation
+from perl.training.vision import language_part
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
@@ -75,7 +76,7 @@ def train(argv: Sequence[str]) -> Path:
                 processing_class=checked.tokenizer,
                 reward_funcs=rewards,
                 adapter=ADAPTERS[config.peft.type],
-                adapter_config=config.peft,
+                adapter_config=language_part(config.peft, checked.tokenizer),
                 noise=config.noise_injection,
                 algorithm=ALGORITHMS[config.algorithm.name],
                 rollout=config.rollout,
