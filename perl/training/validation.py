@@ -35,7 +35,7 @@ from perl.engines.sampling import validate
 from perl.errors import UserError
 from perl.grading import Grader, rules_hash
 from perl.images import tokenizer_of
-from perl.processors import make_images
+from perl.pixels import make_images
 from perl.provenance import provenance, text_hash
 from perl.records import Completion, Sample, Sampling
 from perl.results import (

@@ -19,7 +19,7 @@ from perl.config.evaluation import EvalConfig
 from perl.config.schema import DatasetConfig, PeftConfig
 from perl.errors import UserError
 from perl.evaluation.run import evaluate
-from perl.processors import load_processing
+from perl.images import load_processing
 from perl.results import read_samples
 from perl.training.run import train
 from perl.training.setup import build_dataset
