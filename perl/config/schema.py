@@ -30,7 +30,8 @@ class ModelConfig:
 
     Args:
         model_name_or_path: a folder, or a name on the hub.
-        dtype: dtype of the base's weights; null lets the device decide (bfloat16, or float32 on a CPU).
+        dtype: dtype of the base's weights; null lets the device decide (bfloat16, or float32 on a CPU). With peft.type
+            none null is float32, or what DeepSpeed computes in.
         attn_implementation: attention kernel ("eager", "sdpa", "flash_attention_2"); null is transformers' choice.
     """
 
@@ -111,10 +112,10 @@ class AlgorithmConfig:
 
 @dataclass
 class PeftConfig:
-    """The adapter.
+    """The adapter, or none.
 
     Args:
-        type: a key of ADAPTERS (lora, rslora, dora, lora_plus).
+        type: a key of ADAPTERS (lora, rslora, dora, lora_plus; none trains all weights).
         r: rank.
         lora_alpha: scale; the update is scaled by lora_alpha / r (rslora: / sqrt(r)).
         lora_dropout: dropout on the adapter's input while training.
@@ -226,8 +227,9 @@ class ValidationConfig:
     Args:
         datasets: what to score on: tasks, names on the hub, files or folders, as perl/eval.py's --dataset; empty is no
             validation.
-        every_steps: validate after each so many optimizer steps; null is after the last step only.
+        every_steps: validate after each so many optimizer steps; null: after none but the last.
         before_train: validate before the first step too.
+        after_train: validate after the last step, whatever every_steps says.
         n: completions of each problem. This and the next two: null is the task's own, as in perl/eval.py.
         temperature: 0 is greedy.
         max_new_tokens: longest completion.
@@ -238,6 +240,7 @@ class ValidationConfig:
     datasets: list[str] = field(default_factory=list)
     every_steps: PositiveInt | None = None
     before_train: bool = True
+    after_train: bool = True
     n: PositiveInt | None = None
     temperature: NonNegativeFloat | None = None
     max_new_tokens: PositiveInt | None = None

@@ -34,14 +34,14 @@ class ModelSize:
     base: int
     """Frozen weights that multiply every token: all linear layers with the output head, without the embedding table."""
     adapter: int
-    """Trained weights that multiply every token: A and B of LoRA."""
+    """Trained weights that multiply every token: A and B of LoRA, or all that `base` counts where all are trained."""
     attention: int
     """Layers x heads x head size: multiply-adds of one query with one key, and of its weight with one value."""
 
 
 def model_size(model: torch.nn.Module) -> ModelSize | None:
-    """Size of a PEFT model; None for a mixture of experts, where a token meets only a part of the weights, and where
-    images are computed too."""
+    """Size of a model that is trained, with an adapter or without; None for a mixture of experts, where a token meets
+    only a part of the weights, and where images are computed too."""
     from torch.nn import Linear
 
     config = model.config.get_text_config()  # type: ignore[operator,union-attr]
@@ -189,6 +189,14 @@ def step_metrics(ranks: Sequence[RankStep], peak_flops: float | None, has_memory
         found["perf/max_memory_allocated_gb"] = max(rank.memory_gb for rank in ranks)
         found["perf/hbm_utilization"] = max(rank.hbm_utilization for rank in ranks)
     return found
+
+
+def add_step(logged: dict[str, list[float]], metrics: dict[str, float]) -> None:
+    """Add the metrics of a step to those of the steps since the last log, of which TRL logs the mean: memory is a
+    peak, of which the last one counts."""
+    for name, value in metrics.items():
+        before = [] if "memory" in name or "hbm" in name else logged.get(name, [])
+        logged[name] = [*before, value]
 
 
 class StepClock(TrainerCallback):

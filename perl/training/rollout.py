@@ -19,6 +19,7 @@ import torch
 from transformers import GenerationConfig
 
 from perl import device
+from perl.adapters.none import RolloutCopies
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.checkpoints import token_ids
 from perl.config.schema import RolloutConfig
@@ -105,6 +106,8 @@ class Sampler(Protocol):
     """Bytes of a number that it computes in, at most."""
     elsewhere: bool
     """It computes on devices that are not the trainer's."""
+    context: int | None
+    """Most tokens of prompt and completion together that another program allows; None: no further limit."""
     noise: NoiseInjector | None
     """What puts the noise on the weights that it samples with."""
 
@@ -118,7 +121,7 @@ class RolloutPolicy:
     """The trained model samples: in the decode loop, or by transformers' `generate` or `generate_batch`.
 
     Args:
-        model: the policy, wrapped by PEFT but not by DDP or DeepSpeed.
+        model: the policy, not wrapped by DDP or DeepSpeed.
         config: the group `rollout`.
         noise: what adds the noise, or None.
         generation_config: TRL's, for eos and pad tokens, and for transformers' own `generate` and `generate_batch`.
@@ -126,10 +129,12 @@ class RolloutPolicy:
         batching_config: transformers' ContinuousBatchingConfig, for the engine continuous_batching.
         kernels: training.attention_kernels.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
+        dtype: what the trainer computes in; None is the weights'.
     """
 
     itemsize = 4  # its dtype is the policy's
     elsewhere = False
+    context: int | None = None
 
     def __init__(
         self,
@@ -141,6 +146,7 @@ class RolloutPolicy:
         batching_config: Any = None,
         kernels: bool | Literal["auto"] = "auto",
         gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        dtype: torch.dtype | None = None,
     ):
         self.model, self.config, self.noise = model, config, noise
         self.generation_config, self.batching_config = generation_config, batching_config
@@ -148,7 +154,7 @@ class RolloutPolicy:
         if batching_config is not None:
             batching_config.return_logprobs = True
         require_possible(generation_kwargs)
-        self.merge = RolloutMerge(model, config.merge_adapter)
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
         self.kernel = device.paged_attention(kernels)
         further = {name: value for name, value in generation_kwargs.items() if name not in SERVED}
         if generation_config.suppress_tokens is not None:  # TRL's: a drawn image token has no image
@@ -171,7 +177,7 @@ class RolloutPolicy:
         if request.rules is not None:
             return self._complete_by(request.rules, request)
         sequences = request.sequences(lambda _, most: most)
-        with self.gathered(), sampling_weights(self.model, self.noise, request.weights):
+        with self.gathered(), sampling_weights(self.model, self.noise, request.weights), self.copies.applied():
             if self.config.engine == "continuous_batching":
                 return self._generate_batch(request.prompt_ids)
             with self.merge.applied():
@@ -193,7 +199,12 @@ class RolloutPolicy:
         sequences = request.sequences(rules.room)
         decoder = self._make_decoder(rules.eos_token_ids, {})
         run = decoder.run if self.config.engine != "generate" else functools.partial(_stock_batches, decoder)
-        with self.gathered(), sampling_weights(self.model, None, request.weights), self.merge.applied():
+        with (
+            self.gathered(),
+            sampling_weights(self.model, None, request.weights),
+            self.copies.applied(),
+            self.merge.applied(),
+        ):
             for sequence in run(sequences, sampling):
                 if request.on_finished is not None:
                     request.on_finished(sequence.index, sequence.token_ids)

@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import checkpoints, device
+from perl.adapters.none import loses_updates, trained_dtype
 from perl.adapters.start import continued, merge_into
 from perl.checkpoints import resolve_model
 from perl.config.load import Config
@@ -53,7 +54,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
     """Of the base's weights. A UserError where two flags say different things."""
-    dtype = getattr(torch, config.model.dtype) if config.model.dtype else device.default_dtype()
+    own = trained_dtype(config.training) if config.peft.type == "none" else device.default_dtype()
+    dtype = getattr(torch, config.model.dtype) if config.model.dtype else own
     given: Any = (config.training.model_init_kwargs or {}).get("dtype", dtype)  # type: ignore[union-attr]
     if given not in (dtype, str(dtype).removeprefix("torch.")):
         raise UserError(
@@ -71,6 +73,8 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     DDP refuses to work.
     """
     dtype = model_dtype(config)
+    if config.peft.type == "none":
+        check_full(config, dtype)
     extra: dict[str, Any] = dict(config.training.model_init_kwargs or {})  # type: ignore[arg-type]
     config.training.model_init_kwargs = None  # used here; TRL would warn that it ignores them
     extra.pop("dtype", None)
@@ -86,6 +90,25 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     if config.peft.adapter is not None and config.peft.adapter_mode == "continue":
         return continued(model, Path(config.peft.adapter))
     return model
+
+
+def check_full(config: Config | SFTRunConfig, dtype: torch.dtype) -> None:
+    """Where all weights are trained: a line where their dtype loses updates; a UserError where ZeRO-3 would leave none
+    of them but in DeepSpeed's own files."""
+    training = config.training
+    if loses_updates(dtype, training):
+        log.warning(
+            "--config.model.dtype %s: the optimizer writes to weights of this dtype, and an update smaller than half of"
+            " a weight's spacing (in bfloat16 1/512 of the weight) is lost; leave the flag out for float32 weights",
+            str(dtype).removeprefix("torch."),
+        )
+    deepspeed = training.deepspeed_plugin and training.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    if deepspeed and deepspeed["stage"] == 3 and not deepspeed.get("stage3_gather_16bit_weights_on_model_save"):
+        raise UserError(
+            "--config.peft.type none: ZeRO-3 saves no whole model without stage3_gather_16bit_weights_on_model_save;"
+            " set it to true in DeepSpeed's file, or zero3_save_16bit_model in accelerate's"
+            " (scripts/accelerate/npu_zero3.yaml has it)"
+        )
 
 
 def merged_base(config: Config | SFTRunConfig) -> Path:

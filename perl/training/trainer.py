@@ -17,6 +17,7 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -33,6 +34,7 @@ from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.models.utils import unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
@@ -59,9 +61,9 @@ from perl.training.loss import (
     require_same_policy,
 )
 from perl.training.measurements import Measurements
-from perl.training.metrics import StepClock, model_size, sequences
+from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
-from perl.training.packing import log_probs
+from perl.training.packing import enable_packing, log_probs
 from perl.training.rollout import (
     Completions,
     RolloutPolicy,
@@ -110,8 +112,25 @@ def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
         setattr(vllm_generation, "LLM", theirs)  # noqa: B010
 
 
+@contextlib.contextmanager
+def _reference_loaded_like(model: Any) -> Iterator[None]:
+    """Where all weights of `model` are trained TRL loads the reference of beta > 0 inside. It is loaded as `model` was:
+    of the same configuration, and to the CPU; TRL's own would be spread over several NPUs."""
+    theirs = grpo_trainer.create_model_from_path
+
+    def load(folder: str, *, dtype: torch.dtype, attn_implementation: str, **_: Any) -> Any:
+        own = {"dtype": dtype, "attn_implementation": attn_implementation, "config": copy.deepcopy(model.config)}
+        return type(model).from_pretrained(folder, **own)
+
+    setattr(grpo_trainer, "create_model_from_path", load)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, "create_model_from_path", theirs)  # noqa: B010
+
+
 class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
-    """GRPO on a LoRA adapter, sampled with noise on the norm weights.
+    """GRPO on a LoRA adapter or on all weights, sampled with noise on the norm weights.
 
     Args (besides GRPOTrainer's):
         adapter: the PEFT method.
@@ -123,7 +142,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         truncation: where they are cut ("left", "right", "middle").
         grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
         validation: what is asked for scores while the model trains.
-        write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
+        write_card: writes the model card into a folder that holds what was trained, given the log history; None: TRL's
+            card.
     """
 
     args: TrainingConfig
@@ -147,7 +167,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
-        with _vllm_started_by(vllm_sync):
+        with _vllm_started_by(vllm_sync), _reference_loaded_like(kwargs["model"]):
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
         if self.accelerator.num_processes > 1 or not self.log_completions:
             self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
@@ -160,12 +180,16 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.noise and noise.schedule == "target_kl":
             self._require_measurable_kl()
         self.plan = self._plan_update()
+        if self.ref_model is not None and self.plan.packed:
+            enable_packing(self.accelerator.unwrap_model(self.ref_model))  # it scores the same micro-batches
         self.rollout = Rollout(Weights(-1, 0, 0.0))
         """The last one."""
         self.measured = Measurements(self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation = validation
+        if validation is not None:
+            validation.setup.require_room(self.sampler.context)
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
         # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores.
         for callback in (self.noise_stage if self.noise else None, self.clock, validation):
@@ -200,6 +224,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.continuous_batching_config,
             self.args.attention_kernels,
             self._gathered,
+            self.compute_dtype(),
         )
 
     def _sampling(self) -> Sampling:
@@ -480,7 +505,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _padded(self, model: Any, fields: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor, width: int):
         """TRL's own forward, of these columns."""
         if "num_images" in fields:
-            fields = fields | {"mm_token_type_ids": (ids == self._image_pad_token_id).int()}
+            fields = fields | {"mm_token_type_ids": ids.eq(self._image_pad_token_id).int()}
         return super()._get_per_token_logps_and_entropies(model, ids, mask, width, **fields)
 
     def _score(self, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> TokenLogProbs:
@@ -543,17 +568,14 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     # Logging and checkpoints
 
     def _save_adapter(self, folder: Path) -> None:
-        """The adapter and the tokenizer, without transformers' pickled arguments. Every process must come here."""
+        """The adapter, or the model, and the tokenizer, without transformers' pickled arguments. Every process must
+        come here."""
         self.save_model(str(folder), _internal_call=True)  # pushed to no hub
         if self.accelerator.is_main_process:
             (folder / "training_args.bin").unlink(missing_ok=True)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            if "memory" in name or "hbm" in name:
-                self._metrics["train"][name] = [value]  # a peak: the last of the logged steps
-            else:
-                self._metrics["train"][name].append(value)  # mean over the logged steps
+        add_step(self._metrics["train"], metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
