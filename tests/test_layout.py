@@ -22,6 +22,7 @@ LEVELS = [
         "prompts",
         "images",
         "processors",
+        "pixels",
         "provenance",
         "config",
         "sharding",

@@ -29,7 +29,7 @@ from perl.engines.sequence import Sequence
 from perl.engines.stock import generate_plain, generate_stock
 from perl.errors import UserError
 from perl.noise.injector import NoiseInjector
-from perl.processors import MakeImages
+from perl.pixels import MakeImages
 from perl.prompts import row_seed
 from perl.records import Sampling
 

@@ -20,8 +20,7 @@ from perl.checkpoints import resolve_model
 from perl.config.load import Config
 from perl.config.schema import data_sets
 from perl.errors import UserError
-from perl.images import fitted, has_images
-from perl.processors import load_processing
+from perl.images import fitted, has_images, load_processing
 from perl.prompts import PromptStyle, build_messages, encode, require_chat_template
 from perl.records import Problem
 from perl.reward_files import ROW, row_of

@@ -33,7 +33,7 @@ from transformers import TrainerCallback
 from perl import checkpoints, device
 from perl.errors import UserError
 from perl.grading import Grader, rules_hash
-from perl.processors import make_images
+from perl.pixels import make_images
 from perl.provenance import provenance, text_hash
 from perl.records import Completion, Sample
 from perl.results import (

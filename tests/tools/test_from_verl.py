@@ -245,8 +245,22 @@ ONE_KEY = [
     ("trainer.total_training_steps=3", "max_steps", 12),
     ("custom_reward_function.path=r.py", "reward.functions", ["r.py:compute_score"]),
     ("data.train_files=d.parquet", "reward.functions", ["accuracy"]),
+    ("data.train_files=data/geo3k/train.parquet", "reward.functions", ["accuracy", "think"]),
+    ("data.train_files=data/geo3k/train.parquet", "reward.weights", [0.9, 0.1]),
     ("actor_rollout_ref.model.lora_adapter_path=runs/sft", "peft.adapter", "runs/sft"),
 ]
+
+
+def test_layers_without_an_adapter_are_verls():
+    lora = "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=all-linear"
+    excluded = of(None, *GOOD, *lora, "actor_rollout_ref.model.exclude_modules='.*visual.*'")
+    assert values(excluded)["peft.exclude_modules"] == ".*visual.*"
+    assert "peft.exclude_modules" not in values(of(None, *GOOD, *lora))
+
+
+def test_images_are_read_from_the_column_images():
+    assert not of(None, *GOOD, "data.image_key=images").refused
+    assert of(None, *GOOD, "data.image_key=pictures").refused == {"data.image_key": "name the column images"}
 
 
 @pytest.mark.parametrize(("word", "field", "value"), ONE_KEY)
