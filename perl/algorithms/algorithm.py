@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -15,15 +15,26 @@ class Scored:
     """The completions of a generation batch with their rewards: those of this process, and how to see the others'."""
 
     rewards: torch.Tensor
-    """float32 [rows]: weighted sums of the reward functions; NaN where no function gave one."""
+    """float32 [rows]: weighted sums of the reward functions, less algorithm.kl_in_reward times the KL divergence of the
+    completion; NaN where no function gave one."""
+    token_rewards: torch.Tensor
+    """float32 [rows, tokens]: the same, spread over the tokens: the functions' at the last one that is trained on, each
+    token's own KL divergence; 0 where `mask` is False and in rows without a reward."""
     mask: torch.Tensor
     """bool [rows, tokens]: the tokens that are trained on."""
     group_size: int
     """Completions of each prompt, one after the other."""
     gather: Callable[[torch.Tensor], torch.Tensor]
-    """From [rows] of this process to [rows of all processes], process after process: groups are whole there."""
+    """From [rows] of this process to [rows of all processes], process after process: groups are whole there. Any other
+    first dimension that is the same on every process will do."""
     first: int
     """Place of this process's first row among the rows of all."""
+    gamma: float = 1.0
+    """Discount of a reward by token, algorithm.gamma."""
+    lam: float = 1.0
+    """Lambda of generalized advantage estimation, algorithm.lam."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What an advantage is divided by, where the estimator lets the user choose: training.scale_rewards."""
 
     def groups(self) -> torch.Tensor:
         """float32 [groups, group_size]: the rewards of all processes."""
@@ -49,3 +60,5 @@ class Algorithm:
     otherwise goes before it."""
     advantages: Advantages | None = None
     """How rewards become advantages; None: as TRL's GRPOTrainer does, by its scale_rewards."""
+    uses: frozenset[str] = frozenset()
+    """Fields of the group `algorithm` that `advantages` reads and others may not: "gamma", "lam"."""

@@ -104,9 +104,13 @@ class AlgorithmConfig:
     Args:
         name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo). It sets what its paper says of other
             groups, unless the recipe or a flag says otherwise.
+        gamma: discount of a reward for each token before it (reinforce_plus_plus, ppo).
+        lam: lambda of generalized advantage estimation (ppo).
     """
 
     name: str = "grpo"
+    gamma: UnitFloat = 1.0
+    lam: UnitFloat = 1.0
 
 
 @dataclass

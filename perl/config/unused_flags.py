@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from jsonargparse import Namespace
 
+from perl.algorithms import ALGORITHMS
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -32,6 +34,8 @@ OF_ANY_TRAINING: tuple[Rule, ...] = (
 
 RULES: tuple[Rule, ...] = (
     *OF_ANY_TRAINING,
+    Rule("algorithm.gamma", lambda v: "gamma" in ALGORITHMS[v.algorithm.name].uses, "algorithm.name discounts nothing"),
+    Rule("algorithm.lam", lambda v: "lam" in ALGORITHMS[v.algorithm.name].uses, "only generalized advantages have it"),
     Rule(
         "noise_injection.",
         lambda v: v.noise_injection.enabled,

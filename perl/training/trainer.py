@@ -35,8 +35,9 @@ from trl.models.utils import unwrap_model_for_generation
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
-from perl.algorithms.algorithm import Algorithm, Scored
-from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.algorithms.algorithm import Scored
+from perl.algorithms.kl import token_rewards
+from perl.config.schema import AlgorithmConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
@@ -115,7 +116,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter: the PEFT method.
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
-        algorithm: how rewards become advantages.
+        algorithm: the group `algorithm`.
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
@@ -133,7 +134,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter: Adapter,
         adapter_config: PeftConfig,
         noise: NoiseConfig,
-        algorithm: Algorithm = ALGORITHMS["grpo"],
+        algorithm: AlgorithmConfig | None = None,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
@@ -150,7 +151,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
-        self.algorithm, self.sampling_seed = algorithm, self.args.seed
+        self.algorithm_config, self.sampling_seed = algorithm or AlgorithmConfig(), self.args.seed
+        self.algorithm = ALGORITHMS[self.algorithm_config.name]
         self.noise_config, self.noise = noise, self._noise_injector(noise)
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
         if self.noise and noise.schedule == "target_kl":
@@ -402,12 +404,18 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if estimate is None or rollout.rewards is None:
             return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
         first = len(trls) * self.accelerator.process_index
+        rewards = rollout.rewards[first : first + len(trls)]
+        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         scored = Scored(
-            rewards=rollout.rewards[first : first + len(trls)],
-            mask=(batch["completion_mask"] * batch.get("tool_mask", 1)).bool(),
+            rewards=rewards,
+            token_rewards=token_rewards(rewards, mask),
+            mask=mask,
             group_size=self._group_size(),
             gather=self.accelerator.gather,  # type: ignore[arg-type]
             first=first,
+            gamma=self.algorithm_config.gamma,
+            lam=self.algorithm_config.lam,
+            scale=self.scale_rewards,  # type: ignore[arg-type]
         )
         with self.clock("advantages"):
             return estimate(scored)

@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from perl.algorithms.algorithm import Scored
+from perl.algorithms.kl import token_rewards
 from perl.algorithms.rloo import leave_one_out
 
 
 def scored(rewards, first=0, rows=None):
     everywhere = torch.tensor(rewards)
     own = everywhere[first : first + (rows or len(rewards))]
+    mask = torch.ones(len(own), 4, dtype=torch.bool)
     return Scored(
         rewards=own,
-        mask=torch.ones(len(own), 4, dtype=torch.bool),
+        token_rewards=token_rewards(own, mask),
+        mask=mask,
         group_size=3,
         gather=lambda mine: everywhere,
         first=first,
