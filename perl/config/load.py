@@ -325,11 +325,6 @@ def check_values(values: Namespace) -> None:
             "--config.algorithm.kl_in_reward: there is no one reward to take it from where"
             " multi_objective_aggregation is normalize_then_sum; --config.training.beta puts KL into the loss"
         )
-    if algorithm.kl_estimator != "low_var_kl" and training.use_bias_correction_kl:
-        raise UserError(
-            f"--config.algorithm.kl_estimator {algorithm.kl_estimator}: use_bias_correction_kl is TRL's, of low_var_kl;"
-            " give one of them"
-        )
     if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
         raise UserError(
             "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"

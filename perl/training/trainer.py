@@ -585,6 +585,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _kl_loss(self, inputs: dict[str, Any], logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The KL divergence in the loss of a micro-batch, as TRL adds its own up and logs it."""
         kl = kl_divergence(logps, inputs["ref_per_token_logps"], self.algorithm_config.kl_estimator)
+        if self.args.use_bias_correction_kl:
+            apart = logps - inputs.get("old_per_token_logps", logps.detach())
+            if self.importance_sampling_level == "sequence":
+                apart = ((apart * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0))[:, None]
+            kl = kl * apart.exp()
         sums = self.accelerator.reduce(torch.stack([(kl.detach() * mask).sum(), mask.sum().float()]), reduction="sum")
         self._metrics["train"]["kl"].append((sums[0] / sums[1].clamp(min=1.0)).item())  # type: ignore[index]
         accumulated = self.current_gradient_accumulation_steps

@@ -47,9 +47,19 @@ class OwnKL(PerlGRPOTrainer):
         self.beta, self.own_beta = 0.0, self.beta
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])  # one of each way to add up
-def test_kl_is_added_up_as_in_trls_loss(tmp_path, loss_type):
+@pytest.mark.parametrize(
+    ("loss_type", "level", "corrected"),  # one of each way to add up
+    [
+        ("grpo", "token", False),
+        ("bnpo", "token", True),
+        ("dr_grpo", "token", True),
+        ("dapo", "token", True),
+        ("luspo", "sequence", True),
+    ],
+)
+def test_kl_is_added_up_as_in_trls_loss(tmp_path, loss_type, level, corrected):
     settings = {"loss_type": loss_type, "beta": 0.5, "mask_truncated_completions": True, "max_completion_length": 12}
+    settings |= {"importance_sampling_level": level, "use_bias_correction_kl": corrected}
     settings |= {} if loss_type == "bnpo" else {"max_tokens_per_microbatch": 100, **ONE_ROW, "steps_per_generation": 16}
     logs = []
     for kind in (OwnKL, PerlGRPOTrainer):

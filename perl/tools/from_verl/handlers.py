@@ -167,10 +167,11 @@ def kl_loss(value: Any, verl: Verl) -> Outcome:
 
 
 def kl_type(value: Any, verl: Verl) -> Outcome:
+    uncorrected = {"training.use_bias_correction_kl": False}  # TRL's default weighs it by the ratio
     if value in ("low_var_kl", "k3"):
-        return Translated({"training.use_bias_correction_kl": False})
+        return Translated(uncorrected)
     if value in KL_ESTIMATORS:
-        return Translated({"algorithm.kl_estimator": KL_ESTIMATORS[value]})
+        return Translated({"algorithm.kl_estimator": KL_ESTIMATORS[value], **uncorrected})
     if str(value).removesuffix("+") in KL_ESTIMATORS:
         return Refused(f"{shown(value)}: its gradient is that of mse, only the logged value differs; write mse")
     return Refused(f"{shown(value)}: {', '.join(KL_ESTIMATORS)} are there")
