@@ -319,6 +319,12 @@ def check_values(values: Namespace) -> None:
         )
     if noise.enabled:
         check_noise_reaches_the_sampler(values)
+    algorithm = values.algorithm
+    if algorithm.kl_in_reward > 0.0 and training.multi_objective_aggregation != "sum_then_normalize":
+        raise UserError(
+            "--config.algorithm.kl_in_reward: there is no one reward to take it from where"
+            " multi_objective_aggregation is normalize_then_sum; --config.training.beta puts KL into the loss"
+        )
     if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
         raise UserError(
             "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"

@@ -108,7 +108,10 @@ class MicroBatcher:
         was cut off, or a tool's output) neither advantage nor KL does; it counts in a mean over rows, as SCALE says."""
         mask = rows["completion_mask"] * rows.get("tool_mask", 1)
         computed = mask.any(dim=1)
-        return computed & (rows["advantages"] != 0) if self.leave_out_zero else computed
+        if not self.leave_out_zero:
+            return computed
+        advantages = rows["advantages"]  # [rows] or [rows, tokens]
+        return computed & (advantages != 0 if advantages.ndim == 1 else (advantages * mask != 0).any(dim=1))
 
     def _chunks(
         self, stacked: Sequence[MicroBatch], size: int, all_reduce_max: Callable[[list[int]], list[int]]
