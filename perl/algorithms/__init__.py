@@ -12,6 +12,7 @@ from typing import Any
 from perl.algorithms.algorithm import Algorithm
 from perl.algorithms.dapo import DAPO
 from perl.algorithms.grpo import CISPO, DR_GRPO, GRPO, GSPO, SAPO
+from perl.algorithms.ppo import PPO
 from perl.algorithms.rloo import RLOO
 from perl.errors import lookup
 
@@ -23,6 +24,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cispo": CISPO,
     "sapo": SAPO,
     "rloo": RLOO,
+    "ppo": PPO,
 }
 
 

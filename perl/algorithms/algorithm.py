@@ -62,3 +62,7 @@ class Algorithm:
     """How rewards become advantages; None: as TRL's GRPOTrainer does, by its scale_rewards."""
     uses: frozenset[str] = frozenset()
     """Fields of the group `algorithm` that `advantages` reads and others may not: "gamma", "lam"."""
+    groups: bool = True
+    """The completions of a prompt are compared with each other: there must be at least two."""
+    critic: bool = False
+    """Advantages are made of a critic's values (perl.training.critic), not by `advantages`."""

@@ -36,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     *OF_ANY_TRAINING,
     Rule("algorithm.gamma", lambda v: "gamma" in ALGORITHMS[v.algorithm.name].uses, "algorithm.name discounts nothing"),
     Rule("algorithm.lam", lambda v: "lam" in ALGORITHMS[v.algorithm.name].uses, "only generalized advantages have it"),
+    Rule("critic.", lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
     Rule(
         "noise_injection.",
         lambda v: v.noise_injection.enabled,

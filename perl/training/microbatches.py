@@ -107,7 +107,10 @@ class MicroBatcher:
         was cut off, or a tool's output) neither advantage nor KL does; it counts in a mean over rows, as SCALE says."""
         mask = rows["completion_mask"] * rows.get("tool_mask", 1)
         computed = mask.any(dim=1)
-        return computed & (rows["advantages"] != 0) if self.leave_out_zero else computed
+        if not self.leave_out_zero:
+            return computed
+        advantages = rows["advantages"]  # [rows] or [rows, tokens]
+        return computed & (advantages != 0 if advantages.ndim == 1 else (advantages * mask != 0).any(dim=1))
 
     def _chunks(
         self, stacked: Sequence[MicroBatch], size: int, all_reduce_max: Callable[[list[int]], list[int]]
@@ -229,6 +232,7 @@ def plan_update(
     *,
     entropy_bonus: bool,
     aux_loss: bool,
+    critic: bool,
     size: ModelSize | None,
     autocast: torch.dtype | None,
 ) -> UpdatePlan:
@@ -238,6 +242,7 @@ def plan_update(
     Args:
         entropy_bonus: the loss has one.
         aux_loss: the loss has a router's auxiliary loss.
+        critic: a critic learns from every row.
         size: of `policy`; None where its FLOPs can't be counted.
         autocast: the dtype that attention is computed in, where that is not the model's.
     """
@@ -265,7 +270,7 @@ def plan_update(
     batcher = MicroBatcher(
         loss_type=args.loss_type,
         accumulation=args.gradient_accumulation_steps,
-        leave_out_zero=args.beta == 0.0,
+        leave_out_zero=args.beta == 0.0 and not critic,
         group=padded is None,
         fixed=fixed,
         max_tokens=None if padded else args.max_tokens_per_microbatch,

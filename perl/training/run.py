@@ -76,6 +76,7 @@ def train(argv: Sequence[str]) -> Path:
                 adapter_config=config.peft,
                 noise=config.noise_injection,
                 algorithm=config.algorithm,
+                critic=config.critic,
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
@@ -94,6 +95,7 @@ def train(argv: Sequence[str]) -> Path:
         trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_adapter(trainer, run_dir / "adapter")
+        trainer.save_critic(run_dir)
     return run_dir
 
 

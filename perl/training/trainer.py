@@ -8,6 +8,7 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
                                                         policy, on request
             -> _prepare_inputs            micro-batches microbatches.MicroBatcher
             -> _compute_loss              loss          packing: log-probabilities; loss: importance ratio; TRL's loss
+            (an algorithm with a critic: critic.Critic, which computes with the policy in `_compute_loss`)
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
     log, _save_checkpoint                               measurements, aqn/…; rollout_state: rollouts still to be used
 
@@ -29,6 +30,7 @@ from accelerate.utils import send_to_device
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.models.utils import unwrap_model_for_generation
@@ -37,7 +39,7 @@ from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
 from perl.algorithms.algorithm import Scored
 from perl.algorithms.kl import token_rewards
-from perl.config.schema import AlgorithmConfig, NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
@@ -49,6 +51,7 @@ from perl.prompts import truncated
 from perl.records import Sampling
 from perl.training import rollout_state
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
+from perl.training.critic import Critic
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
@@ -109,6 +112,13 @@ def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
         setattr(vllm_generation, "LLM", theirs)  # noqa: B010
 
 
+def _tokens_of(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Token ids and mask, int64 [rows, prompt width + completion width], and the completion width."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    return ids, mask, batch["completion_ids"].size(1)
+
+
 class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     """GRPO on a LoRA adapter, sampled with noise on the norm weights.
 
@@ -117,6 +127,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
         algorithm: the group `algorithm`.
+        critic: the group `critic`, for an algorithm that has one.
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
@@ -135,6 +146,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter_config: PeftConfig,
         noise: NoiseConfig,
         algorithm: AlgorithmConfig | None = None,
+        critic: CriticConfig | None = None,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
@@ -158,6 +170,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.noise and noise.schedule == "target_kl":
             self._require_measurable_kl()
         self.plan = self._plan_update()
+        self.critic = self._make_critic(critic or CriticConfig()) if self.algorithm.critic else None
         self.rollout = Rollout(Weights(-1, 0, 0.0))
         """The last one."""
         self.measured = Measurements(self.accelerator)
@@ -183,9 +196,22 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.args,
             entropy_bonus=self._entropy_bonus_enabled,
             aux_loss=self.aux_loss_enabled,
+            critic=self.algorithm.critic,
             size=model_size(self.model),
             autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
         )
+
+    def _make_critic(self, config: CriticConfig) -> Critic:
+        name = f"--config.algorithm.name {self.algorithm_config.name}"
+        if not self.plan.packed:
+            raise UserError(
+                f"{name}: the critic's values are computed in packed micro-batches, which this model can't have (the log"
+                " says why); use --config.algorithm.name grpo"
+            )
+        dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
+        critic = Critic(self._policy(), config, self.plan.kernel, dtype)
+        self.add_callback(critic.warm_up)
+        return critic
 
     def _rollout_policy(self) -> Sampler:
         kwargs_of_user: Any = self.args.generation_kwargs or {}
@@ -401,7 +427,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         has equal rewards."""
         trls, rollout = batch["advantages"], self.rollout
         estimate = self.algorithm.advantages
-        if estimate is None or rollout.rewards is None:
+        if self.critic is None and (estimate is None or rollout.rewards is None):
             return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
         first = len(trls) * self.accelerator.process_index
         rewards = rollout.rewards[first : first + len(trls)]
@@ -417,8 +443,18 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             lam=self.algorithm_config.lam,
             scale=self.scale_rewards,  # type: ignore[arg-type]
         )
+        if self.critic is not None:
+            return self.critic.judge(batch, self._values(batch), scored)
         with self.clock("advantages"):
             return estimate(scored)
+
+    def _values(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The critic's values of a generation batch before its updates, float32 [rows, tokens]; there is no noise."""
+        assert self.critic is not None
+        with self.clock("old_logps"), self.accelerator.autocast():
+            values, work = self.critic.values(self.model, *_tokens_of(batch), self.args.per_device_train_batch_size)
+        self.clock.count_forward(work)
+        return values
 
     def _group_size(self) -> int:
         return (self.num_generations if self.model.training else self.num_generations_eval) or 1
@@ -487,9 +523,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         """What a forward pass of `model` says of the completions of a micro-batch."""
         return self._get_per_token_logps_and_entropies(
             model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
+            *_tokens_of(inputs),
             batch_size=batch_size,
             compute_entropy=batch_size is None,
             compute_aux_loss=self.aux_loss_enabled and batch_size is None,
@@ -498,12 +532,24 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        scored = self._score(model, inputs)
+        scored, value_loss = self._score_by_both(model, inputs) if self.critic else (self._score(model, inputs), 0.0)
         if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
-            return (scored.logps * 0.0).sum()
+            return (scored.logps * 0.0).sum() + value_loss
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
-        return super()._compute_loss(scored, self._weigh(inputs, scored.logps)) * inputs[SCALE]
+        loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps)) * inputs[SCALE]
+        return loss if self.critic is None else loss * self.critic.policy_learns(self.state.global_step) + value_loss
+
+    def _score_by_both(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
+        """`_score`, and the critic's loss, of one pass."""
+        assert self.critic is not None
+        with self.accelerator.autocast():
+            logps, entropies, values, work = self.critic.score(model, *_tokens_of(inputs))
+        self.clock.count_update(work)
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes  # as TRL's loss_type dapo
+        tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return TokenLogProbs(logps, entropies, None), self.critic.loss(values, inputs, mask, tokens)
 
     def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
         """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
@@ -539,6 +585,19 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
 
+    # Optimizer
+
+    def create_optimizer(self, *args: Any, **kwargs: Any):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer if self.critic is None else self.critic.own_group(optimizer)
+
+    def _clip_grad_norm(self, model: Any):
+        """The critic's gradient is clipped by itself, so that it never shortens the policy's. DeepSpeed clips all that
+        it trains together."""
+        if self.critic is None or self.is_deepspeed_enabled:
+            return super()._clip_grad_norm(model)
+        return self.critic.clip_apart(self.accelerator, model, self.args.max_grad_norm)
+
     # Logging and checkpoints
 
     def _save_adapter(self, folder: Path) -> None:
@@ -563,6 +622,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
             noisy = self.rollout.weights.sigma != 0 and self.noise_config.old_logps != "noisy"
             logs |= self.measured.take(noisy)
+            logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -578,6 +638,12 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         rollout_state.save(checkpoint, self.args.process_index, state)
+        self.save_critic(checkpoint)
+
+    def save_critic(self, folder: Path) -> None:
+        """Every process must come here."""
+        if self.critic is not None:
+            self.critic.save(folder, self._whole, write=self.accelerator.is_main_process)
 
     def _window_settings(self) -> dict[str, int]:
         fields = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"
@@ -587,6 +653,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        if self.critic is not None and not self.is_deepspeed_enabled:  # whose own checkpoint holds all that is trained
+            self.critic.load(Path(checkpoint))
         processes = self.accelerator.num_processes
         state = rollout_state.load(checkpoint, self.args.process_index, processes, self._window_settings())
         if state is not None:
