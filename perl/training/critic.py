@@ -36,6 +36,7 @@ from perl.errors import UserError
 from perl.sharding import local, resharded, shard_of, whole
 from perl.training.packing import Packing, Reader, Work, forward_arguments, pack, split_rows
 from perl.training.rollout import evaluation_mode
+from perl.training.rundir import CRITIC
 
 if TYPE_CHECKING:
     from perl.algorithms.algorithm import Scored
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 SCALE = 2.0
 """Of the critic's update: lora_alpha / r of the group `peft`'s defaults."""
-FOLDER, FILE = "critic", "critic.safetensors"
-"""Where the critic lies in a checkpoint and in a run's folder."""
 
 
 class Update(nn.Module):
@@ -224,21 +223,17 @@ class Critic:
         return self.measured.take(accelerator.reduce, accelerator.device)
 
     def save(self, folder: Path, gather: Gather, write: bool) -> None:
-        """To FOLDER/FILE in `folder`. Every process must come here; the one with `write` writes."""
+        """To rundir.CRITIC in `folder`. Every process must come here; the one with `write` writes."""
         with resharded(self.policy), gather(self.parameters()):
             tensors = {name: whole(p).cpu().contiguous() for name, p in self.weights.named_parameters()}
         if write:
-            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / FOLDER / FILE)
+            (folder / CRITIC).parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / CRITIC)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """What `save` wrote, into weights that are whole or split by FSDP2. A UserError where it is another critic's."""
-        file = folder / FOLDER / FILE
-        flag = f"--config.training.resume_from_checkpoint {folder}"
-        if not file.is_file():
-            raise UserError(f"{flag}: it holds no critic; resume from a checkpoint of the same algorithm")
-        saved = load_file(file)
+        flag, saved = f"--config.training.resume_from_checkpoint {folder}", load_file(folder / CRITIC)
         with resharded(self.policy):
             mine = dict(self.weights.named_parameters())
             if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in mine.items()}:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
+from perl.algorithms import ALGORITHMS
 from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.vllm import cannot_serve
@@ -90,6 +91,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
         build_rewards(config.reward.functions, reward_context(config, grader))
     checkpoint = rundir.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
+    rundir.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
     rundir.check_folder(run_dir, resuming=checkpoint is not None)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     dataset = build_dataset(config.dataset, tokenizer, graded=grades_rows(config.reward.functions))

@@ -637,8 +637,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        rollout_state.save(checkpoint, self.args.process_index, state)
         self.save_critic(checkpoint)
+        rollout_state.save(checkpoint, self.args.process_index, state)
 
     def save_critic(self, folder: Path) -> None:
         """Every process must come here."""
@@ -650,11 +650,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return {field: getattr(self.args, field) for field in fields}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.critic is not None and not self.is_deepspeed_enabled:
+            self.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        if self.critic is not None and not self.is_deepspeed_enabled:  # whose own checkpoint holds all that is trained
-            self.critic.load(Path(checkpoint))
         processes = self.accelerator.num_processes
         state = rollout_state.load(checkpoint, self.args.process_index, processes, self._window_settings())
         if state is not None:
