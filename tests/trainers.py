@@ -68,6 +68,7 @@ def make_trainer(
     rollout: dict[str, Any] | None = None,
     algorithm: dict[str, Any] | None = None,
     critic: dict[str, Any] | None = None,
+    critic_base: Any = None,
     callbacks: Sequence[Any] = (),
     **args: Any,
 ) -> Any:
@@ -81,6 +82,7 @@ def make_trainer(
         kind: another class: TRL's GRPOTrainer, which is given the adapter's PEFT configuration, or one of ours.
         noise, adapter, peft, engine, rollout, algorithm, critic: as in a run's configuration; the last three have the
             fields of their groups.
+        critic_base: the critic's own base model.
         args: fields of GRPOConfig that differ from SETTINGS.
     """
     config = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
@@ -96,6 +98,7 @@ def make_trainer(
             "rollout": RolloutConfig(**({"engine": engine} | (rollout or {}))),
             "algorithm": AlgorithmConfig(**(algorithm or {})),
             "critic": CriticConfig(**(critic or {})),
+            "critic_base": critic_base,
         }
     return kind(
         model=model or tiny_model(scale=4.0),

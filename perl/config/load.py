@@ -342,6 +342,14 @@ def check_critic(values: Namespace) -> None:
             f"--config.training.num_generations 1: algorithm {values.algorithm.name} compares the completions of a"
             " prompt; write 2 or more, or --config.algorithm.name ppo, which has a critic instead"
         )
+    own_base = values.critic.model_name_or_path is not None
+    if algorithm.critic and own_base == values.critic.share_base:
+        raise UserError(
+            "--config.critic.share_base true: the critic has no other base; leave --config.critic.model_name_or_path"
+            " out, or write --config.critic.share_base false"
+            if own_base
+            else "--config.critic.share_base false: name the critic's own base, --config.critic.model_name_or_path"
+        )
     if algorithm.critic and values.training.torch_compile:
         raise UserError(
             f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"

@@ -34,13 +34,14 @@ from trl.trainer.utils import FusedCausalLMOutput
 from perl.algorithms.ppo import gae, whiten
 from perl.errors import UserError
 from perl.sharding import local, resharded, shard_of, whole
-from perl.training.packing import Packing, Reader, Work, forward_arguments, pack, split_rows
+from perl.training.packing import Packed, Packing, Reader, Work, enable_packing, forward_arguments, pack, split_rows
 from perl.training.rollout import evaluation_mode
 from perl.training.rundir import CRITIC
 
 if TYPE_CHECKING:
     from perl.algorithms.algorithm import Scored
     from perl.config.schema import CriticConfig
+    from perl.config.training import TrainingConfig
     from perl.device import Kernel
 
 SCALE = 2.0
@@ -100,17 +101,27 @@ class Critic:
         config: the group `critic`.
         kernel: of packed attention.
         dtype: of the weights; ZeRO-3 gathers those of one dtype only.
+        base: a frozen model of the critic's own, on the policy's device and prepared as the policy is; it stays out of
+            the policy's modules. None: the policy's base.
 
     Attributes:
         weights: the module.
         measured: what the logs say.
     """
 
-    def __init__(self, policy: Any, config: CriticConfig, kernel: Kernel | None, dtype: torch.dtype = torch.float32):
-        self.policy, self.config, self.kernel = policy, config, kernel
-        inner = policy.get_base_model()
-        blocks = [_adapted_linears(block) for block in inner.base_model.layers]
-        bases = [layer.get_base_layer() for layers in blocks for layer in layers]
+    def __init__(
+        self,
+        policy: Any,
+        config: CriticConfig,
+        kernel: Kernel | None,
+        dtype: torch.dtype = torch.float32,
+        base: Any = None,
+    ):
+        self.policy, self.config, self.kernel, self.base = policy, config, kernel, base
+        inner = base or policy.get_base_model()
+        find = _adapted_linears if base is None else _linears
+        blocks = [find(block) for block in inner.base_model.layers]
+        bases = [_base_of(layer) for layers in blocks for layer in layers]
         place = inner.get_output_embeddings().weight.device
         self.weights = CriticWeights(bases, inner.config.hidden_size, config.r, dtype).to(place)
         policy.critic = self.weights
@@ -118,7 +129,7 @@ class Critic:
         for block, layers in zip(inner.base_model.layers, blocks, strict=True):
             _compute_both(block, [(layer, next(updates)) for layer in layers])
         inner.base_model.register_forward_hook(self._value, with_kwargs=True, prepend=True)
-        policy.register_forward_hook(_hand_out_values, with_kwargs=True)
+        policy.register_forward_hook(self._hand_out_values, with_kwargs=True)
         self.measured = CriticStatistics()
         self.warm_up = WarmUp(self)
 
@@ -135,9 +146,11 @@ class Critic:
             model: the policy, wrapped or not.
             input_ids, mask: int64 [rows, prompt width + `width`], prompts on the left.
         """
-        packed, output = self._forward(model, input_ids, mask, width, ("policy", "critic"))
+        readers: Sequence[Reader] = ("policy", "critic") if self.base is None else ("policy",)
+        packed, output = self._forward(model, input_ids, mask, width, readers)
         found = (packed.unpack(each) for each in (output.log_probs, output.entropy, output.state_values))
-        return *found, packed.work  # type: ignore[return-value]
+        work = packed.work if self.base is None else Work(2 * packed.work.tokens, 2 * packed.work.pairs)
+        return *found, work  # type: ignore[return-value]
 
     @torch.no_grad()
     def values(
@@ -145,7 +158,7 @@ class Critic:
     ) -> tuple[torch.Tensor, Work]:
         """Values alone, `rows` rows at a time; as `score` has them."""
         parts, work = [], Work(0, 0)
-        with evaluation_mode(model):
+        with evaluation_mode(self.base or model):
             for ids, seen in zip(input_ids.split(rows), mask.split(rows), strict=True):
                 packed, output = self._forward(model, ids, seen, width, ("critic",))
                 parts.append(packed.unpack(output.state_values))
@@ -155,8 +168,15 @@ class Critic:
     def _forward(
         self, model: Any, input_ids: torch.Tensor, mask: torch.Tensor, width: int, readers: Sequence[Reader]
     ) -> Any:
-        packed = pack(split_rows(input_ids, mask, width), width, input_ids.device, self.kernel, readers)
-        output = model(**forward_arguments(packed))
+        rows = split_rows(input_ids, mask, width)
+        packed = pack(rows, width, input_ids.device, self.kernel, readers)
+        if self.base is None:
+            output = model(**forward_arguments(packed))
+        elif "policy" in readers:
+            packed.packing.apart = pack(rows, width, input_ids.device, self.kernel, ("critic",))
+            output = model(**forward_arguments(packed))
+        else:
+            output = ValuedOutput(state_values=self._of_own_base(packed))
         if not packed.packing.uses:
             raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
         return packed, output
@@ -164,6 +184,21 @@ class Critic:
     def _value(self, backbone: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if (critics := _critics(kwargs)) is not None:
             kwargs["layout"].values = self.weights.head(output.last_hidden_state[:, critics.valued])
+
+    def _hand_out_values(self, policy: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """DDP looks for what has a gradient in the output alone."""
+        layout = kwargs.get("layout")
+        if not isinstance(layout, Packing) or (layout.critics is None and layout.apart is None):
+            return None
+        values = layout.values if layout.apart is None else self._of_own_base(layout.apart)
+        return ValuedOutput(**output, state_values=values)
+
+    def _of_own_base(self, packed: Packed) -> torch.Tensor:
+        arguments = forward_arguments(packed)
+        names = ("input_ids", "position_ids", "attention_mask", "layout")
+        self.base.base_model(**{name: arguments[name] for name in names}, use_cache=False)
+        assert packed.packing.values is not None
+        return packed.packing.values
 
     def judge(self, batch: dict[str, Any], values: torch.Tensor, scored: Scored) -> torch.Tensor:
         """Advantages of a generation batch, float32 [rows, tokens], white over the tokens of all processes. The batch
@@ -199,7 +234,8 @@ class Critic:
         mine = {id(parameter) for parameter in self.parameters()}
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in mine]
-        optimizer.add_param_group({"params": self.parameters(), "lr": float(self.config.lr), "weight_decay": 0.0})
+        decay = optimizer.param_groups[0].get("weight_decay", 0.0)
+        optimizer.add_param_group({"params": self.parameters(), "lr": float(self.config.lr), "weight_decay": decay})
         return optimizer
 
     def others(self, model: nn.Module) -> list[nn.Parameter]:
@@ -258,6 +294,29 @@ def value_loss(
     return torch.maximum(losses, clipped), clipped > losses
 
 
+def prepare_own_base(base: Any, args: TrainingConfig, split: bool) -> None:
+    """Freeze a critic's own base, move it to the device, and let it take packed sequences.
+
+    Args:
+        split: the policy's weights lie on several devices.
+
+    Raises:
+        UserError: where that can't be done.
+    """
+    flag = "--config.critic.share_base false"
+    if split:
+        raise UserError(
+            f"{flag}: with ZeRO-3 and FSDP2 the critic's own base would lie whole on each device; write true, or use"
+            " ZeRO-2 or DDP (docs/training.md)"
+        )
+    if why := enable_packing(base):
+        raise UserError(f"{flag}: its base can't take packed micro-batches: {why}")
+    base.requires_grad_(False).to(args.device)
+    base.train()
+    if args.gradient_checkpointing:
+        base.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+
+
 # Inside the model
 
 
@@ -267,6 +326,14 @@ def _adapted_linears(block: nn.Module) -> list[BaseTunerLayer]:
         for module in block.modules()
         if isinstance(module, BaseTunerLayer) and isinstance(module.get_base_layer(), nn.Linear)
     ]
+
+
+def _linears(block: nn.Module) -> list[nn.Linear]:
+    return [module for module in block.modules() if isinstance(module, nn.Linear)]
+
+
+def _base_of(layer: Any) -> nn.Linear:
+    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
 
 def _compute_both(block: nn.Module, layers: Sequence[tuple[Any, Update]]) -> None:
@@ -295,18 +362,11 @@ def _critics(kwargs: dict[str, Any]) -> Any:
 def _forward_both(layer: Any, update: Update, start: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What an adapted layer makes of hidden states [1, tokens, in]: the policy's tokens stand before `start`."""
     theirs = x[:, start:]
-    valued = layer.get_base_layer()(theirs)
+    valued = _base_of(layer)(theirs) if isinstance(layer, BaseTunerLayer) else type(layer).forward(layer, theirs)
     valued = (valued + update(theirs)).to(valued.dtype)
     if not start:
         return valued
     return torch.cat([type(layer).forward(layer, x[:, :start], *args, **kwargs), valued], dim=1)
-
-
-def _hand_out_values(policy: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """DDP looks for what has a gradient in the output alone."""
-    if _critics(kwargs) is None:
-        return None
-    return ValuedOutput(**output, state_values=kwargs["layout"].values)
 
 
 # Training

@@ -74,6 +74,8 @@ class Packing:
         critics: CriticsPart | None = None,
     ):
         self.groups, self.scored, self.kernel, self.critics = groups, scored, kernel, critics
+        self.apart: Packed | None = None
+        """The rows for a critic with a base of its own, which computes them when the policy has."""
         self.values: torch.Tensor | None = None
         """What the critic's head has made of the hidden states at `critics.valued`: float32 [1, N]."""
         self.uses = 0

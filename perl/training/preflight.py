@@ -27,7 +27,7 @@ from perl.rewards import build_rewards, check_tasks, grades_rows, reward_context
 from perl.training import rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
-from perl.training.setup import PROBLEM, build_dataset, load_tokenizer, model_dtype
+from perl.training.setup import PROBLEM, build_dataset, check_critic_base, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
 from perl.training.validation import ValidationPlan, plan_validation
 
@@ -94,6 +94,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     rundir.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
     rundir.check_folder(run_dir, resuming=checkpoint is not None)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
+    check_critic_base(config, tokenizer)
     dataset = build_dataset(config.dataset, tokenizer, graded=grades_rows(config.reward.functions))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))

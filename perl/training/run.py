@@ -28,7 +28,7 @@ from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
-from perl.training.setup import load_model
+from perl.training.setup import load_critic_base, load_model
 from perl.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def train(argv: Sequence[str]) -> Path:
                 noise=config.noise_injection,
                 algorithm=config.algorithm,
                 critic=config.critic,
+                critic_base=load_critic_base(config),
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,

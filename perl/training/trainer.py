@@ -51,7 +51,7 @@ from perl.prompts import truncated
 from perl.records import Sampling
 from perl.training import rollout_state
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
-from perl.training.critic import Critic
+from perl.training.critic import Critic, prepare_own_base
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
@@ -128,6 +128,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         noise: the group `noise_injection`.
         algorithm: the group `algorithm`.
         critic: the group `critic`, for an algorithm that has one.
+        critic_base: the critic's own base model; None: it shares the policy's.
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
@@ -147,6 +148,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         noise: NoiseConfig,
         algorithm: AlgorithmConfig | None = None,
         critic: CriticConfig | None = None,
+        critic_base: Any = None,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
@@ -170,7 +172,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.noise and noise.schedule == "target_kl":
             self._require_measurable_kl()
         self.plan = self._plan_update()
-        self.critic = self._make_critic(critic or CriticConfig()) if self.algorithm.critic else None
+        self.critic: Critic | None = None
+        if self.algorithm.critic:
+            self.critic = self._make_critic(critic or CriticConfig(), critic_base)
         self.rollout = Rollout(Weights(-1, 0, 0.0))
         """The last one."""
         self.measured = Measurements(self.accelerator)
@@ -201,15 +205,16 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
         )
 
-    def _make_critic(self, config: CriticConfig) -> Critic:
-        name = f"--config.algorithm.name {self.algorithm_config.name}"
+    def _make_critic(self, config: CriticConfig, base: Any) -> Critic:
         if not self.plan.packed:
             raise UserError(
-                f"{name}: the critic's values are computed in packed micro-batches, which this model can't have (the log"
-                " says why); use --config.algorithm.name grpo"
+                f"--config.algorithm.name {self.algorithm_config.name}: the critic's values are computed in packed"
+                " micro-batches, which this model can't have (the log says why); use --config.algorithm.name grpo"
             )
         dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
-        critic = Critic(self._policy(), config, self.plan.kernel, dtype)
+        if base is not None:
+            prepare_own_base(base, self.args, split=is_deepspeed_zero3_enabled() or self.is_fsdp_enabled)
+        critic = Critic(self._policy(), config, self.plan.kernel, dtype, base)
         self.add_callback(critic.warm_up)
         return critic
 

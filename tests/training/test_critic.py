@@ -12,8 +12,9 @@ from perl.config.load import parse
 from perl.errors import UserError
 from perl.training.critic import SCALE, value_loss
 from perl.training.rundir import check_critic
+from perl.training.setup import check_critic_base, load_critic_base
 from perl.training.trainer import _tokens_of
-from tests.tiny import tiny_model
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 
 PPO = {"algorithm": {"name": "ppo"}, "rewards": (reward_tokens,), "loss_type": "dapo", "engine": "fast"}
@@ -82,6 +83,44 @@ def test_values_are_those_of_the_base_with_the_critics_weights_in_it(tmp_path):
             expected = (hidden @ head.weight[0] + head.bias)[len(prompt) - 1 : -1]
         torch.testing.assert_close(values[row, : len(completion)], expected, rtol=1e-4, atol=1e-5)
         assert not values[row, len(completion) :].any()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_critic_with_a_base_of_its_own_learns_and_both_bases_stay(tmp_path, checkpointing):
+    """Another shape; its values are those of a pass over each row by itself."""
+    own = tiny_model("llama", scale=4.0, seed=7, hidden_size=32, layers=1)
+    trainer = ppo(tmp_path, critic_base=own, gradient_checkpointing=checkpointing, num_generations=1, max_steps=3)
+    before = {name: p.detach().clone() for name, p in [*own.named_parameters(), *trainer.model.named_parameters()]}
+    trainer.train()
+    for name, parameter in [*own.named_parameters(), *trainer.model.named_parameters()]:
+        trained = name.startswith("critic.") or "lora_" in name
+        assert torch.equal(parameter, before[name]) != trained, name
+    assert not [name for name, _ in trainer.model.named_parameters() if "critic" in name and ".layers." in name]
+    rows = batch()
+    trainer.model.train()
+    _, _, together, _ = trainer.critic.score(trainer.model, *_tokens_of(rows))
+    alone, _ = trainer.critic.values(trainer.model, *_tokens_of(rows), rows=1)
+    assert alone.abs().max() > 0
+    torch.testing.assert_close(together.detach(), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_base_of_the_critics_own_is_checked_before_anything_is_loaded(tmp_path):
+    ppo_flags = ["--config.algorithm.name", "ppo"]
+    with pytest.raises(UserError, match=r"share_base true: the critic has no other base"):
+        parse([*ppo_flags, "--config.critic.model_name_or_path", "other"])
+    with pytest.raises(UserError, match=r"share_base false: name the critic's own base"):
+        parse([*ppo_flags, "--config.critic.share_base", "false"])
+    save_tiny(tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["otherwise"])
+    flags = [*ppo_flags, "--config.critic.share_base", "false", "--config.critic.model_name_or_path"]
+    config = parse([*flags, str(tmp_path / "other")]).build(processes=1)
+    check_critic_base(config, tiny_tokenizer())
+    with pytest.raises(UserError, match=r"--config.critic.model_name_or_path .*: its tokens are not those of"):
+        check_critic_base(config, tokenizer)
+    assert load_critic_base(config).config.hidden_size == 64
+    with pytest.raises(UserError, match=r"--config.critic.model_name_or_path"):
+        check_critic_base(parse([*flags, str(tmp_path / "none")]).build(processes=1), tokenizer)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -86,7 +86,7 @@ def estimator(value: Any, verl: Verl) -> Outcome:
     if value in ("grpo", "grpo_vectorized"):
         return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
     if value == "gae":
-        return Refused("gae is PPO with a critic, which is not there yet; the nearest is grpo with rollout.n=8")
+        return Translated({"algorithm.name": "ppo"})
     if value in ("rloo", "rloo_vectorized"):
         return Refused(
             f"{value}: the nearest is grpo with norm_adv_by_std_in_grpo=False, whose advantages are RLOO's times"
@@ -184,6 +184,33 @@ def learning_rate(value: Any, verl: Verl) -> Outcome:
     if number(value) < 0:
         raise ValueError(f"{shown(value)} is below 0")
     return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
+
+
+def has_critic(verl: Verl) -> bool:
+    return verl["algorithm.adv_estimator"] == "gae"
+
+
+def with_critic(handler: Handler) -> Handler:
+    return where(has_critic, handler, "only PPO (adv_estimator=gae) has it")
+
+
+def critic_rate(value: Any, verl: Verl) -> Outcome:
+    if number(value) <= 0:
+        raise ValueError(f"{shown(value)} is not above 0")
+    return Translated({"critic.lr": number(value) * verl.choices.learning_rate_factor})
+
+
+def critic_model(value: Any, verl: Verl) -> Outcome:
+    """The base of the critic, which is the policy's where verl loads the same model twice."""
+    if not value or path(value) == path(verl[f"{MODEL}.path"]):
+        return Translated({"critic.share_base": True})
+    return Translated({"critic.share_base": False, "critic.model_name_or_path": path(value)})
+
+
+def critic_rank(value: Any, verl: Verl) -> Outcome:
+    if not value:
+        return NoEffect("verl would train all weights of the critic; here LoRA (critic.r 16) and its head")
+    return Translated({"critic.r": positive(value)})
 
 
 def schedule(value: Any, verl: Verl) -> Outcome:
@@ -476,6 +503,8 @@ def total_steps(value: Any, verl: Verl) -> Outcome:
 def critic_warmup(value: Any, verl: Verl) -> Outcome:
     if value == 0:
         return NoEffect("0: the policy is trained from the first step")
+    if has_critic(verl):
+        return Translated({"critic.warmup_steps": updates(value, verl)})
     return Refused("verl does not train the policy in these steps, without a critic either; write 0")
 
 

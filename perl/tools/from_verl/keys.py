@@ -20,6 +20,9 @@ from perl.tools.from_verl.handlers import (
     clip_end,
     clip_ratio,
     completion_length,
+    critic_model,
+    critic_rank,
+    critic_rate,
     critic_warmup,
     custom_reward,
     devices,
@@ -61,6 +64,7 @@ from perl.tools.from_verl.handlers import (
     validation_temperature,
     vllm_only,
     whole_micro_batch,
+    with_critic,
     with_lora,
 )
 from perl.tools.from_verl.outcomes import (
@@ -131,15 +135,15 @@ KEYS: dict[str, Handler] = {
     "data.trust_remote_code": no_effect("models and tokenizers are loaded by transformers' own code"),
     # algorithm and loss
     "algorithm.adv_estimator": estimator,
-    "algorithm.norm_adv_by_std_in_grpo": to(
-        "training.scale_rewards", lambda value: "group" if yes_or_no(value) else "none"
+    "algorithm.norm_adv_by_std_in_grpo": where(
+        lambda verl: verl["algorithm.adv_estimator"] != "gae",
+        to("training.scale_rewards", lambda value: "group" if yes_or_no(value) else "none"),
+        "GAE's advantages are white over the tokens of a rollout, in verl too",
     ),
     "algorithm.use_kl_in_reward": kl_in_reward,
     "algorithm.kl_penalty": no_effect("in verl too, while use_kl_in_reward is False"),
-    "algorithm.gamma": only(
-        1, 1.0, why="GRPO does not discount", otherwise="a discount is not there; GRPO ignores it in verl too: leave it"
-    ),
-    "algorithm.lam": no_effect("it is GAE's, which is PPO's"),
+    "algorithm.gamma": with_critic(to("algorithm.gamma", number)),
+    "algorithm.lam": with_critic(to("algorithm.lam", number)),
     "algorithm.filter_groups.enable": refused(
         "dynamic sampling is not there; groups of equal rewards cost no update here, but are not replaced; write False"
     ),
@@ -269,6 +273,28 @@ KEYS: dict[str, Handler] = {
     "trainer.val_before_train": validated(to("validation.before_train", yes_or_no)),
     "trainer.val_only": refused("python perl/eval.py evaluates without training"),
     "trainer.critic_warmup": critic_warmup,
+    # critic
+    "critic.optim.lr": with_critic(critic_rate),
+    "critic.model.path": with_critic(critic_model),
+    "critic.model.lora_rank": with_critic(critic_rank),
+    "critic.model.lora.rank": with_critic(critic_rank),
+    "critic.cliprange_value": with_critic(to("critic.value_clip", number)),
+    "critic.ppo_mini_batch_size": with_critic(same_as(f"{ACTOR}.ppo_mini_batch_size")),
+    "critic.ppo_epochs": with_critic(same_as(f"{ACTOR}.ppo_epochs")),
+    "critic.grad_clip": with_critic(same_as(f"{ACTOR}.grad_clip")),
+    "critic.optim.clip_grad": with_critic(same_as(f"{ACTOR}.optim.clip_grad")),
+    "critic.optim.weight_decay": with_critic(same_as(f"{ACTOR}.optim.weight_decay")),
+    "critic.optim.betas": with_critic(same_as(f"{ACTOR}.optim.betas")),
+    "critic.optim.lr_scheduler_type": with_critic(same_as(f"{ACTOR}.optim.lr_scheduler_type")),
+    "critic.optim.lr_warmup_steps": with_critic(same_as(f"{ACTOR}.optim.lr_warmup_steps")),
+    "critic.optim.lr_warmup_steps_ratio": with_critic(same_as(f"{ACTOR}.optim.lr_warmup_steps_ratio")),
+    "critic.loss_agg_mode": with_critic(
+        only("token-mean", why="the mean over the tokens of an update", otherwise="only token-mean is there")
+    ),
+    "critic.strategy": with_critic(backend),
+    "critic.enable": with_critic(
+        only(True, None, why="PPO has a critic", otherwise="PPO without a critic is not there; adv_estimator=grpo is")
+    ),
     "trainer.logger": report_to,
     "trainer.project_name": to("logging.wandb_project", text),
     "trainer.experiment_name": to("training.run_name", text),
@@ -345,7 +371,10 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"reward\.reward_manager\..+", no_effect("it names a reward manager of your own, which source decides")),
     (r"(reward\.)?sandbox_fusion\.url", refused("a sandbox for code is not there")),
     (r"(reward\.)?sandbox_fusion\..+", no_effect("only sandbox_fusion.url, which is refused, uses it")),
-    (r"critic\..+", no_effect("the critic's: only PPO (adv_estimator=gae) has one")),
+    (r"critic\.optim\..+", with_critic(refused("the critic's optimizer is the policy's, but for its learning rate"))),
+    (r"critic\.model\.(override_config|external_lib|tokenizer_path|custom_chat_template|hf_config_path|exclude_modules|"
+     r"lora_adapter_path)(\..+)?", with_critic(refused("the critic is the base as it is, with LoRA of its own"))),
+    (r"critic\..+", no_effect("how the critic is cut and spread, as the policy is: " + SPEED)),
     (r"trainer\.(balance_batch|esi_.*|ray_.*|use_legacy_worker_impl|use_v1|worker_.*|del_local_.*|checkpoint_callback_.*)",
      no_effect(SPEED)),
     (r"trainer\.(log_val_generations|rollout_data_dir|validation_data_dir|default_hdfs_dir|wandb_proxy|hf_.*|"
@@ -389,6 +418,10 @@ ALWAYS = (
     f"{ACTOR}.clip_ratio_c",
     f"{ACTOR}.loss_agg_mode",
     f"{ACTOR}.policy_loss.loss_mode",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "critic.optim.lr",
+    "critic.cliprange_value",
     f"{ROLLOUT}.name",
     f"{ROLLOUT}.n",
     f"{ROLLOUT}.temperature",
