@@ -60,14 +60,9 @@ def whiten(
 
 PPO = Algorithm(
     paper="arXiv 1707.06347",
-    settings={
-        "training.num_generations": 1,
-        "training.loss_type": "dapo",
-        "training.epsilon": 0.2,
-        "training.beta": 0.0,
-    },
+    settings={"training.num_generations": 1},
     critic=True,
     groups=False,
     uses=frozenset({"gamma", "lam"}),
 )
-"""Mean over tokens, clipped at 0.2; one completion of each prompt, as there is nothing that a group compares."""
+"""One completion of each prompt, as there is nothing that a group compares; clipped at 0.2, TRL's default."""
