@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +41,18 @@ class Scored:
         """float32 [groups, group_size]: the rewards of all processes."""
         return self.gather(self.rewards).view(-1, self.group_size)
 
+    def without_advantage(self) -> torch.Tensor:
+        """bool [groups, group_size]: rows without a reward, and rows whose group has no two different ones. What they
+        are compared with is their own reward, but for rounding: their advantage is an exact 0."""
+        rewards = self.groups()
+        unknown = rewards.isnan()
+        highest = rewards.masked_fill(unknown, -math.inf).amax(dim=1, keepdim=True)
+        return unknown | ((rewards == highest) | unknown).all(dim=1, keepdim=True)
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Of this process's sums [n] those of all processes, [n]."""
+        return self.gather(sums).view(-1, len(sums)).sum(dim=0)
+
     def mine(self, everywhere: torch.Tensor) -> torch.Tensor:
         """Of a tensor [rows of all processes, or groups, group_size] the rows [rows] of this process."""
         return everywhere.flatten()[self.first : self.first + len(self.rewards)]
@@ -61,7 +74,7 @@ class Algorithm:
     advantages: Advantages | None = None
     """How rewards become advantages; None: as TRL's GRPOTrainer does, by its scale_rewards."""
     uses: frozenset[str] = frozenset()
-    """Fields of the group `algorithm` that `advantages` reads and others may not: "gamma", "lam"."""
+    """Flags without --config that `advantages` reads and others may not, such as "algorithm.gamma"."""
     groups: bool = True
     """The completions of a prompt are compared with each other: there must be at least two."""
     critic: bool = False

@@ -63,6 +63,6 @@ PPO = Algorithm(
     settings={"training.num_generations": 1},
     critic=True,
     groups=False,
-    uses=frozenset({"gamma", "lam"}),
+    uses=frozenset({"algorithm.gamma", "algorithm.lam"}),
 )
 """One completion of each prompt, as there is nothing that a group compares; clipped at 0.2, TRL's default."""

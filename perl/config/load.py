@@ -321,6 +321,17 @@ def check_values(values: Namespace) -> None:
         )
     if noise.enabled:
         check_noise_reaches_the_sampler(values)
+    algorithm = values.algorithm
+    if algorithm.kl_in_reward > 0.0 and training.multi_objective_aggregation != "sum_then_normalize":
+        raise UserError(
+            "--config.algorithm.kl_in_reward: there is no one reward to take it from where"
+            " multi_objective_aggregation is normalize_then_sum; --config.training.beta puts KL into the loss"
+        )
+    if algorithm.kl_estimator != "low_var_kl" and training.use_bias_correction_kl:
+        raise UserError(
+            f"--config.algorithm.kl_estimator {algorithm.kl_estimator}: use_bias_correction_kl is TRL's, of low_var_kl;"
+            " give one of them"
+        )
     if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
         raise UserError(
             "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"
@@ -341,6 +352,11 @@ def check_critic(values: Namespace) -> None:
         raise UserError(
             f"--config.training.num_generations 1: algorithm {values.algorithm.name} compares the completions of a"
             " prompt; write 2 or more, or --config.algorithm.name ppo, which has a critic instead"
+        )
+    if algorithm.critic and values.peft.type == "none":
+        raise UserError(
+            f"--config.peft.type none: the critic of algorithm {values.algorithm.name} computes on a frozen base; write"
+            " lora, or --config.algorithm.name grpo"
         )
     own_base = values.critic.model_name_or_path is not None
     if algorithm.critic and own_base == values.critic.share_base:

@@ -107,11 +107,21 @@ class AlgorithmConfig:
             groups, unless the recipe or a flag says otherwise.
         gamma: discount of a reward for each token before it (reinforce_plus_plus, ppo).
         lam: lambda of generalized advantage estimation (ppo).
+        kl_estimator: of the KL divergence that training.beta puts into the loss (low_var_kl is TRL's, k3).
+        kl_in_reward: coefficient of the KL divergence from the reference policy that is taken from the rewards.
+        kl_in_reward_estimator: of that divergence.
+        kl_in_reward_target: KL divergence a token, in nats, that the coefficient is adapted to; null leaves it fixed.
+        kl_in_reward_horizon: completions over which the coefficient follows; the fewer, the quicker.
     """
 
     name: str = "grpo"
     gamma: UnitFloat = 1.0
     lam: UnitFloat = 1.0
+    kl_estimator: Literal["low_var_kl", "k1", "abs", "mse"] = "low_var_kl"
+    kl_in_reward: NonNegativeFloat = 0.0
+    kl_in_reward_estimator: Literal["low_var_kl", "k1", "abs", "mse"] = "k1"
+    kl_in_reward_target: PositiveFloat | None = None
+    kl_in_reward_horizon: PositiveInt = 10000
 
 
 @dataclass

@@ -213,7 +213,9 @@ class Critic:
         batch["values"], batch["returns"] = values, returns.masked_fill(~mask, math.nan)
         return whiten(advantages, mask, scored.gather)
 
-    def loss(self, values: torch.Tensor, batch: dict[str, Any], mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, values: torch.Tensor, batch: dict[str, Any], mask: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         """Of a micro-batch: `value_loss` summed over its tokens, divided by `tokens`.
 
         Args:

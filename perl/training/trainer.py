@@ -4,11 +4,11 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
 
     prompts -> _generate_single_turn      completions   rollout.RolloutPolicy: noise, merged adapter, decode loop
             -> _calculate_rewards         rewards       loss.equal_rewards: which groups have no advantage
-            -> _generate_and_score_…      advantages    perl.algorithms, or TRL's; + old log-probabilities of the noisy
-                                                        policy, on request
+            -> _generate_and_score_…      advantages    KL in the reward; perl.algorithms, or TRL's; + old
+                                                        log-probabilities of the noisy policy, on request
             -> _prepare_inputs            micro-batches microbatches.MicroBatcher
-            -> _compute_loss              loss          packing: log-probabilities; loss: importance ratio; TRL's loss
-            (an algorithm with a critic: critic.Critic, which computes with the policy in `_compute_loss`)
+            -> _compute_loss              loss          packing: log-probabilities; loss: ratio, KL; TRL's loss; with a
+                                                        critic: its values, of the same pass, and their loss
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
     log, _save_checkpoint                               measurements, aqn/…; rollout_state: rollouts still to be used
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import functools
 import logging
 import math
@@ -35,13 +36,15 @@ from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
-from trl.models.utils import unwrap_model_for_generation
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer import grpo_trainer
+from trl.trainer.utils import use_adapter
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
 from perl.algorithms.algorithm import Scored
-from perl.algorithms.kl import token_rewards
+from perl.algorithms.grpo import group_relative
+from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
@@ -59,6 +62,7 @@ from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
     TokenLogProbs,
+    add_up_tokens,
     equal_rewards,
     importance_ratio,
     pad_right,
@@ -121,6 +125,8 @@ def _tokens_of(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     return ids, mask, batch["completion_ids"].size(1)
+
+
 @contextlib.contextmanager
 def _reference_loaded_like(model: Any) -> Iterator[None]:
     """Where all weights of `model` are trained TRL loads the reference of beta > 0 inside. It is loaded as `model` was:
@@ -136,6 +142,17 @@ def _reference_loaded_like(model: Any) -> Iterator[None]:
         yield
     finally:
         setattr(grpo_trainer, "create_model_from_path", theirs)  # noqa: B010
+
+
+@contextlib.contextmanager
+def _reference_kept(args: TrainingConfig, wanted: bool) -> Iterator[None]:
+    """TRL keeps a reference policy where the loss has a KL divergence: with beta above 0 while it is made."""
+    beta = args.beta
+    args.beta = 1.0 if wanted and beta == 0.0 else beta
+    try:
+        yield
+    finally:
+        args.beta = beta
 
 
 class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
@@ -180,15 +197,24 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
-        with _vllm_started_by(vllm_sync), _reference_loaded_like(kwargs["model"]):
+        self.algorithm_config = algorithm or AlgorithmConfig()
+        penalized = self.algorithm_config.kl_in_reward > 0.0
+        kept, loaded = _reference_kept(kwargs["args"], penalized), _reference_loaded_like(kwargs["model"])
+        with _vllm_started_by(vllm_sync), kept, loaded:
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
         if self.accelerator.num_processes > 1 or not self.log_completions:
             self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
         self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
-        self.algorithm_config, self.sampling_seed = algorithm or AlgorithmConfig(), self.args.seed
-        self.algorithm = ALGORITHMS[self.algorithm_config.name]
+        self.algorithm, self.sampling_seed = ALGORITHMS[self.algorithm_config.name], self.args.seed
+        own_kl = self.algorithm_config.kl_estimator != "low_var_kl"  # TRL's loss has that one alone
+        self.beta, self.own_beta = (0.0, self.args.beta) if own_kl else (self.args.beta, 0.0)
+        self.kl_coefficient = KLCoefficient(
+            self.algorithm_config.kl_in_reward,
+            self.algorithm_config.kl_in_reward_target,
+            self.algorithm_config.kl_in_reward_horizon,
+        )
         self.noise_config, self.noise = noise, self._noise_injector(noise)
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
         if self.noise and noise.schedule == "target_kl":
@@ -446,7 +472,10 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.rollout = rollout = Rollout(self.rollout.weights, inputs)
         with rollout.after_rewards:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        output["advantages"] = self._advantages(output)
+        reference = self._reference_logps(output)
+        output["advantages"] = self._advantages(output, self._penalty(output, reference))
+        if self.own_beta and reference is not None:
+            output["ref_per_token_logps"] = reference
         if self.model.training and rollout.rewards is not None:
             self.measured.add_rollout(output, rollout.rewards)
         if self.sampler.noise and self.model.training:
@@ -456,19 +485,64 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return output
 
     @torch.no_grad()
-    def _advantages(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _reference_logps(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """Of the completions by the reference policy, [rows, tokens], in nats: TRL's, or computed as TRL does where it
+        has no need of them; None where nobody has."""
+        if "ref_per_token_logps" in batch or not (self.own_beta or self.kl_coefficient.value):
+            return batch.get("ref_per_token_logps")
+        if self.ref_model is not None:
+            return self._logps(self.ref_model, batch)
+        policy = self._policy()
+        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+            return self._logps(self.model, batch)
+
+    def _logps(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """Of the completions of a generation batch by `model`, [rows, tokens], in nats; where no gradient is taken."""
+        kwargs: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, kwargs):  # type: ignore[arg-type]
+            return self._score(model, batch, self.args.per_device_train_batch_size).logps
+
+    @torch.no_grad()
+    def _penalty(self, batch: dict[str, Any], reference: torch.Tensor | None) -> torch.Tensor | None:
+        """What the KL divergence of the policy without noise takes from the reward of each token, [rows, tokens], 0
+        where none is trained on; None where the reward has none."""
+        coefficient = self.kl_coefficient
+        if not coefficient.value or reference is None or self.rollout.rewards is None:
+            return None
+        policy = batch.get("old_per_token_logps")
+        if policy is None:
+            policy = self._logps(self.model, batch)
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        kl = kl_divergence(policy.float(), reference.float(), self.algorithm_config.kl_in_reward_estimator)
+        kl = kl.masked_fill(~mask.bool(), 0.0)
+        penalty = coefficient.value * kl
+        if self.model.training:
+            mean = self.accelerator.gather(kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()  # type: ignore[union-attr]
+            self._metrics["train"]["kl_in_reward"].append(mean)
+            self._metrics["train"]["kl_in_reward/coefficient"].append(coefficient.value)
+            coefficient.adapt(mean, len(kl) * self.accelerator.num_processes)
+        return penalty
+
+    @torch.no_grad()
+    def _advantages(self, batch: dict[str, Any], penalty: torch.Tensor | None) -> torch.Tensor:
         """Of a scored generation batch, [rows] or [rows, tokens]: the algorithm's, or TRL's, exactly 0 where a group
-        has equal rewards."""
+        has equal rewards.
+
+        Args:
+            penalty: what is taken from the reward of each token.
+        """
         trls, rollout = batch["advantages"], self.rollout
-        estimate = self.algorithm.advantages
-        if self.critic is None and (estimate is None or rollout.rewards is None):
+        estimate = self.algorithm.advantages or (None if penalty is None else group_relative)
+        if self.critic is not None:
+            estimate = functools.partial(self.critic.judge, batch, self._values(batch))
+        if estimate is None or rollout.rewards is None:
             return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
         first = len(trls) * self.accelerator.process_index
         rewards = rollout.rewards[first : first + len(trls)]
         mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         scored = Scored(
-            rewards=rewards,
-            token_rewards=token_rewards(rewards, mask),
+            rewards=rewards if penalty is None else rewards - penalty.sum(dim=1),
+            token_rewards=token_rewards(rewards, mask, penalty),
             mask=mask,
             group_size=self._group_size(),
             gather=self.accelerator.gather,  # type: ignore[arg-type]
@@ -477,15 +551,21 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             lam=self.algorithm_config.lam,
             scale=self.scale_rewards,  # type: ignore[arg-type]
         )
-        if self.critic is not None:
-            return self.critic.judge(batch, self._values(batch), scored)
         with self.clock("advantages"):
-            return estimate(scored)
+            advantages = estimate(scored)
+            shown = (
+                advantages if advantages.ndim == 1 else (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            )
+            everywhere: Any = self.accelerator.gather(shown)
+            self._logs["advantages"].extend(everywhere.tolist())  # in the place of TRL's
+        return advantages
 
     def _values(self, batch: dict[str, Any]) -> torch.Tensor:
         """The critic's values of a generation batch before its updates, float32 [rows, tokens]; there is no noise."""
         assert self.critic is not None
-        with self.clock("old_logps"), self.accelerator.autocast():
+        kwargs: Any = self.args.gradient_checkpointing_kwargs
+        unchecked = disable_gradient_checkpointing(self.model, kwargs)  # type: ignore[arg-type]
+        with self.clock("old_logps"), unchecked, self.accelerator.autocast():
             values, work = self.critic.values(self.model, *_tokens_of(batch), self.args.per_device_train_batch_size)
         self.clock.count_forward(work)
         return values
@@ -574,7 +654,10 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             return (scored.logps * 0.0).sum() + value_loss
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
-        loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps)) * inputs[SCALE]
+        loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
+        if self.own_beta:
+            loss = loss + self.own_beta * self._kl_loss(inputs, scored.logps, mask)
+        loss = loss * inputs[SCALE]
         return loss if self.critic is None else loss * self.critic.policy_learns(self.state.global_step) + value_loss
 
     def _score_by_both(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
@@ -584,9 +667,27 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             logps, entropies, values, work = self.critic.score(model, *_tokens_of(inputs))
         self.clock.count_update(work)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes  # as TRL's loss_type dapo
-        tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        return TokenLogProbs(logps, entropies, None), self.critic.loss(values, inputs, mask, tokens)
+        value_loss = self.critic.loss(values, inputs, mask, self._window_tokens(inputs))
+        return TokenLogProbs(logps, entropies, None), value_loss
+
+    def _window_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """[]: tokens that count in an optimizer update, of a mean process."""
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        return tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+
+    def _kl_loss(self, inputs: dict[str, Any], logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The KL divergence in the loss of a micro-batch, as TRL adds its own up and logs it."""
+        kl = kl_divergence(logps, inputs["ref_per_token_logps"], self.algorithm_config.kl_estimator)
+        sums = self.accelerator.reduce(torch.stack([(kl.detach() * mask).sum(), mask.sum().float()]), reduction="sum")
+        self._metrics["train"]["kl"].append((sums[0] / sums[1].clamp(min=1.0)).item())  # type: ignore[index]
+        return add_up_tokens(
+            kl,
+            mask,
+            self.loss_type,
+            longest=self.max_completion_length or 1,
+            micro_batches=self.current_gradient_accumulation_steps,
+            window_tokens=self._window_tokens(inputs),
+        )
 
     def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
         """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
@@ -604,7 +705,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         ratio = importance_ratio(old, sampler, mask, level, *bounds)
         if self.loss_type == "vespo":  # not linear in the advantage: it takes the ratio itself
             return inputs | {"importance_sampling_ratio": ratio}
-        return inputs | {"advantages": inputs["advantages"][:, None] * ratio}
+        advantages = inputs["advantages"]
+        return inputs | {"advantages": (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio}
 
     # Validation
 
@@ -669,6 +771,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             processes=self.accelerator.num_processes,
             settings=self._window_settings(),
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
+            kl_coefficient=self.kl_coefficient.value,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.save_critic(checkpoint)
@@ -694,5 +797,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if state is not None:
             self._step = state.step
             self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)
+            if state.kl_coefficient is not None and self.kl_coefficient.target is not None:
+                self.kl_coefficient.value = state.kl_coefficient
             if state.adapted is not None:
                 self.noise_stage.adapted = Adapted(**state.adapted)

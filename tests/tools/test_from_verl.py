@@ -137,7 +137,12 @@ def test_the_ppo_guide_is_translated_with_its_critic():
 
 
 def test_keys_of_the_critic():
-    words = ["critic.model.path=other/model", "trainer.critic_warmup=3", "critic.model.lora_rank=8", "algorithm.lam=0.9"]
+    words = [
+        "critic.model.path=other/model",
+        "trainer.critic_warmup=3",
+        "critic.model.lora_rank=8",
+        "algorithm.lam=0.9",
+    ]
     found = values(of(SCRIPTS / "ascend_quickstart_ppo.sh", *words, learning_rate_factor=10.0))
     wanted = {
         "critic.share_base": False,
@@ -274,6 +279,15 @@ ONE_KEY = [
     ("~trainer.logger", "report_to", None),
     ("trainer.logger=[wandb,tensorboard]", "report_to", ["wandb", "tensorboard"]),
     ("algorithm.norm_adv_by_std_in_grpo=False", "scale_rewards", "none"),
+    ("algorithm.adv_estimator=rloo", "algorithm.name", "rloo"),
+    ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.name", "reinforce_plus_plus"),
+    ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "algorithm.name", "reinforce_plus_plus_baseline"),
+    ("algorithm.adv_estimator=opo", "algorithm.name", "opo"),
+    ("algorithm.adv_estimator=gpg", "algorithm.name", "gpg"),
+    ("algorithm.adv_estimator=grpo_passk", "algorithm.name", "grpo_passk"),
+    ("algorithm.use_kl_in_reward=True", "algorithm.kl_in_reward", 0.001),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "importance_sampling_level", "sequence"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "loss_type", "sapo"),
     ("trainer.save_freq=5", "save_steps", 20),
     ("actor_rollout_ref.actor.ppo_epochs=2", "num_iterations", 2),
     ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "loss_type", "dr_grpo"),
@@ -291,6 +305,39 @@ def test_one_key(word, field, value):
     result = of(None, *GOOD, word)  # train_batch_size 1024, mini 256: k is 4
     assert result.refused == {}
     assert values(result).get(field if "." in field else f"training.{field}") == value
+
+
+def test_kl_in_the_reward_with_its_estimator_and_controller():
+    on = ["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl", "algorithm.kl_ctrl.kl_coef=0.02"]
+    fixed = values(of(None, *GOOD, *on))
+    assert (fixed["algorithm.kl_in_reward"], fixed["algorithm.kl_in_reward_estimator"]) == (0.02, "low_var_kl")
+    assert "algorithm.kl_in_reward_target" not in fixed
+    adaptive = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2", "algorithm.kl_ctrl.horizon=500"]
+    adapted = of(None, *GOOD, *on, *adaptive)
+    assert adapted.refused == {}
+    found = values(adapted)
+    assert (found["algorithm.kl_in_reward_target"], found["algorithm.kl_in_reward_horizon"]) == (0.2, 500)
+    off = of(None, *GOOD, *on[1:], *adaptive)
+    assert {"algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.target_kl"} <= set(off.no_effect)
+
+
+@pytest.mark.parametrize(
+    ("verls", "ours"), [("k1", "k1"), ("kl", "k1"), ("abs", "abs"), ("k2", "mse"), ("low_var_kl", None)]
+)
+def test_estimators_of_kl_in_the_loss(verls, ours):
+    actor = "actor_rollout_ref.actor"
+    result = of(None, *GOOD, f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_type={verls}")
+    assert result.refused == {}
+    assert values(result).get("algorithm.kl_estimator") == ours
+    assert values(result)["training.beta"] == 0.001
+    straight = of(None, *GOOD, f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_type={verls}+")
+    assert "write mse" in straight.refused[f"{actor}.kl_loss_type"]
+
+
+def test_only_estimators_that_discount_have_gamma():
+    word = "algorithm.gamma=0.99"
+    assert "algorithm.gamma" not in values(of(None, *GOOD, word))
+    assert values(of(None, *GOOD, "algorithm.adv_estimator=reinforce_plus_plus", word))["algorithm.gamma"] == 0.99
 
 
 def test_an_adapter_to_start_from_is_lora_of_its_own_rank():
@@ -415,7 +462,7 @@ WILD_REFUSED = {
     "ppo_arrays.sh": {"reward_model.enable"},
     "prorl_source_env.sh": {"data.train_files"},
     "remax_sglang.sh": {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n"},
-    "rloo.sh": {"algorithm.adv_estimator", "algorithm.use_kl_in_reward"},
+    "rloo.sh": set(),
 }
 
 

@@ -150,7 +150,7 @@ def test_a_mistake_in_a_configuration_is_one_line(capsys, tmp_path, text, said):
 
 
 def test_nothing_is_written_where_something_is_refused(capsys, tmp_path):
-    mistake(capsys, "--output", "r.yaml", "--", *GOOD.split(), "algorithm.use_kl_in_reward=True")
+    mistake(capsys, "--output", "r.yaml", "--", *GOOD.split(), "reward_model.enable=True")
     assert list(tmp_path.iterdir()) == []
 
 

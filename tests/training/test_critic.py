@@ -294,9 +294,9 @@ def test_another_critics_checkpoint_is_refused(tmp_path):
         ppo(tmp_path / "b", critic={"r": 8}).critic.load(tmp_path)
     check_critic(str(tmp_path), "ppo", has_critic=True)
     check_critic(None, "ppo", has_critic=True)
-    with pytest.raises(UserError, match="it holds a critic, and --config.algorithm.name grpo has none"):
+    with pytest.raises(UserError, match=r"it holds a critic, and --config.algorithm.name grpo has none"):
         check_critic(str(tmp_path), "grpo", has_critic=False)
-    with pytest.raises(UserError, match="it holds no critic, and --config.algorithm.name ppo has one"):
+    with pytest.raises(UserError, match=r"it holds no critic, and --config.algorithm.name ppo has one"):
         check_critic(str(tmp_path / "b"), "ppo", has_critic=True)
 
 

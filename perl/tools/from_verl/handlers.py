@@ -89,20 +89,80 @@ def updates(value: Any, verl: Verl) -> int:
 def estimator(value: Any, verl: Verl) -> Outcome:
     if value in ("grpo", "grpo_vectorized"):
         return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
-    if value == "gae":
-        return Translated({"algorithm.name": "ppo"})
-    if value in ("rloo", "rloo_vectorized"):
-        return Refused(
-            f"{value}: the nearest is grpo with norm_adv_by_std_in_grpo=False, whose advantages are RLOO's times"
-            " (n - 1)/n"
-        )
-    return Refused(f"{shown(value)}: this advantage estimator is not there; grpo is")
+    if value in ESTIMATORS:
+        return Translated({"algorithm.name": ESTIMATORS[value]})
+    if value == "remax":
+        return Refused("remax samples a greedy completion for each prompt too, which is not there; the nearest is rloo")
+    known = ", ".join(("grpo", *ESTIMATORS))
+    return Refused(f"{shown(value)}: this advantage estimator is not there; {known} are")
+
+
+ESTIMATORS = {
+    "gae": "ppo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "opo": "opo",
+    "gpg": "gpg",
+    "grpo_passk": "grpo_passk",
+}
+"""verl's algorithm.adv_estimator -> algorithm.name, where that is not grpo."""
+
+
+def by_group(verl: Verl) -> bool:
+    """Whether norm_adv_by_std_in_grpo has an effect."""
+    return verl["algorithm.adv_estimator"] in ("grpo", "grpo_vectorized", "grpo_passk")
+
+
+def discounted(verl: Verl) -> bool:
+    """Whether gamma has an effect."""
+    return verl["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus")
 
 
 def kl_in_reward(value: Any, verl: Verl) -> Outcome:
-    if value:
-        return Refused(f"KL in the reward is not there; the nearest is {ACTOR}.use_kl_loss=True, KL in the loss")
-    return NoEffect("False leaves it off, as it is here")
+    coefficient = number(verl["algorithm.kl_ctrl.kl_coef"]) if value else 0.0
+    return Translated({"algorithm.kl_in_reward": coefficient}) if value else NoEffect("False leaves it off, as here")
+
+
+def in_reward(handler: Handler) -> Handler:
+    return where(
+        lambda verl: verl["algorithm.use_kl_in_reward"], handler, "in verl too, while use_kl_in_reward is False"
+    )
+
+
+def kl_control(value: Any, verl: Verl) -> Outcome:
+    if value == "fixed":
+        return NoEffect("the coefficient is fixed, as here")
+    if value != "adaptive":
+        return Refused(f"{shown(value)}: fixed and adaptive are known")
+    target, horizon = (verl[f"algorithm.kl_ctrl.{name}"] for name in ("target_kl", "horizon"))
+    return Translated(
+        {"algorithm.kl_in_reward_target": number(target), "algorithm.kl_in_reward_horizon": positive(horizon)}
+    )
+
+
+def adaptive(verl: Verl) -> bool:
+    return verl["algorithm.kl_ctrl.type"] == "adaptive"
+
+
+KL_ESTIMATORS = {
+    "gae": "ppo",
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "mse",
+    "k2": "mse",
+    "low_var_kl": "low_var_kl",
+    "k3": "low_var_kl",
+}
+"""verl's names -> ours."""
+
+
+def kl_penalty(value: Any, verl: Verl) -> Outcome:
+    if value in KL_ESTIMATORS:
+        return Translated({"algorithm.kl_in_reward_estimator": KL_ESTIMATORS[value]})
+    return Refused(f"{shown(value)}: {', '.join(KL_ESTIMATORS)} are there")
 
 
 def kl_loss(value: Any, verl: Verl) -> Outcome:
@@ -113,17 +173,31 @@ def kl_loss(value: Any, verl: Verl) -> Outcome:
 def kl_type(value: Any, verl: Verl) -> Outcome:
     if value in ("low_var_kl", "k3"):
         return Translated({"training.use_bias_correction_kl": False})
-    return Refused(f"{shown(value)}: only low_var_kl (k3), verl's default, is there")
+    if value in KL_ESTIMATORS:
+        return Translated({"algorithm.kl_estimator": KL_ESTIMATORS[value]})
+    if str(value).removesuffix("+") in KL_ESTIMATORS:
+        return Refused(f"{shown(value)}: its gradient is that of mse, only the logged value differs; write mse")
+    return Refused(f"{shown(value)}: {', '.join(KL_ESTIMATORS)} are there")
 
 
 def policy_loss(value: Any, verl: Verl) -> Outcome:
     levels = {"vanilla": "token", "gspo": "sequence"}
+    if value == "sapo":
+        return Translated({"training.importance_sampling_level": "token", "training.loss_type": "sapo"})
+    if value == "cispo":
+        return Refused("TRL's cispo has no lower bound, and adds up tokens of the whole batch: --config.algorithm.name")
     if value not in levels:
-        return Refused(f"{shown(value)}: this loss is not there; vanilla and gspo are")
+        return Refused(f"{shown(value)}: this loss is not there; vanilla, gspo and sapo are")
     return Translated({"training.importance_sampling_level": levels[value]})
 
 
+def is_sapo(verl: Verl) -> bool:
+    return verl[f"{ACTOR}.policy_loss.loss_mode"] == "sapo"
+
+
 def aggregation(value: Any, verl: Verl) -> Outcome:
+    if is_sapo(verl):
+        return NoEffect("in verl too: the loss sapo is seq-mean-token-mean")
     if value not in AGGREGATIONS:
         return Refused(f"{shown(value)}: not there; {', '.join(AGGREGATIONS)} are")
     return Translated({"training.loss_type": AGGREGATIONS[value]})

@@ -10,11 +10,13 @@ from perl.tools.from_verl.handlers import (
     MODEL,
     ROLLOUT,
     SPEED,
+    adaptive,
     aggregation,
     all_tokens,
     backend,
     batch_field,
     betas,
+    by_group,
     chat_template,
     clip_end,
     clip_ratio,
@@ -25,6 +27,7 @@ from perl.tools.from_verl.handlers import (
     critic_warmup,
     custom_reward,
     devices,
+    discounted,
     dynamic_batches,
     eager,
     engine,
@@ -34,8 +37,12 @@ from perl.tools.from_verl.handlers import (
     group_size,
     importance_cap,
     importance_correction,
+    in_reward,
+    is_sapo,
+    kl_control,
     kl_in_reward,
     kl_loss,
+    kl_penalty,
     kl_type,
     learning_rate,
     lora_modules,
@@ -136,13 +143,21 @@ KEYS: dict[str, Handler] = {
     # algorithm and loss
     "algorithm.adv_estimator": estimator,
     "algorithm.norm_adv_by_std_in_grpo": where(
-        lambda verl: verl["algorithm.adv_estimator"] != "gae",
+        by_group,
         to("training.scale_rewards", lambda value: "group" if yes_or_no(value) else "none"),
-        "GAE's advantages are white over the tokens of a rollout, in verl too",
+        "in verl too: adv_estimator has a scale of its own",
     ),
     "algorithm.use_kl_in_reward": kl_in_reward,
-    "algorithm.kl_penalty": no_effect("in verl too, while use_kl_in_reward is False"),
-    "algorithm.gamma": with_critic(to("algorithm.gamma", number)),
+    "algorithm.kl_penalty": in_reward(kl_penalty),
+    "algorithm.kl_ctrl.kl_coef": in_reward(to("algorithm.kl_in_reward", number)),
+    "algorithm.kl_ctrl.type": in_reward(kl_control),
+    "algorithm.kl_ctrl.target_kl": in_reward(
+        where(adaptive, to("algorithm.kl_in_reward_target", number), "kl_ctrl.type is fixed")
+    ),
+    "algorithm.kl_ctrl.horizon": in_reward(
+        where(adaptive, to("algorithm.kl_in_reward_horizon", positive), "kl_ctrl.type is fixed")
+    ),
+    "algorithm.gamma": where(discounted, to("algorithm.gamma", number), "in verl too: adv_estimator discounts nothing"),
     "algorithm.lam": with_critic(to("algorithm.lam", number)),
     "algorithm.filter_groups.enable": refused(
         "dynamic sampling is not there; groups of equal rewards cost no update here, but are not replaced; write False"
@@ -168,6 +183,8 @@ KEYS: dict[str, Handler] = {
     f"{ACTOR}.loss_agg_mode": aggregation,
     f"{ACTOR}.loss_scale_factor": refused("another scale than the length of a completion is not there"),
     f"{ACTOR}.policy_loss.loss_mode": policy_loss,
+    f"{ACTOR}.tau_pos": where(is_sapo, to("training.sapo_temperature_pos", number), "the loss sapo alone has it"),
+    f"{ACTOR}.tau_neg": where(is_sapo, to("training.sapo_temperature_neg", number), "the loss sapo alone has it"),
     f"{ACTOR}.shuffle": no_effect("the rows of a rollout are always shuffled before they are cut into updates"),
     f"{ACTOR}.freeze_vision_tower": no_effect("there is no vision tower"),
     # optimizer
@@ -327,7 +344,6 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"data\.mm_processor_kwargs(\..+)?", refused("images are made as the model's image processor says by itself")),
     (r"data\.(use_shm|dataloader_num_workers|cache_dir)", no_effect(SPEED)),
     (r"data\.sampler\..+|data\.datagen\..+", refused("another order of the rows is not there")),
-    (r"algorithm\.kl_ctrl\..+", no_effect("in verl too, while use_kl_in_reward is False")),
     (r"algorithm\.filter_groups\..+", no_effect("only filter_groups.enable, which is refused, uses it")),
     (r"algorithm\.pf_ppo\..+", no_effect("use_pf_ppo is False")),
     (r"algorithm\.rollout_correction\..+", no_effect("it has an effect only with rollout_is or rollout_rs")),
@@ -342,8 +358,7 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
      no_effect("of Megatron's optimizer, and AdamW is taken")),
     (r"actor_rollout_ref\.rollout\.mtp(\..+)?", no_effect("only model.mtp.enable, which is refused, uses it")),
     (r"actor_rollout_ref\.actor\.optim\.(zero_indexed_step|lr_warmup_init)", no_effect("the schedule's first step")),
-    (r"actor_rollout_ref\.actor\.policy_loss\..+|actor_rollout_ref\.actor\.tau_(pos|neg)", no_effect(
-        "it belongs to losses other than vanilla and gspo")),
+    (r"actor_rollout_ref\.actor\.policy_loss\..+", no_effect("it belongs to losses other than vanilla, gspo and sapo")),
     (r"actor_rollout_ref\.(actor|ref)\.fsdp_config\..+", no_effect("how weights are spread and gathered: " + SPEED)),
     (r"actor_rollout_ref\.(actor|ref)\.(use_torch_compile|use_fused_kernels|entropy_from_logits.*|entropy_checkpointing"
      r"|pad_to_length|use_remove_padding|use_prefix_grouper|calculate_.*|rollout_n|data_loader_.*)", no_effect(SPEED)),
