@@ -30,9 +30,8 @@ def gae(
         lam: 0 is the temporal difference of one token, 1 the return minus the value.
     """
     advantages = torch.zeros_like(values, dtype=torch.float32)
-    following = advantage = torch.zeros_like(advantages[:, 0]) if values.shape[1] else None
+    following = advantage = advantages.new_zeros(len(advantages))
     for place in reversed(range(values.shape[1])):
-        assert following is not None and advantage is not None
         own, value = mask[:, place], values[:, place].float()
         found = rewards[:, place] + gamma * following - value + gamma * lam * advantage
         advantage, following = torch.where(own, found, advantage), torch.where(own, value, following)

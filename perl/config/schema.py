@@ -103,8 +103,8 @@ class AlgorithmConfig:
     """How rewards become a loss.
 
     Args:
-        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo, ppo). It sets what its paper says of other
-            groups, unless the recipe or a flag says otherwise.
+        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo, ppo, …). It sets what its paper says of
+            other groups, unless the recipe or a flag says otherwise.
         gamma: discount of a reward for each token before it (reinforce_plus_plus, ppo).
         lam: lambda of generalized advantage estimation (ppo).
         kl_estimator: of the KL divergence that training.beta puts into the loss (low_var_kl is TRL's, k3).

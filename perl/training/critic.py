@@ -51,11 +51,11 @@ SCALE = 2.0
 class Update(nn.Module):
     """LoRA (arXiv 2106.09685) of one linear layer: SCALE * B A x, where A starts as PEFT's does and B at 0."""
 
-    def __init__(self, layer: nn.Linear, r: int, dtype: torch.dtype):
+    def __init__(self, layer: nn.Linear, r: int, dtype: torch.dtype, generator: torch.Generator):
         super().__init__()
-        self.a = nn.Parameter(torch.empty(r, layer.in_features, dtype=torch.float32))
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
-        self.a.data = self.a.data.to(dtype)
+        a = torch.empty(r, layer.in_features, dtype=torch.float32, device="cpu")
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        self.a = nn.Parameter(a.to(dtype))
         self.b = nn.Parameter(torch.zeros(layer.out_features, r, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,9 +80,10 @@ class ValueHead(nn.Module):
 class CriticWeights(nn.Module):
     """All that is trained of a critic."""
 
-    def __init__(self, layers: Sequence[nn.Linear], hidden: int, r: int, dtype: torch.dtype):
+    def __init__(self, layers: Sequence[nn.Linear], hidden: int, r: int, dtype: torch.dtype, seed: int):
         super().__init__()
-        self.updates = nn.ModuleList(Update(layer, r, dtype) for layer in layers)
+        generator = torch.Generator().manual_seed(seed)  # the processes' own differ, and FSDP2 would mix their weights
+        self.updates = nn.ModuleList(Update(layer, r, dtype, generator) for layer in layers)
         self.head = ValueHead(hidden, dtype)
 
 
@@ -103,6 +104,7 @@ class Critic:
         dtype: of the weights; ZeRO-3 gathers those of one dtype only.
         base: a frozen model of the critic's own, on the policy's device and prepared as the policy is; it stays out of
             the policy's modules. None: the policy's base.
+        seed: of the weights.
 
     Attributes:
         weights: the module.
@@ -116,6 +118,7 @@ class Critic:
         kernel: Kernel | None,
         dtype: torch.dtype = torch.float32,
         base: Any = None,
+        seed: int = 0,
     ):
         self.policy, self.config, self.kernel, self.base = policy, config, kernel, base
         inner = base or policy.get_base_model()
@@ -123,7 +126,7 @@ class Critic:
         blocks = [find(block) for block in inner.base_model.layers]
         bases = [_base_of(layer) for layers in blocks for layer in layers]
         place = inner.get_output_embeddings().weight.device
-        self.weights = CriticWeights(bases, inner.config.hidden_size, config.r, dtype).to(place)
+        self.weights = CriticWeights(bases, inner.config.hidden_size, config.r, dtype, seed).to(place)
         policy.critic = self.weights
         updates = iter(self.weights.updates)
         for block, layers in zip(inner.base_model.layers, blocks, strict=True):
@@ -270,7 +273,7 @@ class Critic:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """What `save` wrote, into weights that are whole or split by FSDP2. A UserError where it is another critic's."""
+        """What `save` wrote, into weights that are whole or split by FSDP2. A UserError for another critic's."""
         flag, saved = f"--config.training.resume_from_checkpoint {folder}", load_file(folder / CRITIC)
         with resharded(self.policy):
             mine = dict(self.weights.named_parameters())

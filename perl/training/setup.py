@@ -132,8 +132,8 @@ def check_critic_base(config: Config, tokenizer: PreTrainedTokenizerBase) -> Non
     checkpoints.load_config(folder, CRITIC_FLAG)
     if checkpoints.load_tokenizer(folder, CRITIC_FLAG).get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            f"{CRITIC_FLAG} {name}: its tokens are not those of {config.model.model_name_or_path}; name a model with the"
-            " same tokenizer, or write --config.critic.share_base true"
+            f"{CRITIC_FLAG} {name}: its tokens are not those of {config.model.model_name_or_path}; name a model with"
+            " the same tokenizer, or write --config.critic.share_base true"
         )
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -266,7 +265,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
         if base is not None:
             prepare_own_base(base, self.args, split=is_deepspeed_zero3_enabled() or self.is_fsdp_enabled)
-        critic = Critic(self._policy(), config, self.plan.kernel, dtype, base)
+        critic = Critic(self._policy(), config, self.plan.kernel, dtype, base, self.args.seed)
         self.add_callback(critic.warm_up)
         return critic
 

@@ -174,8 +174,9 @@ def test_the_ppo_guide_trains_the_quickstarts_model(tmp_path):
     ]
     recipe = str(tmp_path / "ppo.yaml")
     assert main(["from-verl", "--output", recipe, str(SCRIPTS / "ascend_quickstart_ppo.sh"), "--", *words]) == 0
-    run = train(["--recipe", recipe, "--config.training.output_dir", str(tmp_path / "run"), "--config.training.max_steps",
-                 "5", "--config.training.logging_steps", "1", "--config.training.save_strategy", "no"])  # fmt: skip
+    fields = {"output_dir": tmp_path / "run", "max_steps": 5, "logging_steps": 1, "save_strategy": "no"}
+    flags = [word for name, value in fields.items() for word in (f"--config.training.{name}", str(value))]
+    run = train(["--recipe", recipe, *flags])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "critic/vf_loss" in row] == [1, 2, 3, 4, 5]
     assert (run / "critic" / "critic.safetensors").is_file()

@@ -1,7 +1,7 @@
 """The critic of PPO in one process: what it computes, learns, saves, and that the policy never sees it."""
 
 import copy
-import json
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from perl.training.trainer import _tokens_of
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 
-PPO = {"algorithm": {"name": "ppo"}, "rewards": (reward_tokens,), "loss_type": "dapo", "engine": "fast"}
+PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "rewards": (reward_tokens,), "loss_type": "dapo", "engine": "fast"}
 
 
 def ppo(folder, **settings):
@@ -118,7 +118,7 @@ def test_a_base_of_the_critics_own_is_checked_before_anything_is_loaded(tmp_path
     check_critic_base(config, tiny_tokenizer())
     with pytest.raises(UserError, match=r"--config.critic.model_name_or_path .*: its tokens are not those of"):
         check_critic_base(config, tokenizer)
-    assert load_critic_base(config).config.hidden_size == 64
+    assert getattr(load_critic_base(config), "vocab_size", None) == len(tiny_tokenizer())
     with pytest.raises(UserError, match=r"--config.critic.model_name_or_path"):
         check_critic_base(parse([*flags, str(tmp_path / "none")]).build(processes=1), tokenizer)
 
@@ -325,4 +325,4 @@ def test_one_completion_is_for_algorithms_without_groups(tmp_path):
 def test_flags_of_a_critic_that_is_not_there_are_told():
     warnings = parse(["--config.critic.lr", "1e-3"]).warnings
     assert warnings == ["--config.critic.lr has no effect: only algorithm.name ppo has a critic"]
-    assert json.dumps(parse(["--config.algorithm.name", "ppo", "--config.critic.lr", "1e-3"]).warnings) == "[]"
+    assert parse(["--config.algorithm.name", "ppo", "--config.critic.lr", "1e-3"]).warnings == []

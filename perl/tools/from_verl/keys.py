@@ -321,7 +321,7 @@ KEYS: dict[str, Handler] = {
     "trainer.max_actor_ckpt_to_keep": lambda value, verl: (
         NoEffect("null: all are kept") if not value else to("training.save_total_limit", positive)(value, verl)
     ),
-    "trainer.max_critic_ckpt_to_keep": critic,
+    "trainer.max_critic_ckpt_to_keep": no_effect("a checkpoint holds policy and critic: max_actor_ckpt_to_keep"),
     "trainer.resume_mode": resume,
     "trainer.resume_from_path": refused("a checkpoint of verl holds another model than an adapter"),
     "trainer.device": no_effect("the device is detected"),
