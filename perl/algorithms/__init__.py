@@ -12,6 +12,7 @@ from typing import Any
 from perl.algorithms.algorithm import Algorithm
 from perl.algorithms.dapo import DAPO
 from perl.algorithms.grpo import CISPO, DR_GRPO, GDPO, GRPO, GRPO_PASSK, GSPO, LUSPO, SAPO, VESPO
+from perl.algorithms.ppo import PPO
 from perl.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 from perl.algorithms.rloo import GPG, OPO, RLOO
 from perl.errors import lookup
@@ -32,6 +33,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gpg": GPG,
     "reinforce_plus_plus": REINFORCE_PLUS_PLUS,
     "reinforce_plus_plus_baseline": REINFORCE_PLUS_PLUS_BASELINE,
+    "ppo": PPO,
 }
 
 

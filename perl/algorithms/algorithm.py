@@ -75,3 +75,7 @@ class Algorithm:
     """How rewards become advantages; None: as TRL's GRPOTrainer does, by its scale_rewards."""
     uses: frozenset[str] = frozenset()
     """Flags without --config that `advantages` reads and others may not, such as "algorithm.gamma"."""
+    groups: bool = True
+    """The completions of a prompt are compared with each other: there must be at least two."""
+    critic: bool = False
+    """Advantages are made of a critic's values (perl.training.critic), not by `advantages`."""

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import yaml
 from jsonargparse import Namespace
 
-from perl.algorithms import settings_of
+from perl.algorithms import ALGORITHMS, settings_of
 from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
 from perl.config.schema import (
     GROUPS,
     AlgorithmConfig,
     CommonConfig,
+    CriticConfig,
     DatasetConfig,
     LoggingConfig,
     ModelConfig,
@@ -85,6 +86,7 @@ class Config:
     model: ModelConfig
     dataset: DatasetConfig
     algorithm: AlgorithmConfig
+    critic: CriticConfig
     peft: PeftConfig
     rollout: RolloutConfig
     noise_injection: NoiseConfig
@@ -335,6 +337,35 @@ def check_values(values: Namespace) -> None:
             " trains, perl/eval.py scores checkpoints"
         )
     check_validation(values)
+    check_critic(values)
+
+
+def check_critic(values: Namespace) -> None:
+    """What the algorithm's advantages are made of must be there: a group to compare, or a critic."""
+    algorithm, generations = ALGORITHMS[values.algorithm.name], values.training.num_generations
+    if algorithm.groups and generations == 1:
+        raise UserError(
+            f"--config.training.num_generations 1: algorithm {values.algorithm.name} compares the completions of a"
+            " prompt; write 2 or more, or --config.algorithm.name ppo, which has a critic instead"
+        )
+    if algorithm.critic and values.peft.type == "none":
+        raise UserError(
+            f"--config.peft.type none: the critic of algorithm {values.algorithm.name} computes on a frozen base; write"
+            " lora, or --config.algorithm.name grpo"
+        )
+    own_base = values.critic.model_name_or_path is not None
+    if algorithm.critic and own_base == values.critic.share_base:
+        raise UserError(
+            "--config.critic.share_base true: the critic has no other base; leave --config.critic.model_name_or_path"
+            " out, or write --config.critic.share_base false"
+            if own_base
+            else "--config.critic.share_base false: name the critic's own base, --config.critic.model_name_or_path"
+        )
+    if algorithm.critic and values.training.torch_compile:
+        raise UserError(
+            f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"
+            " packed sequence, which torch_compile can't have; leave it out"
+        )
 
 
 def check_validation(values: Namespace) -> None:

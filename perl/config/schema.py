@@ -103,8 +103,8 @@ class AlgorithmConfig:
     """How rewards become a loss.
 
     Args:
-        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo). It sets what its paper says of other
-            groups, unless the recipe or a flag says otherwise.
+        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo, ppo, …). It sets what its paper says of
+            other groups, unless the recipe or a flag says otherwise.
         gamma: discount of a reward for each token before it (reinforce_plus_plus, ppo).
         lam: lambda of generalized advantage estimation (ppo).
         kl_estimator: of the KL divergence that training.beta puts into the loss (low_var_kl is TRL's, k3).
@@ -122,6 +122,27 @@ class AlgorithmConfig:
     kl_in_reward_estimator: Literal["low_var_kl", "k1", "abs", "mse"] = "k1"
     kl_in_reward_target: PositiveFloat | None = None
     kl_in_reward_horizon: PositiveInt = 10000
+
+
+@dataclass
+class CriticConfig:
+    """The critic of algorithm.name ppo: the frozen base with LoRA of its own and a scalar head.
+
+    Args:
+        lr: learning rate, on the policy's schedule.
+        r: rank of its LoRA, on the layers that the policy's adapter has.
+        share_base: it computes on the policy's base; false takes the base of its own that model_name_or_path names.
+        model_name_or_path: that base: a folder, or a name on the hub, with the policy's tokenizer.
+        warmup_steps: first optimizer steps, in which the critic alone is trained.
+        value_clip: how far a value moves from what it was at the rollout, at most; null is no bound.
+    """
+
+    lr: PositiveFloat = 1e-4
+    r: PositiveInt = 16
+    share_base: bool = True
+    model_name_or_path: str | None = None
+    warmup_steps: NonNegativeInt = 0
+    value_clip: PositiveFloat | None = 0.5
 
 
 @dataclass
@@ -278,6 +299,7 @@ GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "dataset": DatasetConfig,
     "algorithm": AlgorithmConfig,
+    "critic": CriticConfig,
     "peft": PeftConfig,
     "rollout": RolloutConfig,
     "noise_injection": NoiseConfig,

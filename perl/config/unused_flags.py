@@ -79,6 +79,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "training.use_bias_correction_kl", lambda v: v.training.beta != 0.0, "training.beta is 0: no KL is in the loss"
     ),
+    Rule("critic.", lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
     Rule(
         "noise_injection.",
         lambda v: v.noise_injection.enabled,

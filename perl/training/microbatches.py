@@ -233,6 +233,7 @@ def plan_update(
     *,
     entropy_bonus: bool,
     aux_loss: bool,
+    critic: bool,
     size: ModelSize | None,
     autocast: torch.dtype | None,
 ) -> UpdatePlan:
@@ -242,6 +243,7 @@ def plan_update(
     Args:
         entropy_bonus: the loss has one.
         aux_loss: the loss has a router's auxiliary loss.
+        critic: a critic learns from every row.
         size: of `policy`; None where its FLOPs can't be counted.
         autocast: the dtype that attention is computed in, where that is not the model's.
     """
@@ -271,7 +273,7 @@ def plan_update(
     batcher = MicroBatcher(
         loss_type=args.loss_type,
         accumulation=args.gradient_accumulation_steps,
-        leave_out_zero=args.beta == 0.0,
+        leave_out_zero=args.beta == 0.0 and not critic,
         group=padded is None,
         fixed=fixed,
         max_tokens=None if padded else args.max_tokens_per_microbatch,

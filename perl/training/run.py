@@ -29,7 +29,7 @@ from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
-from perl.training.setup import load_model
+from perl.training.setup import load_critic_base, load_model
 from perl.training.validation import Validation
 from perl.training.vision import language_part
 
@@ -78,6 +78,8 @@ def train(argv: Sequence[str]) -> Path:
                 adapter_config=language_part(config.peft, checked.tokenizer),
                 noise=config.noise_injection,
                 algorithm=config.algorithm,
+                critic=config.critic,
+                critic_base=load_critic_base(config),
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
@@ -96,6 +98,7 @@ def train(argv: Sequence[str]) -> Path:
         trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_result(trainer, run_dir)
+        trainer.save_critic(run_dir)
     return run_dir
 
 

@@ -7,7 +7,8 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
             -> _generate_and_score_…      advantages    KL in the reward; perl.algorithms, or TRL's; + old
                                                         log-probabilities of the noisy policy, on request
             -> _prepare_inputs            micro-batches microbatches.MicroBatcher
-            -> _compute_loss              loss          packing: log-probabilities; loss: ratio, KL; TRL's loss
+            -> _compute_loss              loss          packing: log-probabilities; loss: ratio, KL; TRL's loss; with a
+                                                        critic: its values, of the same pass, and their loss
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
     log, _save_checkpoint                               measurements, aqn/…; rollout_state: rollouts still to be used
 
@@ -31,6 +32,7 @@ from accelerate.utils import send_to_device
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
@@ -42,7 +44,7 @@ from perl.algorithms import ALGORITHMS
 from perl.algorithms.algorithm import Scored
 from perl.algorithms.grpo import group_relative
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
-from perl.config.schema import AlgorithmConfig, NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
@@ -54,6 +56,7 @@ from perl.prompts import truncated
 from perl.records import Sampling
 from perl.training import rollout_state
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
+from perl.training.critic import Critic, prepare_own_base
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
@@ -116,6 +119,13 @@ def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
         setattr(vllm_generation, "LLM", theirs)  # noqa: B010
 
 
+def _tokens_of(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Token ids and mask, int64 [rows, prompt width + completion width], and the completion width."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    return ids, mask, batch["completion_ids"].size(1)
+
+
 @contextlib.contextmanager
 def _reference_loaded_like(model: Any) -> Iterator[None]:
     """Where all weights of `model` are trained TRL loads the reference of beta > 0 inside. It is loaded as `model` was:
@@ -152,6 +162,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
         algorithm: the group `algorithm`.
+        critic: the group `critic`, for an algorithm that has one.
+        critic_base: the critic's own base model; None: it shares the policy's.
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
@@ -171,6 +183,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter_config: PeftConfig,
         noise: NoiseConfig,
         algorithm: AlgorithmConfig | None = None,
+        critic: CriticConfig | None = None,
+        critic_base: Any = None,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
@@ -204,6 +218,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.noise and noise.schedule == "target_kl":
             self._require_measurable_kl()
         self.plan = self._plan_update()
+        self.critic: Critic | None = None
+        if self.algorithm.critic:
+            self.critic = self._make_critic(critic or CriticConfig(), critic_base)
         if self.ref_model is not None and self.plan.packed:
             enable_packing(self.accelerator.unwrap_model(self.ref_model))  # it scores the same micro-batches
         self.rollout = Rollout(Weights(-1, 0, 0.0))
@@ -233,9 +250,23 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.args,
             entropy_bonus=self._entropy_bonus_enabled,
             aux_loss=self.aux_loss_enabled,
+            critic=self.algorithm.critic,
             size=model_size(self.model),
             autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
         )
+
+    def _make_critic(self, config: CriticConfig, base: Any) -> Critic:
+        if not self.plan.packed:
+            raise UserError(
+                f"--config.algorithm.name {self.algorithm_config.name}: the critic's values are computed in packed"
+                " micro-batches, which this model can't have (the log says why); use --config.algorithm.name grpo"
+            )
+        dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
+        if base is not None:
+            prepare_own_base(base, self.args, split=is_deepspeed_zero3_enabled() or self.is_fsdp_enabled)
+        critic = Critic(self._policy(), config, self.plan.kernel, dtype, base, self.args.seed)
+        self.add_callback(critic.warm_up)
+        return critic
 
     def _rollout_policy(self) -> Sampler:
         kwargs_of_user: Any = self.args.generation_kwargs or {}
@@ -500,6 +531,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         """
         trls, rollout = batch["advantages"], self.rollout
         estimate = self.algorithm.advantages or (None if penalty is None else group_relative)
+        if self.critic is not None:
+            estimate = functools.partial(self.critic.judge, batch, self._values(batch))
         if estimate is None or rollout.rewards is None:
             return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
         first = len(trls) * self.accelerator.process_index
@@ -524,6 +557,16 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             everywhere: Any = self.accelerator.gather(shown)
             self._logs["advantages"].extend(everywhere.tolist())  # in the place of TRL's
         return advantages
+
+    def _values(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The critic's values of a generation batch before its updates, float32 [rows, tokens]; there is no noise."""
+        assert self.critic is not None
+        kwargs: Any = self.args.gradient_checkpointing_kwargs
+        unchecked = disable_gradient_checkpointing(self.model, kwargs)  # type: ignore[arg-type]
+        with self.clock("old_logps"), unchecked, self.accelerator.autocast():
+            values, work = self.critic.values(self.model, *_tokens_of(batch), self.args.per_device_train_batch_size)
+        self.clock.count_forward(work)
+        return values
 
     def _group_size(self) -> int:
         return (self.num_generations if self.model.training else self.num_generations_eval) or 1
@@ -594,9 +637,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         """What a forward pass of `model` says of the completions of a micro-batch."""
         return self._get_per_token_logps_and_entropies(
             model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
+            *_tokens_of(inputs),
             batch_size=batch_size,
             compute_entropy=batch_size is None,
             compute_aux_loss=self.aux_loss_enabled and batch_size is None,
@@ -606,15 +647,31 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        scored = self._score(model, inputs)
+        scored, value_loss = self._score_by_both(model, inputs) if self.critic else (self._score(model, inputs), 0.0)
         if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
-            return (scored.logps * 0.0).sum()
+            return (scored.logps * 0.0).sum() + value_loss
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
         loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
         if self.own_beta:
             loss = loss + self.own_beta * self._kl_loss(inputs, scored.logps, mask)
-        return loss * inputs[SCALE]
+        loss = loss * inputs[SCALE]
+        return loss if self.critic is None else loss * self.critic.policy_learns(self.state.global_step) + value_loss
+
+    def _score_by_both(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
+        """`_score`, and the critic's loss, of one pass."""
+        assert self.critic is not None
+        with self.accelerator.autocast():
+            logps, entropies, values, work = self.critic.score(model, *_tokens_of(inputs))
+        self.clock.count_update(work)
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        value_loss = self.critic.loss(values, inputs, mask, self._window_tokens(inputs))
+        return TokenLogProbs(logps, entropies, None), value_loss
+
+    def _window_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """[]: tokens that count in an optimizer update, of a mean process."""
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        return tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
 
     def _kl_loss(self, inputs: dict[str, Any], logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The KL divergence in the loss of a micro-batch, as TRL adds its own up and logs it."""
@@ -626,15 +683,13 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             kl = kl * apart.exp()
         sums = self.accelerator.reduce(torch.stack([(kl.detach() * mask).sum(), mask.sum().float()]), reduction="sum")
         self._metrics["train"]["kl"].append((sums[0] / sums[1].clamp(min=1.0)).item())  # type: ignore[index]
-        accumulated = self.current_gradient_accumulation_steps
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         return add_up_tokens(
             kl,
             mask,
             self.loss_type,
             longest=self.max_completion_length or 1,
-            micro_batches=accumulated,
-            window_tokens=tokens * accumulated / self.args.steps_per_generation,
+            micro_batches=self.current_gradient_accumulation_steps,
+            window_tokens=self._window_tokens(inputs),
         )
 
     def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
@@ -672,6 +727,19 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
 
+    # Optimizer
+
+    def create_optimizer(self, *args: Any, **kwargs: Any):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer if self.critic is None else self.critic.own_group(optimizer)
+
+    def _clip_grad_norm(self, model: Any):
+        """The critic's gradient is clipped by itself, so that it never shortens the policy's. DeepSpeed clips all that
+        it trains together."""
+        if self.critic is None or self.is_deepspeed_enabled:
+            return super()._clip_grad_norm(model)
+        return self.critic.clip_apart(self.accelerator, model, self.args.max_grad_norm)
+
     # Logging and checkpoints
 
     def _save_adapter(self, folder: Path) -> None:
@@ -693,6 +761,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
             noisy = self.rollout.weights.sigma != 0 and self.noise_config.old_logps != "noisy"
             logs |= self.measured.take(noisy)
+            logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -708,13 +777,21 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             kl_coefficient=self.kl_coefficient.value,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self.save_critic(checkpoint)
         rollout_state.save(checkpoint, self.args.process_index, state)
+
+    def save_critic(self, folder: Path) -> None:
+        """Every process must come here."""
+        if self.critic is not None:
+            self.critic.save(folder, self._whole, write=self.accelerator.is_main_process)
 
     def _window_settings(self) -> dict[str, int]:
         fields = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"
         return {field: getattr(self.args, field) for field in fields}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.critic is not None and not self.is_deepspeed_enabled:
+            self.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return

@@ -23,6 +23,7 @@ from perl.tools.from_verl.keys import KEYS, handler_of
 from perl.tools.from_verl.outcomes import Choices
 from perl.tools.from_verl.overrides import default_keys, read_command
 from perl.tools.from_verl.translate import Translation, translate
+from perl.training.run import train
 
 SCRIPTS = Path(__file__).parents[1] / "verl"
 GUIDES = sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.yaml")])
@@ -117,15 +118,69 @@ def test_fewer_devices_keep_the_batch():
     assert batch.as_dict()["completions_per_update"] == 64
 
 
-def test_ppo_is_refused_with_one_line_and_all_else_is_listed():
+def test_the_ppo_guide_is_translated_with_its_critic():
     result = of(SCRIPTS / "ascend_quickstart_ppo.sh")
-    assert list(result.refused) == ["algorithm.adv_estimator"]
-    assert {key for key in result.no_effect if key.startswith("critic.")} == {
-        "critic.optim.lr",
-        "critic.model.path",
-        "critic.ppo_micro_batch_size_per_gpu",
+    assert result.refused == {}
+    found = values(result)
+    wanted = {
+        "algorithm.name": "ppo",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "critic.lr": 1e-5,
+        "critic.share_base": True,
+        "critic.value_clip": 0.5,
+        "training.num_generations": 1,
+        "training.save_steps": 40,  # save_freq 10, 4 updates a step
     }
-    assert values(result)["training.save_steps"] == 40  # save_freq 10, 4 updates a step
+    assert {name: found[name] for name in wanted} == wanted
+    assert "training.scale_rewards" not in found
+    assert [key for key in result.no_effect if key.startswith("critic.")] == ["critic.ppo_micro_batch_size_per_gpu"]
+
+
+def test_keys_of_the_critic():
+    words = [
+        "critic.model.path=other/model",
+        "trainer.critic_warmup=3",
+        "critic.model.lora_rank=8",
+        "algorithm.lam=0.9",
+    ]
+    found = values(of(SCRIPTS / "ascend_quickstart_ppo.sh", *words, learning_rate_factor=10.0))
+    wanted = {
+        "critic.share_base": False,
+        "critic.model_name_or_path": "other/model",
+        "critic.warmup_steps": 12,  # 4 updates a step
+        "critic.r": 8,
+        "critic.lr": pytest.approx(1e-4),
+        "algorithm.lam": 0.9,
+    }
+    assert {name: found[name] for name in wanted} == wanted
+    refused = of(SCRIPTS / "ascend_quickstart_ppo.sh", "critic.ppo_epochs=2", "critic.optim.optimizer=SGD").refused
+    assert set(refused) == {"critic.ppo_epochs", "critic.optim.optimizer"}
+    grpo = of(SCRIPTS / "ascend_support_grpo.sh", "critic.optim.lr=1e-5", "critic.ppo_epochs=2")
+    assert grpo.refused == {}
+    assert "adv_estimator=gae" in grpo.no_effect["critic.optim.lr"]
+
+
+def test_the_ppo_guide_trains_the_quickstarts_model(tmp_path):
+    model, data = "assets/quickstart-base", "assets/quickstart-data/train.jsonl"
+    words = [
+        f"actor_rollout_ref.model.path={model}",
+        f"critic.model.path={model}",
+        f"data.train_files={data}",
+        "trainer.test_freq=-1",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "data.max_response_length=24",
+        "trainer.total_training_steps=3",
+    ]
+    recipe = str(tmp_path / "ppo.yaml")
+    assert main(["from-verl", "--output", recipe, str(SCRIPTS / "ascend_quickstart_ppo.sh"), "--", *words]) == 0
+    fields = {"output_dir": tmp_path / "run", "max_steps": 5, "logging_steps": 1, "save_strategy": "no"}
+    flags = [word for name, value in fields.items() for word in (f"--config.training.{name}", str(value))]
+    run = train(["--recipe", recipe, *flags])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "critic/vf_loss" in row] == [1, 2, 3, 4, 5]
+    assert (run / "critic" / "critic.safetensors").is_file()
 
 
 def test_what_the_aqn_guide_says_stands_in_the_recipe():
@@ -431,7 +486,7 @@ WILD_REFUSED = {
     "grpo_qwen2_7b_math.sh": set(),
     "gspo_dynamic.sh": set(),
     "multiturn_sglang.sh": {"actor_rollout_ref.rollout.multi_turn.enable"},
-    "ppo_arrays.sh": {"algorithm.adv_estimator", "reward_model.enable"},
+    "ppo_arrays.sh": {"reward_model.enable"},
     "prorl_source_env.sh": {"data.train_files"},
     "remax_sglang.sh": {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n"},
     "rloo.sh": set(),

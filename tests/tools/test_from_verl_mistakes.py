@@ -61,7 +61,10 @@ WORDS = {
         ["--", GOOD.split()[0], GOOD.split()[2], "actor_rollout_ref.rollout.n=1"],
         "GRPO needs 2 or more",
     ),
-    "PPO": (["--", "algorithm.adv_estimator=gae", *GOOD.split()[1:]], "PPO with a critic"),
+    "a critic that is updated otherwise": (
+        ["--", "algorithm.adv_estimator=gae", *GOOD.split()[1:], "critic.ppo_epochs=2"],
+        "it differs from actor_rollout_ref.actor.ppo_epochs, 1",
+    ),
     "a value where there is a group": (["--", *GOOD.split(), "data.train_files.x=1"], "data.train_files"),
     "an unknown estimator": (["--", *GOOD.split()[1:], "algorithm.adv_estimator=grop"], "grop"),
     "an unknown truncation": (["--", *GOOD.split(), "data.truncation=both"], "both: error, left, right, middle"),

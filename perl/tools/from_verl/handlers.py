@@ -91,8 +91,6 @@ def estimator(value: Any, verl: Verl) -> Outcome:
         return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
     if value in ESTIMATORS:
         return Translated({"algorithm.name": ESTIMATORS[value]})
-    if value == "gae":
-        return Refused("gae is PPO with a critic, which is not there yet; the nearest is grpo with rollout.n=8")
     if value == "remax":
         return Refused("remax samples a greedy completion for each prompt too, which is not there; the nearest is rloo")
     known = ", ".join(("grpo", *ESTIMATORS))
@@ -100,6 +98,7 @@ def estimator(value: Any, verl: Verl) -> Outcome:
 
 
 ESTIMATORS = {
+    "gae": "ppo",
     "rloo": "rloo",
     "rloo_vectorized": "rloo",
     "reinforce_plus_plus": "reinforce_plus_plus",
@@ -148,6 +147,7 @@ def adaptive(verl: Verl) -> bool:
 
 
 KL_ESTIMATORS = {
+    "gae": "ppo",
     "kl": "k1",
     "k1": "k1",
     "abs": "abs",
@@ -263,6 +263,33 @@ def learning_rate(value: Any, verl: Verl) -> Outcome:
     if number(value) < 0:
         raise ValueError(f"{shown(value)} is below 0")
     return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
+
+
+def has_critic(verl: Verl) -> bool:
+    return verl["algorithm.adv_estimator"] == "gae"
+
+
+def with_critic(handler: Handler) -> Handler:
+    return where(has_critic, handler, "only PPO (adv_estimator=gae) has it")
+
+
+def critic_rate(value: Any, verl: Verl) -> Outcome:
+    if number(value) <= 0:
+        raise ValueError(f"{shown(value)} is not above 0")
+    return Translated({"critic.lr": number(value) * verl.choices.learning_rate_factor})
+
+
+def critic_model(value: Any, verl: Verl) -> Outcome:
+    """The base of the critic, which is the policy's where verl loads the same model twice."""
+    if not value or path(value) == path(verl[f"{MODEL}.path"]):
+        return Translated({"critic.share_base": True})
+    return Translated({"critic.share_base": False, "critic.model_name_or_path": path(value)})
+
+
+def critic_rank(value: Any, verl: Verl) -> Outcome:
+    if not value:
+        return NoEffect("verl would train all weights of the critic; here LoRA (critic.r 16) and its head")
+    return Translated({"critic.r": positive(value)})
 
 
 def schedule(value: Any, verl: Verl) -> Outcome:
@@ -608,15 +635,11 @@ def total_steps(value: Any, verl: Verl) -> Outcome:
     return Translated({"training.max_steps": updates(value, verl)})
 
 
-def critic(value: Any, verl: Verl) -> Outcome:
-    if verl["algorithm.adv_estimator"] == "gae":
-        return NoEffect("the critic's: algorithm.adv_estimator=gae, which needs it, is refused")
-    return NoEffect("the critic's, and only algorithm.adv_estimator=gae has one")
-
-
 def critic_warmup(value: Any, verl: Verl) -> Outcome:
     if value == 0:
         return NoEffect("0: the policy is trained from the first step")
+    if has_critic(verl):
+        return Translated({"critic.warmup_steps": updates(value, verl)})
     return Refused("verl does not train the policy in these steps, without a critic either; write 0")
 
 

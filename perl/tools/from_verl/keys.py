@@ -21,7 +21,9 @@ from perl.tools.from_verl.handlers import (
     clip_end,
     clip_ratio,
     completion_length,
-    critic,
+    critic_model,
+    critic_rank,
+    critic_rate,
     critic_warmup,
     custom_reward,
     devices,
@@ -68,6 +70,7 @@ from perl.tools.from_verl.handlers import (
     validation_temperature,
     vllm_only,
     whole_micro_batch,
+    with_critic,
     with_lora,
 )
 from perl.tools.from_verl.outcomes import (
@@ -155,7 +158,7 @@ KEYS: dict[str, Handler] = {
         where(adaptive, to("algorithm.kl_in_reward_horizon", positive), "kl_ctrl.type is fixed")
     ),
     "algorithm.gamma": where(discounted, to("algorithm.gamma", number), "in verl too: adv_estimator discounts nothing"),
-    "algorithm.lam": no_effect("it is GAE's, which is PPO's"),
+    "algorithm.lam": with_critic(to("algorithm.lam", number)),
     "algorithm.filter_groups.enable": refused(
         "dynamic sampling is not there; groups of equal rewards cost no update here, but are not replaced; write False"
     ),
@@ -289,6 +292,28 @@ KEYS: dict[str, Handler] = {
     "trainer.val_before_train": validated(to("validation.before_train", yes_or_no)),
     "trainer.val_only": refused("python perl/eval.py evaluates without training"),
     "trainer.critic_warmup": critic_warmup,
+    # critic
+    "critic.optim.lr": with_critic(critic_rate),
+    "critic.model.path": with_critic(critic_model),
+    "critic.model.lora_rank": with_critic(critic_rank),
+    "critic.model.lora.rank": with_critic(critic_rank),
+    "critic.cliprange_value": with_critic(to("critic.value_clip", number)),
+    "critic.ppo_mini_batch_size": with_critic(same_as(f"{ACTOR}.ppo_mini_batch_size")),
+    "critic.ppo_epochs": with_critic(same_as(f"{ACTOR}.ppo_epochs")),
+    "critic.grad_clip": with_critic(same_as(f"{ACTOR}.grad_clip")),
+    "critic.optim.clip_grad": with_critic(same_as(f"{ACTOR}.optim.clip_grad")),
+    "critic.optim.weight_decay": with_critic(same_as(f"{ACTOR}.optim.weight_decay")),
+    "critic.optim.betas": with_critic(same_as(f"{ACTOR}.optim.betas")),
+    "critic.optim.lr_scheduler_type": with_critic(same_as(f"{ACTOR}.optim.lr_scheduler_type")),
+    "critic.optim.lr_warmup_steps": with_critic(same_as(f"{ACTOR}.optim.lr_warmup_steps")),
+    "critic.optim.lr_warmup_steps_ratio": with_critic(same_as(f"{ACTOR}.optim.lr_warmup_steps_ratio")),
+    "critic.loss_agg_mode": with_critic(
+        only("token-mean", why="the mean over the tokens of an update", otherwise="only token-mean is there")
+    ),
+    "critic.strategy": with_critic(backend),
+    "critic.enable": with_critic(
+        only(True, None, why="PPO has a critic", otherwise="PPO without a critic is not there; adv_estimator=grpo is")
+    ),
     "trainer.logger": report_to,
     "trainer.project_name": to("logging.wandb_project", text),
     "trainer.experiment_name": to("training.run_name", text),
@@ -296,7 +321,7 @@ KEYS: dict[str, Handler] = {
     "trainer.max_actor_ckpt_to_keep": lambda value, verl: (
         NoEffect("null: all are kept") if not value else to("training.save_total_limit", positive)(value, verl)
     ),
-    "trainer.max_critic_ckpt_to_keep": critic,
+    "trainer.max_critic_ckpt_to_keep": no_effect("a checkpoint holds policy and critic: max_actor_ckpt_to_keep"),
     "trainer.resume_mode": resume,
     "trainer.resume_from_path": refused("a checkpoint of verl holds another model than an adapter"),
     "trainer.device": no_effect("the device is detected"),
@@ -365,7 +390,10 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"reward\.reward_manager\..+", no_effect("it names a reward manager of your own, which source decides")),
     (r"(reward\.)?sandbox_fusion\.url", refused("a sandbox for code is not there")),
     (r"(reward\.)?sandbox_fusion\..+", no_effect("only sandbox_fusion.url, which is refused, uses it")),
-    (r"critic\..+", critic),
+    (r"critic\.optim\..+", with_critic(refused("the critic's optimizer is the policy's, but for its learning rate"))),
+    (r"critic\.model\.(override_config|external_lib|tokenizer_path|custom_chat_template|hf_config_path|exclude_modules|"
+     r"lora_adapter_path)(\..+)?", with_critic(refused("the critic is the base as it is, with LoRA of its own"))),
+    (r"critic\..+", no_effect("how the critic is cut and spread, as the policy is: " + SPEED)),
     (r"trainer\.(balance_batch|esi_.*|ray_.*|use_legacy_worker_impl|use_v1|worker_.*|del_local_.*|checkpoint_callback_.*)",
      no_effect(SPEED)),
     (r"trainer\.(log_val_generations|rollout_data_dir|validation_data_dir|default_hdfs_dir|wandb_proxy|hf_.*|"
@@ -409,6 +437,10 @@ ALWAYS = (
     f"{ACTOR}.clip_ratio_c",
     f"{ACTOR}.loss_agg_mode",
     f"{ACTOR}.policy_loss.loss_mode",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "critic.optim.lr",
+    "critic.cliprange_value",
     f"{ROLLOUT}.name",
     f"{ROLLOUT}.n",
     f"{ROLLOUT}.temperature",
