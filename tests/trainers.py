@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from perl.adapters import ADAPTERS
-from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.schema import AlgorithmConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.training.run import import_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -66,6 +66,7 @@ def make_trainer(
     peft: PeftConfig | None = None,
     engine: str = "generate",
     rollout: dict[str, Any] | None = None,
+    algorithm: AlgorithmConfig | None = None,
     callbacks: Sequence[Any] = (),
     **args: Any,
 ) -> Any:
@@ -77,7 +78,8 @@ def make_trainer(
     Args:
         folder: the trainer's output folder.
         kind: another class: TRL's GRPOTrainer, which is given the adapter's PEFT configuration, or one of ours.
-        noise, adapter, peft, engine, rollout: as in a run's configuration; `rollout` has RolloutConfig's fields.
+        noise, adapter, peft, engine, rollout, algorithm: as in a run's configuration; `rollout` holds fields of
+            RolloutConfig.
         args: fields of GRPOConfig that differ from SETTINGS.
     """
     config = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
@@ -91,6 +93,7 @@ def make_trainer(
             "adapter_config": peft,
             "noise": noise or NoiseConfig(enabled=False, seed=0),
             "rollout": RolloutConfig(**({"engine": engine} | (rollout or {}))),
+            "algorithm": algorithm,
         }
     return kind(
         model=model or tiny_model(scale=4.0),

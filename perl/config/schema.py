@@ -104,9 +104,17 @@ class AlgorithmConfig:
     Args:
         name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo). It sets what its paper says of other
             groups, unless the recipe or a flag says otherwise.
+        dynamic_sampling: replace groups of equal rewards by those of further prompts, until the batch is full.
+        dynamic_sampling_metric: what must differ within a group: a name of reward.functions, or sum, their weighted
+            sum; null is accuracy where that is one of them, else sum.
+        max_resample_factor: groups that a rollout may draw, over those of its batch; at the limit groups of equal
+            rewards fill it.
     """
 
     name: str = "grpo"
+    dynamic_sampling: bool = False
+    dynamic_sampling_metric: str | None = None
+    max_resample_factor: PositiveFloat = 10.0
 
 
 @dataclass

@@ -33,6 +33,14 @@ OF_ANY_TRAINING: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     *OF_ANY_TRAINING,
     Rule(
+        "algorithm.dynamic_sampling_metric",
+        lambda v: v.algorithm.dynamic_sampling,
+        "algorithm.dynamic_sampling is false",
+    ),
+    Rule(
+        "algorithm.max_resample_factor", lambda v: v.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"
+    ),
+    Rule(
         "noise_injection.",
         lambda v: v.noise_injection.enabled,
         "noise_injection.enabled is false",

@@ -26,6 +26,8 @@ class RolloutState:
     """How the window is cut into updates, by the names of the flags."""
     adapted: dict[str, float] | None = None
     """Fields of perl.noise.schedule.Adapted; None under other schedules than target_kl."""
+    stream: dict[str, Any] | None = None
+    """PromptStream.state, the same of every process; None without dynamic sampling."""
 
 
 def state_file(checkpoint: str | Path, rank: int) -> Path:

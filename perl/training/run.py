@@ -17,7 +17,6 @@ from transformers import PrinterCallback
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.algorithms import ALGORITHMS
 from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
 from perl.grading import Grader
@@ -76,7 +75,7 @@ def train(argv: Sequence[str]) -> Path:
                 adapter=ADAPTERS[config.peft.type],
                 adapter_config=config.peft,
                 noise=config.noise_injection,
-                algorithm=ALGORITHMS[config.algorithm.name],
+                algorithm=config.algorithm,
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,

@@ -3,6 +3,7 @@
 One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these methods, and where each thing is done:
 
     prompts -> _generate_single_turn      completions   rollout.RolloutPolicy: noise, merged adapter, decode loop
+                                                        (DAPO: dynamic_sampling, before `_generate_…`: rewards too)
             -> _calculate_rewards         rewards       loss.equal_rewards: which groups have no advantage
             -> _generate_and_score_…      advantages    perl.algorithms, or TRL's; + old log-probabilities of the noisy
                                                         policy, on request
@@ -19,10 +20,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import send_to_device
@@ -30,13 +32,15 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 from trl import GRPOTrainer
+from trl.data_utils import is_conversational
 from trl.generation import vllm_generation
 from trl.models.utils import unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
-from perl.algorithms.algorithm import Algorithm, Scored
-from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.algorithms.algorithm import Scored
+from perl.config.schema import AlgorithmConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
@@ -46,8 +50,10 @@ from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.prompts import truncated
 from perl.records import Sampling
+from perl.rewards import GradeEarly
 from perl.training import rollout_state
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
+from perl.training.dynamic_sampling import Collected, Collection, Cost, DynamicSampling, Hooks, Judged, collected, draw
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
@@ -61,6 +67,7 @@ from perl.training.measurements import Measurements
 from perl.training.metrics import StepClock, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
 from perl.training.packing import log_probs
+from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import (
     Completions,
     RolloutPolicy,
@@ -89,12 +96,25 @@ class Rollout:
     """That sampled."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Of the data set, one for each completion."""
+    collected: Collected | None = None
+    """What dynamic sampling has chosen for TRL, sampled and rewarded; None without it."""
     no_advantage: torch.Tensor | None = None
     """bool [rows]: this process's rows whose group has equal rewards; None where TRL does not sum rewards."""
     rewards: torch.Tensor | None = None
     """float [rows of all processes]: weighted sums, NaN where a row has none."""
     after_rewards: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Entered when the rewards are known, left when the advantages are."""
+
+
+@contextlib.contextmanager
+def _on_this_process_alone() -> Iterator[None]:
+    """TRL's `_calculate_rewards` gathers nothing inside."""
+    theirs = grpo_trainer.gather
+    setattr(grpo_trainer, "gather", lambda rewards: rewards)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, "gather", theirs)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -115,11 +135,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter: the PEFT method.
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
-        algorithm: how rewards become advantages.
+        algorithm: the group `algorithm`.
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
-        grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
+        grade_early: asked for each completion as soon as it ends, while others are drawn.
         validation: what is asked for scores while the model trains.
         write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
     """
@@ -133,11 +153,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter: Adapter,
         adapter_config: PeftConfig,
         noise: NoiseConfig,
-        algorithm: Algorithm = ALGORITHMS["grpo"],
+        algorithm: AlgorithmConfig | None = None,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
-        grade_early: Callable[[str, dict[str, Any]], None] | None = None,
+        grade_early: GradeEarly | None = None,
         validation: Validation | None = None,
         write_card: WriteCard | None = None,
         **kwargs: Any,
@@ -150,7 +170,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
-        self.algorithm, self.sampling_seed = algorithm, self.args.seed
+        self.algorithm_config, self.sampling_seed = algorithm or AlgorithmConfig(), self.args.seed
+        self.algorithm = ALGORITHMS[self.algorithm_config.name]
         self.noise_config, self.noise = noise, self._noise_injector(noise)
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
         if self.noise and noise.schedule == "target_kl":
@@ -161,10 +182,12 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.measured = Measurements(self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
+        self.dynamic_sampling = self._dynamic_sampling() if self.algorithm_config.dynamic_sampling else None
         self.validation = validation
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
-        # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores.
-        for callback in (self.noise_stage if self.noise else None, self.clock, validation):
+        # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores;
+        # which step is the last is known to the validation.
+        for callback in (self.noise_stage if self.noise else None, self.clock, self.dynamic_sampling, validation):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -289,6 +312,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
         if images is not None:
             raise UserError("rollouts take no images; train on rows of text")
+        if (chosen := self.rollout.collected) is not None:
+            return chosen.completions.token_ids, chosen.completions.logprobs
         self.rollout.weights = weights = self._next_weights()
         draw, rank = (weights.step, weights.number), self.args.process_index
         seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
@@ -303,20 +328,26 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
         with self.clock("rollout"):
             completions = self.sampler.complete(request)
-            if self.model.training and self.measured.tolerance is None:
-                self._compare_first(request, completions)
-        for name, value in completions.metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
-        if not self.sampler.elsewhere:
-            lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)]
-            self.clock.count_forward(sequences(lengths))
+            self._compare_first(request, completions)
+        self._count_rollout(
+            [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)], completions.metrics
+        )
         return completions.token_ids, completions.logprobs
 
+    def _count_rollout(self, lengths: list[int], metrics: dict[str, float]) -> None:
+        """Of sequences of these lengths, prompts included."""
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        if not self.sampler.elsewhere:
+            self.clock.count_forward(sequences(lengths))
+
     def _grade_early(self, place: int, token_ids: list[int]) -> None:
+        self._start_grading(token_ids, self.rollout.rows[place])
+
+    def _start_grading(self, token_ids: list[int], row: dict[str, Any]) -> Future[Any] | None:
         assert self.grade_early is not None
         tokenizer: Any = self.processing_class
-        text = tokenizer.decode(token_ids, skip_special_tokens=True)  # as TRL decodes them for the rewards
-        self.grade_early(text, self.rollout.rows[place])
+        return self.grade_early(tokenizer.decode(token_ids, skip_special_tokens=True), row)  # decoded as TRL does
 
     def _next_weights(self) -> Weights:
         step, last = self.state.global_step, self.rollout.weights
@@ -327,6 +358,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _compare_first(self, request: RolloutRequest, completions: Completions) -> None:
         """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
         had? Afterwards the loss compares them at no cost (`_weigh`)."""
+        if not self.model.training or self.measured.tolerance is not None:
+            return
         mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
         self.measured.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
         if why := self.sampler.not_comparable(request.sampling):
@@ -367,9 +400,89 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         ):
             yield policy
 
+    # Dynamic sampling
+
+    def _dynamic_sampling(self) -> DynamicSampling:
+        args: Any = self.args
+        epochs = None if args.max_steps > 0 else args.num_train_epochs
+        return DynamicSampling(
+            PromptStream(len(self.train_dataset), args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
+            args.generation_batch_size // self.num_generations,
+            self.algorithm_config.max_resample_factor,
+            lambda: self._step % (args.steps_per_generation * self.num_iterations) == 0,
+        )
+
+    def _collect(self, dynamic: DynamicSampling) -> Collected:
+        """Prompts of the stream, sampled and rewarded until this process's part of the batch is full. Every process
+        must come here."""
+        self.rollout.weights = weights = self._next_weights()
+        size = self._group_size()
+        positions, needed, most = dynamic.begin(self.args.process_index, self.accelerator.num_processes)
+        hooks = Hooks(
+            row=lambda position: self.train_dataset[dynamic.stream.row(position)],  # type: ignore[index]
+            tokenize=self._tokenize_row,
+            grade_early=self._start_grading if self.grade_early else None,
+            judge=self._judge,
+        )
+        collection = Collection(
+            positions,
+            hooks,
+            needed=needed,
+            most=most,
+            size=size,
+            seed=self.sampling_seed,
+            equal_by=self._equal_by(),
+            weights=self.reward_weights,
+        )
+        request = RolloutRequest(prompt_ids=[], seeds=[], sampling=self._sampling(), weights=weights, group_size=size)
+        with self.clock("rollout"):
+            tokens, metrics = draw(
+                collection, self.sampler, request, lambda count: int(self._of_all_processes([count]).max())
+            )
+            chosen = collected(collection.chosen(), metrics)
+            self._compare_first(replace(request, prompt_ids=chosen.prompt_ids, seeds=chosen.seeds), chosen.completions)
+        lengths = [len(group.prompt_ids) + len(ids) for group in collection.groups for ids in group.token_ids]
+        self._count_rollout(lengths, metrics)
+        mine = Cost.of(collection, collection.chosen(), tokens, self.reward_weights)
+        cost = dynamic.end(self._of_all_processes([float(number) for number in mine]))
+        for name, value in cost.metrics(dynamic.batch).items():
+            self._metrics["train"][name].append(value)
+        return chosen
+
+    def _equal_by(self) -> int | None:
+        """Which reward function must differ within a group; None: the weighted sum of all."""
+        asked, names = self.algorithm_config.dynamic_sampling_metric, self.reward_func_names
+        if asked is None:
+            return names.index("accuracy") if "accuracy" in names else None
+        return None if asked == "sum" else names.index(asked.rpartition(":")[2])
+
+    def _tokenize_row(self, row: dict[str, Any]) -> list[int]:
+        if row.keys() & {"image", "images"}:
+            raise UserError(
+                "--config.algorithm.dynamic_sampling true: rows with images can't be sampled again; write false"
+            )
+        return list(self._tokenize_prompts([row["prompt"]])[0][0])
+
+    def _judge(self, row: dict[str, Any], token_ids: list[list[int]]) -> Judged:
+        """The rewards of one group of this process, as TRL makes those of a batch."""
+        count, tokenizer = len(token_ids), cast("Any", self.processing_class)
+        texts: list[Any] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        if is_conversational({"prompt": row["prompt"]}):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        with self.clock("reward"), _on_this_process_alone():
+            rewards = super()._calculate_rewards([row] * count, [row["prompt"]] * count, texts, token_ids)
+        extras = {name: list(values) for name, values in self._pending_extra_logs.items()}
+        self._pending_extra_logs.clear()  # those of the groups that are chosen come back in `_calculate_rewards`
+        return Judged(rewards.cpu(), extras)
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any):
+        chosen = self.rollout.collected
         with self.clock("reward"):
-            rewards = super()._calculate_rewards(*args, **kwargs)
+            if chosen is None:
+                rewards = super()._calculate_rewards(*args, **kwargs)
+            else:
+                self._pending_extra_logs.update(chosen.extras)
+                rewards: Any = self.accelerator.gather(chosen.rewards.to(self.accelerator.device))
         if self.multi_objective_aggregation == "sum_then_normalize":
             rows = len(rewards) // self.accelerator.num_processes
             mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
@@ -382,8 +495,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.rollout = rollout = Rollout(self.rollout.weights, inputs)
+        if self.dynamic_sampling and self.model.training:
+            rollout.collected = self._collect(self.dynamic_sampling)
+            rollout.rows = rollout.collected.rows  # of the data loader's nothing is used
         with rollout.after_rewards:
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            output: dict[str, Any] = super()._generate_and_score_completions(rollout.rows)
         output["advantages"] = self._advantages(output)
         if self.model.training and rollout.rewards is not None:
             self.measured.add_rollout(output, rollout.rewards)
@@ -567,6 +683,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             processes=self.accelerator.num_processes,
             settings=self._window_settings(),
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
+            stream=self.dynamic_sampling.stream.state() if self.dynamic_sampling else None,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         rollout_state.save(checkpoint, self.args.process_index, state)
@@ -586,3 +703,5 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)
             if state.adapted is not None:
                 self.noise_stage.adapted = Adapted(**state.adapted)
+            if self.dynamic_sampling and state.stream is not None:
+                self.dynamic_sampling.stream.restore(state.stream)

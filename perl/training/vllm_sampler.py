@@ -68,7 +68,10 @@ class VLLMSampler:
         noise: the same noise on the engine's weights.
         itemsize: bytes of a weight in vLLM, which chooses its own dtype.
         elsewhere: it computes on devices that are not the trainer's.
+        takes_more: False; it draws what it is asked for.
     """
+
+    takes_more = False
 
     def __init__(
         self,
