@@ -357,6 +357,7 @@ def main() -> None:
         "stream": trainer.dynamic_sampling.stream.state(),
         "losses": logged(trainer, "loss"),
         "steps": trainer.state.global_step,
+        "device": str(trainer.accelerator.device),
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
@@ -397,9 +398,7 @@ def test_dapo_samples_dynamically_unless_told_otherwise():
     assert parse([]).values.algorithm.dynamic_sampling is False
     parsed = parse(["--config.algorithm.name", "dapo", "--config.algorithm.dynamic_sampling", "false"])
     assert parsed.values.algorithm.dynamic_sampling is False
-    assert parsed.warnings == [
-        "--config.algorithm.dynamic_sampling False goes before algorithm dapo, which sets True"
-    ]
+    assert parsed.warnings == ["--config.algorithm.dynamic_sampling False goes before algorithm dapo, which sets True"]
 
 
 @pytest.mark.parametrize(
