@@ -336,6 +336,7 @@ def check_values(values: Namespace) -> None:
             "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
             " trains, perl/eval.py scores checkpoints"
         )
+    check_dynamic_sampling(values)
     check_validation(values)
     check_critic(values)
 
@@ -365,6 +366,23 @@ def check_critic(values: Namespace) -> None:
         raise UserError(
             f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"
             " packed sequence, which torch_compile can't have; leave it out"
+        )
+
+
+def check_dynamic_sampling(values: Namespace) -> None:
+    algorithm = values.algorithm
+    if not algorithm.dynamic_sampling:
+        return
+    if algorithm.max_resample_factor < 1:
+        raise UserError(
+            f"--config.algorithm.max_resample_factor {algorithm.max_resample_factor:g}: a batch has to be drawn once;"
+            " write a number from 1"
+        )
+    known = [*values.reward.functions, "sum"]
+    if algorithm.dynamic_sampling_metric not in (None, *known):
+        raise UserError(
+            f"--config.algorithm.dynamic_sampling_metric {algorithm.dynamic_sampling_metric}: no such reward; write"
+            f" one of {', '.join(known)}"
         )
 
 

@@ -105,6 +105,11 @@ class AlgorithmConfig:
     Args:
         name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo, ppo, …). It sets what its paper says of
             other groups, unless the recipe or a flag says otherwise.
+        dynamic_sampling: replace groups of equal rewards by those of further prompts, until the batch is full.
+        dynamic_sampling_metric: what must differ within a group: a name of reward.functions, or sum, their weighted
+            sum; null is accuracy where that is one of them, else sum.
+        max_resample_factor: groups that a rollout may draw, over those of its batch; at the limit groups of equal
+            rewards fill it.
         gamma: discount of a reward for each token before it (reinforce_plus_plus, ppo).
         lam: lambda of generalized advantage estimation (ppo).
         kl_estimator: of the KL divergence that training.beta puts into the loss (low_var_kl is TRL's, k3).
@@ -115,6 +120,9 @@ class AlgorithmConfig:
     """
 
     name: str = "grpo"
+    dynamic_sampling: bool = False
+    dynamic_sampling_metric: str | None = None
+    max_resample_factor: PositiveFloat = 10.0
     gamma: UnitFloat = 1.0
     lam: UnitFloat = 1.0
     kl_estimator: Literal["low_var_kl", "k1", "abs", "mse"] = "low_var_kl"

@@ -81,6 +81,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("critic.", lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
     Rule(
+        "algorithm.dynamic_sampling_metric",
+        lambda v: v.algorithm.dynamic_sampling,
+        "algorithm.dynamic_sampling is false",
+    ),
+    Rule(
+        "algorithm.max_resample_factor", lambda v: v.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"
+    ),
+    Rule(
         "noise_injection.",
         lambda v: v.noise_injection.enabled,
         "noise_injection.enabled is false",

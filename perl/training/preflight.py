@@ -102,6 +102,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     dataset = build_dataset(config.dataset, tokenizer, graded=grades_rows(config.reward.functions))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
+    if config.algorithm.dynamic_sampling:
+        require_whole_groups(config.training)
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
     return Checked(
         tokenizer=tokenizer,
@@ -170,6 +172,20 @@ def check_engine(config: Config) -> None:
         )
     if importlib.util.find_spec("vllm") is None:
         raise UserError("--config.rollout.engine vllm: vllm is not installed; use --config.rollout.engine fast")
+
+
+def require_whole_groups(training: TrainingConfig) -> None:
+    """Dynamic sampling fills the part of the batch of each process by itself."""
+    assert training.generation_batch_size
+    assert training.num_generations
+    rows = training.generation_batch_size // training.world_size
+    if rows % training.num_generations:
+        raise UserError(
+            f"--config.algorithm.dynamic_sampling true: {rows} completions of a process (per_device_train_batch_size"
+            f" {training.per_device_train_batch_size} x steps_per_generation {training.steps_per_generation}) hold no"
+            f" whole groups of {training.num_generations}; make them a multiple of --config.training.num_generations,"
+            " or write --config.algorithm.dynamic_sampling false"
+        )
 
 
 def require_full_batch(training: TrainingConfig, prompts: int) -> None:

@@ -3,6 +3,7 @@
 One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these methods, and where each thing is done:
 
     prompts -> _generate_single_turn      completions   rollout.RolloutPolicy: noise, merged adapter, decode loop
+                                                        (DAPO: dynamic_sampling, before `_generate_…`: rewards too)
             -> _calculate_rewards         rewards       loss.equal_rewards: which groups have no advantage
             -> _generate_and_score_…      advantages    KL in the reward; perl.algorithms, or TRL's; + old
                                                         log-probabilities of the noisy policy, on request
@@ -22,10 +23,11 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import send_to_device
@@ -34,6 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
+from trl.data_utils import is_conversational
 from trl.generation import vllm_generation
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer import grpo_trainer
@@ -54,9 +57,11 @@ from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.prompts import truncated
 from perl.records import Sampling
+from perl.rewards import GradeEarly
 from perl.training import rollout_state
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
 from perl.training.critic import Critic, prepare_own_base
+from perl.training.dynamic_sampling import Collected, Collection, Cost, DynamicSampling, Hooks, Judged, collected, draw
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
@@ -71,6 +76,7 @@ from perl.training.measurements import Measurements
 from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
 from perl.training.packing import enable_packing, log_probs
+from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import (
     Completions,
     RolloutPolicy,
@@ -100,12 +106,25 @@ class Rollout:
     """That sampled."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Of the data set, one for each completion."""
+    collected: Collected | None = None
+    """What dynamic sampling has chosen for TRL, sampled and rewarded; None without it."""
     no_advantage: torch.Tensor | None = None
     """bool [rows]: this process's rows whose group has equal rewards; None where TRL does not sum rewards."""
     rewards: torch.Tensor | None = None
     """float [rows of all processes]: weighted sums, NaN where a row has none."""
     after_rewards: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Entered when the rewards are known, left when the advantages are."""
+
+
+@contextlib.contextmanager
+def _on_this_process_alone() -> Iterator[None]:
+    """TRL's `_calculate_rewards` gathers nothing inside."""
+    theirs = grpo_trainer.gather
+    setattr(grpo_trainer, "gather", lambda rewards: rewards)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, "gather", theirs)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -167,7 +186,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
-        grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
+        grade_early: asked for each completion as soon as it ends, while others are drawn.
         validation: what is asked for scores while the model trains.
         write_card: writes the model card into a folder that holds what was trained, given the log history; None: TRL's
             card.
@@ -188,7 +207,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
-        grade_early: Callable[[str, dict[str, Any]], None] | None = None,
+        grade_early: GradeEarly | None = None,
         validation: Validation | None = None,
         write_card: WriteCard | None = None,
         **kwargs: Any,
@@ -228,12 +247,14 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.measured = Measurements(self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
+        self.dynamic_sampling = self._dynamic_sampling() if self.algorithm_config.dynamic_sampling else None
         self.validation = validation
         if validation is not None:
             validation.setup.require_room(self.sampler.context)
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
-        # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores.
-        for callback in (self.noise_stage if self.noise else None, self.clock, validation):
+        # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores;
+        # which step is the last is known to the validation.
+        for callback in (self.noise_stage if self.noise else None, self.clock, self.dynamic_sampling, validation):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -373,6 +394,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return inputs
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
+        if (chosen := self.rollout.collected) is not None:
+            return chosen.completions.token_ids, chosen.completions.logprobs
         self.rollout.weights = weights = self._next_weights()
         draw, rank = (weights.step, weights.number), self.args.process_index
         seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
@@ -388,20 +411,26 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
         with self.clock("rollout"):
             completions = self.sampler.complete(request)
-            if self.model.training and self.measured.tolerance is None:
-                self._compare_first(request, completions)
-        for name, value in completions.metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
-        if not self.sampler.elsewhere:
-            lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)]
-            self.clock.count_forward(sequences(lengths))
+            self._compare_first(request, completions)
+        self._count_rollout(
+            [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)], completions.metrics
+        )
         return completions.token_ids, completions.logprobs
 
+    def _count_rollout(self, lengths: list[int], metrics: dict[str, float]) -> None:
+        """Of sequences of these lengths, prompts included."""
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        if not self.sampler.elsewhere:
+            self.clock.count_forward(sequences(lengths))
+
     def _grade_early(self, place: int, token_ids: list[int]) -> None:
+        self._start_grading(token_ids, self.rollout.rows[place])
+
+    def _start_grading(self, token_ids: list[int], row: dict[str, Any]) -> Future[Any] | None:
         assert self.grade_early is not None
         tokenizer: Any = self.processing_class
-        text = tokenizer.decode(token_ids, skip_special_tokens=True)  # as TRL decodes them for the rewards
-        self.grade_early(text, self.rollout.rows[place])
+        return self.grade_early(tokenizer.decode(token_ids, skip_special_tokens=True), row)  # decoded as TRL does
 
     def _next_weights(self) -> Weights:
         step, last = self.state.global_step, self.rollout.weights
@@ -412,6 +441,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _compare_first(self, request: RolloutRequest, completions: Completions) -> None:
         """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
         had? Afterwards the loss compares them at no cost (`_weigh`)."""
+        if not self.model.training or self.measured.tolerance is not None:
+            return
         mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
         self.measured.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
         if why := self.sampler.not_comparable(request.sampling):
@@ -453,9 +484,89 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         ):
             yield policy
 
+    # Dynamic sampling
+
+    def _dynamic_sampling(self) -> DynamicSampling:
+        args: Any = self.args
+        epochs = None if args.max_steps > 0 else args.num_train_epochs
+        return DynamicSampling(
+            PromptStream(len(self.train_dataset), args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
+            args.generation_batch_size // self.num_generations,
+            self.algorithm_config.max_resample_factor,
+            lambda: self._step % (args.steps_per_generation * self.num_iterations) == 0,
+        )
+
+    def _collect(self, dynamic: DynamicSampling) -> Collected:
+        """Prompts of the stream, sampled and rewarded until this process's part of the batch is full. Every process
+        must come here."""
+        self.rollout.weights = weights = self._next_weights()
+        size = self._group_size()
+        positions, needed, most = dynamic.begin(self.args.process_index, self.accelerator.num_processes)
+        hooks = Hooks(
+            row=lambda position: self.train_dataset[dynamic.stream.row(position)],  # type: ignore[index]
+            tokenize=self._tokenize_row,
+            grade_early=self._start_grading if self.grade_early else None,
+            judge=self._judge,
+        )
+        collection = Collection(
+            positions,
+            hooks,
+            needed=needed,
+            most=most,
+            size=size,
+            seed=self.sampling_seed,
+            equal_by=self._equal_by(),
+            weights=self.reward_weights,
+        )
+        request = RolloutRequest(prompt_ids=[], seeds=[], sampling=self._sampling(), weights=weights, group_size=size)
+        with self.clock("rollout"):
+            tokens, metrics = draw(
+                collection, self.sampler, request, lambda count: int(self._of_all_processes([count]).max())
+            )
+            chosen = collected(collection.chosen(), metrics)
+            self._compare_first(replace(request, prompt_ids=chosen.prompt_ids, seeds=chosen.seeds), chosen.completions)
+        lengths = [len(group.prompt_ids) + len(ids) for group in collection.groups for ids in group.token_ids]
+        self._count_rollout(lengths, metrics)
+        mine = Cost.of(collection, collection.chosen(), tokens, self.reward_weights)
+        cost = dynamic.end(self._of_all_processes([float(number) for number in mine]))
+        for name, value in cost.metrics(dynamic.batch).items():
+            self._metrics["train"][name].append(value)
+        return chosen
+
+    def _equal_by(self) -> int | None:
+        """Which reward function must differ within a group; None: the weighted sum of all."""
+        asked, names = self.algorithm_config.dynamic_sampling_metric, self.reward_func_names
+        if asked is None:
+            return names.index("accuracy") if "accuracy" in names else None
+        return None if asked == "sum" else names.index(asked.rpartition(":")[2])
+
+    def _tokenize_row(self, row: dict[str, Any]) -> list[int]:
+        if row.keys() & {"image", "images"}:
+            raise UserError(
+                "--config.algorithm.dynamic_sampling true: rows with images can't be sampled again; write false"
+            )
+        return list(self._tokenize_prompts([row["prompt"]])[0][0])
+
+    def _judge(self, row: dict[str, Any], token_ids: list[list[int]]) -> Judged:
+        """The rewards of one group of this process, as TRL makes those of a batch."""
+        count, tokenizer = len(token_ids), cast("Any", self.processing_class)
+        texts: list[Any] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        if is_conversational({"prompt": row["prompt"]}):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        with self.clock("reward"), _on_this_process_alone():
+            rewards = super()._calculate_rewards([row] * count, [row["prompt"]] * count, texts, token_ids)
+        extras = {name: list(values) for name, values in self._pending_extra_logs.items()}
+        self._pending_extra_logs.clear()  # those of the groups that are chosen come back in `_calculate_rewards`
+        return Judged(rewards.cpu(), extras)
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any):
+        chosen = self.rollout.collected
         with self.clock("reward"):
-            rewards = super()._calculate_rewards(*args, **kwargs)
+            if chosen is None:
+                rewards = super()._calculate_rewards(*args, **kwargs)
+            else:
+                self._pending_extra_logs.update(chosen.extras)
+                rewards: Any = self.accelerator.gather(chosen.rewards.to(self.accelerator.device))
         if self.multi_objective_aggregation == "sum_then_normalize":
             rows = len(rewards) // self.accelerator.num_processes
             mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
@@ -468,8 +579,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.rollout = rollout = Rollout(self.rollout.weights, inputs)
+        if self.dynamic_sampling and self.model.training:
+            rollout.collected = self._collect(self.dynamic_sampling)
+            rollout.rows = rollout.collected.rows  # of the data loader's nothing is used
         with rollout.after_rewards:
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            output: dict[str, Any] = super()._generate_and_score_completions(rollout.rows)
         reference = self._reference_logps(output)
         output["advantages"] = self._advantages(output, self._penalty(output, reference))
         if self.own_beta and reference is not None:
@@ -775,6 +889,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             settings=self._window_settings(),
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
             kl_coefficient=self.kl_coefficient.value,
+            stream=self.dynamic_sampling.stream.state() if self.dynamic_sampling else None,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.save_critic(checkpoint)
@@ -804,3 +919,5 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 self.kl_coefficient.value = state.kl_coefficient
             if state.adapted is not None:
                 self.noise_stage.adapted = Adapted(**state.adapted)
+            if self.dynamic_sampling and state.stream is not None:
+                self.dynamic_sampling.stream.restore(state.stream)

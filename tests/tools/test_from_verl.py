@@ -470,11 +470,29 @@ def test_a_critics_keys_do_not_speak_as_if_there_were_none():
     )
 
 
+def test_filtered_groups_are_dynamic_sampling():
+    """verl's limit counts batches of gen_batch_size prompts; the punishment is in seq_reward, and not in acc."""
+    script = SCRIPTS / "wild" / "dapo_7b_ray.sh"
+    found = values(of(script))
+    assert found["algorithm.dynamic_sampling"] is True
+    assert found["algorithm.dynamic_sampling_metric"] == "accuracy"
+    assert found["algorithm.max_resample_factor"] == 30.0  # 10 batches of 3 x 512 prompts for one of 512
+    with_punishment = values(of(script, "algorithm.filter_groups.metric=seq_reward"))
+    assert with_punishment["algorithm.dynamic_sampling_metric"] == "sum"
+    unlimited = of(script, "algorithm.filter_groups.max_num_gen_batches=0")
+    assert "10 unless it is said" in unlimited.no_effect["algorithm.filter_groups.max_num_gen_batches"]
+    off = of(script, "algorithm.filter_groups.enable=False")
+    assert "algorithm.dynamic_sampling" not in values(off)
+    assert off.no_effect["algorithm.filter_groups.metric"] == "algorithm.filter_groups.enable is False"
+    wrong = of(script, "algorithm.filter_groups.metric=reward")
+    assert "reward: acc, score, seq_reward, seq_final_reward" in wrong.refused["algorithm.filter_groups.metric"]
+
+
 # Scripts
 
 
 WILD_REFUSED = {
-    "dapo_7b_ray.sh": {"algorithm.filter_groups.enable", "actor_rollout_ref.rollout.val_kwargs.top_p"},
+    "dapo_7b_ray.sh": {"actor_rollout_ref.rollout.val_kwargs.top_p"},
     "dapo_npu_without_filter.sh": set(),
     "fsdp2_two_nodes.sh": set(),
     "grpo_engine_choice.sh": set(),

@@ -334,6 +334,35 @@ def rollout_batch(value: Any, verl: Verl) -> Outcome:
     return Refused("it differs from data.train_batch_size; drop it, or train on as many prompts as are drawn")
 
 
+def filtered(handler: Handler) -> Handler:
+    return where(
+        lambda verl: verl["algorithm.filter_groups.enable"], handler, "algorithm.filter_groups.enable is False"
+    )
+
+
+def filter_metric(value: Any, verl: Verl) -> Outcome:
+    """What must differ within a group: acc and score are without the punishment of long completions."""
+    if value in ("seq_reward", "seq_final_reward"):
+        return Translated({"algorithm.dynamic_sampling_metric": "sum"})
+    if value not in ("acc", "score"):
+        return Refused(f"{shown(value)}: acc, score, seq_reward, seq_final_reward")
+    rewards = reward_functions(None, verl)
+    assert isinstance(rewards, Translated)
+    return Translated({"algorithm.dynamic_sampling_metric": rewards.fields["reward.functions"][0]})
+
+
+def filter_limit(value: Any, verl: Verl) -> Outcome:
+    """verl counts batches of data.gen_batch_size prompts."""
+    if not isinstance(value, int) or value <= 0:
+        return NoEffect("no limit in verl; here --config.algorithm.max_resample_factor is one, 10 unless it is said")
+    batch = verl["data.train_batch_size"]
+    drawn = value * (verl["data.gen_batch_size"] or batch)
+    return Translated(
+        {"algorithm.max_resample_factor": drawn / batch},
+        "at the limit verl ends the run; here groups of equal rewards fill the batch",
+    )
+
+
 def chat_template(value: Any, verl: Verl) -> Outcome:
     arguments = verl["data.apply_chat_template_kwargs"]
     return Translated({"training.chat_template_kwargs": arguments}) if arguments else NoEffect("empty")

@@ -33,6 +33,9 @@ from perl.tools.from_verl.handlers import (
     engine,
     epochs,
     estimator,
+    filter_limit,
+    filter_metric,
+    filtered,
     full_parameters,
     group_size,
     importance_cap,
@@ -159,9 +162,13 @@ KEYS: dict[str, Handler] = {
     ),
     "algorithm.gamma": where(discounted, to("algorithm.gamma", number), "in verl too: adv_estimator discounts nothing"),
     "algorithm.lam": with_critic(to("algorithm.lam", number)),
-    "algorithm.filter_groups.enable": refused(
-        "dynamic sampling is not there; groups of equal rewards cost no update here, but are not replaced; write False"
+    "algorithm.filter_groups.enable": where(
+        lambda verl: verl["algorithm.filter_groups.enable"],
+        to("algorithm.dynamic_sampling", yes_or_no),
+        "groups of equal rewards stay in the batch here too",
     ),
+    "algorithm.filter_groups.metric": filtered(filter_metric),
+    "algorithm.filter_groups.max_num_gen_batches": filtered(filter_limit),
     "algorithm.use_pf_ppo": refused("preference-feedback PPO is not there"),
     "algorithm.rollout_correction.rollout_is": importance_correction,
     "algorithm.rollout_correction.rollout_is_threshold": where(
@@ -344,7 +351,7 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"data\.mm_processor_kwargs(\..+)?", refused("images are made as the model's image processor says by itself")),
     (r"data\.(use_shm|dataloader_num_workers|cache_dir)", no_effect(SPEED)),
     (r"data\.sampler\..+|data\.datagen\..+", refused("another order of the rows is not there")),
-    (r"algorithm\.filter_groups\..+", no_effect("only filter_groups.enable, which is refused, uses it")),
+    (r"algorithm\.filter_groups\..+", no_effect("how verl draws its batches ahead")),
     (r"algorithm\.pf_ppo\..+", no_effect("use_pf_ppo is False")),
     (r"algorithm\.rollout_correction\..+", no_effect("it has an effect only with rollout_is or rollout_rs")),
     (r"actor_rollout_ref\.(hybrid_engine|nccl_timeout)", no_effect("rollouts and training share the devices")),
