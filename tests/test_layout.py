@@ -15,12 +15,14 @@ FILES = sorted((ROOT / "perl").rglob("*.py"))
 LEVELS = [
     {
         "errors",
+        "adapter_files",
         "records",
         "algorithms",
         "device",
         "kernels",
         "prompts",
         "provenance",
+        "redact",
         "config",
         "sharding",
         "checkpoints",

@@ -5,7 +5,6 @@ recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from perl.config.schema import (
 )
 from perl.config.unused_flags import RULES, Rule, flags_without_effect
 from perl.errors import UserError, nearest
+from perl.redact import drop_secrets, remember
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -48,8 +48,6 @@ ENGINE_FLAGS = {
     "continuous_batching": {"use_vllm": False, "use_transformers_continuous_batching": True},
     "vllm": {"use_vllm": True, "use_transformers_continuous_batching": False},
 }
-SECRET_NAME = re.compile(r"(^|_)(token|key|secret|password|credentials?)$", re.IGNORECASE)
-"""Fields, and keys of fields that hold a mapping (model_init_kwargs), whose texts belong in no file of a run."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
 TRL_EPOCHS = 3.0
 """num_train_epochs where nobody has said it."""
@@ -135,17 +133,6 @@ class Parsed(Generic[C]):
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def drop_secrets(value: Any) -> Any:
-    """The mapping or list without its secrets, to any depth."""
-    if isinstance(value, dict):
-        return {key: drop_secrets(item) for key, item in value.items() if not is_secret(key, item)}
-    return [drop_secrets(item) for item in value] if isinstance(value, list) else value
-
-
-def is_secret(name: Any, value: Any) -> bool:
-    return isinstance(value, str | None) and SECRET_NAME.search(str(name)) is not None
-
-
 def parse(argv: Sequence[str]) -> Parsed[Config]:
     """Parse a command line of perl.train. Raises UserError for anything that cannot be what the user meant."""
     return parse_for(GRPO, argv)
@@ -156,6 +143,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     parser = build_parser(program)
     flags = parser.parse_args(list(argv), defaults=False)
     recipe = read_recipe(flags.get("recipe"), parser, program)
+    remember(recipe.as_dict())
     # A second parse, now over recipe and defaults, types everything that neither of them gave.
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
     given, written = flags.get("config") or Namespace(), recipe.get("config") or Namespace()

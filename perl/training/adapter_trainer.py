@@ -42,6 +42,7 @@ class AdapterTrainer:
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
         folder, pushed = Path(output_dir or self.args.output_dir or "."), Path(self.args.output_dir or ".")
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of every argument, which nothing reads
         # A run that goes on takes TRL's reference from peft.adapter again. From a checkpoint that holds it transformers
         # would load the reference alone, and not the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)

@@ -13,8 +13,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from perl.config.load import Config
 from perl.errors import lookup
+from perl.redact import redact
 from perl.tracking import WandbRun, require_trackers, wandb_is_disabled, wandb_mode
-from perl.training.rundir import model_slug, redact
+from perl.training.rundir import model_slug
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
