@@ -1,8 +1,8 @@
 """What is a secret in a configuration, a command line or a text, and what stands in its place wherever a run writes.
 
 By its name (hub_token, api_key), by its place (https://user:password@host, ?token=…), by its form (hf_…, sk-…), and by
-its value, where the environment or the command line has said it under such a name. Standard library alone at the top:
-the supervisor and the doctor import this.
+its value, where the environment, the command line or its recipe says it under such a name. At the top stands the
+standard library alone, as the supervisor and the doctor import this.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 HIDDEN = "<secret>"
-LEAST_LENGTH = 6
+LEAST_LENGTH = 8
 """Characters of a value that is looked for in texts; a shorter one would be found everywhere."""
 SECRET_NAME = re.compile(
     r"(^|[_\-. ])(token|key|api_?keys?|secrets?|password|passwd|passphrase|credentials?|auth|authorization|bearer)$",
@@ -42,8 +42,6 @@ FORMS = re.compile(
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|local-[0-9a-f]{32,})"
 )
 """Tokens that are known by their first letters."""
-_said: set[str] = set()
-"""Secrets of recipes, which neither the environment nor the command line knows."""
 
 
 def is_secret_name(name: object) -> bool:
@@ -86,11 +84,6 @@ def hide(text: str) -> str:
     return known.sub(HIDDEN, text) if known is not None else text
 
 
-def remember(value: Any) -> None:
-    """Have `hide` know the secrets that stand in the mapping `value` by their names, to any depth."""
-    _said.update(found for found in _secrets_in(value) if len(found) >= LEAST_LENGTH)
-
-
 class HideSecrets(logging.Filter):
     """Of a log's handler: no line of it holds a secret. Tracebacks are left to whoever writes the log's file."""
 
@@ -107,6 +100,17 @@ def hide_secrets_in_logs() -> None:
     """After logging.basicConfig: what this process logs holds no secret."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(HIDE_SECRETS)
+
+
+def hide_secrets_in_output() -> None:
+    """From here on what Python prints in this process holds no secret."""
+    for stream in (sys.stdout, sys.stderr):
+        setattr(stream, "write", functools.partial(_write, stream.write))  # noqa: B010
+
+
+def _write(write: Callable[[str], int], text: str) -> int:
+    write(hide(text))
+    return len(text)
 
 
 def _is_secret_query(name: str) -> bool:
@@ -160,19 +164,32 @@ def _mapping(text: str) -> Any:
 
 
 def _known() -> re.Pattern[str] | None:
-    """The secrets that the environment, the command line and `remember` know by their names, longest first."""
+    """The secrets that the environment, the command line and its --recipe know by their names, longest first."""
     of_environment = {value for name, value in os.environ.items() if is_secret_name(name)}
     argv = getattr(sys, "orig_argv", sys.argv)  # Python 3.9, which the doctor runs with, has no orig_argv
-    return _pattern(frozenset(of_environment | _said), tuple(argv))
+    return _pattern(frozenset(of_environment), tuple(argv))
 
 
 @functools.lru_cache(maxsize=4)
 def _pattern(values: frozenset[str], argv: tuple[str, ...]) -> re.Pattern[str] | None:
     said = [value for _, value, secret in _words(argv) if secret]
-    inside = [found for _, value, _ in _words(argv) for found in _secrets_in(_mapping(value))]
+    mappings = [*map(_mapping, _recipes(argv)), *(_mapping(value) for _, value, _ in _words(argv))]
+    inside = [found for mapping in mappings for found in _secrets_in(mapping)]
     wanted = {value for value in (*values, *said, *inside) if len(value) >= LEAST_LENGTH}
     longest_first = sorted(wanted, key=lambda value: (-len(value), value))
     return re.compile("|".join(map(re.escape, longest_first))) if wanted else None
+
+
+def _recipes(argv: Sequence[str]) -> Iterator[str]:
+    """The texts of the recipes that a command line names; what is wrong with one is said where it is taken."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--recipe":
+            with (
+                contextlib.suppress(OSError, ValueError),
+                open(value if equals else following, encoding="utf-8") as file,
+            ):
+                yield file.read()
 
 
 def _secrets_in(value: Any) -> Iterator[str]:

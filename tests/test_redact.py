@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from perl import redact as redaction
 from perl.errors import UserError, report_errors
-from perl.redact import HIDDEN, HideSecrets, drop_secrets, hide, is_secret_name, redact, remember
+from perl.redact import HIDDEN, HideSecrets, drop_secrets, hide, is_secret_name, redact
 
 
 @pytest.mark.parametrize(
@@ -72,17 +71,14 @@ def test_a_text_without_its_secrets(monkeypatch):
     assert hide("it said correct horse, short") == f"it said {HIDDEN}, short"
 
 
-def test_what_a_recipe_says_is_known_afterwards(monkeypatch):
-    monkeypatch.setattr(redaction, "_said", set())
-    remember({"config": {"reward": {"kwargs": {"api_key": "battery staple", "n": "plain text"}}}})
-    assert hide("battery staple, plain text") == f"{HIDDEN}, plain text"
-
-
-def test_what_the_command_line_says_is_known_to_every_text():
-    code = "from perl.redact import hide; print(hide('a b4ttery, b st4ple, c plain'))"
-    words = ["--x.hub_token", "b4ttery", "--y", '{"api_key": "st4ple"}', "plain"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-    assert done.stdout == f"a {HIDDEN}, b {HIDDEN}, c plain\n"
+@pytest.mark.parametrize("recipe", ["--recipe my.yaml", "--recipe=my.yaml"])
+def test_what_command_line_and_recipe_say_is_known_to_every_text(tmp_path, recipe):
+    (tmp_path / "my.yaml").write_text("reward: {kwargs: {api_key: c0rrectly, n: horse}}\n")
+    code = "from perl.redact import hide; print(hide('a b4tteries, b st4plers, c c0rrectly horse'))"
+    words = ["--x.hub_token", "b4tteries", "--y", '{"api_key": "st4plers"}', *recipe.split()]
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == f"a {HIDDEN}, b {HIDDEN}, c {HIDDEN} horse\n"
 
 
 def test_errors_and_log_lines_hold_no_secret(monkeypatch, capsys):

@@ -31,7 +31,7 @@ from perl.config.schema import (
 )
 from perl.config.unused_flags import RULES, Rule, flags_without_effect
 from perl.errors import UserError, nearest
-from perl.redact import drop_secrets, remember
+from perl.redact import drop_secrets
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -143,7 +143,6 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     parser = build_parser(program)
     flags = parser.parse_args(list(argv), defaults=False)
     recipe = read_recipe(flags.get("recipe"), parser, program)
-    remember(recipe.as_dict())
     # A second parse, now over recipe and defaults, types everything that neither of them gave.
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
     given, written = flags.get("config") or Namespace(), recipe.get("config") or Namespace()

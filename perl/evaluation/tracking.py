@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.candidates import Candidate
-from perl.redact import drop_secrets, redact
+from perl.redact import drop_secrets
 from perl.scoring.summary import shown
-from perl.tracking import WandbRun, require_trackers, wandb_is_disabled, wandb_mode
+from perl.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def log_results(
     of_run: dict[WandbRun | None, list[Candidate]] = {}
     for candidate in scored:  # the base belongs to the sweep's training, if that is one
         of_run.setdefault(runs.get(candidate.name, only), []).append(candidate)
-    sys.argv = redact(sys.argv)  # W&B keeps the command line
+    hide_from_wandb()
     wandb = importlib.import_module("wandb")  # not at the top: it takes a second, and few evaluations need it
     for run, members in of_run.items():
         try:
