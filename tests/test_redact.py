@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from perl.errors import UserError, report_errors
 from perl.redact import HIDDEN, HideSecrets, drop_secrets, hide, is_secret_name, redact
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,8 @@ def test_what_command_line_and_recipe_say_is_known_to_every_text(tmp_path, recip
     code = "from perl.redact import hide; print(hide('a b4tteries, b st4plers, c c0rrectly horse'))"
     words = ["--x.hub_token", "b4tteries", "--y", '{"api_key": "st4plers"}', *recipe.split()]
     command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=env)
     assert done.stdout == f"a {HIDDEN}, b {HIDDEN}, c {HIDDEN} horse\n"
 
 

@@ -488,7 +488,7 @@ def test_no_secret_is_printed_with_what_is_refused(tmp_path, monkeypatch, capsys
     assert main(["from-verl", "--", *GOOD, f"trainer.some_api_key={SECRET}"]) == 2
     printed = capsys.readouterr()
     assert SECRET not in printed.out + printed.err
-    assert printed.err == "error: trainer.some_api_key=<secret>: verl has no such key\n"
+    assert printed.err.startswith("error: trainer.some_api_key=<secret>: ")
 
 
 def test_names_of_columns_are_no_secrets(tmp_path, monkeypatch, capsys):

@@ -119,6 +119,7 @@ def test_a_training_writes_no_secret(planted):
     assert "https://<secret>@host.invalid/x?split=a&token=<secret>" in (written / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_it_writes_no_secret(planted):
     folder, inputs, _ = planted
     words = ["--model", "model", "--adapter", "run/adapter", "--dataset", "sums.jsonl", "--result_dir", "scores"]
