@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from perl.__main__ import main
+from perl.provenance import provenance
 from perl.reports.page import write_report
 from tests.reports.conftest import record, write_results
 
@@ -171,7 +172,13 @@ def test_hostile_names_stay_text(tmp_path, visit):
     styles = {HOSTILE[1]: {"system_prompt": HOSTILE[0]}}
     for side, score in (("other", 0.0), ("this", 1.0)):
         rows = [record("a-0", score=score, engine=HOSTILE[1], task=HOSTILE[2], scores={HOSTILE[0]: score})]
-        write_results(tmp_path / f"{side} {name}" / name, rows, **told, styles=styles, provenance={"command": HOSTILE})
+        write_results(
+            tmp_path / f"{side} {name}" / name,
+            rows,
+            **told,
+            styles=styles,
+            provenance=provenance() | {"command": HOSTILE},
+        )
     write_report(tmp_path / f"this {name}")
     assert main(["compare", str(tmp_path / f"other {name}"), str(tmp_path / f"this {name}")]) == 0
     file = tmp_path / f"this {name}" / "report.html"
