@@ -21,6 +21,8 @@ LEVELS = [
         "device",
         "kernels",
         "prompts",
+        "images",
+        "processors",
         "provenance",
         "redact",
         "config",

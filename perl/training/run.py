@@ -1,4 +1,4 @@
-"""The main path of training: configuration -> prompts -> GRPO with AQN -> adapter."""
+"""The main path of training: configuration -> prompts -> GRPO with AQN -> adapter, or model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import PrinterCallback
 
 from perl import device
 from perl.adapters import ADAPTERS
+from perl.adapters.none import store_as
 from perl.algorithms import ALGORITHMS
 from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
@@ -34,6 +35,7 @@ from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.rollout_state import NOT_DATA
 from perl.training.setup import load_model
 from perl.training.validation import Validation
+from perl.training.vision import language_part
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
@@ -45,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def train(argv: Sequence[str]) -> Path:
-    """Train as the command line `argv` says and return the run's folder; adapter/ in it is the result.
+    """Train as the command line `argv` says and return the run's folder; adapter/ in it, or model/, is the result.
 
     Raises:
         UserError: before a model is loaded, for whatever the user can fix.
@@ -77,7 +79,7 @@ def train(argv: Sequence[str]) -> Path:
                 processing_class=checked.tokenizer,
                 reward_funcs=rewards,
                 adapter=ADAPTERS[config.peft.type],
-                adapter_config=config.peft,
+                adapter_config=language_part(config.peft, checked.tokenizer),
                 noise=config.noise_injection,
                 algorithm=ALGORITHMS[config.algorithm.name],
                 rollout=config.rollout,
@@ -98,7 +100,7 @@ def train(argv: Sequence[str]) -> Path:
         with plain_checkpoint(checked.checkpoint):
             trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
-        save_adapter(trainer, run_dir / "adapter")
+        save_result(trainer, run_dir)
     return run_dir
 
 
@@ -153,8 +155,9 @@ def open_run(
     if config.training.process_index == 0:
         rundir.prepare(run_dir, parsed, config.training.world_size)
         data = config.dataset
-        before = checked.checkpoint or config.peft.adapter  # the adapter has seen the problems of that run too
-        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, before)
+        # What is trained has seen the problems of those runs too.
+        before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
+        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
         log.info("run folder: %s", run_dir.resolve())
     tracking.configure(config, run_dir, device.detect().kind, method)
     if config.training.hub_token:
@@ -191,8 +194,12 @@ def plain_checkpoint(checkpoint: str | None) -> Iterator[None]:
         raise UserError(f"--config.training.resume_from_checkpoint {checkpoint}: a file in it {NOT_DATA}") from error
 
 
-def save_adapter(trainer: AdapterTrainer, folder: Path) -> None:
-    """The adapter and the tokenizer."""
+def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
+    """The adapter, or the whole model in the dtype that it computes in, and the tokenizer."""
+    name = trainer.adapter.result
+    folder = run_dir / name
     trainer.save_model(str(folder))
     if trainer.args.process_index == 0:
-        log.info("adapter: %s", folder.resolve())
+        if name == "model":
+            store_as(folder, trainer.compute_dtype())
+        log.info("%s: %s", name, folder.resolve())

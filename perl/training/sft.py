@@ -1,4 +1,4 @@
-"""The main path of supervised fine-tuning: configuration -> rows -> TRL's SFTTrainer -> adapter."""
+"""The main path of supervised fine-tuning: configuration -> rows -> TRL's SFTTrainer -> adapter, or model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from perl.training.run import (
     hide_vllm,
     open_run,
     plain_checkpoint,
-    save_adapter,
+    save_result,
     set_up_logging,
     users_error,
 )
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 
 def fine_tune(argv: Sequence[str]) -> Path:
-    """Train as the command line `argv` says and return the run's folder; adapter/ in it is the result.
+    """Train as the command line `argv` says and return the run's folder; adapter/ in it, or model/, is
+    the result.
 
     Raises:
         UserError: before a model is loaded, for whatever the user can fix.
@@ -77,7 +78,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
         with plain_checkpoint(checked.checkpoint):
             trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
-        save_adapter(trainer, run_dir / "adapter")
+        save_result(trainer, run_dir)
     return run_dir
 
 

@@ -169,6 +169,7 @@ def test_hostile_names_stay_text(tmp_path, visit):
     """Of data sets, rules, tasks, folders, engines and settings, in a sweep that is compared with another folder."""
     name = HOSTILE[2].replace("/", "")
     told = {"model": "models/" + name, "engines": [HOSTILE[0]], "tasks": HOSTILE[:2], "dataset": HOSTILE[3]}
+    told["provenance"] = provenance() | {"command": HOSTILE}
     styles = {HOSTILE[1]: {"system_prompt": HOSTILE[0]}}
     for side, score in (("other", 0.0), ("this", 1.0)):
         rows = [record("a-0", score=score, engine=HOSTILE[1], task=HOSTILE[2], scores={HOSTILE[0]: score})]
