@@ -5,7 +5,6 @@ recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from perl.config.schema import (
 )
 from perl.config.unused_flags import RULES, Rule, flags_without_effect
 from perl.errors import UserError, nearest
+from perl.redact import drop_secrets
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -49,8 +49,6 @@ ENGINE_FLAGS = {
     "continuous_batching": {"use_vllm": False, "use_transformers_continuous_batching": True},
     "vllm": {"use_vllm": True, "use_transformers_continuous_batching": False},
 }
-SECRET_NAME = re.compile(r"(^|_)(token|key|secret|password|credentials?)$", re.IGNORECASE)
-"""Fields, and keys of fields that hold a mapping (model_init_kwargs), whose texts belong in no file of a run."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
 TRL_EPOCHS = 3.0
 """num_train_epochs where nobody has said it."""
@@ -135,17 +133,6 @@ class Parsed(Generic[C]):
             plain["training"].pop(name, None)
         plain = drop_secrets(plain)
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-
-
-def drop_secrets(value: Any) -> Any:
-    """The mapping or list without its secrets, to any depth."""
-    if isinstance(value, dict):
-        return {key: drop_secrets(item) for key, item in value.items() if not is_secret(key, item)}
-    return [drop_secrets(item) for item in value] if isinstance(value, list) else value
-
-
-def is_secret(name: Any, value: Any) -> bool:
-    return isinstance(value, str | None) and SECRET_NAME.search(str(name)) is not None
 
 
 def parse(argv: Sequence[str]) -> Parsed[Config]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trl import GRPOConfig
 
 from perl import device
 from perl.errors import UserError
+from perl.redact import drop_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,10 @@ class OnThisDevice:
         if self.disable_tqdm is None:
             self.disable_tqdm = True  # a bar redraws itself all over a log file; training/callbacks.py has our own line
         super().__post_init__()  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What trackers are given: without secrets (transformers leaves out those of its own fields alone)."""
+        return drop_secrets(super().to_dict())  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:

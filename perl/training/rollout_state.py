@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from perl.errors import UserError
+
+NOT_DATA = "holds more than tensors and plain values, which is not read; resume from a checkpoint of your own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,11 @@ def load(checkpoint: str | Path, rank: int, processes: int, settings: dict[str, 
     if not saved:
         return None
     mine = state_file(checkpoint, rank)
-    state = torch.load(mine if mine.exists() else saved[0], map_location="cpu", weights_only=True)
+    file = mine if mine.exists() else saved[0]
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise UserError(f"{file}: {NOT_DATA}") from error
     wrote = state.setdefault("processes", len(saved))
     if state["buffered_inputs"] is None:
         return RolloutState(**state | {"step": 0})

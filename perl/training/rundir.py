@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl import device
-from perl.config.load import SECRET_NAME, Parsed, is_secret
+from perl.config.load import Parsed
 from perl.errors import UserError
 from perl.provenance import git_commit, versions
+from perl.redact import hide, redact
 from perl.results import METRICS
 
 log = logging.getLogger(__name__)
@@ -122,36 +122,8 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "num_processes": world_size,
         "packages": versions(),
         "variables": {
-            name: value
+            name: hide(value)
             for name, value in sorted(os.environ.items())
             if name.startswith(VARIABLE_PREFIXES) and not SECRET.search(name)
         },
     }
-
-
-def redact(argv: list[str]) -> list[str]:
-    """The command line with `<secret>` for the values of secret flags, and of secret keys in a value that is a mapping
-    (`--config.training.model_init_kwargs '{"token": …}'`)."""
-    shown, hide = [], False
-    for word in argv:
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if hide or (equals and SECRET_NAME.search(flag.rpartition(".")[2])):
-            value = "<secret>"
-        hide = not equals and flag != "" and SECRET_NAME.search(flag.rpartition(".")[2]) is not None
-        shown.append(flag + equals + (_redact_mapping(value) if value.startswith("{") else value))
-    return shown
-
-
-def _redact_mapping(text: str) -> str:
-    try:
-        mapping = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-    def hidden(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: "<secret>" if is_secret(key, item) else hidden(item) for key, item in value.items()}
-
-    shown = hidden(mapping)
-    return text if shown == mapping else json.dumps(shown)

@@ -857,11 +857,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     # Logging and checkpoints
 
     def _save_adapter(self, folder: Path) -> None:
-        """The adapter, or the model, and the tokenizer, without transformers' pickled arguments. Every process must
-        come here."""
+        """The adapter, or the model, and the tokenizer. Every process must come here."""
         self.save_model(str(folder), _internal_call=True)  # pushed to no hub
-        if self.accelerator.is_main_process:
-            (folder / "training_args.bin").unlink(missing_ok=True)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         add_step(self._metrics["train"], metrics)

@@ -646,6 +646,45 @@ def test_json_is_one_line_with_each_key_in_one_list(tmp_path, monkeypatch, capsy
     assert found["translated"]["data.train_batch_size"] == {"training.steps_per_generation": 4}
 
 
+SECRET = "Pl4nted0123456789"
+WITH_SECRETS = [
+    *GOOD,
+    "custom_reward_function.path=r.py",
+    f"+custom_reward_function.reward_kwargs.api_key={SECRET}",
+    "+custom_reward_function.reward_kwargs.method=flexible",
+    f"+custom_reward_function.reward_kwargs.server=https://me:{SECRET}@host/",
+    f"trainer.wandb_proxy=http://me:{SECRET}@proxy:8080",
+]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_no_secret_of_a_script_is_printed_or_written(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(
+        f"export WANDB_API_KEY={SECRET} HF_TOKEN={SECRET} HF_ENDPOINT=https://me:{SECRET}@hub\n"
+        f"python3 -m verl.trainer.main_ppo {' '.join(WITH_SECRETS)}\n"
+    )
+    assert main(["from-verl", "--output", "r.yaml", *flags, "run.sh"]) == 0
+    printed, recipe = capsys.readouterr().out, Path("r.yaml").read_text()
+    assert SECRET not in printed + recipe
+    assert yaml.safe_load(recipe)["reward"]["kwargs"] == {"method": "flexible", "server": "https://<secret>@host/"}
+    assert "secrets in it stay out of the recipe: have your code read them from the environment" in printed
+
+
+def test_no_secret_is_printed_with_what_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["from-verl", "--", *GOOD, f"trainer.some_api_key={SECRET}"]) == 2
+    printed = capsys.readouterr()
+    assert SECRET not in printed.out + printed.err
+    assert printed.err.startswith("error: trainer.some_api_key=<secret>: ")
+
+
+def test_names_of_columns_are_no_secrets(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["from-verl", "--", *GOOD, "data.prompt_key=prompt"]) == 0
+    assert "data.prompt_key=prompt" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags", [[["--json"], []], [[], ["--json"]], [["--json"], ["--output", "r.yaml"]]])
 def test_words_after_a_file_go_before_it(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
