@@ -165,14 +165,12 @@ def compare_runs(
         shorter = f"; --window {window} may be longer than what they share: write less" if window > 1 else ""
         raise UserError(f"A, B: the curves share no {axis.name}s to compare: {reach}{shorter}")
     metrics = [agreement(name, runs, spans, rows, limits.get(name), error) for name, (spans, rows) in compared.items()]
-    scored = {
-        name: shared_scores(name, every, axis) for name in every[0].scores if all(name in run.scores for run in every)
-    }
-    scored = {name: found for name, found in scored.items() if found[0]}
+    shared = [name for name in every[0].scores if all(name in run.scores for run in every)]
+    scored = {name: found for name in shared if (found := shared_scores(name, every, axis))[0]}
     metrics += [agreement(n, runs, [(at, at + 1) for at in p], rows, None, error) for n, (p, rows) in scored.items()]
     main = next(name for name in limits if name in compared)
     spans = compared[main][0]
-    notes = [*of_two_kinds(runs), *left_out(limits, compared, every, axis), *lengths(every, axis, main, spans)]
+    notes = [*left_out(limits, compared, every, axis), *of_two_kinds(runs), *lengths(every, axis, main, spans)]
     notes += [validated(places, axis, names) for places, names in by_places(scored).items()]
     if all(found.absolute == 0 for found in metrics if found.limit is not None):
         notes.append("reward and loss are the same to the last digit: is this one run twice?")
@@ -227,8 +225,8 @@ def of_two_kinds(runs: Runs) -> list[str]:
     if all(len(found) == 1 for found in kinds.values()) and kinds["A"] != kinds["B"]:
         rewarded = "A" if True in kinds["A"] else "B"
         return [
-            f"the sides are of two kinds: {rewarded} was trained by rewards (GRPO, PPO), {'AB'.strip(rewarded)} logs none"
-            " (supervised fine-tuning); their losses are different quantities, and the verdict says nothing"
+            f"the sides are of two kinds: {rewarded} was trained by rewards (GRPO, PPO), {'AB'.strip(rewarded)} logs"
+            " none (supervised fine-tuning); their losses are different quantities, and the verdict says nothing"
         ]
     return []
 
@@ -378,7 +376,7 @@ def agreement(
     a, b = ([statistics.fmean(column) for column in zip(*own, strict=True)] for own in (rows[:count], rows[count:]))
     absolute, size = mae(a, b, spans), weighted([abs(value) for value in a], spans)
     relative = absolute / size if size else None
-    logged_as = (runs["A"][0].logged_as[name], runs["B"][0].logged_as[name])
+    logged_as = (runs["A"][0].logged_as.get(name, name), runs["B"][0].logged_as.get(name, name))
     notes: list[str] = []
     judged_by = None if limit is None else error
     if limit is not None and error == "relative" and (why := meaningless(a, size)):

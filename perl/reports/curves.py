@@ -133,6 +133,8 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
             as they are known.
     """
     logged: dict[str, dict[int, float]] = {}
+    rows = list(rows)
+    before = {score_name(name) for step, row in rows if step == 0 and not row.keys() & KNOWN for name in row}
     for step, row in rows:
         for name, value in row.items():
             logged.setdefault(score_name(name.removeprefix("train/")), {})[step] = number(value)
@@ -144,7 +146,11 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
     shift = int(verl and any(0 in metrics.get(name, {}) for name in TRAINED))
     metrics = {name: {s + shift: v for s, v in values.items() if s + shift > 0} for name, values in metrics.items()}
     metrics = {name: values for name, values in metrics.items() if values}
-    scores = {n: {s + shift: v for s, v in sorted(logged[n].items())} for n in sorted(logged) if n.startswith(SCORE)}
+    scores = {
+        name: {step + (0 if step == 0 and name in before else shift): value for step, value in sorted(values.items())}
+        for name, values in sorted(logged.items())
+        if name.startswith(SCORE)
+    }
     return Curves(
         source=path,
         format=kind,
@@ -152,8 +158,12 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
         steps_per_rollout=Fraction(1) if verl else steps_per_rollout(settings) or observed_interval(metrics),
         prompts_per_rollout=settings.get("train_batch_size") if verl else prompts_per_rollout(settings),
         scores=scores,
-        logged_as=logged_as | {name: name for name in scores},
+        logged_as=logged_as,
     )
+
+
+def is_known(name: str) -> bool:
+    return name in KNOWN or score_name(name).startswith(SCORE)
 
 
 def score_name(name: str) -> str:
@@ -378,7 +388,7 @@ def read_verl(path: Path) -> Curves | None:
         for head, end in zip(heads, ends, strict=True)
     ]
     batch = re.search(r"'train_batch_size': (\d+)|\bdata\.train_batch_size=(\d+)", text)
-    rows = last_attempt((step, row) for step, row in rows if row.keys() & KNOWN)  # others only look like a step's line
+    rows = last_attempt((step, row) for step, row in rows if any(map(is_known, row)))  # others only look like a step's
     if not rows:
         raise UserError("no step there logs a metric that is known here, such as critic/score/mean")
     return curves(path, "verl", rows, {"train_batch_size": int(batch[1] or batch[2])} if batch else {})

@@ -158,7 +158,7 @@ def test_verls_console_log():
     assert curves.metrics["timing/rollout"] == {1: 12.5, 2: 12.25, 3: 12.0, 4: 11.75}
     assert curves.metrics["completions/mean_length"][4] == 241.0
     assert curves.prompts_per_rollout == 128
-    assert "val-core" not in repr(curves)
+    assert curves.scores == {"val-core/openai/gsm8k/acc/mean@1": {0: 0.3646702047005307}}
     assert SECRET not in repr(curves)
 
 
