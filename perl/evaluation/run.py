@@ -55,8 +55,8 @@ def evaluate(config: EvalConfig) -> Summaries:
     setup = Setup.of(config)
     problem_sets = load_problem_sets(config, setup.tokenizer)
     for problem_set in problem_sets:
-        adapters = [candidate.adapter for candidate in setup.candidates]
-        warn_of_trained(adapters, problem_set.spec, config.split, problem_set.keys)
+        folders = [candidate.adapter or setup.model for candidate in setup.candidates]
+        warn_of_trained(folders, problem_set.spec, config.split, problem_set.keys)
     if config.compare:
         keys = {each.name: each.keys for each in problem_sets}
         require_common(Path(config.compare), Path(config.result_dir), keys, ("--compare", "--result_dir"))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from perl import device
+from perl.checkpoints import takes_images
 from perl.engines.attention import numbers_of
 from perl.training.metrics import ModelSize, Work, update_flops
 from perl.training.packing import enable_packing, prompt_work, row_work
@@ -246,7 +247,7 @@ def plan_update(
         padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
     else:
         padded = enable_packing(policy)
-    fixed = why_fixed(args, entropy_bonus, aux_loss)
+    fixed = why_fixed(args, entropy_bonus, aux_loss, takes_images(policy.config))
     if padded and say:
         log.info("micro-batches are padded, not packed: %s", padded)
     if fixed and say:
@@ -275,13 +276,15 @@ def plan_update(
     return UpdatePlan(padded is None, batcher, kernel)
 
 
-def why_fixed(args: TrainingConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
+def why_fixed(args: TrainingConfig, entropy_bonus: bool, aux_loss: bool, images: bool) -> str | None:
     """What of the loss depends on which rows share a micro-batch, so that these must be those that TRL gives; None:
     nothing does."""
     if args.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
         return f"loss_type {args.loss_type}"
     if args.top_entropy_quantile < 1.0:
         return "top_entropy_quantile below 1"
+    if images:
+        return "what TRL keeps of their images"
     if entropy_bonus:
         return "the entropy bonus"
     return "the router's auxiliary loss" if aux_loss else None

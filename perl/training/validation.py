@@ -1,4 +1,4 @@
-"""Validation: the evaluator's tasks, prompts, seeds and grading, on the live model with its adapter and without noise.
+"""Validation: the evaluator's tasks, prompts, seeds and grading, on the live model as it is trained, without noise.
 
     set_up_validation  before the model is loaded (validation_setup.py): problems -> samples
     Validation         at a step that is `due`
@@ -7,7 +7,7 @@
         gather         the records of all processes, in every process
         metrics        val-core/<data source>/acc/mean@n, …
         write          RUN/validation/step-N/DATASET as perl/eval.py leaves a dataset: samples.jsonl, summary.json
-        keep_best      RUN/best: the adapter with the best score so far
+        keep_best      RUN/best: the adapter, or the model, with the best score so far
 
 Nothing of the training changes by it: samples bring their own seeds, and the engine's state is one of its own.
 """
@@ -33,6 +33,7 @@ from transformers import TrainerCallback
 from perl import checkpoints, device
 from perl.errors import UserError
 from perl.grading import Grader, rules_hash
+from perl.processors import make_images
 from perl.provenance import provenance, text_hash
 from perl.records import Completion, Sample
 from perl.results import (
@@ -85,7 +86,9 @@ class Validation(TrainerCallback):
             count, sources = len(problem_set.samples), ", ".join(problem_set.sources)
             log.info("validation on %s: %d samples of %s", problem_set.spec, count, sources)
         if setup.config.save_best:
-            log.info("validation: the adapter with the highest %s is kept in %s", self.chosen_by, run_dir / BEST)
+            log.info(
+                "validation: the %s with the highest %s is kept in %s", setup.trained, self.chosen_by, run_dir / BEST
+            )
 
     def due(self, step: int, last: int) -> bool:
         """Whether the adapter after `step` of `last` optimizer steps is to be validated, and has not been."""
@@ -150,6 +153,7 @@ class Validation(TrainerCallback):
             weights=Weights(step, 0, 0.0),
             group_size=problem_set.sampling.n,
             on_finished=grade_early,
+            images=[make_images(self.setup.tokenizer, sample.images) for sample in share.asked],
             rules=self.setup.rules,
         )
         drawn = sampler.complete(request).token_ids[: share.own] if share.asked else []
@@ -188,7 +192,9 @@ class Validation(TrainerCallback):
 
     def summary(self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float) -> Summary:
         setup, sampling = self.setup, asdict(problem_set.sampling)
-        adapter = str(self.run_dir / f"checkpoint-{step}") if step else setup.start
+        trained = str(self.run_dir / f"checkpoint-{step}") if step else None
+        whole = trained if setup.trained == "model" else None
+        adapter = None if whole else trained or setup.start
         tokens = sum(record["tokens"] for record in records)
         sampling.pop("n")
         return {
@@ -207,11 +213,11 @@ class Validation(TrainerCallback):
                 "worker_restarts": 0,
             },
             "tasks": list(problem_set.tasks),
-            "model": str(setup.model),
+            "model": whole or str(setup.model),
             "adapter": adapter,
             "step": step,
             "dataset": problem_set.spec,
-            "base_hash": _base_hash(setup.model),
+            "base_hash": "" if whole else _base_hash(setup.model),
             "adapter_hash": None,
             "adapter_mode": "merge" if adapter else None,
             "dtype": "auto",
@@ -245,7 +251,9 @@ class Validation(TrainerCallback):
                 folder.rename(before)
             made.rename(folder)
             shutil.rmtree(before, ignore_errors=True)
-        log.info("validation: the best adapter so far is that of step %d (%.4f): %s", step, value, folder)
+        log.info(
+            "validation: the best %s so far is that of step %d (%.4f): %s", self.setup.trained, step, value, folder
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl import checkpoints
+from perl.adapters import ADAPTERS
 from perl.checkpoints import resolve_model
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
 from perl.errors import UserError
+from perl.images import tokenizer_of
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.scoring.samples import cluster_of
 from perl.tasks import TASKS, load_problems
@@ -43,6 +45,8 @@ class ValidationSetup:
     start: str | None
     """The adapter that is trained further; None: a new one, which changes nothing before the first step."""
     tokenizer: Any
+    trained: str = "adapter"
+    """What the training changes, by the name of its folder: "adapter", or "model" where all weights are trained."""
 
     def require_room(self, context: int | None) -> None:
         """A UserError where a vLLM server would refuse the longest prompt with its completion.
@@ -87,14 +91,16 @@ def set_up_validation(
         if config.training.use_vllm and config.training.vllm_mode == "server":
             _require_greedy(problem_set)
         _warn_of_trained(problem_set, trained)
+    eos_token_ids = checkpoints.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
     merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationSetup(
         config=validation,
         problem_sets=tuple(problem_sets),
-        rules=EvaluatorRules(eos_token_ids=checkpoints.eos_token_ids(model, model_config, tokenizer), context=context),
+        rules=EvaluatorRules(eos_token_ids=eos_token_ids, context=context),
         model=merged_base(config) if merges else model,
         start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,
+        trained=ADAPTERS[config.peft.type].result,
     )
 
 

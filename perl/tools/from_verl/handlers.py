@@ -292,11 +292,13 @@ def all_tokens(value: Any, verl: Verl) -> Outcome:
 
 
 def full_parameters(value: Any, verl: Verl) -> Outcome:
-    """lora_rank; 0 trains all weights in verl, and a LoRA adapter here."""
+    """lora_rank; 0 trains all weights in verl, and here a LoRA adapter unless the user wants all."""
     if value and not isinstance(value, bool) and isinstance(value, int):
         return Translated({"peft.type": "lora", "peft.r": value})
     if verl.is_lora:
         return NoEffect(f"model.{'lora_adapter_path' if verl[ADAPTER] else 'lora.rank'} goes before it")
+    if verl.is_full:
+        return Translated({"peft.type": "none"})
     return Translated({"peft.type": "lora", "peft.r": 16, "peft.lora_alpha": 32})
 
 
@@ -361,6 +363,11 @@ def backend(value: Any, verl: Verl) -> Outcome:
 def offload(value: Any, verl: Verl) -> Outcome:
     if not value:
         return NoEffect("False: nothing is moved to the host here either")
+    if verl.is_full:
+        return NoEffect(
+            "memory only; ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml splits weights and"
+            " optimizer over the devices"
+        )
     return NoEffect(
         "memory only; the base is frozen and the adapter's optimizer small. If the base does not fit a device:"
         " ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml"
@@ -369,7 +376,8 @@ def offload(value: Any, verl: Verl) -> Outcome:
 
 def model_dtype(value: Any, verl: Verl) -> Outcome:
     if value in ("fp32", "float32"):
-        return NoEffect("the adapter is trained in float32, over a base in the device's dtype")
+        what = "weights are" if verl.is_full else "the adapter, over a base in the device's dtype, is"
+        return NoEffect(f"{what} trained in float32")
     if value in ("bf16", "bfloat16"):
         return Translated({"model.dtype": "bfloat16"})
     return Refused(f"{shown(value)}: fp32 and bf16 are known")
@@ -384,8 +392,11 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
     files = _files(verl)
     if file:
         functions, note = [_own_reward(path(file), str(name or "compute_score"))], ""
-    elif files and all("gsm8k" in name.lower() for name in files):
+    elif _named(files, "gsm8k"):
         functions, note = ["strict"], "verl's rule for GSM8K, only `#### n` counts; accuracy takes other forms too"
+    elif _named(files, "geo3k", "geometry3k"):
+        note = "verl's score for geometry3k: 0.9 for the answer, 0.1 for its form"
+        return Translated({"reward.functions": ["accuracy", "think"], "reward.weights": [0.9, 0.1]}, note)
     else:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
     buffer, weight = _overlong(verl), 1.0
@@ -423,6 +434,11 @@ def _is_signed(file: str) -> bool:
             row, *_ = next(rows_of(file, None))
             named = str(row.get("data_source", ""))
     return SIGNED.search(named.lower()) is not None
+
+
+def _named(files: list[str], *names: str) -> bool:
+    """Whether each of verl's train_files has one of `names` in its path."""
+    return bool(files) and all(any(name in file.lower() for name in names) for file in files)
 
 
 CUSTOM = ("path", "name")

@@ -74,7 +74,8 @@ def wrapped(text: str, indent: str = "  ") -> list[str]:
 
 def _head(plan: Plan) -> list[str]:
     job, shape = plan.job, plan.shape
-    dtype = {4: "float32", 2: "two bytes a number"}[job.weight_bytes]
+    dtype = {4: "float32", 2: "two bytes a number"}[job.held_bytes]
+    trained = "all trained" if job.full else f"adapter {shape.adapter / 1e6:.1f} M"
     all_rows = job.update_rows * job.processes
     if job.engine is None:
         by = "supervised fine-tuning"
@@ -86,7 +87,7 @@ def _head(plan: Plan) -> list[str]:
             f" device; prompts to {job.prompt}, completions to {job.completion} tokens"
         )
     lines = [
-        f"{plan.model}: {shape.parameters / 1e9:.3f} B weights, adapter {shape.adapter / 1e6:.1f} M; {dtype}",
+        f"{plan.model}: {shape.parameters / 1e9:.3f} B weights, {trained}; {dtype}",
         f"{plan.device.name} x {job.processes}, {job.parallel}, gradient checkpointing"
         f" {'on' if job.checkpointing else 'off'}, {by}",
         batch,
@@ -114,7 +115,7 @@ def _of_phases(plan: Plan, both: tuple[int, int]) -> list[str]:
 
 def _sharing(plan: Plan) -> list[str]:
     """Each way to share the work, with and without checkpointing."""
-    rows = [["", "weights", "adapter", *plan.job.phases, "stored", "fits on GB"]]
+    rows = [["", "weights", "states", *plan.job.phases, "stored", "fits on GB"]]
     for parallel, job in plan.by_parallel():
         table = items(plan.shape, job, plan.device)
         held = [item for item in table if item.name == "weights"]
@@ -131,7 +132,8 @@ def _sharing(plan: Plan) -> list[str]:
                 ", ".join(_size(size) for size in fitting) if fitting else "none",
             ]
         )
-    legend = "adapter: with gradients and optimizer; stored: the update without gradient checkpointing"
+    what = "gradients and optimizer" if plan.job.full else "adapter, gradients and optimizer"
+    legend = f"states: {what}; stored: the update without gradient checkpointing"
     return [*_aligned(rows), legend]
 
 
