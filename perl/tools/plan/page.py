@@ -134,7 +134,7 @@ def _sharing(plan: Plan) -> list[str]:
         )
     what = "gradients and optimizer" if plan.job.full else "adapter, gradients and optimizer"
     legend = f"states: {what}; stored: the update without gradient checkpointing"
-    return [*_aligned(rows), legend]
+    return [*_aligned(rows), *wrapped(legend)]
 
 
 def _sizes(plan: Plan) -> list[str]:
