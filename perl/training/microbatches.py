@@ -252,15 +252,7 @@ def plan_update(
         padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
     else:
         padded = enable_packing(policy)
-    fixed = None
-    if args.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
-        fixed = f"loss_type {args.loss_type}"
-    elif args.top_entropy_quantile < 1.0:
-        fixed = "top_entropy_quantile below 1"
-    elif takes_images(policy.config):
-        fixed = "what TRL keeps of their images"
-    elif entropy_bonus or aux_loss:
-        fixed = "the entropy bonus" if entropy_bonus else "the router's auxiliary loss"
+    fixed = why_fixed(args, entropy_bonus, aux_loss, takes_images(policy.config))
     if padded and say:
         log.info("micro-batches are padded, not packed: %s", padded)
     if fixed and say:
@@ -287,6 +279,20 @@ def plan_update(
                 log.info("packed micro-batches are computed by sdpa: %s", missing)
             kernel = None
     return UpdatePlan(padded is None, batcher, kernel)
+
+
+def why_fixed(args: TrainingConfig, entropy_bonus: bool, aux_loss: bool, images: bool) -> str | None:
+    """What of the loss depends on which rows share a micro-batch, so that these must be those that TRL gives; None:
+    nothing does."""
+    if args.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
+        return f"loss_type {args.loss_type}"
+    if args.top_entropy_quantile < 1.0:
+        return "top_entropy_quantile below 1"
+    if images:
+        return "what TRL keeps of their images"
+    if entropy_bonus:
+        return "the entropy bonus"
+    return "the router's auxiliary loss" if aux_loss else None
 
 
 def _tokens(batches: Sequence[MicroBatch]) -> int:

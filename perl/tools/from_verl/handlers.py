@@ -493,7 +493,7 @@ def backend(value: Any, verl: Verl) -> Outcome:
 
 def offload(value: Any, verl: Verl) -> Outcome:
     if not value:
-        return NoEffect("False: nothing is moved to the host here either")
+        return NoEffect("nothing is moved to the host here either")
     if verl.is_full:
         return NoEffect(
             "memory only; ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml splits weights and"
@@ -532,7 +532,7 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
     buffer, weight = _overlong(verl), 1.0
     if functions == ["accuracy"] and (buffer or not verl["algorithm.norm_adv_by_std_in_grpo"]):
-        weight = 2.0 if all(map(_is_signed, files)) else 1.0
+        weight = 2.0 if files and all(map(_is_signed, files)) else 1.0
         scores = "-1 or 1, accuracy 0 or 1" if weight == 2 else "0 or 1, as accuracy is (-1 or 1 for DAPO's and AIME's)"
         note += f"; it weighs {weight:g}: verl's score of these rows is {scores}"
     if not buffer:
@@ -547,7 +547,7 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
     return Translated(fields, note)
 
 
-SIGNED = re.compile(r"dapo|aime|^math$")
+SIGNED = re.compile(r"dapo|(?<![a-z])aime(?![a-z])|^math$")
 """Data sources (else names of files) whose rows verl scores with -1 or 1 (its reward_score/__init__.py, math_dapo)."""
 
 
@@ -666,7 +666,7 @@ def total_steps(value: Any, verl: Verl) -> Outcome:
 
 def critic_warmup(value: Any, verl: Verl) -> Outcome:
     if value == 0:
-        return NoEffect("0: the policy is trained from the first step")
+        return NoEffect("the policy is trained from the first step")
     if has_critic(verl):
         return Translated({"critic.warmup_steps": updates(value, verl)})
     return Refused("verl does not train the policy in these steps, without a critic either; write 0")
