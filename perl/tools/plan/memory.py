@@ -146,7 +146,7 @@ class Job:
     """A reference model is held besides (beta > 0, without an adapter that could be switched off)."""
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Literal["rollout", "update"], ...]:
         """On the device."""
         return ("update",) if self.engine is None else ("rollout", "update")
 
