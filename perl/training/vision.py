@@ -53,8 +53,9 @@ def check_images(config: Config, processing: Any) -> None:
 
 
 def language_part(config: PeftConfig, processing: Any) -> PeftConfig:
-    """`config` with the vision tower left out, unless it says itself what is."""
-    if not has_images(processing) or config.exclude_modules is not None:
+    """`config` with the vision tower left out of a new adapter, unless it says itself what is."""
+    new = config.type != "none" and (config.adapter is None or config.adapter_mode == "merge")
+    if not (has_images(processing) and new) or config.exclude_modules is not None:
         return config
     log.info(
         "the adapter is on the linear layers of the language model, the vision tower has none; --config.peft."
