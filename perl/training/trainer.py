@@ -505,7 +505,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _padded(self, model: Any, fields: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor, width: int):
         """TRL's own forward, of these columns."""
         if "num_images" in fields:
-            fields = fields | {"mm_token_type_ids": ids.eq(self._image_pad_token_id).int()}
+            image: Any = self._image_pad_token_id
+            fields = fields | {"mm_token_type_ids": ids.eq(image).int()}
         return super()._get_per_token_logps_and_entropies(model, ids, mask, width, **fields)
 
     def _score(self, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> TokenLogProbs:
