@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from perl import __version__
 from perl.errors import lookup, report_errors
+from perl.redact import hide_secrets_in_logs
 
 if TYPE_CHECKING:
     from perl.config.parser import Parser
@@ -45,6 +46,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog=f"python -m perl {name}", description=description)
     module.add_arguments(parser)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    hide_secrets_in_logs()
     return module.run(parser.parse_args(flags_first(parser, arguments)))
 
 

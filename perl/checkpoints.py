@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -16,10 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl.adapter_files import leads_out, require_contained
 from perl.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (
@@ -33,6 +37,7 @@ WEIGHT_SUFFIXES = (
     ".onnx",
     ".safetensors.index.json",
 )
+PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 RENAMED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 """How transformers' names of weights begin where the files of Qwen2.5-VL begin otherwise."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -55,12 +60,15 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
             hint = "; it holds an adapter, write it after --adapter" if (folder / ADAPTER_CONFIG).is_file() else ""
             raise UserError(f"{flag} {model}: no config.json in this folder{hint}")
         require_readable(folder, f"{flag} {model}")
+        require_plain_data(folder, f"{flag} {model}")
         return folder
     if model.count("/") != 1 or model.startswith((".", "~", "/")) or folder.exists():
         raise UserError(
             f"{flag} {model}: no such folder; write the folder of a model, or a hub name such as Qwen/Qwen2.5-7B"
         )
-    return _download(model, flag)
+    folder = _download(model, flag)
+    require_plain_data(folder, f"{flag} {model}")
+    return folder
 
 
 def require_readable(folder: Path, where: str) -> None:
@@ -82,6 +90,35 @@ def require_readable(folder: Path, where: str) -> None:
             f"{where}: config.json was written by transformers 5, and transformers {version} would take a default for"
             f" its rope_parameters; add {json.dumps(add)[1:-1]} to it"
         )
+
+
+def require_plain_data(folder: Path, where: str) -> None:
+    """Refuse a model's folder whose weights are pickles, lie outside of it, or come with an adapter that transformers
+    would put on them without a word."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{where}: holds a model and an adapter ({ADAPTER_CONFIG}) in one folder; put them into two")
+    if (folder / INDEX).is_file():
+        _weight_files(folder, where)
+    if any(folder.glob("*.safetensors")):
+        return
+    if pickled := next((file.name for name in PICKLED for file in sorted(folder.glob(name))), None):
+        raise UserError(
+            f"{where}: its weights are pickled ({pickled}), which is not loaded; load it with transformers where you"
+            " trust it, and write it with save_pretrained, as safetensors"
+        )
+
+
+def _weight_files(folder: Path, where: str) -> list[str]:
+    """The files that the index names, each in the folder itself. A UserError for an index that names none, or one
+    elsewhere."""
+    try:
+        files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        elsewhere = [name for name in files if Path(name).name != name or not name.endswith(".safetensors")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{where}: {INDEX} names no weights ({type(error).__name__}); copy the model again") from error
+    if elsewhere:
+        raise UserError(f"{where}: {INDEX} names {elsewhere[0]!r}, which is no safetensors file in this folder")
+    return files
 
 
 def _download(model: str, flag: str) -> Path:
@@ -139,10 +176,15 @@ def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:
     if Path(folder).is_dir() and not (Path(folder) / "config.json").is_file():
         raise UserError(f"{flag} {folder}: no config.json in this folder; name the folder that holds a whole model")
     transformers_logging.disable_progress_bar()
+    options.setdefault("trust_remote_code", False)  # without a word of it transformers would ask on the terminal
+    if loader == "AutoModelForCausalLM":
+        options.setdefault("use_safetensors", True)
     try:
         return getattr(transformers, loader).from_pretrained(folder, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "trust_remote_code" in str(error):
+            reason = "it brings Python code of its own (auto_map), which is not run"
         raise UserError(f"{flag} {folder}: cannot be loaded as a causal language model: {reason}") from error
 
 
@@ -173,10 +215,16 @@ def require_adapter(adapter: Path, flag: str = "--adapter") -> dict:
             raise UserError(
                 f"{flag} {adapter}: no {name} in this folder" + (f"; did you mean {found}?" if found else "")
             )
+    if link := next((p for p in sorted(adapter.iterdir()) if leads_out(p, adapter)), None):
+        raise UserError(f"{flag} {link}: is a link out of the adapter's folder; put the file there in its place")
     try:
-        return json.loads((adapter / ADAPTER_CONFIG).read_text())
+        config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{flag} {adapter / ADAPTER_CONFIG}: not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{flag} {adapter / ADAPTER_CONFIG}: holds no fields; write the folder of a PEFT adapter")
+    require_contained(config, f"{flag} {adapter / ADAPTER_CONFIG}")
+    return config
 
 
 class Checkpoint:
@@ -227,10 +275,7 @@ class Checkpoint:
 def _shards(folder: Path) -> dict[str, list[str]]:
     from safetensors import safe_open
 
-    if (folder / INDEX).is_file():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
+    files = _weight_files(folder, str(folder)) if (folder / INDEX).is_file() else ["model.safetensors"]
     shards = {}
     for name in files:
         if not (folder / name).is_file():
@@ -262,11 +307,14 @@ def content_hash(folder: Path) -> str:
 
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy all but the weights, byte for byte: transformers 5 would rewrite configuration and tokenizer in a form
-    that 4.57 misreads."""
+    that 4.57 misreads. A link out of the folder is left out with a line: what it leads to belongs to no model."""
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)
         if path.is_file() and not hidden and not path.name.endswith(WEIGHT_SUFFIXES):
+            if leads_out(path, source):
+                logger.warning("%s is a link out of the model's folder, to %s: not copied", path, path.resolve())
+                continue
             (target / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target / relative)
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
+from perl.redact import hide
+
 T = TypeVar("T")
 
 EXIT_USER_ERROR = 2
@@ -125,14 +127,14 @@ def report_errors() -> Iterator[None]:
             time.sleep(int(os.environ.get("LOCAL_RANK", "0")) * RANKS_APART_S)
         if alone or os.environ.get("RANK", "0") == "0":
             # One write: unbuffered, print writes the newline apart, and the ranks share a terminal.
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write(f"error: {hide(str(error))}\n")
             sys.stderr.flush()
         else:
             time.sleep(RANK_0_SPEAKS_S)
         sys.exit(error.exit_code)
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"stopped: {stopped}\n")
+            sys.stderr.write(f"stopped: {hide(str(stopped))}\n")
             sys.stderr.flush()
         sys.exit(stopped.exit_code)
     except BrokenPipeError:

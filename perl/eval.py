@@ -14,6 +14,7 @@ from perl.errors import report_errors  # noqa: E402
 
 with report_errors():  # without the environment, one line
     from perl.config.evaluation import parse
+    from perl.redact import hide, hide_secrets_in_logs
 
 EXIT_NOT_ALL_GENERATED = 3
 """Scored, but some rows have an error in the place of a completion and count as wrong."""
@@ -22,6 +23,7 @@ EXIT_NOT_ALL_GENERATED = 3
 def main(argv: list[str]) -> int:
     config = parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    hide_secrets_in_logs()
     logging.getLogger("perl").setLevel(logging.INFO)
     from perl.evaluation.pool.pool import WorkerError
     from perl.evaluation.rescore import rescore
@@ -36,10 +38,10 @@ def main(argv: list[str]) -> int:
         else:
             summaries = evaluate(config)
     except WorkerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hide(str(error))}", file=sys.stderr)
         return 1
     except SweepError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hide(str(error))}", file=sys.stderr)
         code = 1
     if any((run.parent / "summary.json").is_file() for run in Path(config.result_dir).glob("**/run.json")):
         print(f"report: {write_report(Path(config.result_dir))}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perl import __version__
+from perl.redact import redact
 
 PACKAGES = (
     "torch",
@@ -56,7 +57,7 @@ def git_commit() -> str | None:
 
 def provenance() -> dict[str, Any]:
     return {
-        "command": sys.argv,
+        "command": redact(sys.argv),
         "folder": str(Path.cwd()),
         "versions": versions(),
         "git_commit": git_commit(),

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import netrc
 import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from perl.errors import UserError
+from perl.redact import hide, redact
+
+log = logging.getLogger(__name__)
 
 TRUE = ("1", "true", "yes", "on")
 MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
@@ -55,6 +61,20 @@ def require_trackers(names: Iterable[str], flag: str) -> None:
 def wandb_is_disabled() -> bool:
     """WANDB_DISABLED, which transformers 5 no longer reads."""
     return os.environ.get("WANDB_DISABLED", "").lower() in TRUE
+
+
+def hide_from_wandb() -> None:
+    """What W&B keeps of a process besides metrics: its command line, redacted; and the address of the git checkout that
+    it runs in, whose user W&B would keep, unless a secret stands in it."""
+    sys.argv = redact(sys.argv)
+    command = ["git", "config", "--get", f"remote.{os.environ.get('WANDB_GIT_REMOTE', 'origin')}.url"]
+    try:
+        address = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    if hide(address) != address:
+        os.environ.setdefault("WANDB_DISABLE_GIT", "true")
+        log.info("W&B gets nothing of the git checkout: the address of its remote holds a secret")
 
 
 def wandb_mode() -> str:

@@ -3,9 +3,19 @@
 import json
 
 import pytest
+import torch
 from transformers import Qwen2Config
 
-from perl.checkpoints import eos_token_ids, load_config, load_model, load_tokenizer, modelscope_variable, token_ids
+from perl.checkpoints import (
+    Checkpoint,
+    eos_token_ids,
+    load_config,
+    load_model,
+    load_tokenizer,
+    modelscope_variable,
+    resolve_model,
+    token_ids,
+)
 from perl.errors import UserError
 from tests.tiny import save_tiny, tiny_tokenizer
 
@@ -41,3 +51,46 @@ def test_the_modelscope_switch():
     assert modelscope_variable({"VERL_USE_MODELSCOPE": "True"}) == "VERL_USE_MODELSCOPE"
     assert modelscope_variable({"PERL_USE_MODELSCOPE": "0"}) is None
     assert modelscope_variable({}) is None
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    save_tiny(tmp_path / "model")
+    whole = load_model(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(whole.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    said = r"^--model .*: its weights are pickled \(pytorch_model\.bin\), which is not loaded; .* as safetensors$"
+    with pytest.raises(UserError, match=said):
+        resolve_model(str(tmp_path / "model"))
+    with pytest.raises(UserError, match="cannot be loaded as a causal language model"):
+        load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/x/model.safetensors", "pytorch_model.bin", 3])
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
+    """transformers would read them, and a merge would write there."""
+    for folder in ("model", "other"):
+        save_tiny(tmp_path / folder)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": name}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for read in (lambda folder: resolve_model(str(folder)), Checkpoint):
+        with pytest.raises(UserError, match=r"model\.safetensors\.index\.json names "):
+            read(tmp_path / "model")
+
+
+def test_a_model_that_brings_code_is_refused_without_asking(tmp_path, monkeypatch):
+    (tmp_path / "modeling_x.py").write_text("open('ran', 'w').close()\n")
+    auto = {"AutoConfig": "modeling_x.XConfig", "AutoModelForCausalLM": "modeling_x.XModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x-of-its-own", "auto_map": auto}))
+    monkeypatch.setattr("builtins.input", lambda text: pytest.fail(f"asked: {text}"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"it brings Python code of its own \(auto_map\), which is not run$"):
+        load_config(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_with_an_adapter_in_its_folder_is_refused(tmp_path):
+    """transformers would load the adapter with it."""
+    save_tiny(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+    with pytest.raises(UserError, match=r"holds a model and an adapter \(adapter_config\.json\) in one folder"):
+        resolve_model(str(tmp_path))

@@ -15,6 +15,7 @@ FILES = sorted((ROOT / "perl").rglob("*.py"))
 LEVELS = [
     {
         "errors",
+        "adapter_files",
         "records",
         "algorithms",
         "device",
@@ -24,6 +25,7 @@ LEVELS = [
         "processors",
         "pixels",
         "provenance",
+        "redact",
         "config",
         "sharding",
         "checkpoints",

@@ -13,8 +13,9 @@ from typing import Any
 
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.candidates import Candidate
+from perl.redact import drop_secrets
 from perl.scoring.summary import shown
-from perl.tracking import WandbRun, require_trackers, wandb_is_disabled, wandb_mode
+from perl.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def log_results(
     of_run: dict[WandbRun | None, list[Candidate]] = {}
     for candidate in scored:  # the base belongs to the sweep's training, if that is one
         of_run.setdefault(runs.get(candidate.name, only), []).append(candidate)
+    hide_from_wandb()
     wandb = importlib.import_module("wandb")  # not at the top: it takes a second, and few evaluations need it
     for run, members in of_run.items():
         try:
@@ -84,7 +86,11 @@ def log_to(
     where: dict[str, Any] = {"dir": os.environ.get("WANDB_DIR", config.result_dir), "mode": mode}
     if run is None:
         what = "a new run, since no training's run is known (no wandb_run.json at the adapter)"
-        where |= {"project": os.environ.get("WANDB_PROJECT", "perl-eval"), "name": name, "config": asdict(config)}
+        where |= {
+            "project": os.environ.get("WANDB_PROJECT", "perl-eval"),
+            "name": name,
+            "config": drop_secrets(asdict(config)),
+        }
     else:
         what = "the training's run"
         where |= {"id": run.id, "project": run.project, "entity": run.entity}

@@ -16,6 +16,11 @@ from pathlib import Path
 
 from perl.errors import UserError, report_errors
 
+STDOUT = 1
+if __name__ == "__main__":  # a shell evaluates what comes out: nothing that a library prints may be among it
+    STDOUT = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
 with report_errors():  # without the environment, one line
     import yaml
 
@@ -87,8 +92,9 @@ def accelerate_config(kind: str, processes: int) -> str:
 
 def main() -> None:
     with report_errors():
-        for name, value in plan(sys.argv[1:]).items():
-            print(f"{name}={shlex.quote(value)}")
+        lines = [f"{name}={shlex.quote(value)}\n" for name, value in plan(sys.argv[1:]).items()]
+        with os.fdopen(STDOUT, "w", errors="surrogateescape") as stdout:
+            stdout.writelines(lines)
 
 
 if __name__ == "__main__":

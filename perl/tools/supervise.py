@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perl.records import PROGRESS
+from perl.redact import hide
 
 SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
@@ -137,9 +138,10 @@ def main(run_dir: Path, argv: list[str]) -> int:
     launcher = Launcher(argv)
     with log.open("ab") as file:
         for line in launcher.lines():
-            file.write(line)
+            text = hide(line.decode(errors="surrogateescape"))
+            file.write(text.encode(errors="surrogateescape"))
             file.flush()
-            screen.show(line.decode(errors="replace").rstrip("\n"))
+            screen.show(text.encode(errors="replace").decode(errors="replace").rstrip("\n"))
     code = launcher.wait()
     screen.end_progress()
     if code == 0:

@@ -57,6 +57,7 @@ class AdapterTrainer:
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
         folder, pushed = Path(output_dir or self.args.output_dir or "."), Path(self.args.output_dir or ".")
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of every argument, which nothing reads
         model = self.accelerator.unwrap_model(self.model)
         if not has_adapter(model):
             complete_model(folder, model.config.name_or_path, self.compute_dtype())

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from perl.errors import UserError
+
+NOT_DATA = "holds more than tensors and plain values, which is not read; resume from a checkpoint of your own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,10 @@ class RolloutState:
     """How the window is cut into updates, by the names of the flags."""
     adapted: dict[str, float] | None = None
     """Fields of perl.noise.schedule.Adapted; None under other schedules than target_kl."""
+    kl_coefficient: float | None = None
+    """Of the KL divergence in the reward, where it is adapted; None in a checkpoint of an older version."""
+    stream: dict[str, Any] | None = None
+    """PromptStream.state, the same of every process; None without dynamic sampling."""
 
 
 def state_file(checkpoint: str | Path, rank: int) -> Path:
@@ -47,7 +54,11 @@ def load(checkpoint: str | Path, rank: int, processes: int, settings: dict[str, 
     if not saved:
         return None
     mine = state_file(checkpoint, rank)
-    state = torch.load(mine if mine.exists() else saved[0], map_location="cpu", weights_only=True)
+    file = mine if mine.exists() else saved[0]
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise UserError(f"{file}: {NOT_DATA}") from error
     wrote = state.setdefault("processes", len(saved))
     if state["buffered_inputs"] is None:
         return RolloutState(**state | {"step": 0})

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 from accelerate.utils import broadcast_object_list
@@ -18,10 +19,10 @@ from transformers import PrinterCallback
 from perl import device
 from perl.adapters import ADAPTERS
 from perl.adapters.none import store_as
-from perl.algorithms import ALGORITHMS
 from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
 from perl.grading import Grader
+from perl.redact import hide_secrets_in_logs
 from perl.results import METRICS
 from perl.rewards import build_rewards, grade_early, reward_context
 from perl.tasks.trained import write_trained
@@ -30,7 +31,8 @@ from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
-from perl.training.setup import load_model
+from perl.training.rollout_state import NOT_DATA
+from perl.training.setup import load_critic_base, load_model
 from perl.training.validation import Validation
 from perl.training.vision import language_part
 
@@ -78,7 +80,9 @@ def train(argv: Sequence[str]) -> Path:
                 adapter=ADAPTERS[config.peft.type],
                 adapter_config=language_part(config.peft, checked.tokenizer),
                 noise=config.noise_injection,
-                algorithm=ALGORITHMS[config.algorithm.name],
+                algorithm=config.algorithm,
+                critic=config.critic,
+                critic_base=load_critic_base(config),
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
@@ -94,9 +98,11 @@ def train(argv: Sequence[str]) -> Path:
             )
         watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
-        trainer.train(resume_from_checkpoint=checked.checkpoint)
+        with plain_checkpoint(checked.checkpoint):
+            trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_result(trainer, run_dir)
+        trainer.save_critic(run_dir)
     return run_dir
 
 
@@ -122,6 +128,7 @@ def set_up_logging(config: Config | SFTRunConfig) -> None:
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
     )
+    hide_secrets_in_logs()
     logging.getLogger("perl").setLevel(level if main else logging.ERROR)
     world_size = config.training.world_size
     asked = int(os.environ.get("PERL_NUM_PROCESSES", world_size))  # set by the launch script
@@ -156,7 +163,7 @@ def open_run(
         log.info("run folder: %s", run_dir.resolve())
     tracking.configure(config, run_dir, device.detect().kind, method)
     if config.training.hub_token:
-        # transformers pickles its arguments into every checkpoint; the hub reads the token from the environment too.
+        # the hub reads the token from the environment too, and the arguments go to trackers and, pushed, to a pickle.
         os.environ.setdefault("HF_TOKEN", config.training.hub_token)
         config.training.hub_token = None
 
@@ -179,14 +186,22 @@ def users_error(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from error
 
 
+@contextlib.contextmanager
+def plain_checkpoint(checkpoint: str | None) -> Iterator[None]:
+    """What torch.load, which reads tensors and plain values alone, refuses of a checkpoint's files is one line."""
+    try:
+        yield
+    except UnpicklingError as error:
+        log.debug("what torch.load refused", exc_info=error)
+        raise UserError(f"--config.training.resume_from_checkpoint {checkpoint}: a file in it {NOT_DATA}") from error
+
+
 def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
-    """The adapter, or the whole model in the dtype that it computes in, and the tokenizer, without transformers'
-    pickled arguments."""
+    """The adapter, or the whole model in the dtype that it computes in, and the tokenizer."""
     name = trainer.adapter.result
     folder = run_dir / name
     trainer.save_model(str(folder))
     if trainer.args.process_index == 0:
-        (folder / "training_args.bin").unlink(missing_ok=True)
         if name == "model":
             store_as(folder, trainer.compute_dtype())
         log.info("%s: %s", name, folder.resolve())

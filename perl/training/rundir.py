@@ -12,19 +12,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl import device
-from perl.config.load import SECRET_NAME, Parsed, is_secret
+from perl.config.load import Parsed
 from perl.errors import UserError
 from perl.provenance import git_commit, versions
+from perl.redact import hide, redact
 from perl.results import METRICS
 
 log = logging.getLogger(__name__)
 
 TRAINER_STATE, ROLLOUT_STATE = "trainer_state.json", "rollout_state_0.pt"
 """What transformers writes last into a checkpoint, and what GRPO writes after it."""
+CRITIC = Path("critic") / "critic.safetensors"
+"""Where the critic lies in a checkpoint and in a run's folder, if there is one."""
 
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "PYTORCH_", "VLLM_", "ACCELERATE_", "PERL_")
 SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
@@ -77,6 +79,17 @@ def find_checkpoint(wanted: str | None, run_dir: Path, last_file: str = ROLLOUT_
     return str(wanted)
 
 
+def check_critic(checkpoint: str | None, algorithm: str, has_critic: bool) -> None:
+    """Raise a UserError for a checkpoint of an algorithm with a critic where this one has none, and the other way
+    round."""
+    if checkpoint is not None and (Path(checkpoint) / CRITIC).is_file() != has_critic:
+        raise UserError(
+            f"--config.training.resume_from_checkpoint {checkpoint}: it holds {'no' if has_critic else 'a'} critic, and"
+            f" --config.algorithm.name {algorithm} has {'one' if has_critic else 'none'}; go on with the algorithm of"
+            " the run's config.yaml"
+        )
+
+
 def last_whole_checkpoint(run_dir: Path, last_file: str = ROLLOUT_STATE) -> Path | None:
     """The checkpoint of the highest step that was written to its end; one that a crash left half-written is passed
     over with a line."""
@@ -109,36 +122,8 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "num_processes": world_size,
         "packages": versions(),
         "variables": {
-            name: value
+            name: hide(value)
             for name, value in sorted(os.environ.items())
             if name.startswith(VARIABLE_PREFIXES) and not SECRET.search(name)
         },
     }
-
-
-def redact(argv: list[str]) -> list[str]:
-    """The command line with `<secret>` for the values of secret flags, and of secret keys in a value that is a mapping
-    (`--config.training.model_init_kwargs '{"token": …}'`)."""
-    shown, hide = [], False
-    for word in argv:
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if hide or (equals and SECRET_NAME.search(flag.rpartition(".")[2])):
-            value = "<secret>"
-        hide = not equals and flag != "" and SECRET_NAME.search(flag.rpartition(".")[2]) is not None
-        shown.append(flag + equals + (_redact_mapping(value) if value.startswith("{") else value))
-    return shown
-
-
-def _redact_mapping(text: str) -> str:
-    try:
-        mapping = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-    def hidden(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: "<secret>" if is_secret(key, item) else hidden(item) for key, item in value.items()}
-
-    shown = hidden(mapping)
-    return text if shown == mapping else json.dumps(shown)

@@ -18,7 +18,15 @@ from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import check_processes
-from perl.training.run import agree_on_folder, hide_vllm, open_run, save_result, set_up_logging, users_error
+from perl.training.run import (
+    agree_on_folder,
+    hide_vllm,
+    open_run,
+    plain_checkpoint,
+    save_result,
+    set_up_logging,
+    users_error,
+)
 from perl.training.setup import load_model
 from perl.training.sft_rows import check_rows
 
@@ -67,7 +75,8 @@ def fine_tune(argv: Sequence[str]) -> Path:
             )
         watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
-        trainer.train(resume_from_checkpoint=checked.checkpoint)
+        with plain_checkpoint(checked.checkpoint):
+            trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_result(trainer, run_dir)
     return run_dir

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from perl.config.load import Config
 from perl.errors import lookup
-from perl.tracking import WandbRun, require_trackers, wandb_is_disabled, wandb_mode
-from perl.training.rundir import model_slug, redact
+from perl.redact import hide_secrets_in_output
+from perl.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
+from perl.training.rundir import model_slug
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
@@ -63,7 +63,7 @@ def configure(config: Config | SFTRunConfig, run_dir: Path, kind: str, method: s
             os.environ["WANDB_PROJECT"],
             f"; send it later with wandb sync {run_dir}/wandb/offline-run-*" if mode == "offline" else "",
         )
-        sys.argv = redact(sys.argv)  # W&B keeps the command line
+        hide_from_wandb()
     if "trackio" in wanted:
         if training.project == type(training).__dataclass_fields__["project"].default:
             training.project = project
@@ -86,4 +86,5 @@ class WandbRunWriter(TrainerCallback):
         import wandb
 
         if wandb.run is not None:  # transformers' callback, which comes before this one, has started it
+            hide_secrets_in_output()  # of which W&B keeps a copy
             WandbRun(id=wandb.run.id, project=wandb.run.project, entity=wandb.run.entity or None).write(self.run_dir)

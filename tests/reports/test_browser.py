@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from perl.__main__ import main
+from perl.provenance import provenance
 from perl.reports.page import write_report
 from tests.reports.conftest import record, write_results
 
@@ -23,6 +24,9 @@ HOSTILE = [
     f'<svg onload="{OWNED}"></svg><iframe src="javascript:{OWNED}"></iframe>',
     f"$\\href{{javascript:{OWNED}}}{{x}}$ and $\\includegraphics{{http://example.invalid/y.png}}$",
     "$\\color{url(http://example.invalid/z)}x$ <!-- <style>*{display:none}</style> --> &lt;b&gt; \u2028 \u2029 \x00",
+    f'" onfocus="{OWNED}" autofocus tabindex="0" onmouseover=\'{OWNED}\' x="',
+    f"[x](javascript:{OWNED}) <a href='javascript:{OWNED}'>x</a> <details open ontoggle=\"{OWNED}\">y</details>",
+    f"<math><mtext><a xlink:href='javascript:{OWNED}'>z</a></mtext></math> {{{{ 7*7 }}}} {{% raw %}} ${{{OWNED}}}",
     "<link rel=stylesheet href=http://example.invalid/a.css><base href=http://example.invalid/>",
 ]
 
@@ -156,6 +160,38 @@ def test_model_output_stays_text(tmp_path, visit):
         "return document.querySelectorAll('#sample :is(script, img, iframe, svg, link, a, style, base)').length"
     )
     assert made == 0
+    assert page.chrome.title == title
+    assert page.requests() == {file.as_uri(): ""}
+    assert page.console() == []
+
+
+def test_hostile_names_stay_text(tmp_path, visit):
+    """Of data sets, rules, tasks, folders, engines and settings, in a sweep that is compared with another folder."""
+    name = HOSTILE[2].replace("/", "")
+    told = {"model": "models/" + name, "engines": [HOSTILE[0]], "tasks": HOSTILE[:2], "dataset": HOSTILE[3]}
+    told["provenance"] = provenance() | {"command": HOSTILE}
+    styles = {HOSTILE[1]: {"system_prompt": HOSTILE[0]}}
+    for side, score in (("other", 0.0), ("this", 1.0)):
+        rows = [record("a-0", score=score, engine=HOSTILE[1], task=HOSTILE[2], scores={HOSTILE[0]: score})]
+        write_results(
+            tmp_path / f"{side} {name}" / name,
+            rows,
+            **told,
+            styles=styles,
+            provenance=provenance() | {"command": HOSTILE},
+        )
+    write_report(tmp_path / f"this {name}")
+    assert main(["compare", str(tmp_path / f"other {name}"), str(tmp_path / f"this {name}")]) == 0
+    file = tmp_path / f"this {name}" / "report.html"
+    page = visit(file)
+    title = page.chrome.title
+    assert name in page.run("return document.body.textContent")
+    assert page.run("return document.querySelectorAll('img, iframe, link, a, main script:not([type])').length") == 0
+    assert page.run("return [...document.querySelectorAll('*')].flatMap((e) => e.getAttributeNames()"
+                    ".filter((name) => name.startsWith('on'))).length") == 0  # fmt: skip
+    page.run(
+        "for (const e of document.querySelectorAll('main *')) { e.focus?.(); e.dispatchEvent(new Event('mouseover')) }"
+    )
     assert page.chrome.title == title
     assert page.requests() == {file.as_uri(): ""}
     assert page.console() == []

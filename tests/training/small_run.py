@@ -28,6 +28,20 @@ SETTINGS = {
 def small_run(folder: Path, name: str = "run", *words: str, **variables: str) -> Path:
     """Train with `words` as further flags in `folder`, which holds model/, sums.jsonl, digits.py and the run `name`;
     return the run's folder."""
+    settings = write_inputs(folder) | {"training.output_dir": str(folder / name)}
+    flags = [word for field, value in settings.items() for word in (f"--config.{field}", value)]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "RANK", "WORLD", "TENSORBOARD"))}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | variables
+    command = [sys.executable, "-m", "perl.train", *flags, *words]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / f"{name}.log").write_text(done.stdout)
+    return folder / name
+
+
+def write_inputs(folder: Path) -> dict[str, str]:
+    """Make model/, sums.jsonl and digits.py in `folder`, where they are not there; the flags that train on them."""
     model, data, reward = folder / "model", folder / "sums.jsonl", folder / "digits.py"
     if not model.exists():
         save_tiny(model, scale=4.0)
@@ -38,19 +52,10 @@ def small_run(folder: Path, name: str = "run", *words: str, **variables: str) ->
             "    texts = [c[0]['content'] for c in completions]\n"
             "    return [sum(x.isdigit() for x in t) / max(len(t), 1) for t in texts]\n"
         )
-    settings = SETTINGS | {
-        "model.model_name_or_path": model,
-        "dataset.dataset_name_or_path": data,
-        "training.output_dir": folder / name,
+    own = {
+        "model.model_name_or_path": str(model),
+        "dataset.dataset_name_or_path": str(data),
         "training.save_steps": 1,
         "reward.functions": json.dumps(["accuracy", f"{reward}:digits"]),
     }
-    flags = [word for field, value in settings.items() for word in (f"--config.{field}", str(value))]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "RANK", "WORLD", "TENSORBOARD"))}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | variables
-    command = [sys.executable, "-m", "perl.train", *flags, *words]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / f"{name}.log").write_text(done.stdout)
-    return folder / name
+    return {name: str(value) for name, value in (SETTINGS | own).items()}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -153,6 +154,26 @@ def test_resume_in_another_process_is_exact(whole, tmp_path, flags):
     changes = {"training__save_steps": 1, "training__max_steps": 3, "training__output_dir": tmp_path / "part"}
     train(flags(training__resume_from_checkpoint=folder / "checkpoint-1", **changes))
     require_same(tmp_path / "part", folder)
+
+
+class Code:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "rollout_state_0.pt"])
+def test_code_in_a_checkpoint_is_not_run(whole, tmp_path, flags, name):
+    checkpoint = shutil.copytree(whole[1] / "checkpoint-1", tmp_path / "checkpoint-1")
+    for file in (name, "training_args.bin"):
+        torch.save(Code(tmp_path / "ran"), checkpoint / file)
+    argv = flags(training__resume_from_checkpoint=checkpoint, training__output_dir=tmp_path / "on")
+    assert "more than tensors and plain values, which is not read" in message(argv)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_two_cpu_processes_train_together(tmp_path, flags):

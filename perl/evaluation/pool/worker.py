@@ -25,6 +25,7 @@ from perl import device
 from perl.device import Kind
 from perl.errors import UserError
 from perl.records import Completion, Sample, SampleId
+from perl.redact import hide_secrets_in_logs
 
 if TYPE_CHECKING:
     from perl.engines import Engine
@@ -254,3 +255,4 @@ def _log_to(path: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    hide_secrets_in_logs()

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from perl.redact import hide
 from perl.tools.doctor import libraries, netprobes
 from perl.tools.doctor.machine import Command, Device, Machine, Process
 
@@ -106,7 +107,9 @@ def _in_container() -> bool:
 def environment() -> dict[str, str]:
     """The variables that some check reads, without secrets."""
     return {
-        name: "(set)" if SECRETS.search(name) else value for name, value in os.environ.items() if VARIABLES.match(name)
+        name: "(set)" if SECRETS.search(name) else hide(value)
+        for name, value in os.environ.items()
+        if VARIABLES.match(name)
     }
 
 

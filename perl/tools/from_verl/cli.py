@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import yaml
 
 from perl.errors import EXIT_USER_ERROR, UserError
+from perl.redact import hide
 from perl.results import atomic_write
 from perl.tools.from_verl.handlers import NOISE_RULES
 from perl.tools.from_verl.outcomes import Choices
@@ -23,8 +24,8 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = "scripts/trl/openr1/dapo_lora_npu.sh"
 SEVERAL_NODES = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
 HEADER = "# Made by python -m perl from-verl"
-GROUPS = ("common", "model", "dataset", "peft", "rollout", "noise_injection", "reward", "validation", "logging",
-          "training")  # fmt: skip
+GROUPS = ("common", "model", "dataset", "algorithm", "critic", "peft", "rollout", "noise_injection", "reward",
+          "validation", "logging", "training")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
     if not result.refused:
         _write(recipe, result, source)
     if args.json:
-        print(json.dumps(as_json(result, command), ensure_ascii=False, default=str))
+        print(hide(json.dumps(as_json(result, command), ensure_ascii=False, default=str)))
     else:
-        print(as_text(result, recipe, command))
+        print(hide(as_text(result, recipe, command)))
     if result.refused:
         # What the user wrote goes first: what is missing besides may come of the same mistake, and stands in the list.
         written = {key: why for key, why in result.refused.items() if key in result.values}
         for key, why in (written or result.refused).items():
-            print(f"error: {_setting(result, key)}: {why}", file=sys.stderr)
+            print(hide(f"error: {_setting(result, key)}: {why}"), file=sys.stderr)
         return EXIT_USER_ERROR
     return _start(result, recipe) if args.run else 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from perl.config.load import is_secret
 from perl.errors import UserError, nearest
+from perl.redact import HIDDEN, drop_secrets, is_secret
 from perl.tools.from_verl.batch import Batch
 from perl.tools.from_verl.keys import (
     ALWAYS,
@@ -28,6 +28,8 @@ from perl.tools.from_verl.outcomes import (
 )
 from perl.tools.from_verl.overrides import Command, Unreadable, default_keys
 from perl.tools.from_verl.shell import UNKNOWN
+
+LEFT_OUT = "secrets in it stay out of the recipe: have your code read them from the environment"
 
 
 @dataclass
@@ -81,7 +83,8 @@ def translate(command: Command, choices: Choices) -> Translation:
                 result.refused[key] = f"verl's default: {outcome.why}"
     for key in command.given:
         value = command.value(key)
-        result.values[key] = "?" if isinstance(value, Unreadable) else shown(value)
+        secret = is_secret(key, value)
+        result.values[key] = "?" if isinstance(value, Unreadable) else HIDDEN if secret else shown(drop_secrets(value))
         _note(result, key, _outcome(key, value, verl))
     result.no_effect |= command.read
     if command.before:
@@ -113,7 +116,10 @@ def _outcome(key: str, value: Any, verl: Verl) -> Outcome:
 
 def _note(result: Translation, key: str, outcome: Outcome) -> None:
     if isinstance(outcome, Translated):
-        result.translated[key] = outcome.fields
+        written = {name: drop_secrets(value) if "." in name else value for name, value in outcome.fields.items()}
+        if written != outcome.fields:
+            result.notes.append(f"{key}: {LEFT_OUT}")
+        result.translated[key] = written
         if outcome.note:
             result.notes.append(f"{key}: {outcome.note}")
     elif isinstance(outcome, NoEffect):
@@ -175,7 +181,13 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
             "verl validates by custom_reward_function too; here validation grades by the task of each row's"
             " data_source, and rows of none are refused: leave their file out of data.val_files"
         )
-    notes.append("advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6")
+    if verl["algorithm.adv_estimator"] == "gae":
+        notes.append(
+            "the critic is LoRA of its own on the frozen base, with a head that starts at 0, where verl trains a whole"
+            " model"
+        )
+    else:
+        notes.append("advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6")
     if isinstance(verl.batch, Batch) and verl.batch.updates_per_rollout > 1:
         k = verl.batch.updates_per_rollout
         notes.append(

@@ -49,6 +49,11 @@ def test_script_reports_this_machine(tmp_path):
     assert "secret" not in done.stdout
 
 
+def test_what_a_proxy_wants_is_not_shown(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://me:Pl4nted0123@proxy:8080")
+    assert probes.environment()["https_proxy"] == "http://<secret>@proxy:8080"
+
+
 def test_is_a_command_of_perl():
     command = [sys.executable, "-m", "perl", "doctor", "--json", "--fix-hints"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
