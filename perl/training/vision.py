@@ -44,6 +44,14 @@ def check_images(config: Config, processing: Any) -> None:
             f"--config.rollout.engine {config.rollout.engine}: completes prompts without their images; use"
             " --config.rollout.engine fast, which has the model's own generate complete them"
         )
+    algorithm = config.algorithm
+    further = {"dynamic_sampling": algorithm.dynamic_sampling, "kl_in_reward": algorithm.kl_in_reward > 0}
+    further |= {"name ppo": algorithm.name == "ppo"}
+    if asked := [name for name, on in further.items() if on]:
+        raise UserError(
+            f"--config.algorithm.{asked[0]}: its passes see prompts without their images; name a model of texts, or"
+            " leave it out"
+        )
     data = config.dataset
     if data.truncation != "error" and not data.filter_overlong_prompts:
         raise UserError(
