@@ -94,11 +94,8 @@ def test_format_is_the_form_the_prompt_asks_for(context):
 def test_think_is_verls_format_of_geometry3k(context):
     """A full match of <think>.*</think>.*\\boxed\\{.*\\}.*, a dot being any character."""
     (think,) = build_rewards(["think"], context)
-    right = [
-        "<think>a\nb</think> \\boxed{1}",
-        "<think></think></think>\\boxed{}.",
-        "<think>\\boxed{1}</think>\\boxed{2}",
-    ]
+    right = ["<think>a\nb</think> \\boxed{1}", "<think></think></think>\\boxed{}."]
+    right.append("<think>\\boxed{1}</think>\\boxed{2}")
     wrong = [
         " <think>a</think>\\boxed{1}",
         "<think>a \\boxed{1}",
@@ -148,7 +145,7 @@ def test_trl_calls_rewards_as_we_are_called():
         (["accuracy", "accuracy"], "'accuracy' stands there 2 times"),
         (["nowhere.py:f"], "no such file nowhere.py"),
         (["nowhere.py"], "write path/to/file.py:function"),
-        ([], "no reward; known: accuracy, strict, format, overlong"),
+        ([], "no reward; known: accuracy, strict, format, think, overlong"),
     ],
 )
 def test_wrong_names(names, message):

@@ -38,7 +38,7 @@ OF_ANY_TRAINING: tuple[Rule, ...] = (
     Rule("peft.lora_plus_lr_ratio", lambda v: v.peft.type == "lora_plus", "peft.type is not lora_plus"),
     *(
         Rule(f"peft.{field}", lambda v: v.peft.type != "none", "peft.type none trains all weights")
-        for field in ("r", "lora_alpha", "lora_dropout", "target_modules")
+        for field in ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
     ),
     Rule("training.num_train_epochs", lambda v: v.training.max_steps <= 0, "training.max_steps is given, and decides"),
     Rule("training.weight_decay", lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),

@@ -95,8 +95,10 @@ def _split_of(file: Path, known: Sequence[str]) -> str:
 
 
 def _prompt_key(problem: Problem, task: Task) -> str:
-    """The prompt's words, so that stray white space makes no difference."""
-    return " ".join(" ".join(message["content"] for message in build_messages(problem, task.style)).split())
+    """The prompt's words, so that stray white space makes no difference, and its images."""
+    images = [hashlib.blake2b(image, digest_size=8).hexdigest() for image in problem.images]
+    words = " ".join(message["content"] for message in build_messages(problem, task.style)).split()
+    return " ".join([*words, *images])
 
 
 def _without_repeats(split: str, rows: list[tuple[Row, Problem]], task: Task) -> list[tuple[Row, Problem]]:
@@ -135,9 +137,11 @@ def _hold_out(rows: list[tuple[Row, Problem]], wanted: int, task: Task) -> tuple
 
 def _verl_row(row: Row, problem: Problem, task: Task, split: str, index: int) -> dict[str, Any]:
     stored = row.get("answer") or row.get("solution") or problem.gold
+    images = {"images": [{"bytes": image, "path": None} for image in problem.images]} if problem.images else {}
     return {
         "data_source": task.data_source,
         "prompt": build_messages(problem, task.style),
+        **images,
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": problem.gold},
         "extra_info": {"split": split, "index": index, "question": problem.question, "answer": str(stored)},

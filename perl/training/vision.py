@@ -44,6 +44,14 @@ def check_images(config: Config, processing: Any) -> None:
             f"--config.rollout.engine {config.rollout.engine}: completes prompts without their images; use"
             " --config.rollout.engine fast, which has the model's own generate complete them"
         )
+    algorithm = config.algorithm
+    further = {"dynamic_sampling": algorithm.dynamic_sampling, "kl_in_reward": algorithm.kl_in_reward > 0}
+    further |= {"name ppo": algorithm.name == "ppo"}
+    if asked := [name for name, on in further.items() if on]:
+        raise UserError(
+            f"--config.algorithm.{asked[0]}: its passes see prompts without their images; name a model of texts, or"
+            " leave it out"
+        )
     data = config.dataset
     if data.truncation != "error" and not data.filter_overlong_prompts:
         raise UserError(
@@ -53,8 +61,9 @@ def check_images(config: Config, processing: Any) -> None:
 
 
 def language_part(config: PeftConfig, processing: Any) -> PeftConfig:
-    """`config` with the vision tower left out, unless it says itself what is."""
-    if not has_images(processing) or config.exclude_modules is not None:
+    """`config` with the vision tower left out of a new adapter, unless it says itself what is."""
+    new = config.type != "none" and (config.adapter is None or config.adapter_mode == "merge")
+    if not (has_images(processing) and new) or config.exclude_modules is not None:
         return config
     log.info(
         "the adapter is on the linear layers of the language model, the vision tower has none; --config.peft."

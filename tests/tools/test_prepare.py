@@ -11,6 +11,7 @@ from perl.errors import UserError
 from perl.prompts import build_messages
 from perl.tasks import TASKS, load_problems
 from perl.tools import prepare
+from tests.tiny import noise_png
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -32,6 +33,20 @@ def gsm8k_row(number: int) -> dict:
 
 def dapo_row(question: str, gold: str) -> dict:
     return {"prompt": question, "solution": gold, "data_source": "math_dapo"}
+
+
+def test_problems_keep_their_images_and_differ_by_them(tmp_path):
+    files = [noise_png(16, 24, 1), noise_png(16, 24, 2)]
+    paths = []
+    for split in ("train", "test"):
+        rows = [{"problem": "<image>Find x.", "answer": str(n), "images": [{"bytes": f}]} for n, f in enumerate(files)]
+        table = pyarrow.Table.from_pylist(rows if split == "train" else rows[:1])
+        paths.append(str(tmp_path / f"{split}.parquet"))
+        pyarrow.parquet.write_table(table, paths[-1])
+    assert run("geometry3k", "--local_save_dir", str(tmp_path / "out"), "--source", *paths) == 0
+    problems = load_problems(str(tmp_path / "out" / "train.parquet"))
+    assert [problem.images for problem in problems] == [(file,) for file in files]
+    assert [problem.task for problem in problems] == ["geometry3k"] * 2
 
 
 def test_gsm8k_gets_verls_columns_and_answer(tmp_path, capsys):

@@ -250,6 +250,14 @@ def test_two_ranks(made, tmp_path):
             "--config.rollout.engine vllm: completes prompt",
         ),
         (
+            {"algorithm__dynamic_sampling": "true", "training__num_iterations": 1},
+            "--config.algorithm.dynamic_sampling: its passes see prompts without their images; name a model of texts",
+        ),
+        (
+            {"algorithm__kl_in_reward": "0.1", "training__beta": 0},
+            "--config.algorithm.kl_in_reward: its passes see prompts without their images",
+        ),
+        (
             {"dataset__truncation": "left", "dataset__filter_overlong_prompts": "false"},
             "--config.dataset.truncation left: a prompt with images can't be cut; use",
         ),
