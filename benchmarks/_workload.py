@@ -31,7 +31,7 @@ from trl import GRPOTrainer
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.schema import AlgorithmConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.training.trainer import PerlGRPOTrainer
 
@@ -196,11 +196,20 @@ def wake_adapter(model: Any) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1e-3)
 
 
-def make_trainer(side: str, policy: Policy, work: Workload, folder: str, reward: Any, **settings: Any) -> Any:
+def make_trainer(
+    side: str,
+    policy: Policy,
+    work: Workload,
+    folder: str,
+    reward: Any,
+    algorithm: AlgorithmConfig | None = None,
+    **settings: Any,
+) -> Any:
     """GRPOTrainer ("trl", "trl_cb": with continuous batching) or PerlGRPOTrainer ("ours"), with LoRA r 16 on all
     linears, on the workload's prompts.
 
     Args:
+        algorithm: of ours; None: GRPO.
         settings: fields of GRPOConfig.
     """
     defaults = {
@@ -220,7 +229,7 @@ def make_trainer(side: str, policy: Policy, work: Workload, folder: str, reward:
     if side == "ours":
         noise = NoiseConfig(enabled=False, seed=0)
         rollout = RolloutConfig(engine="fast", merge_adapter=policy.merge_adapter, capture_graphs=policy.capture_graphs)
-        extra = {"adapter": adapter, "adapter_config": PEFT, "noise": noise, "rollout": rollout}
+        extra = {"adapter": adapter, "adapter_config": PEFT, "noise": noise, "rollout": rollout, "algorithm": algorithm}
     trainer_class: Any = PerlGRPOTrainer if side == "ours" else GRPOTrainer
     trainer = trainer_class(
         model=make_model(policy),

@@ -101,7 +101,8 @@ def vllm_round(policy: Policy, work: Workload, folder: str) -> Callable[[], dict
     from perl.adapters import ADAPTERS
     from perl.engines.vllm import ENVIRONMENT
 
-    model: Any = get_peft_model(make_model(policy), ADAPTERS[PEFT.type].build(PEFT))
+    config: Any = ADAPTERS[PEFT.type].build(PEFT)
+    model: Any = get_peft_model(make_model(policy), config)
     wake_adapter(model)
     model.merge_and_unload().save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

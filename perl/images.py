@@ -1,6 +1,6 @@
 """Images of a row: read from what data sets hold, and put into its messages where their markers stand.
 
-column images -> Problem.images, each the bytes of a file -> messages of parts -> perl.processors
+column images -> Problem.images, each the bytes of a file -> messages of parts -> processor -> perl.pixels
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl import checkpoints
 from perl.errors import UserError
 from perl.records import Message
 
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
 
 MARKER = "<image>"
 """Stands in a text where an image belongs, as in verl's and LLaMA-Factory's data."""
+
+
+def load_processing(folder: str | Path, flag: str = "--model", **options: Any) -> Any:
+    """What makes a model's inputs: its tokenizer, or for a model that takes images its processor, which has the
+    tokenizer's methods that prompts need. A UserError names `flag`.
+
+    Args:
+        options: transformers', for the tokenizer.
+    """
+    tokenizer = checkpoints.load_tokenizer(folder, flag, **options)
+    if not checkpoints.takes_images(checkpoints.load_config(folder, flag)):
+        return tokenizer
+    try:
+        from perl.processors import load_processor
+
+        return load_processor(folder, tokenizer)
+    except (OSError, ValueError, ImportError) as error:  # transformers 4 has no such module
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{flag} {folder}: the model's image processor cannot be loaded: {reason}") from error
 
 
 def tokenizer_of(processing: Any) -> Any:
@@ -62,7 +82,10 @@ def _file(image: Any, where: str) -> bytes:
 
 def decoded(file: bytes) -> Image:
     """The image in a file's bytes, its pixels read."""
-    from PIL import Image
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError("the rows have images, and Pillow is not installed: pip install pillow") from error
 
     image = Image.open(io.BytesIO(file))
     image.load()

@@ -20,6 +20,13 @@ PROGRESS = "progress: "
 """Start of a progress line of the training: whoever runs it shows these lines and keeps the others in a log."""
 
 
+def clock(seconds: float) -> str:
+    """h:mm:ss, as progress lines and pages show a duration."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One row of a task, as its source gave it."""

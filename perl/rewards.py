@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,14 +42,18 @@ def reward_context(config: Config, grader: Grader) -> RewardContext:
     )
 
 
-def grade_early(functions: Sequence[str], context: RewardContext) -> Callable[[str, dict[str, Any]], None] | None:
-    """What begins to grade one completion of a rollout, given its text and its row of the data set, while others are
-    still drawn; None where no reward grades."""
+GradeEarly = Callable[[str, dict[str, Any]], Future[Any] | None]
+"""Begins to grade a completion, given its text and its row of the data set; done when its rewards need not wait, None
+where they never must."""
+
+
+def grade_early(functions: Sequence[str], context: RewardContext) -> GradeEarly | None:
+    """What begins to grade one completion of a rollout while others are still drawn; None where no reward grades."""
     if "accuracy" not in functions:
         return None
 
-    def start(text: str, row: dict[str, Any]) -> None:
-        context.grader.start(TASKS[row["task"]].rubric, text, row["gold"])
+    def start(text: str, row: dict[str, Any]) -> Future[Any] | None:
+        return context.grader.start(TASKS[row["task"]].rubric, text, row["gold"])
 
     return start
 

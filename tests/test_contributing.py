@@ -20,6 +20,7 @@ PLACES = {
     "TASKS": ("perl/tasks/registry.py", "TASKS: dict[str, Task] = {\n"),
     "REWARDS": ("perl/rewards.py", "REWARDS: dict[str, Callable[[RewardContext], RewardFunction]] = {\n"),
     "ADAPTERS": ("perl/adapters/__init__.py", "ADAPTERS: dict[str, Adapter] = {\n"),
+    "ALGORITHMS": ("perl/algorithms/__init__.py", "ALGORITHMS: dict[str, Algorithm] = {\n"),
     "ENGINES": ("perl/engines/__init__.py", "ENGINES: dict[str, Callable[..., Engine]] = {\n"),
 }
 
@@ -53,7 +54,7 @@ def in_copy(copy, *words):
     return done.stdout
 
 
-def test_a_task_a_reward_and_an_adapter_as_the_page_adds_them(copy):
+def test_a_task_a_reward_an_adapter_and_an_algorithm_as_the_page_adds_them(copy):
     rows = [{"gold": "3", "output": "so #### 3"}, {"gold": "3", "output": "so #### 4"}]
     (copy / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     in_copy(copy, "perl", "grade", "--task", "sums", "--input", "in.jsonl", "--output", "out.jsonl")
@@ -67,6 +68,7 @@ def test_a_task_a_reward_and_an_adapter_as_the_page_adds_them(copy):
         "dataset.dataset_name_or_path": "sums.jsonl",
         "dataset.task": "sums",
         "peft.type": "lora_gaussian",
+        "algorithm.name": "median",
         "reward.functions": '["brief"]',
         "training.output_dir": "run",
         "training.max_steps": "1",
@@ -81,6 +83,8 @@ def test_a_task_a_reward_and_an_adapter_as_the_page_adds_them(copy):
     (row, *_) = [json.loads(line) for line in (copy / "run" / "metrics.jsonl").read_text().splitlines()]
     assert 0.0 <= row["rewards/brief/mean"] <= 1.0
     assert row["reward"] == row["rewards/brief/mean"]
+    # `brief` is 0 or 1, and so is the median of four (the lower of the two in the middle)
+    assert {row["advantages/max"], row["advantages/min"]} <= {-1.0, 0.0, 1.0}
 
 
 def test_the_page_names_what_an_engine_has():

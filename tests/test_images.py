@@ -11,8 +11,8 @@ from PIL import Image
 from perl import checkpoints
 from perl.adapters.merge import merge_adapter
 from perl.errors import UserError
-from perl.images import decoded, filled, fitted, has_images, read_images, tokenizer_of
-from perl.processors import ImageInputs, image_arguments, image_inputs, load_processing, split_images
+from perl.images import decoded, filled, fitted, has_images, load_processing, read_images, tokenizer_of
+from perl.pixels import ImageInputs, image_arguments, image_inputs, split_images
 from perl.prompts import build_messages, encode
 from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash

@@ -23,6 +23,7 @@ LEVELS = [
         "prompts",
         "images",
         "processors",
+        "pixels",
         "provenance",
         "redact",
         "config",

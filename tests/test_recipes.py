@@ -13,13 +13,17 @@ from tests.tiny import geometry_file, save_tiny, save_tiny_vision
 RECIPES = sorted(Path("recipes").glob("*.yaml"))
 GUIDES = {
     "gsm8k_qwen2_5_0_5b": (640, 320, 5),
+    "gsm8k_full": (640, 320, 5),
     "gsm8k_qwen2_5_7b": (640, 320, 5),
     "gsm8k_aqn": (256, 64, 4),
     "gsm8k_aqn_hbm": (512, 128, 4),
     "dapo_math_7b": (256, 16, 16),
+    "ppo_gsm8k": (256, 64, 1),
     "geo3k_qwen2_5_vl_7b": (2560, 640, 5),
 }
-"""Completions a rollout and an update of the verl command on eight devices, and its rollout.n."""
+"""Completions a rollout and an update of the verl command on its devices, and its rollout.n."""
+DEVICES = {"ppo_gsm8k": 1}
+"""Of the guide, where they are not eight."""
 
 
 def test_each_recipe_of_a_guide_is_known():
@@ -31,7 +35,7 @@ def test_batches_are_verls(name):
     parsed = parse(["--recipe", f"recipes/{name}.yaml"])
     assert parsed.warnings == []
     training = parsed.values.training
-    rows = 8 * training.per_device_train_batch_size
+    rows = DEVICES.get(name, 8) * training.per_device_train_batch_size
     batches = rows * training.steps_per_generation, rows * training.gradient_accumulation_steps
     assert (*batches, training.num_generations) == GUIDES[name]
     assert training.steps_per_generation % training.gradient_accumulation_steps == 0
@@ -44,6 +48,9 @@ def test_what_verl_sets_in_silence_is_written_out(name):
     if name != "dapo_math_7b":
         expected |= {"loss_type": "bnpo", "lr_scheduler_type": "constant", "weight_decay": 0.01, "delta": 3.0}
         expected |= {"use_bias_correction_kl": False, "beta": 0.01 if name.startswith("geo3k") else 0.001}
+    if name.startswith("ppo"):
+        del expected["use_bias_correction_kl"]
+        expected["beta"] = 0.0
     assert {field: written.get(field) for field in expected} == expected
 
 
@@ -82,7 +89,7 @@ def test_each_trains_a_tiny_model_for_two_steps(name, model, tmp_path):
     if name.startswith("dapo"):
         rows = [{"prompt": row["question"], "solution": str(i + 3)} for i, row in enumerate(rows)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    group = GUIDES[name][2]
+    group = max(2, GUIDES[name][2])
     settings = {
         "model.model_name_or_path": model,
         "dataset.dataset_name_or_path": tmp_path / "sums.jsonl",
@@ -96,6 +103,8 @@ def test_each_trains_a_tiny_model_for_two_steps(name, model, tmp_path):
     }
     if name.startswith("dapo"):
         settings["reward.overlong_cache_length"] = 4
+    if name.startswith("ppo"):
+        settings |= {"validation.datasets": "[]", "training.logging_steps": 1}
     flags = [word for field, value in settings.items() for word in (f"--config.{field}", str(value))]
     assert train(["--recipe", f"recipes/{name}.yaml", *flags]) == tmp_path / "run"
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -103,4 +112,6 @@ def test_each_trains_a_tiny_model_for_two_steps(name, model, tmp_path):
     reward = yaml.safe_load(Path(f"recipes/{name}.yaml").read_text())["reward"]["functions"]
     assert {f"rewards/{one}/mean" for one in reward} <= logged[0].keys()
     assert ("aqn/sigma" in logged[0]) == ("aqn" in name)
-    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    assert ("critic/vf_loss" in logged[0]) == name.startswith("ppo")
+    result = "model/model.safetensors" if name == "gsm8k_full" else "adapter/adapter_model.safetensors"
+    assert (tmp_path / "run" / result).is_file()

@@ -91,6 +91,27 @@ def test_format_is_the_form_the_prompt_asks_for(context):
     assert call(form, texts, gold=["18"] * 6, task=tasks) == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 
 
+def test_think_is_verls_format_of_geometry3k(context):
+    """A full match of <think>.*</think>.*\\boxed\\{.*\\}.*, a dot being any character."""
+    (think,) = build_rewards(["think"], context)
+    right = [
+        "<think>a\nb</think> \\boxed{1}",
+        "<think></think></think>\\boxed{}.",
+        "<think>\\boxed{1}</think>\\boxed{2}",
+    ]
+    wrong = [
+        " <think>a</think>\\boxed{1}",
+        "<think>a \\boxed{1}",
+        "<think>\\boxed{1}</think> so 1",
+        "<think>a</think>\\boxed{1",
+        "</think>\\boxed{1}",
+        "",
+    ]
+    assert call(think, right) == [1.0] * 3
+    assert call(think, wrong) == [0.0] * 6
+    assert not grades_rows(["think"])
+
+
 def test_overlong_is_dapos_equation_13(context):
     (overlong,) = build_rewards(["overlong"], context)
     lengths = [0, 80, 81, 90, 100, 120]

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from perl.adapters import ADAPTERS
-from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.training.run import import_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -67,6 +67,9 @@ def make_trainer(
     peft: PeftConfig | None = None,
     engine: str = "generate",
     rollout: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | None = None,
+    critic: dict[str, Any] | None = None,
+    critic_base: Any = None,
     callbacks: Sequence[Any] = (),
     **args: Any,
 ) -> Any:
@@ -79,7 +82,9 @@ def make_trainer(
         folder: the trainer's output folder.
         kind: another class: TRL's GRPOTrainer, which is given the adapter's PEFT configuration, or one of ours.
         dataset: in the place of one of `prompts` alone.
-        noise, adapter, peft, engine, rollout: as in a run's configuration; `rollout` has RolloutConfig's fields.
+        noise, adapter, peft, engine, rollout, algorithm, critic: as in a run's configuration; the last three have the
+            fields of their groups.
+        critic_base: the critic's own base model.
         args: fields of GRPOConfig that differ from SETTINGS.
     """
     config = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
@@ -93,6 +98,9 @@ def make_trainer(
             "adapter_config": peft,
             "noise": noise or NoiseConfig(enabled=False, seed=0),
             "rollout": RolloutConfig(**({"engine": engine} | (rollout or {}))),
+            "algorithm": AlgorithmConfig(**(algorithm or {})),
+            "critic": CriticConfig(**(critic or {})),
+            "critic_base": critic_base,
         }
     return kind(
         model=model or tiny_model(scale=4.0),

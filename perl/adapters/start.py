@@ -46,14 +46,14 @@ def merge_into(model: Path, adapter: Path, output: Path, dtype: torch.dtype) -> 
     if report and (report.base_hash, report.adapter_hash, report.dtype) == made_of:
         return
     try:
-        with _whole_weights():
+        with whole_weights():
             merge_adapter(model, adapter, output, name)
     except UserError as error:
         raise UserError(f"{FLAG}_mode merge: {error}") from error
 
 
 @contextlib.contextmanager
-def _whole_weights() -> Iterator[None]:
+def whole_weights() -> Iterator[None]:
     """Models that are loaded inside are not partitioned by ZeRO-3: one process alone loads them."""
     from transformers.integrations import deepspeed
 

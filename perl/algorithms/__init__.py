@@ -11,8 +11,10 @@ from typing import Any
 
 from perl.algorithms.algorithm import Algorithm
 from perl.algorithms.dapo import DAPO
-from perl.algorithms.grpo import CISPO, DR_GRPO, GRPO, GSPO, SAPO
-from perl.algorithms.rloo import RLOO
+from perl.algorithms.grpo import CISPO, DR_GRPO, GDPO, GRPO, GRPO_PASSK, GSPO, LUSPO, SAPO, VESPO
+from perl.algorithms.ppo import PPO
+from perl.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+from perl.algorithms.rloo import GPG, OPO, RLOO
 from perl.errors import lookup
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -20,9 +22,18 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dapo": DAPO,
     "dr_grpo": DR_GRPO,
     "gspo": GSPO,
+    "luspo": LUSPO,
     "cispo": CISPO,
     "sapo": SAPO,
+    "vespo": VESPO,
+    "gdpo": GDPO,
+    "grpo_passk": GRPO_PASSK,
     "rloo": RLOO,
+    "opo": OPO,
+    "gpg": GPG,
+    "reinforce_plus_plus": REINFORCE_PLUS_PLUS,
+    "reinforce_plus_plus_baseline": REINFORCE_PLUS_PLUS_BASELINE,
+    "ppo": PPO,
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -15,19 +16,42 @@ class Scored:
     """The completions of a generation batch with their rewards: those of this process, and how to see the others'."""
 
     rewards: torch.Tensor
-    """float32 [rows]: weighted sums of the reward functions; NaN where no function gave one."""
+    """float32 [rows]: weighted sums of the reward functions, less algorithm.kl_in_reward times the KL divergence of the
+    completion; NaN where no function gave one."""
+    token_rewards: torch.Tensor
+    """float32 [rows, tokens]: the same, spread over the tokens: the functions' at the last one that is trained on, each
+    token's own KL divergence; 0 where `mask` is False and in rows without a reward."""
     mask: torch.Tensor
     """bool [rows, tokens]: the tokens that are trained on."""
     group_size: int
     """Completions of each prompt, one after the other."""
     gather: Callable[[torch.Tensor], torch.Tensor]
-    """From [rows] of this process to [rows of all processes], process after process: groups are whole there."""
+    """From [rows] of this process to [rows of all processes], process after process: groups are whole there. Any other
+    first dimension that is the same on every process will do."""
     first: int
     """Place of this process's first row among the rows of all."""
+    gamma: float = 1.0
+    """Discount of a reward by token, algorithm.gamma."""
+    lam: float = 1.0
+    """Lambda of generalized advantage estimation, algorithm.lam."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What an advantage is divided by, where the estimator lets the user choose: training.scale_rewards."""
 
     def groups(self) -> torch.Tensor:
         """float32 [groups, group_size]: the rewards of all processes."""
         return self.gather(self.rewards).view(-1, self.group_size)
+
+    def without_advantage(self) -> torch.Tensor:
+        """bool [groups, group_size]: rows without a reward, and rows whose group has no two different ones. What they
+        are compared with is their own reward, but for rounding: their advantage is an exact 0."""
+        rewards = self.groups()
+        unknown = rewards.isnan()
+        highest = rewards.masked_fill(unknown, -math.inf).amax(dim=1, keepdim=True)
+        return unknown | ((rewards == highest) | unknown).all(dim=1, keepdim=True)
+
+    def total(self, sums: torch.Tensor) -> torch.Tensor:
+        """Of this process's sums [n] those of all processes, [n]."""
+        return self.gather(sums).view(-1, len(sums)).sum(dim=0)
 
     def mine(self, everywhere: torch.Tensor) -> torch.Tensor:
         """Of a tensor [rows of all processes, or groups, group_size] the rows [rows] of this process."""
@@ -49,3 +73,9 @@ class Algorithm:
     otherwise goes before it."""
     advantages: Advantages | None = None
     """How rewards become advantages; None: as TRL's GRPOTrainer does, by its scale_rewards."""
+    uses: frozenset[str] = frozenset()
+    """Flags without --config that `advantages` reads and others may not, such as "algorithm.gamma"."""
+    groups: bool = True
+    """The completions of a prompt are compared with each other: there must be at least two."""
+    critic: bool = False
+    """Advantages are made of a critic's values (perl.training.critic), not by `advantages`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from perl.algorithms.algorithm import Algorithm
+import torch
+
+from perl.algorithms.algorithm import Algorithm, Scored
 
 GRPO = Algorithm(paper="arXiv 2402.03300")
 """Sets nothing: TRL's defaults."""
@@ -23,16 +25,77 @@ GSPO = Algorithm(
         "training.beta": 0.0,
     },
 )
-"""One ratio for a whole completion; the paper's section 5.1 clips it at 3e-4 and 4e-4."""
+"""One ratio for a whole completion; the paper's section 5.1 clips it at 3e-4 and 4e-4. It differs from GRPO where a
+rollout serves several updates: training.steps_per_generation 4 times gradient_accumulation_steps there."""
+
+LUSPO = Algorithm(
+    paper="arXiv 2602.05261",
+    settings={"training.loss_type": "luspo", "training.importance_sampling_level": "sequence", "training.beta": 0.0},
+)
+"""GSPO with each completion weighted by its length, so that long ones count no less a token."""
 
 CISPO = Algorithm(
     paper="arXiv 2506.13585",
     settings={"training.loss_type": "cispo", "training.epsilon_high": 5.0, "training.beta": 0.0},
 )
-"""The clipped ratio is a weight of the log-probability: no token loses its gradient."""
+"""The clipped ratio is a weight of the log-probability: no token loses its gradient. The bound is that of ScaleRL,
+arXiv 2510.13786; the paper of CISPO gives none."""
 
 SAPO = Algorithm(
     paper="arXiv 2511.20347",
-    settings={"training.loss_type": "sapo", "training.beta": 0.0},
+    settings={
+        "training.loss_type": "sapo",
+        "training.sapo_temperature_pos": 1.0,
+        "training.sapo_temperature_neg": 1.05,
+        "training.beta": 0.0,
+    },
 )
 """A smooth gate on the ratio instead of a clip."""
+
+VESPO = Algorithm(paper="arXiv 2602.10693", settings={"training.loss_type": "vespo", "training.beta": 0.0})
+"""Completions weighted by a gamma density of their ratio, TRL's k and lambda."""
+
+GDPO = Algorithm(
+    paper="arXiv 2601.05242",
+    settings={"training.multi_objective_aggregation": "normalize_then_sum"},
+)
+"""Each reward function is normalized within the group before they are added up: for several of them."""
+
+
+def group_relative(scored: Scored) -> torch.Tensor:
+    """A_i = (r_i - mean of its group) / (s + 1e-4) with s by `scored.scale` (arXiv 2402.03300, equation 3, with TRL's
+    constant): float32 [rows]. TRL's own, from rewards that it has not seen: those less the KL divergence."""
+    rewards = scored.groups()
+    advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
+    scale = deviation(scored)
+    advantages = advantages if scale is None else advantages / (scale + 1e-4)
+    return scored.mine(advantages.masked_fill(scored.without_advantage(), 0.0))
+
+
+def deviation(scored: Scored) -> torch.Tensor | None:
+    """Standard deviation, with Bessel's correction, of the rewards of each group ([groups, 1]), of all ([]), or None,
+    by `scored.scale`."""
+    rewards = scored.groups()
+    match scored.scale:
+        case "none":
+            return None
+        case "group":
+            over, known = {"dim": 1, "keepdim": True}, (~rewards.isnan()).sum(dim=1, keepdim=True)
+        case "batch":
+            over, known = {}, (~rewards.isnan()).sum()
+    squares = (rewards - rewards.nanmean(**over)).square().nansum(**over)
+    return (squares / (known - 1).clamp(min=1)).sqrt()
+
+
+def best_of_group(scored: Scored) -> torch.Tensor:
+    """The best completion of a group has the best reward less the second best, divided as `scored.scale` says; the
+    others 0 (arXiv 2503.19595): float32 [rows]. What it raises is the best of k, pass@k."""
+    rewards = scored.groups()
+    best, place = rewards.masked_fill(rewards.isnan(), -torch.inf).topk(2, dim=1)
+    lead = (best[:, :1] - best[:, 1:]).nan_to_num(nan=0.0, posinf=0.0)  # posinf: the only reward of its group
+    scale = deviation(scored)
+    lead = lead if scale is None else lead / (scale + 1e-6)
+    return scored.mine(torch.zeros_like(rewards).scatter_(1, place[:, :1], lead))
+
+
+GRPO_PASSK = Algorithm(paper="arXiv 2503.19595", advantages=best_of_group, uses=frozenset({"training.scale_rewards"}))

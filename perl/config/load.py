@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import yaml
 from jsonargparse import Namespace
 
-from perl.algorithms import settings_of
+from perl.algorithms import ALGORITHMS, settings_of
 from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
 from perl.config.schema import (
     GROUPS,
     AlgorithmConfig,
     CommonConfig,
+    CriticConfig,
     DatasetConfig,
     LoggingConfig,
     ModelConfig,
@@ -83,6 +84,7 @@ class Config:
     model: ModelConfig
     dataset: DatasetConfig
     algorithm: AlgorithmConfig
+    critic: CriticConfig
     peft: PeftConfig
     rollout: RolloutConfig
     noise_injection: NoiseConfig
@@ -306,6 +308,12 @@ def check_values(values: Namespace) -> None:
         )
     if noise.enabled:
         check_noise_reaches_the_sampler(values)
+    algorithm = values.algorithm
+    if algorithm.kl_in_reward > 0.0 and training.multi_objective_aggregation != "sum_then_normalize":
+        raise UserError(
+            "--config.algorithm.kl_in_reward: there is no one reward to take it from where"
+            " multi_objective_aggregation is normalize_then_sum; --config.training.beta puts KL into the loss"
+        )
     if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
         raise UserError(
             "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"
@@ -315,7 +323,54 @@ def check_values(values: Namespace) -> None:
             "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
             " trains, perl/eval.py scores checkpoints"
         )
+    check_dynamic_sampling(values)
     check_validation(values)
+    check_critic(values)
+
+
+def check_critic(values: Namespace) -> None:
+    """What the algorithm's advantages are made of must be there: a group to compare, or a critic."""
+    algorithm, generations = ALGORITHMS[values.algorithm.name], values.training.num_generations
+    if algorithm.groups and generations == 1:
+        raise UserError(
+            f"--config.training.num_generations 1: algorithm {values.algorithm.name} compares the completions of a"
+            " prompt; write 2 or more, or --config.algorithm.name ppo, which has a critic instead"
+        )
+    if algorithm.critic and values.peft.type == "none":
+        raise UserError(
+            f"--config.peft.type none: the critic of algorithm {values.algorithm.name} computes on a frozen base; write"
+            " lora, or --config.algorithm.name grpo"
+        )
+    own_base = values.critic.model_name_or_path is not None
+    if algorithm.critic and own_base == values.critic.share_base:
+        raise UserError(
+            "--config.critic.share_base true: the critic has no other base; leave --config.critic.model_name_or_path"
+            " out, or write --config.critic.share_base false"
+            if own_base
+            else "--config.critic.share_base false: name the critic's own base, --config.critic.model_name_or_path"
+        )
+    if algorithm.critic and values.training.torch_compile:
+        raise UserError(
+            f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"
+            " packed sequence, which torch_compile can't have; leave it out"
+        )
+
+
+def check_dynamic_sampling(values: Namespace) -> None:
+    algorithm = values.algorithm
+    if not algorithm.dynamic_sampling:
+        return
+    if algorithm.max_resample_factor < 1:
+        raise UserError(
+            f"--config.algorithm.max_resample_factor {algorithm.max_resample_factor:g}: a batch has to be drawn once;"
+            " write a number from 1"
+        )
+    known = [*values.reward.functions, "sum"]
+    if algorithm.dynamic_sampling_metric not in (None, *known):
+        raise UserError(
+            f"--config.algorithm.dynamic_sampling_metric {algorithm.dynamic_sampling_metric}: no such reward; write"
+            f" one of {', '.join(known)}"
+        )
 
 
 def check_validation(values: Namespace) -> None:

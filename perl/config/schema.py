@@ -103,11 +103,54 @@ class AlgorithmConfig:
     """How rewards become a loss.
 
     Args:
-        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo). It sets what its paper says of other
-            groups, unless the recipe or a flag says otherwise.
+        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo, ppo, …). It sets what its paper says of
+            other groups, unless the recipe or a flag says otherwise.
+        dynamic_sampling: replace groups of equal rewards by those of further prompts, until the batch is full.
+        dynamic_sampling_metric: what must differ within a group: a name of reward.functions, or sum, their weighted
+            sum; null is accuracy where that is one of them, else sum.
+        max_resample_factor: groups that a rollout may draw, over those of its batch; at the limit groups of equal
+            rewards fill it.
+        gamma: discount of a reward for each token before it (reinforce_plus_plus, ppo).
+        lam: lambda of generalized advantage estimation (ppo).
+        kl_estimator: of the KL divergence that training.beta puts into the loss (low_var_kl is TRL's, k3).
+        kl_in_reward: coefficient of the KL divergence from the reference policy that is taken from the rewards.
+        kl_in_reward_estimator: of that divergence.
+        kl_in_reward_target: KL divergence a token, in nats, that the coefficient is adapted to; null leaves it fixed.
+        kl_in_reward_horizon: completions over which the coefficient follows; the fewer, the quicker.
     """
 
     name: str = "grpo"
+    dynamic_sampling: bool = False
+    dynamic_sampling_metric: str | None = None
+    max_resample_factor: PositiveFloat = 10.0
+    gamma: UnitFloat = 1.0
+    lam: UnitFloat = 1.0
+    kl_estimator: Literal["low_var_kl", "k1", "abs", "mse"] = "low_var_kl"
+    kl_in_reward: NonNegativeFloat = 0.0
+    kl_in_reward_estimator: Literal["low_var_kl", "k1", "abs", "mse"] = "k1"
+    kl_in_reward_target: PositiveFloat | None = None
+    kl_in_reward_horizon: PositiveInt = 10000
+
+
+@dataclass
+class CriticConfig:
+    """The critic of algorithm.name ppo: the frozen base with LoRA of its own and a scalar head.
+
+    Args:
+        lr: learning rate, on the policy's schedule.
+        r: rank of its LoRA, on the layers that the policy's adapter has.
+        share_base: it computes on the policy's base; false takes the base of its own that model_name_or_path names.
+        model_name_or_path: that base: a folder, or a name on the hub, with the policy's tokenizer.
+        warmup_steps: first optimizer steps, in which the critic alone is trained.
+        value_clip: how far a value moves from what it was at the rollout, at most; null is no bound.
+    """
+
+    lr: PositiveFloat = 1e-4
+    r: PositiveInt = 16
+    share_base: bool = True
+    model_name_or_path: str | None = None
+    warmup_steps: NonNegativeInt = 0
+    value_clip: PositiveFloat | None = 0.5
 
 
 @dataclass
@@ -264,6 +307,7 @@ GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "dataset": DatasetConfig,
     "algorithm": AlgorithmConfig,
+    "critic": CriticConfig,
     "peft": PeftConfig,
     "rollout": RolloutConfig,
     "noise_injection": NoiseConfig,

@@ -75,18 +75,35 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(f"max_tokens_per_microbatch must be at least 1, not {self.max_tokens_per_microbatch}")
         try:
-            super().__post_init__()
+            self._check_trls()
         except ValueError:
             self._check_groups()
             raise
 
+    def _check_trls(self) -> None:
+        """GRPOConfig's own checks. It refuses one completion of a prompt, which algorithms without groups may have
+        (perl/config/load.py refuses it for the others): it is shown groups of a process's whole rollout instead."""
+        if self.num_generations != 1:
+            super().__post_init__()
+            return
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        rows = self.generation_batch_size or self.per_device_train_batch_size * steps
+        if rows == 1:
+            raise UserError(
+                "--config.training.num_generations 1: a rollout of one completion of each process; raise"
+                " --config.training.per_device_train_batch_size or gradient_accumulation_steps"
+            )
+        self.num_generations = rows
+        super().__post_init__()
+        self.num_generations = 1
+
     def _check_groups(self) -> None:
         """What GRPOConfig says of a batch without whole groups, in the words of the flags."""
         groups = self.num_generations or 0
-        if groups < 2:
+        if groups < 1:
             raise UserError(
-                f"--config.training.num_generations {groups}: a group needs at least 2 completions, whose rewards are"
-                " compared; write 2 or more"
+                f"--config.training.num_generations {groups}: a prompt needs at least 1 completion, and a group, whose"
+                " rewards are compared, at least 2; write 2 or more"
             )
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         batch = self.generation_batch_size or self.per_device_train_batch_size * self.world_size * steps

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from jsonargparse import Namespace
 
+from perl.algorithms import ALGORITHMS
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -19,7 +21,17 @@ class Rule:
     """Fields with the prefix that always have an effect."""
 
 
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Losses of TRL with PPO's clip of the ratio at 1 - epsilon and 1 + epsilon_high."""
 NO_EVALUATION = "it is of TRL's own evaluation; validation.datasets and perl/eval.py score"
+
+
+def relative_to_group(v: Namespace) -> bool:
+    """Advantages are GRPO's own."""
+    return ALGORITHMS[v.algorithm.name].advantages is None and (
+        v.training.multi_objective_aggregation == "sum_then_normalize"
+    )
+
 
 OF_ANY_TRAINING: tuple[Rule, ...] = (
     Rule("peft.adapter_mode", lambda v: v.peft.adapter is not None, "peft.adapter names no adapter"),
@@ -36,6 +48,46 @@ OF_ANY_TRAINING: tuple[Rule, ...] = (
 
 RULES: tuple[Rule, ...] = (
     *OF_ANY_TRAINING,
+    *(
+        Rule(field, lambda v, field=field: field in ALGORITHMS[v.algorithm.name].uses, because)
+        for field, because in (
+            ("algorithm.gamma", "algorithm.name discounts no reward"),
+            ("algorithm.lam", "algorithm.name has no generalized advantage estimation"),
+        )
+    ),
+    Rule(
+        "training.scale_rewards",
+        lambda v: relative_to_group(v) or "training.scale_rewards" in ALGORITHMS[v.algorithm.name].uses,
+        "algorithm.name or multi_objective_aggregation has a scale of its own",
+    ),
+    Rule(
+        "training.multi_objective_aggregation",
+        lambda v: ALGORITHMS[v.algorithm.name].advantages is None,
+        "the advantages of algorithm.name are made of the weighted sum of the rewards",
+    ),
+    Rule(
+        "algorithm.kl_in_reward_",
+        lambda v: v.algorithm.kl_in_reward > 0.0,
+        "algorithm.kl_in_reward is 0",
+    ),
+    Rule(
+        "algorithm.kl_in_reward_horizon",
+        lambda v: v.algorithm.kl_in_reward == 0.0 or v.algorithm.kl_in_reward_target is not None,
+        "algorithm.kl_in_reward_target is null: the coefficient is fixed",
+    ),
+    Rule("algorithm.kl_estimator", lambda v: v.training.beta != 0.0, "training.beta is 0: no KL is in the loss"),
+    Rule(
+        "training.use_bias_correction_kl", lambda v: v.training.beta != 0.0, "training.beta is 0: no KL is in the loss"
+    ),
+    Rule("critic.", lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
+    Rule(
+        "algorithm.dynamic_sampling_metric",
+        lambda v: v.algorithm.dynamic_sampling,
+        "algorithm.dynamic_sampling is false",
+    ),
+    Rule(
+        "algorithm.max_resample_factor", lambda v: v.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"
+    ),
     Rule(
         "noise_injection.",
         lambda v: v.noise_injection.enabled,
@@ -98,8 +150,28 @@ RULES: tuple[Rule, ...] = (
         "no prompt is too long: filter_overlong_prompts drops them, or max_prompt_length is null",
     ),
     Rule("training.ds3_gather_for_generation", lambda v: not v.training.use_vllm, "rollout.engine is vllm"),
-    Rule("training.epsilon_high", lambda v: v.training.loss_type != "sapo", "loss_type sapo does not clip"),
+    Rule(
+        "training.epsilon_high",
+        lambda v: v.training.loss_type in (*CLIPPED, "cispo"),
+        f"it clips the losses {', '.join(CLIPPED)} and cispo",
+    ),
     Rule("training.sapo_temperature", lambda v: v.training.loss_type == "sapo", "loss_type is not sapo"),
+    Rule("training.vespo_", lambda v: v.training.loss_type == "vespo", "loss_type is not vespo"),
+    Rule("training.delta", lambda v: v.training.loss_type in CLIPPED, f"it clips the losses {', '.join(CLIPPED)}"),
+    Rule(
+        "training.epsilon",
+        lambda v: v.training.loss_type in CLIPPED,
+        f"it clips the losses {', '.join(CLIPPED)}",
+        keep=("training.epsilon_high",),
+    ),
+    Rule(
+        "training.entropy_coef_",
+        lambda v: v.training.use_adaptive_entropy,
+        "training.use_adaptive_entropy is false",
+    ),
+    Rule(
+        "training.entropy_target", lambda v: v.training.use_adaptive_entropy, "training.use_adaptive_entropy is false"
+    ),
     Rule(
         "training.sync_ref_model",
         lambda v: v.training.beta != 0.0,

@@ -206,6 +206,13 @@ class Decoder:
         self.rows: Rows | None = None
         self.graphs: graphs.StepGraphs | None = None
 
+    def stock_reason(self) -> str | None:
+        """Why the model's own `generate` draws instead of the loop; None where the loop does."""
+        reason = unsupported_reason(self.model)
+        if reason is None and self.generation_kwargs:
+            reason = f"generation_kwargs has {', '.join(sorted(self.generation_kwargs))}"
+        return reason
+
     def complete(self, sequences: List[Sequence], sampling: Sampling) -> list[Sequence]:
         """Complete `sequences`, and give them back when all are finished."""
         for _ in self.run(sequences, sampling):
@@ -222,10 +229,7 @@ class Decoder:
         The model must be in evaluation mode, and its weights must stay as they are until the iterator is at its end.
         """
         validate(sampling)
-        reason = unsupported_reason(self.model)
-        if reason is None and self.generation_kwargs:
-            reason = f"generation_kwargs has {', '.join(sorted(self.generation_kwargs))}"
-        if reason is not None:
+        if (reason := self.stock_reason()) is not None:
             warn_once(f"decoding with the model's own generate, as the decode loop can't serve it: {reason}")
             return generate_stock(
                 self.model,

@@ -20,8 +20,8 @@ from perl.engines.linear import prepacked
 from perl.engines.sampling import validate
 from perl.engines.sequence import Sequence
 from perl.errors import UserError, lookup
-from perl.images import tokenizer_of
-from perl.processors import load_processing, make_images
+from perl.images import load_processing, tokenizer_of
+from perl.pixels import make_images
 from perl.records import Completion, Prompt, Sampling
 
 logger = logging.getLogger(__name__)

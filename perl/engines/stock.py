@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from perl.checkpoints import token_ids
 from perl.engines.sampling import sample, uniforms
 from perl.engines.sequence import Sequence, left_pad, mark_seen
-from perl.processors import image_arguments
+from perl.pixels import image_arguments
 from perl.records import Sampling
 from perl.sharding import is_sharded
 

@@ -18,7 +18,7 @@ from perl.evaluation.candidates import Candidate, find_candidates
 from perl.evaluation.pool.executors import EXECUTORS, Executor
 from perl.evaluation.pool.worker import WeightsSpec, WorkerSpec
 from perl.grading import rules_hash
-from perl.images import has_images
+from perl.images import has_images, load_processing
 from perl.prompts import require_chat_template
 from perl.provenance import text_hash
 from perl.records import Sample
@@ -54,8 +54,6 @@ class Setup:
 
             require_vllm()
         executor = EXECUTORS[config.executor](config)
-        from perl.processors import load_processing
-
         tokenizer = load_processing(model)
         if config.use_vllm and has_images(tokenizer):
             from perl.engines.vllm import require_torchvision

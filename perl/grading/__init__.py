@@ -8,9 +8,10 @@ reads an answer that it can settle.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from perl.errors import UserError, lookup
 from perl.grading.rules import RULES, Rule, is_number
@@ -87,12 +88,13 @@ class Grader:
     def close(self) -> None:
         self._verifier.close()
 
-    def start(self, rubric: Rubric, completion: str, gold: str) -> None:
+    def start(self, rubric: Rubric, completion: str, gold: str) -> Future[Any] | None:
         """Begin to grade a completion that `grade` will be asked for: what needs math-verify is judged by its worker
-        while this process does something else."""
+        while this process does something else. Done when `grade` need not wait for it; None where it never must."""
         reading = _read(rubric, completion, gold)
-        if _needs_algebra(rubric, reading):
-            self._verifier.start(_question(rubric, reading, completion, gold))
+        if not _needs_algebra(rubric, reading):
+            return None
+        return self._verifier.start(_question(rubric, reading, completion, gold))
 
     def grade(self, rubric: Rubric, completions: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """One Grade per completion, in order.

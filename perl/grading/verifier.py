@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 CHUNK = 64
 """Rows in one message: enough to hide its cost, few enough to send again after a timeout."""
@@ -53,10 +53,12 @@ class MathVerifier:
         self._early = ThreadPoolExecutor(1, thread_name_prefix="math-verify")
         self._started: dict[Question, Future[list[Verdict]]] = {}
 
-    def start(self, row: Question) -> None:
-        """Begin to judge a row that `verify` will be asked for, while this process does something else."""
+    def start(self, row: Question) -> Future[Any]:
+        """Begin to judge a row that `verify` will be asked for, while this process does something else; done when
+        `verify` need not wait for it."""
         if row not in self._started:
             self._started[row] = self._early.submit(self._ask, [row])
+        return self._started[row]
 
     def verify(self, rows: Sequence[Question]) -> list[Verdict]:
         """One Verdict per row, in order. A row that kills the worker twice (it may have been killed for another

@@ -165,9 +165,13 @@ def compare_runs(
         shorter = f"; --window {window} may be longer than what they share: write less" if window > 1 else ""
         raise UserError(f"A, B: the curves share no {axis.name}s to compare: {reach}{shorter}")
     metrics = [agreement(name, runs, spans, rows, limits.get(name), error) for name, (spans, rows) in compared.items()]
+    shared = [name for name in every[0].scores if all(name in run.scores for run in every)]
+    scored = {name: found for name in shared if (found := shared_scores(name, every, axis))[0]}
+    metrics += [agreement(n, runs, [(at, at + 1) for at in p], rows, None, error) for n, (p, rows) in scored.items()]
     main = next(name for name in limits if name in compared)
     spans = compared[main][0]
-    notes = [*left_out(limits, compared, every, axis), *lengths(every, axis, main, spans)]
+    notes = [*left_out(limits, compared, every, axis), *of_two_kinds(runs), *lengths(every, axis, main, spans)]
+    notes += [validated(places, axis, names) for places, names in by_places(scored).items()]
     if all(found.absolute == 0 for found in metrics if found.limit is not None):
         notes.append("reward and loss are the same to the last digit: is this one run twice?")
     fewest, most = sorted(map(len, runs.values()))
@@ -215,6 +219,41 @@ def choose_axis(runs: Runs, align: str) -> Axis:
     return Axis("rollout", f"prompts per rollout: {said}", known, ones)
 
 
+def of_two_kinds(runs: Runs) -> list[str]:
+    """One line where runs that log rewards meet runs that do not."""
+    kinds = {side: {"reward" in run.metrics for run in runs[side]} for side in ("A", "B")}
+    if all(len(found) == 1 for found in kinds.values()) and kinds["A"] != kinds["B"]:
+        rewarded = "A" if True in kinds["A"] else "B"
+        return [
+            f"the sides are of two kinds: {rewarded} was trained by rewards (GRPO, PPO), {'AB'.strip(rewarded)} logs"
+            " none (supervised fine-tuning); their losses are different quantities, and the verdict says nothing"
+        ]
+    return []
+
+
+def shared_scores(name: str, runs: Sequence[Curves], axis: Axis) -> tuple[list[int], list[list[float]]]:
+    """The places of the axis after which all runs were validated, and each run's score there."""
+    found = [{span.end: span.value for span in placed(run, name, axis, index)} for index, run in enumerate(runs)]
+    places = sorted(set.intersection(*map(set, found)))
+    return places, [[scores[place] for place in places] for scores in found]
+
+
+def by_places(scored: Mapping[str, tuple[list[int], list[list[float]]]]) -> dict[tuple[int, ...], list[str]]:
+    """The names of scores that are compared at the same places."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, (places, _) in scored.items():
+        found.setdefault(tuple(places), []).append(name)
+    return found
+
+
+def validated(places: Sequence[int], axis: Axis, names: Sequence[str]) -> str:
+    shown = [*map(str, places[:6]), *(["…", str(places[-1])] if len(places) > 6 else [])]
+    what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more scores"
+    return (
+        f"{what}: compared where all runs were validated, after {axis.name}s {', '.join(shown)} (0: before the first)"
+    )
+
+
 def left_out(limits: Mapping[str, float], compared: Collection[str], runs: Sequence[Curves], axis: Axis) -> list[str]:
     """Which metrics with a limit are not compared, and why."""
     notes = []
@@ -249,8 +288,13 @@ def placed(run: Curves, name: str, axis: Axis, index: int) -> list[Span]:
 
     Args:
         index: of the run in the axis.
+
+    Scores of validations stand at the end of a rollout, those in between are left out.
     """
-    points, k, unit = run.metrics[name], axis.steps[index], axis.units[index]
+    k, unit = axis.steps[index], axis.units[index]
+    if name in run.scores:  # a score is of a moment: between two rollouts, or, where k is larger, in one
+        return [Span(int(s * unit / k), int(s * unit / k), v) for s, v in run.scores[name].items() if s % k == 0]
+    points = run.metrics[name]
     every = spacing(points) or math.ceil(k)
     groups: dict[int, list[int]] = {}
     for step in points:
@@ -332,7 +376,7 @@ def agreement(
     a, b = ([statistics.fmean(column) for column in zip(*own, strict=True)] for own in (rows[:count], rows[count:]))
     absolute, size = mae(a, b, spans), weighted([abs(value) for value in a], spans)
     relative = absolute / size if size else None
-    logged_as = (runs["A"][0].logged_as[name], runs["B"][0].logged_as[name])
+    logged_as = (runs["A"][0].logged_as.get(name, name), runs["B"][0].logged_as.get(name, name))
     notes: list[str] = []
     judged_by = None if limit is None else error
     if limit is not None and error == "relative" and (why := meaningless(a, size)):

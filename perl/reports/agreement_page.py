@@ -20,6 +20,7 @@ from perl.reports.page import STEPS_SCRIPTS, document, part, write_html
 X_NAMES = {"rollout": "rollout", "prompt": "number of the prompt", "step": "logged step"}
 UNITS = {
     "entropy": "nats a token",
+    "val-core/": "share of 1",
     "completions/clipped_ratio": "share",
     "completions/": "tokens",
     "prompts/": "tokens",

@@ -59,6 +59,10 @@ NAMES: dict[str, tuple[str, ...]] = {
 """Our name of a metric, which is TRL's where it has one -> verl's names, of which the first that is logged counts."""
 VERLS = ("critic/", "actor/", "response_length/", "prompt_length/", "timing_s/")
 """What names begin with that only verl logs."""
+SCORE = "val-core/"
+"""What names of scores of validations begin with, verl's and ours."""
+OLD_SCORE = re.compile(r"val/test_score/(.+)|val-core/(.+)/reward/(mean@\d+)")
+"""verl's names of a mean score in versions to 0.2, and where a reward function returns no acc besides its score."""
 TRAINED = ("reward", "loss", "timing/rollout")
 """What a step of verl logs when it trained: step 0 may be a validation alone."""
 
@@ -83,6 +87,8 @@ class Curves:
     """Steps of `metrics` from one rollout to the next: 1 for verl; None where the file does not tell."""
     prompts_per_rollout: int | None = field(default=None)
     """None where the file does not tell."""
+    scores: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Of validations, by name (val-core/…), then by the step after which they were made; 0 is before the first."""
 
 
 def read_curves(path: Path, flag: str) -> Curves:
@@ -127,9 +133,11 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
             as they are known.
     """
     logged: dict[str, dict[int, float]] = {}
+    rows = list(rows)
+    before = {score_name(name) for step, row in rows if step == 0 and not row.keys() & KNOWN for name in row}
     for step, row in rows:
         for name, value in row.items():
-            logged.setdefault(name.removeprefix("train/"), {})[step] = number(value)
+            logged.setdefault(score_name(name.removeprefix("train/")), {})[step] = number(value)
     verl = any(name.startswith(VERLS) for name in logged)
     found = {ours: next((n for n in (ours, *theirs) if n in logged), None) for ours, theirs in NAMES.items()}
     logged_as = {ours: name for ours, name in found.items() if name}
@@ -138,14 +146,31 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
     shift = int(verl and any(0 in metrics.get(name, {}) for name in TRAINED))
     metrics = {name: {s + shift: v for s, v in values.items() if s + shift > 0} for name, values in metrics.items()}
     metrics = {name: values for name, values in metrics.items() if values}
+    scores = {
+        name: {step + (0 if step == 0 and name in before else shift): value for step, value in sorted(values.items())}
+        for name, values in sorted(logged.items())
+        if name.startswith(SCORE)
+    }
     return Curves(
         source=path,
         format=kind,
         metrics=metrics,
-        logged_as=logged_as,
         steps_per_rollout=Fraction(1) if verl else steps_per_rollout(settings) or observed_interval(metrics),
         prompts_per_rollout=settings.get("train_batch_size") if verl else prompts_per_rollout(settings),
+        scores=scores,
+        logged_as=logged_as,
     )
+
+
+def is_known(name: str) -> bool:
+    return name in KNOWN or score_name(name).startswith(SCORE)
+
+
+def score_name(name: str) -> str:
+    """Our name of a validation's score, another name as it is."""
+    if found := OLD_SCORE.fullmatch(name):
+        return f"{SCORE}{found[1] or found[2]}/acc/{found[3] or 'mean@1'}"
+    return name
 
 
 def number(value: Any) -> float:
@@ -363,7 +388,7 @@ def read_verl(path: Path) -> Curves | None:
         for head, end in zip(heads, ends, strict=True)
     ]
     batch = re.search(r"'train_batch_size': (\d+)|\bdata\.train_batch_size=(\d+)", text)
-    rows = last_attempt((step, row) for step, row in rows if row.keys() & KNOWN)  # others only look like a step's line
+    rows = last_attempt((step, row) for step, row in rows if any(map(is_known, row)))  # others only look like a step's
     if not rows:
         raise UserError("no step there logs a metric that is known here, such as critic/score/mean")
     return curves(path, "verl", rows, {"train_batch_size": int(batch[1] or batch[2])} if batch else {})

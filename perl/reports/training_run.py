@@ -8,11 +8,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
 from perl.errors import UserError
+from perl.records import clock
 from perl.results import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -105,16 +107,16 @@ def facts(run: TrainingRun) -> dict[str, str]:
     rewards = [value for _, value in run.points("reward")]
     if rewards:
         tenth = max(len(rewards) // 10, 1)
-        found["reward, first and last tenth"] = f"{mean(rewards[:tenth]):.3f} → {mean(rewards[-tenth:]):.3f}"
+        found["reward, first and last tenth"] = f"{fmean(rewards[:tenth]):.3f} → {fmean(rewards[-tenth:]):.3f}"
     elif losses := [value for _, value in run.points("loss")]:
         tenth = max(len(losses) // 10, 1)
-        found["loss, first and last tenth"] = f"{mean(losses[:tenth]):.3f} → {mean(losses[-tenth:]):.3f}"
+        found["loss, first and last tenth"] = f"{fmean(losses[:tenth]):.3f} → {fmean(losses[-tenth:]):.3f}"
     if truncated := [value for _, value in run.points("completions/clipped_ratio")]:
-        found["truncated, last tenth"] = f"{100 * mean(truncated[-max(len(truncated) // 10, 1) :]):.1f} %"
+        found["truncated, last tenth"] = f"{100 * fmean(truncated[-max(len(truncated) // 10, 1) :]):.1f} %"
     if seconds := run.points("timing/step"):
         found["time in steps"] = clock(time_in_steps(seconds))
     if speeds := [value for _, value in run.points("perf/throughput")]:
-        found["tokens/s a device"] = f"{mean(speeds):,.0f}"
+        found["tokens/s a device"] = f"{fmean(speeds):,.0f}"
     if memory := [value for _, value in run.points("perf/max_memory_allocated_gb")]:
         found["most memory"] = f"{max(memory):.1f} GB"
     return found
@@ -127,17 +129,6 @@ def time_in_steps(seconds: Sequence[tuple[int, float]]) -> float:
         total += (step - before) * value
         before = step
     return total
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def clock(seconds: float) -> str:
-    """h:mm:ss"""
-    minutes, second = divmod(round(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02d}:{second:02d}"
 
 
 def settings(run: TrainingRun) -> dict[str, str]:

@@ -36,7 +36,7 @@ def make_samples(
     Args:
         dataset: `Sample.dataset`.
         styles: how prompts are built, by task.
-        tokenizer: or processor (perl.processors.load_processing).
+        tokenizer: or processor (perl.images.load_processing).
     """
     samples = []
     for problem, key in zip(problems, problem_keys(problems), strict=True):

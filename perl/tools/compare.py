@@ -182,7 +182,7 @@ def print_trainings(comparison: Comparison, runs: Runs, console: Console) -> Non
     part = f"{comparison.axis.name}s {comparison.start + 1} to {comparison.end}"
     say(f"aligned by {comparison.axis.name}, {part} ({comparison.axis.why})")
     table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("metric", no_wrap=True)
+    table.add_column("metric", overflow="fold")  # what is too long goes on in the next line
     for column in ("mean A", "mean B", "abs. MAE", "rel. MAE"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)

@@ -17,7 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 from perl.errors import Stopped
-from perl.records import PROGRESS
+from perl.records import PROGRESS, clock
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -174,10 +174,3 @@ class StopOnSignal(TrainerCallback):
 def finite(logs: dict[str, Any]) -> dict[str, Any]:
     """The logs with NaN and infinity as null, which JSON has no numbers for."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}
-
-
-def clock(seconds: float) -> str:
-    """h:mm:ss"""
-    minutes, second = divmod(int(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02d}:{second:02d}"

@@ -8,6 +8,8 @@ the sampler's own probabilities q:
     ratio = p / p_old
     L_it  = -min(ratio, clip(ratio, 1 - eps, 1 + eps)) * A_i * rho        TRL's `_compute_loss`, called in trainer.py
 
+    L_it += beta * kl(p, p_ref)                                           TRL's low_var_kl; ours, add_up_tokens
+
 The loss is linear in the advantage, whatever TRL's loss_type is but "vespo": rho is multiplied into it. Rows whose A
 is 0 have no gradient and are not computed (perl.training.microbatches).
 """
@@ -84,6 +86,39 @@ def importance_ratio(
     ratio = (trainer.detach().float() - sampler.float()).masked_fill(~mask.bool(), 0.0).nan_to_num(nan=0.0)
     ratio = (ratio.sum(dim=1, keepdim=True) if level == "sequence" else ratio).exp()
     return ratio if low is None and high is None else ratio.clamp(low, high)
+
+
+def add_up_tokens(
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    loss_type: str,
+    *,
+    longest: int,
+    micro_batches: int,
+    window_tokens: torch.Tensor,
+) -> torch.Tensor:
+    """What TRL's `_compute_loss` makes of the per-token loss of a micro-batch: a scalar.
+
+    Args:
+        values, mask: [rows, tokens], and which of them count.
+        loss_type: of TRL.
+        longest: training.max_completion_length.
+        micro_batches: of an optimizer update.
+        window_tokens: [], tokens that count in an optimizer update, of a mean process.
+    """
+    counted = values * mask
+    match loss_type:
+        case "grpo" | "sapo":
+            return (counted.sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean() / micro_batches
+        case "bnpo":
+            return counted.sum() / mask.sum().clamp(min=1.0) / micro_batches
+        case "dr_grpo":
+            return counted.sum() / (len(values) * longest) / micro_batches
+        case "luspo":
+            return counted.sum(dim=1).mean() / micro_batches
+        case "dapo" | "cispo" | "vespo":
+            return counted.sum() / window_tokens
+    raise ValueError(f"unknown loss_type {loss_type}")
 
 
 # Sampler and trainer

@@ -103,20 +103,21 @@ class RolloutStatistics:
         """float32 [6]: longest prompt, highest advantage and reward, and the lowest of each with its sign turned."""
 
     def add(
-        self, prompt_lengths: torch.Tensor, tokens: torch.Tensor, advantages: torch.Tensor, rewards: torch.Tensor
+        self, prompt_lengths: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor, rewards: torch.Tensor
     ) -> None:
         """One rollout. Nothing is exchanged, nor waited for.
 
         Args:
             prompt_lengths: int [rows of this process], in tokens.
-            tokens: int [rows], of the completion, those that are trained on.
-            advantages: float [rows].
+            mask: int [rows, tokens], 1 at the tokens of the completion that are trained on.
+            advantages: float [rows] or [rows, tokens].
             rewards: float [any], weighted sums; NaN where a row has none.
         """
         import torch
 
-        counted, lengths, weight = tokens > 0, prompt_lengths.float(), tokens.float()
-        weighted = advantages.float() * weight
+        lengths, advantages = prompt_lengths.float(), advantages.float()
+        weight = mask.sum(dim=1).float() if advantages.ndim == 1 else mask.float()
+        counted, weighted = weight > 0, advantages * weight
         sums = torch.stack(
             [torch.ones_like(lengths).sum(), lengths.sum(), weight.sum(), weighted.sum(), (weighted * advantages).sum()]
         )

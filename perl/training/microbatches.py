@@ -108,7 +108,10 @@ class MicroBatcher:
         was cut off, or a tool's output) neither advantage nor KL does; it counts in a mean over rows, as SCALE says."""
         mask = rows["completion_mask"] * rows.get("tool_mask", 1)
         computed = mask.any(dim=1)
-        return computed & (rows["advantages"] != 0) if self.leave_out_zero else computed
+        if not self.leave_out_zero:
+            return computed
+        advantages = rows["advantages"]  # [rows] or [rows, tokens]
+        return computed & (advantages != 0 if advantages.ndim == 1 else (advantages * mask != 0).any(dim=1))
 
     def _chunks(
         self, stacked: Sequence[MicroBatch], size: int, all_reduce_max: Callable[[list[int]], list[int]]
@@ -230,6 +233,7 @@ def plan_update(
     *,
     entropy_bonus: bool,
     aux_loss: bool,
+    critic: bool,
     size: ModelSize | None,
     autocast: torch.dtype | None,
 ) -> UpdatePlan:
@@ -239,6 +243,7 @@ def plan_update(
     Args:
         entropy_bonus: the loss has one.
         aux_loss: the loss has a router's auxiliary loss.
+        critic: a critic learns from every row.
         size: of `policy`; None where its FLOPs can't be counted.
         autocast: the dtype that attention is computed in, where that is not the model's.
     """
@@ -247,15 +252,7 @@ def plan_update(
         padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
     else:
         padded = enable_packing(policy)
-    fixed = None
-    if args.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
-        fixed = f"loss_type {args.loss_type}"
-    elif args.top_entropy_quantile < 1.0:
-        fixed = "top_entropy_quantile below 1"
-    elif takes_images(policy.config):
-        fixed = "what TRL keeps of their images"
-    elif entropy_bonus or aux_loss:
-        fixed = "the entropy bonus" if entropy_bonus else "the router's auxiliary loss"
+    fixed = why_fixed(args, entropy_bonus, aux_loss, takes_images(policy.config))
     if padded and say:
         log.info("micro-batches are padded, not packed: %s", padded)
     if fixed and say:
@@ -268,7 +265,7 @@ def plan_update(
     batcher = MicroBatcher(
         loss_type=args.loss_type,
         accumulation=args.gradient_accumulation_steps,
-        leave_out_zero=args.beta == 0.0,
+        leave_out_zero=args.beta == 0.0 and not critic,
         group=padded is None,
         fixed=fixed,
         max_tokens=None if padded else args.max_tokens_per_microbatch,
@@ -282,6 +279,20 @@ def plan_update(
                 log.info("packed micro-batches are computed by sdpa: %s", missing)
             kernel = None
     return UpdatePlan(padded is None, batcher, kernel)
+
+
+def why_fixed(args: TrainingConfig, entropy_bonus: bool, aux_loss: bool, images: bool) -> str | None:
+    """What of the loss depends on which rows share a micro-batch, so that these must be those that TRL gives; None:
+    nothing does."""
+    if args.loss_type not in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS):
+        return f"loss_type {args.loss_type}"
+    if args.top_entropy_quantile < 1.0:
+        return "top_entropy_quantile below 1"
+    if images:
+        return "what TRL keeps of their images"
+    if entropy_bonus:
+        return "the entropy bonus"
+    return "the router's auxiliary loss" if aux_loss else None
 
 
 def _tokens(batches: Sequence[MicroBatch]) -> int:

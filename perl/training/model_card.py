@@ -246,14 +246,15 @@ def read_summaries(folder: Path, own_hash: str, adapter: Path, base_hash: str | 
         log.warning("%s is left out: its evaluation has not ended", file.parent)
     found = [_read_json(file) for file in files if file.is_file()]
     own = [summary for summary in found if scored_hash(summary) == own_hash]
-    if not own:
+    bases = {base_hash} if is_whole(adapter) else {summary["base_hash"] for summary in own}
+    of_base = [s for s in found if s["adapter_hash"] is None and s["base_hash"] in bases]
+    if not own and not of_base:
         flag = "--model" if is_whole(adapter) else "--adapter"
         raise UserError(
             f"--results {folder}: holds no results of {adapter}; score it with python perl/eval.py {flag} {adapter}"
             f" --result_dir {folder}"
         )
-    bases = {base_hash} if is_whole(adapter) else {summary["base_hash"] for summary in own}
-    return [s for s in found if s["adapter_hash"] is None and s["base_hash"] in bases] + own
+    return of_base + own
 
 
 def eval_results(summary: Mapping[str, Any]) -> list[EvalResult]:

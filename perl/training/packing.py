@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,15 @@ class Group(NamedTuple):
     """Each the last prompt token and a completion."""
 
 
+class CriticsPart(NamedTuple):
+    """The rows once more, behind the policy's, for the critic to value (perl.training.critic)."""
+
+    start: int
+    """Its first token; 0: nothing of the sequence is the policy's."""
+    valued: torch.Tensor
+    """int64 [completion tokens]: places whose hidden states the critic's head gets."""
+
+
 class Packing:
     """Which tokens of one sequence of L tokens attend to which: prompts to themselves, rows to their prompt and
     themselves. Not a dataclass: FSDP2 hands on copies of those, and `uses` must count.
@@ -54,10 +63,21 @@ class Packing:
         groups: cover the sequence, in its order.
         scored: int64 [completion tokens], on the model's device: places whose hidden states the output layer gets.
         kernel: one for rows of different lengths (perl.kernels.VARLEN), used where it takes the numbers.
+        critics: what of the sequence is the critic's; None: nothing.
     """
 
-    def __init__(self, groups: Sequence[Group], scored: torch.Tensor, kernel: Kernel | None = None):
-        self.groups, self.scored, self.kernel = groups, scored, kernel
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        scored: torch.Tensor,
+        kernel: Kernel | None = None,
+        critics: CriticsPart | None = None,
+    ):
+        self.groups, self.scored, self.kernel, self.critics = groups, scored, kernel, critics
+        self.apart: Packed | None = None
+        """The rows for a critic with a base of its own, which computes them when the policy has."""
+        self.values: torch.Tensor | None = None
+        """What the critic's head has made of the hidden states at `critics.valued`: float32 [1, N]."""
         self.uses = 0
         """Attention layers that were given this. A model that drops it on its way would compute nonsense."""
         self._keys: torch.Tensor | None = None
@@ -248,6 +268,10 @@ class Packed:
         return F.pad(values[0], (1, 0))[self.completions]
 
 
+Reader = Literal["policy", "critic"]
+"""Whose adapter computes a copy of the rows."""
+
+
 class Row(NamedTuple):
     """Token ids of one row, without padding."""
 
@@ -286,9 +310,13 @@ def packed_work(rows: Sequence[Row]) -> Work:
 
 
 def pack(
-    rows: Sequence[Row], completion_width: int, device: torch.device | str, kernel: Kernel | None = None
+    rows: Sequence[Row],
+    completion_width: int,
+    device: torch.device | str,
+    kernel: Kernel | None = None,
+    readers: Sequence[Reader] = ("policy",),
 ) -> Packed:
-    """Lay `rows`, each with a prompt of at least one token, out as one sequence."""
+    """Lay `rows`, each with a prompt of at least one token, out as one sequence, once for each of its readers."""
     ids: list[int] = []
     positions: list[int] = []
 
@@ -297,19 +325,26 @@ def pack(
         positions.extend(range(start, start + len(tokens)))
         return slice(len(ids) - len(tokens), len(ids))
 
-    own: dict[int, slice] = {}
-    groups = []
-    for prompt in dict.fromkeys(row.prompt for row in rows):
-        prefix = add(prompt[:-1], 0)
-        members = [index for index, row in enumerate(rows) if row.prompt == prompt]
-        for index in members:
-            own[index] = add([prompt[-1], *rows[index].completion], len(prompt) - 1)
-        groups.append(Group(prefix, [own[index] for index in members]))
+    groups: list[Group] = []
+    starts: dict[Reader, int] = {}
+    scored: dict[Reader, list[int]] = {"policy": []}
+    for reader in readers:
+        starts[reader] = len(ids)
+        own: dict[int, slice] = {}
+        for prompt in dict.fromkeys(row.prompt for row in rows):
+            prefix = add(prompt[:-1], 0)
+            members = [index for index, row in enumerate(rows) if row.prompt == prompt]
+            for index in members:
+                own[index] = add([prompt[-1], *rows[index].completion], len(prompt) - 1)
+            groups.append(Group(prefix, [own[index] for index in members]))
+        scored[reader] = [place for index in range(len(rows)) for place in range(own[index].start, own[index].stop - 1)]
 
     def tensor(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
-    scored = [place for index in range(len(rows)) for place in range(own[index].start, own[index].stop - 1)]
+    critics = CriticsPart(starts["critic"], tensor(scored["critic"])) if "critic" in readers else None
+    policy = "policy" in readers
+    work = packed_work(rows)
     completions, targets = [], 0
     for row in rows:
         tokens = len(row.completion)
@@ -318,10 +353,10 @@ def pack(
     return Packed(
         input_ids=tensor([ids]),
         position_ids=tensor([positions]),
-        targets=tensor([[token for row in rows for token in row.completion]]),
-        packing=Packing(groups, tensor(scored), kernel),
+        targets=tensor([[token for row in rows for token in row.completion] if policy else []]),
+        packing=Packing(groups, tensor(scored["policy"]), kernel, critics),
         completions=tensor(completions),
-        work=packed_work(rows),
+        work=Work(len(readers) * work.tokens, len(readers) * work.pairs),
     )
 
 

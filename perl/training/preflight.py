@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from perl import device
 from perl.adapters import ADAPTERS
 from perl.adapters.none import NO_ADAPTER
+from perl.algorithms import ALGORITHMS
 from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.vllm import cannot_serve
@@ -27,7 +28,7 @@ from perl.rewards import build_rewards, check_tasks, grades_rows, reward_context
 from perl.training import rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
-from perl.training.setup import PROBLEM, build_dataset, load_tokenizer, model_dtype
+from perl.training.setup import PROBLEM, build_dataset, check_critic_base, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
 from perl.training.validation_setup import ValidationSetup, set_up_validation
 from perl.training.vision import check_images
@@ -93,12 +94,16 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
         build_rewards(config.reward.functions, reward_context(config, grader))
     checkpoint = rundir.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
+    rundir.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
     rundir.check_folder(run_dir, resuming=checkpoint is not None)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
+    check_critic_base(config, tokenizer)
     check_images(config, tokenizer)
     dataset = build_dataset(config.dataset, tokenizer, graded=grades_rows(config.reward.functions))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
+    if config.algorithm.dynamic_sampling:
+        require_whole_groups(config.training)
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
     return Checked(
         tokenizer=tokenizer,
@@ -167,6 +172,20 @@ def check_engine(config: Config) -> None:
         )
     if importlib.util.find_spec("vllm") is None:
         raise UserError("--config.rollout.engine vllm: vllm is not installed; use --config.rollout.engine fast")
+
+
+def require_whole_groups(training: TrainingConfig) -> None:
+    """Dynamic sampling fills the part of the batch of each process by itself."""
+    assert training.generation_batch_size
+    assert training.num_generations
+    rows = training.generation_batch_size // training.world_size
+    if rows % training.num_generations:
+        raise UserError(
+            f"--config.algorithm.dynamic_sampling true: {rows} completions of a process (per_device_train_batch_size"
+            f" {training.per_device_train_batch_size} x steps_per_generation {training.steps_per_generation}) hold no"
+            f" whole groups of {training.num_generations}; make them a multiple of --config.training.num_generations,"
+            " or write --config.algorithm.dynamic_sampling false"
+        )
 
 
 def require_full_batch(training: TrainingConfig, prompts: int) -> None:

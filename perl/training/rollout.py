@@ -29,7 +29,7 @@ from perl.engines.sequence import Sequence
 from perl.engines.stock import generate_plain, generate_stock
 from perl.errors import UserError
 from perl.noise.injector import NoiseInjector
-from perl.processors import MakeImages
+from perl.pixels import MakeImages
 from perl.prompts import row_seed
 from perl.records import Sampling
 
@@ -74,6 +74,10 @@ class RolloutRequest:
     """Told a completion's place and tokens as soon as it ends, while others are drawn, by samplers that know."""
     images: List[MakeImages | None] = ()
     """One for each completion; empty where no prompt has any."""
+    more: Callable[[], list[tuple[list[int], int]]] | None = None
+    """Asked between the steps of decoding, by samplers that `take_more`: further prompts, each with its seed, whose
+    completions come after those of `prompt_ids`. Nothing means nothing now, and while nothing is drawn it means the
+    end: it waits itself for what it has to know."""
     rules: EvaluatorRules | None = None
     """Complete as the evaluator does, by `sampling` and `seeds` alone; None: a rollout, as TRL asks for it."""
 
@@ -110,6 +114,12 @@ class Sampler(Protocol):
     """Most tokens of prompt and completion together that another program allows; None: no further limit."""
     noise: NoiseInjector | None
     """What puts the noise on the weights that it samples with."""
+
+    @property
+    def takes_more(self) -> bool:
+        """It heeds `RolloutRequest.more`, and every process asks it for as many completions as it likes; otherwise all
+        processes must call `complete` equally often, with as many prompts."""
+        ...
 
     def complete(self, request: RolloutRequest) -> Completions: ...
 
@@ -173,18 +183,23 @@ class RolloutPolicy:
             generation_kwargs=generation_kwargs,
         )
 
+    @property
+    def takes_more(self) -> bool:
+        return self.config.engine == "fast" and self.decoder.stock_reason() is None
+
     def complete(self, request: RolloutRequest) -> Completions:
         if request.rules is not None:
             return self._complete_by(request.rules, request)
-        sequences = request.sequences(lambda _, most: most)
+        sequences: list[Sequence] = []
+        asked = _asked(request, sequences)
         with self.gathered(), sampling_weights(self.model, self.noise, request.weights), self.copies.applied():
             if self.config.engine == "continuous_batching":
                 return self._generate_batch(request.prompt_ids)
             with self.merge.applied():
                 if self.config.engine == "generate":
-                    generate_plain(self.model, sequences, self.generation_config)
+                    generate_plain(self.model, [sequence for sequence in asked if sequence], self.generation_config)
                 else:
-                    for sequence in self.decoder.run(sequences, request.sampling):
+                    for sequence in self.decoder.run(asked, request.sampling):
                         if request.on_finished is not None:
                             request.on_finished(sequence.index, sequence.token_ids)
         self.decoder.release_if_short()
@@ -228,6 +243,19 @@ class RolloutPolicy:
                 progress_bar=False,
             ).values()
         return Completions([o.generated_tokens for o in outputs], [o.logprobs for o in outputs])
+
+
+def _asked(request: RolloutRequest, sequences: list[Sequence]) -> Iterator[Sequence | None]:
+    """The sequences of `request`, then those that come by `more`, with None after each of its answers; adds them to
+    `sequences`."""
+    for sequence in request.sequences(lambda _, most: most):
+        sequences.append(sequence)
+        yield sequence
+    while request.more is not None:
+        for prompt, seed in request.more():
+            sequences.append(Sequence(tuple(prompt), seed, request.sampling.max_new_tokens))
+            yield sequences[-1]
+        yield None
 
 
 def _stock_batches(decoder: Decoder, sequences: list[Sequence], sampling: Sampling) -> Iterator[Sequence]:

@@ -29,6 +29,10 @@ class RolloutState:
     """How the window is cut into updates, by the names of the flags."""
     adapted: dict[str, float] | None = None
     """Fields of perl.noise.schedule.Adapted; None under other schedules than target_kl."""
+    kl_coefficient: float | None = None
+    """Of the KL divergence in the reward, where it is adapted; None in a checkpoint of an older version."""
+    stream: dict[str, Any] | None = None
+    """PromptStream.state, the same of every process; None without dynamic sampling."""
 
 
 def state_file(checkpoint: str | Path, rank: int) -> Path:

@@ -19,7 +19,6 @@ from transformers import PrinterCallback
 from perl import device
 from perl.adapters import ADAPTERS
 from perl.adapters.none import store_as
-from perl.algorithms import ALGORITHMS
 from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
 from perl.grading import Grader
@@ -33,7 +32,7 @@ from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.rollout_state import NOT_DATA
-from perl.training.setup import load_model
+from perl.training.setup import load_critic_base, load_model
 from perl.training.validation import Validation
 from perl.training.vision import language_part
 
@@ -81,7 +80,9 @@ def train(argv: Sequence[str]) -> Path:
                 adapter=ADAPTERS[config.peft.type],
                 adapter_config=language_part(config.peft, checked.tokenizer),
                 noise=config.noise_injection,
-                algorithm=ALGORITHMS[config.algorithm.name],
+                algorithm=config.algorithm,
+                critic=config.critic,
+                critic_base=load_critic_base(config),
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
@@ -101,6 +102,7 @@ def train(argv: Sequence[str]) -> Path:
             trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_result(trainer, run_dir)
+        trainer.save_critic(run_dir)
     return run_dir
 
 

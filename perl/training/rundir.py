@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 TRAINER_STATE, ROLLOUT_STATE = "trainer_state.json", "rollout_state_0.pt"
 """What transformers writes last into a checkpoint, and what GRPO writes after it."""
+CRITIC = Path("critic") / "critic.safetensors"
+"""Where the critic lies in a checkpoint and in a run's folder, if there is one."""
 
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "PYTORCH_", "VLLM_", "ACCELERATE_", "PERL_")
 SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
@@ -75,6 +77,17 @@ def find_checkpoint(wanted: str | None, run_dir: Path, last_file: str = ROLLOUT_
     if not (Path(wanted) / TRAINER_STATE).is_file():
         raise UserError(f"{flag}: {wanted} is no checkpoint (it has no trainer_state.json)")
     return str(wanted)
+
+
+def check_critic(checkpoint: str | None, algorithm: str, has_critic: bool) -> None:
+    """Raise a UserError for a checkpoint of an algorithm with a critic where this one has none, and the other way
+    round."""
+    if checkpoint is not None and (Path(checkpoint) / CRITIC).is_file() != has_critic:
+        raise UserError(
+            f"--config.training.resume_from_checkpoint {checkpoint}: it holds {'no' if has_critic else 'a'} critic, and"
+            f" --config.algorithm.name {algorithm} has {'one' if has_critic else 'none'}; go on with the algorithm of"
+            " the run's config.yaml"
+        )
 
 
 def last_whole_checkpoint(run_dir: Path, last_file: str = ROLLOUT_STATE) -> Path | None:

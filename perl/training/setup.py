@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import checkpoints, device
 from perl.adapters.none import loses_updates, trained_dtype
-from perl.adapters.start import continued, merge_into
+from perl.adapters.start import continued, merge_into, whole_weights
+from perl.algorithms import ALGORITHMS
 from perl.checkpoints import resolve_model
 from perl.config.load import Config
 from perl.config.schema import data_sets
 from perl.errors import UserError
-from perl.images import fitted, has_images
-from perl.processors import load_processing
+from perl.images import fitted, has_images, load_processing
 from perl.prompts import PromptStyle, build_messages, encode, require_chat_template
 from perl.records import Problem
 from perl.reward_files import ROW, row_of
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 PROBLEM = "problem"
 """Column of a row's identity (perl.tasks.trained.problem_hash)."""
 MODEL_FLAG = "--config.model.model_name_or_path"
+CRITIC_FLAG = "--config.critic.model_name_or_path"
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -109,6 +110,29 @@ def check_full(config: Config | SFTRunConfig, dtype: torch.dtype) -> None:
             "--config.peft.type none: ZeRO-3 saves no whole model without stage3_gather_16bit_weights_on_model_save;"
             " set it to true in DeepSpeed's file, or zero3_save_16bit_model in accelerate's"
             " (scripts/accelerate/npu_zero3.yaml has it)"
+        )
+
+
+def load_critic_base(config: Config) -> PreTrainedModel | None:
+    """The critic's own base model on the CPU, whole also under ZeRO-3; None where it has none."""
+    name = config.critic.model_name_or_path
+    if name is None or config.critic.share_base or not ALGORITHMS[config.algorithm.name].critic:
+        return None
+    with whole_weights():
+        return checkpoints.load_model(resolve_model(name, CRITIC_FLAG), CRITIC_FLAG, dtype=model_dtype(config))
+
+
+def check_critic_base(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A UserError for a base of the critic's own that is not there, or that reads other tokens than the policy."""
+    name = config.critic.model_name_or_path
+    if name is None or config.critic.share_base or not ALGORITHMS[config.algorithm.name].critic:
+        return
+    folder = resolve_model(name, CRITIC_FLAG)
+    checkpoints.load_config(folder, CRITIC_FLAG)
+    if checkpoints.load_tokenizer(folder, CRITIC_FLAG).get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{CRITIC_FLAG} {name}: its tokens are not those of {config.model.model_name_or_path}; name a model with"
+            " the same tokenizer, or write --config.critic.share_base true"
         )
 
 

@@ -3,11 +3,13 @@
 One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these methods, and where each thing is done:
 
     prompts -> _generate_single_turn      completions   rollout.RolloutPolicy: noise, merged adapter, decode loop
+                                                        (DAPO: dynamic_sampling, before `_generate_…`: rewards too)
             -> _calculate_rewards         rewards       loss.equal_rewards: which groups have no advantage
-            -> _generate_and_score_…      advantages    perl.algorithms, or TRL's; + old log-probabilities of the noisy
-                                                        policy, on request
+            -> _generate_and_score_…      advantages    KL in the reward; perl.algorithms, or TRL's; + old
+                                                        log-probabilities of the noisy policy, on request
             -> _prepare_inputs            micro-batches microbatches.MicroBatcher
-            -> _compute_loss              loss          packing: log-probabilities; loss: importance ratio; TRL's loss
+            -> _compute_loss              loss          packing: log-probabilities; loss: ratio, KL; TRL's loss; with a
+                                                        critic: its values, of the same pass, and their loss
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
     log, _save_checkpoint                               measurements, aqn/…; rollout_state: rollouts still to be used
 
@@ -21,25 +23,31 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import send_to_device
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
+from trl.data_utils import is_conversational
 from trl.generation import vllm_generation
-from trl.models.utils import unwrap_model_for_generation
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer import grpo_trainer
+from trl.trainer.utils import use_adapter
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
-from perl.algorithms.algorithm import Algorithm, Scored
-from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
+from perl.algorithms.algorithm import Scored
+from perl.algorithms.grpo import group_relative
+from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
+from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
@@ -49,12 +57,16 @@ from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.prompts import truncated
 from perl.records import Sampling
+from perl.rewards import GradeEarly
 from perl.training import rollout_state
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
+from perl.training.critic import Critic, prepare_own_base
+from perl.training.dynamic_sampling import Collected, Collection, Cost, DynamicSampling, Hooks, Judged, collected, draw
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
     TokenLogProbs,
+    add_up_tokens,
     equal_rewards,
     importance_ratio,
     pad_right,
@@ -64,6 +76,7 @@ from perl.training.measurements import Measurements
 from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
 from perl.training.packing import enable_packing, log_probs
+from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import (
     Completions,
     RolloutPolicy,
@@ -93,12 +106,25 @@ class Rollout:
     """That sampled."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Of the data set, one for each completion."""
+    collected: Collected | None = None
+    """What dynamic sampling has chosen for TRL, sampled and rewarded; None without it."""
     no_advantage: torch.Tensor | None = None
     """bool [rows]: this process's rows whose group has equal rewards; None where TRL does not sum rewards."""
     rewards: torch.Tensor | None = None
     """float [rows of all processes]: weighted sums, NaN where a row has none."""
     after_rewards: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Entered when the rewards are known, left when the advantages are."""
+
+
+@contextlib.contextmanager
+def _on_this_process_alone() -> Iterator[None]:
+    """TRL's `_calculate_rewards` gathers nothing inside."""
+    theirs = grpo_trainer.gather
+    setattr(grpo_trainer, "gather", lambda rewards: rewards)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, "gather", theirs)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -110,6 +136,13 @@ def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
         yield
     finally:
         setattr(vllm_generation, "LLM", theirs)  # noqa: B010
+
+
+def _tokens_of(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Token ids and mask, int64 [rows, prompt width + completion width], and the completion width."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    return ids, mask, batch["completion_ids"].size(1)
 
 
 @contextlib.contextmanager
@@ -129,6 +162,17 @@ def _reference_loaded_like(model: Any) -> Iterator[None]:
         setattr(grpo_trainer, "create_model_from_path", theirs)  # noqa: B010
 
 
+@contextlib.contextmanager
+def _reference_kept(args: TrainingConfig, wanted: bool) -> Iterator[None]:
+    """TRL keeps a reference policy where the loss has a KL divergence: with beta above 0 while it is made."""
+    beta = args.beta
+    args.beta = 1.0 if wanted and beta == 0.0 else beta
+    try:
+        yield
+    finally:
+        args.beta = beta
+
+
 class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     """GRPO on a LoRA adapter or on all weights, sampled with noise on the norm weights.
 
@@ -136,11 +180,13 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter: the PEFT method.
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
-        algorithm: how rewards become advantages.
+        algorithm: the group `algorithm`.
+        critic: the group `critic`, for an algorithm that has one.
+        critic_base: the critic's own base model; None: it shares the policy's.
         rollout: the group `rollout`.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
-        grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
+        grade_early: asked for each completion as soon as it ends, while others are drawn.
         validation: what is asked for scores while the model trains.
         write_card: writes the model card into a folder that holds what was trained, given the log history; None: TRL's
             card.
@@ -155,11 +201,13 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         adapter: Adapter,
         adapter_config: PeftConfig,
         noise: NoiseConfig,
-        algorithm: Algorithm = ALGORITHMS["grpo"],
+        algorithm: AlgorithmConfig | None = None,
+        critic: CriticConfig | None = None,
+        critic_base: Any = None,
         rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
-        grade_early: Callable[[str, dict[str, Any]], None] | None = None,
+        grade_early: GradeEarly | None = None,
         validation: Validation | None = None,
         write_card: WriteCard | None = None,
         **kwargs: Any,
@@ -167,19 +215,31 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
-        with _vllm_started_by(vllm_sync), _reference_loaded_like(kwargs["model"]):
+        self.algorithm_config = algorithm or AlgorithmConfig()
+        reference = _reference_kept(kwargs["args"], self.algorithm_config.kl_in_reward > 0.0)
+        with _vllm_started_by(vllm_sync), reference, _reference_loaded_like(kwargs["model"]):
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
         if self.accelerator.num_processes > 1 or not self.log_completions:
             self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
         self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
-        self.algorithm, self.sampling_seed = algorithm, self.args.seed
+        self.algorithm, self.sampling_seed = ALGORITHMS[self.algorithm_config.name], self.args.seed
+        own_kl = self.algorithm_config.kl_estimator != "low_var_kl"  # TRL's loss has that one alone
+        self.beta, self.own_beta = (0.0, self.args.beta) if own_kl else (self.args.beta, 0.0)
+        self.kl_coefficient = KLCoefficient(
+            self.algorithm_config.kl_in_reward,
+            self.algorithm_config.kl_in_reward_target,
+            self.algorithm_config.kl_in_reward_horizon,
+        )
         self.noise_config, self.noise = noise, self._noise_injector(noise)
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
         if self.noise and noise.schedule == "target_kl":
             self._require_measurable_kl()
         self.plan = self._plan_update()
+        self.critic: Critic | None = None
+        if self.algorithm.critic:
+            self.critic = self._make_critic(critic or CriticConfig(), critic_base)
         if self.ref_model is not None and self.plan.packed:
             enable_packing(self.accelerator.unwrap_model(self.ref_model))  # it scores the same micro-batches
         self.rollout = Rollout(Weights(-1, 0, 0.0))
@@ -187,12 +247,14 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.measured = Measurements(self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
+        self.dynamic_sampling = self._dynamic_sampling() if self.algorithm_config.dynamic_sampling else None
         self.validation = validation
         if validation is not None:
             validation.setup.require_room(self.sampler.context)
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
-        # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores.
-        for callback in (self.noise_stage if self.noise else None, self.clock, validation):
+        # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores;
+        # which step is the last is known to the validation.
+        for callback in (self.noise_stage if self.noise else None, self.clock, self.dynamic_sampling, validation):
             if callback is not None:
                 self.add_callback(callback)
 
@@ -209,9 +271,23 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.args,
             entropy_bonus=self._entropy_bonus_enabled,
             aux_loss=self.aux_loss_enabled,
+            critic=self.algorithm.critic,
             size=model_size(self.model),
             autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
         )
+
+    def _make_critic(self, config: CriticConfig, base: Any) -> Critic:
+        if not self.plan.packed:
+            raise UserError(
+                f"--config.algorithm.name {self.algorithm_config.name}: the critic's values are computed in packed"
+                " micro-batches, which this model can't have (the log says why); use --config.algorithm.name grpo"
+            )
+        dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
+        if base is not None:
+            prepare_own_base(base, self.args, split=is_deepspeed_zero3_enabled() or self.is_fsdp_enabled)
+        critic = Critic(self._policy(), config, self.plan.kernel, dtype, base, self.args.seed)
+        self.add_callback(critic.warm_up)
+        return critic
 
     def _rollout_policy(self) -> Sampler:
         kwargs_of_user: Any = self.args.generation_kwargs or {}
@@ -318,6 +394,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return inputs
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
+        if (chosen := self.rollout.collected) is not None:
+            return chosen.completions.token_ids, chosen.completions.logprobs
         self.rollout.weights = weights = self._next_weights()
         draw, rank = (weights.step, weights.number), self.args.process_index
         seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
@@ -333,20 +411,26 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
         with self.clock("rollout"):
             completions = self.sampler.complete(request)
-            if self.model.training and self.measured.tolerance is None:
-                self._compare_first(request, completions)
-        for name, value in completions.metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
-        if not self.sampler.elsewhere:
-            lengths = [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)]
-            self.clock.count_forward(sequences(lengths))
+            self._compare_first(request, completions)
+        self._count_rollout(
+            [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)], completions.metrics
+        )
         return completions.token_ids, completions.logprobs
 
+    def _count_rollout(self, lengths: list[int], metrics: dict[str, float]) -> None:
+        """Of sequences of these lengths, prompts included."""
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        if not self.sampler.elsewhere:
+            self.clock.count_forward(sequences(lengths))
+
     def _grade_early(self, place: int, token_ids: list[int]) -> None:
+        self._start_grading(token_ids, self.rollout.rows[place])
+
+    def _start_grading(self, token_ids: list[int], row: dict[str, Any]) -> Future[Any] | None:
         assert self.grade_early is not None
         tokenizer: Any = self.processing_class
-        text = tokenizer.decode(token_ids, skip_special_tokens=True)  # as TRL decodes them for the rewards
-        self.grade_early(text, self.rollout.rows[place])
+        return self.grade_early(tokenizer.decode(token_ids, skip_special_tokens=True), row)  # decoded as TRL does
 
     def _next_weights(self) -> Weights:
         step, last = self.state.global_step, self.rollout.weights
@@ -357,6 +441,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _compare_first(self, request: RolloutRequest, completions: Completions) -> None:
         """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
         had? Afterwards the loss compares them at no cost (`_weigh`)."""
+        if not self.model.training or self.measured.tolerance is not None:
+            return
         mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
         self.measured.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
         if why := self.sampler.not_comparable(request.sampling):
@@ -398,9 +484,89 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         ):
             yield policy
 
+    # Dynamic sampling
+
+    def _dynamic_sampling(self) -> DynamicSampling:
+        args: Any = self.args
+        epochs = None if args.max_steps > 0 else args.num_train_epochs
+        return DynamicSampling(
+            PromptStream(len(self.train_dataset), args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
+            args.generation_batch_size // self.num_generations,
+            self.algorithm_config.max_resample_factor,
+            lambda: self._step % (args.steps_per_generation * self.num_iterations) == 0,
+        )
+
+    def _collect(self, dynamic: DynamicSampling) -> Collected:
+        """Prompts of the stream, sampled and rewarded until this process's part of the batch is full. Every process
+        must come here."""
+        self.rollout.weights = weights = self._next_weights()
+        size = self._group_size()
+        positions, needed, most = dynamic.begin(self.args.process_index, self.accelerator.num_processes)
+        hooks = Hooks(
+            row=lambda position: self.train_dataset[dynamic.stream.row(position)],  # type: ignore[index]
+            tokenize=self._tokenize_row,
+            grade_early=self._start_grading if self.grade_early else None,
+            judge=self._judge,
+        )
+        collection = Collection(
+            positions,
+            hooks,
+            needed=needed,
+            most=most,
+            size=size,
+            seed=self.sampling_seed,
+            equal_by=self._equal_by(),
+            weights=self.reward_weights,
+        )
+        request = RolloutRequest(prompt_ids=[], seeds=[], sampling=self._sampling(), weights=weights, group_size=size)
+        with self.clock("rollout"):
+            tokens, metrics = draw(
+                collection, self.sampler, request, lambda count: int(self._of_all_processes([count]).max())
+            )
+            chosen = collected(collection.chosen(), metrics)
+            self._compare_first(replace(request, prompt_ids=chosen.prompt_ids, seeds=chosen.seeds), chosen.completions)
+        lengths = [len(group.prompt_ids) + len(ids) for group in collection.groups for ids in group.token_ids]
+        self._count_rollout(lengths, metrics)
+        mine = Cost.of(collection, collection.chosen(), tokens, self.reward_weights)
+        cost = dynamic.end(self._of_all_processes([float(number) for number in mine]))
+        for name, value in cost.metrics(dynamic.batch).items():
+            self._metrics["train"][name].append(value)
+        return chosen
+
+    def _equal_by(self) -> int | None:
+        """Which reward function must differ within a group; None: the weighted sum of all."""
+        asked, names = self.algorithm_config.dynamic_sampling_metric, self.reward_func_names
+        if asked is None:
+            return names.index("accuracy") if "accuracy" in names else None
+        return None if asked == "sum" else names.index(asked.rpartition(":")[2])
+
+    def _tokenize_row(self, row: dict[str, Any]) -> list[int]:
+        if row.keys() & {"image", "images"}:
+            raise UserError(
+                "--config.algorithm.dynamic_sampling true: rows with images can't be sampled again; write false"
+            )
+        return list(self._tokenize_prompts([row["prompt"]])[0][0])
+
+    def _judge(self, row: dict[str, Any], token_ids: list[list[int]]) -> Judged:
+        """The rewards of one group of this process, as TRL makes those of a batch."""
+        count, tokenizer = len(token_ids), cast("Any", self.processing_class)
+        texts: list[Any] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        if is_conversational({"prompt": row["prompt"]}):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        with self.clock("reward"), _on_this_process_alone():
+            rewards = super()._calculate_rewards([row] * count, [row["prompt"]] * count, texts, token_ids)
+        extras = {name: list(values) for name, values in self._pending_extra_logs.items()}
+        self._pending_extra_logs.clear()  # those of the groups that are chosen come back in `_calculate_rewards`
+        return Judged(rewards.cpu(), extras)
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any):
+        chosen = self.rollout.collected
         with self.clock("reward"):
-            rewards = super()._calculate_rewards(*args, **kwargs)
+            if chosen is None:
+                rewards = super()._calculate_rewards(*args, **kwargs)
+            else:
+                self._pending_extra_logs.update(chosen.extras)
+                rewards: Any = self.accelerator.gather(chosen.rewards.to(self.accelerator.device))
         if self.multi_objective_aggregation == "sum_then_normalize":
             rows = len(rewards) // self.accelerator.num_processes
             mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
@@ -413,9 +579,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.rollout = rollout = Rollout(self.rollout.weights, inputs)
+        if self.dynamic_sampling and self.model.training:
+            rollout.collected = self._collect(self.dynamic_sampling)
+            rollout.rows = rollout.collected.rows  # of the data loader's nothing is used
         with rollout.after_rewards:
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        output["advantages"] = self._advantages(output)
+            output: dict[str, Any] = super()._generate_and_score_completions(rollout.rows)
+        reference = self._reference_logps(output)
+        output["advantages"] = self._advantages(output, self._penalty(output, reference))
+        if self.own_beta and reference is not None:
+            output["ref_per_token_logps"] = reference
         if self.model.training and rollout.rewards is not None:
             self.measured.add_rollout(output, rollout.rewards)
         if self.sampler.noise and self.model.training:
@@ -425,23 +597,90 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return output
 
     @torch.no_grad()
-    def _advantages(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _reference_logps(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """Of the completions by the reference policy, [rows, tokens], in nats: TRL's, or computed as TRL does where it
+        has no need of them; None where nobody has."""
+        if "ref_per_token_logps" in batch or not (self.own_beta or self.kl_coefficient.value):
+            return batch.get("ref_per_token_logps")
+        if self.ref_model is not None:
+            return self._logps(self.ref_model, batch)
+        policy = self._policy()
+        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+            return self._logps(self.model, batch)
+
+    def _logps(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """Of the completions of a generation batch by `model`, [rows, tokens], in nats; where no gradient is taken."""
+        kwargs: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, kwargs):  # type: ignore[arg-type]
+            return self._score(model, batch, self.args.per_device_train_batch_size).logps
+
+    @torch.no_grad()
+    def _penalty(self, batch: dict[str, Any], reference: torch.Tensor | None) -> torch.Tensor | None:
+        """What the KL divergence of the policy without noise takes from the reward of each token, [rows, tokens], 0
+        where none is trained on; None where the reward has none."""
+        coefficient = self.kl_coefficient
+        if not coefficient.value or reference is None or self.rollout.rewards is None:
+            return None
+        policy = batch.get("old_per_token_logps")
+        if policy is None:
+            policy = self._logps(self.model, batch)
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        kl = kl_divergence(policy.float(), reference.float(), self.algorithm_config.kl_in_reward_estimator)
+        kl = kl.masked_fill(~mask.bool(), 0.0)
+        penalty = coefficient.value * kl
+        if self.model.training:
+            mean = self.accelerator.gather(kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()  # type: ignore[union-attr]
+            self._metrics["train"]["kl_in_reward"].append(mean)
+            self._metrics["train"]["kl_in_reward/coefficient"].append(coefficient.value)
+            coefficient.adapt(mean, len(kl) * self.accelerator.num_processes)
+        return penalty
+
+    @torch.no_grad()
+    def _advantages(self, batch: dict[str, Any], penalty: torch.Tensor | None) -> torch.Tensor:
         """Of a scored generation batch, [rows] or [rows, tokens]: the algorithm's, or TRL's, exactly 0 where a group
-        has equal rewards."""
+        has equal rewards.
+
+        Args:
+            penalty: what is taken from the reward of each token.
+        """
         trls, rollout = batch["advantages"], self.rollout
-        estimate = self.algorithm.advantages
+        estimate = self.algorithm.advantages or (None if penalty is None else group_relative)
+        if self.critic is not None:
+            estimate = functools.partial(self.critic.judge, batch, self._values(batch))
         if estimate is None or rollout.rewards is None:
             return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
         first = len(trls) * self.accelerator.process_index
+        rewards = rollout.rewards[first : first + len(trls)]
+        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         scored = Scored(
-            rewards=rollout.rewards[first : first + len(trls)],
-            mask=(batch["completion_mask"] * batch.get("tool_mask", 1)).bool(),
+            rewards=rewards if penalty is None else rewards - penalty.sum(dim=1),
+            token_rewards=token_rewards(rewards, mask, penalty),
+            mask=mask,
             group_size=self._group_size(),
             gather=self.accelerator.gather,  # type: ignore[arg-type]
             first=first,
+            gamma=self.algorithm_config.gamma,
+            lam=self.algorithm_config.lam,
+            scale=self.scale_rewards,  # type: ignore[arg-type]
         )
         with self.clock("advantages"):
-            return estimate(scored)
+            advantages = estimate(scored)
+            shown = (
+                advantages if advantages.ndim == 1 else (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            )
+            everywhere: Any = self.accelerator.gather(shown)
+            self._logs["advantages"].extend(everywhere.tolist())  # in the place of TRL's
+        return advantages
+
+    def _values(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The critic's values of a generation batch before its updates, float32 [rows, tokens]; there is no noise."""
+        assert self.critic is not None
+        kwargs: Any = self.args.gradient_checkpointing_kwargs
+        unchecked = disable_gradient_checkpointing(self.model, kwargs)  # type: ignore[arg-type]
+        with self.clock("old_logps"), unchecked, self.accelerator.autocast():
+            values, work = self.critic.values(self.model, *_tokens_of(batch), self.args.per_device_train_batch_size)
+        self.clock.count_forward(work)
+        return values
 
     def _group_size(self) -> int:
         return (self.num_generations if self.model.training else self.num_generations_eval) or 1
@@ -505,16 +744,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _padded(self, model: Any, fields: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor, width: int):
         """TRL's own forward, of these columns."""
         if "num_images" in fields:
-            fields = fields | {"mm_token_type_ids": ids.eq(self._image_pad_token_id).int()}
+            image: Any = self._image_pad_token_id
+            fields = fields | {"mm_token_type_ids": ids.eq(image).int()}
         return super()._get_per_token_logps_and_entropies(model, ids, mask, width, **fields)
 
     def _score(self, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> TokenLogProbs:
         """What a forward pass of `model` says of the completions of a micro-batch."""
         return self._get_per_token_logps_and_entropies(
             model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
+            *_tokens_of(inputs),
             batch_size=batch_size,
             compute_entropy=batch_size is None,
             compute_aux_loss=self.aux_loss_enabled and batch_size is None,
@@ -524,12 +762,50 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        scored = self._score(model, inputs)
+        scored, value_loss = self._score_by_both(model, inputs) if self.critic else (self._score(model, inputs), 0.0)
         if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
-            return (scored.logps * 0.0).sum()
+            return (scored.logps * 0.0).sum() + value_loss
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
-        return super()._compute_loss(scored, self._weigh(inputs, scored.logps)) * inputs[SCALE]
+        loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
+        if self.own_beta:
+            loss = loss + self.own_beta * self._kl_loss(inputs, scored.logps, mask)
+        loss = loss * inputs[SCALE]
+        return loss if self.critic is None else loss * self.critic.policy_learns(self.state.global_step) + value_loss
+
+    def _score_by_both(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
+        """`_score`, and the critic's loss, of one pass."""
+        assert self.critic is not None
+        with self.accelerator.autocast():
+            logps, entropies, values, work = self.critic.score(model, *_tokens_of(inputs))
+        self.clock.count_update(work)
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        value_loss = self.critic.loss(values, inputs, mask, self._window_tokens(inputs))
+        return TokenLogProbs(logps, entropies, None), value_loss
+
+    def _window_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """[]: tokens that count in an optimizer update, of a mean process."""
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        return tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+
+    def _kl_loss(self, inputs: dict[str, Any], logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The KL divergence in the loss of a micro-batch, as TRL adds its own up and logs it."""
+        kl = kl_divergence(logps, inputs["ref_per_token_logps"], self.algorithm_config.kl_estimator)
+        if self.args.use_bias_correction_kl:
+            apart = logps - inputs.get("old_per_token_logps", logps.detach())
+            if self.importance_sampling_level == "sequence":
+                apart = ((apart * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0))[:, None]
+            kl = kl * apart.exp()
+        sums = self.accelerator.reduce(torch.stack([(kl.detach() * mask).sum(), mask.sum().float()]), reduction="sum")
+        self._metrics["train"]["kl"].append((sums[0] / sums[1].clamp(min=1.0)).item())  # type: ignore[index]
+        return add_up_tokens(
+            kl,
+            mask,
+            self.loss_type,
+            longest=self.max_completion_length or 1,
+            micro_batches=self.current_gradient_accumulation_steps,
+            window_tokens=self._window_tokens(inputs),
+        )
 
     def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
         """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
@@ -547,7 +823,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         ratio = importance_ratio(old, sampler, mask, level, *bounds)
         if self.loss_type == "vespo":  # not linear in the advantage: it takes the ratio itself
             return inputs | {"importance_sampling_ratio": ratio}
-        return inputs | {"advantages": inputs["advantages"][:, None] * ratio}
+        advantages = inputs["advantages"]
+        return inputs | {"advantages": (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio}
 
     # Validation
 
@@ -564,6 +841,19 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             Trainer.log(self, dict(found))  # TRL's own would flush the metrics of the steps since its last
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
+
+    # Optimizer
+
+    def create_optimizer(self, *args: Any, **kwargs: Any):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer if self.critic is None else self.critic.own_group(optimizer)
+
+    def _clip_grad_norm(self, model: Any):
+        """The critic's gradient is clipped by itself, so that it never shortens the policy's. DeepSpeed clips all that
+        it trains together."""
+        if self.critic is None or self.is_deepspeed_enabled:
+            return super()._clip_grad_norm(model)
+        return self.critic.clip_apart(self.accelerator, model, self.args.max_grad_norm)
 
     # Logging and checkpoints
 
@@ -583,6 +873,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
             noisy = self.rollout.weights.sigma != 0 and self.noise_config.old_logps != "noisy"
             logs |= self.measured.take(noisy)
+            logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -595,15 +886,25 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             processes=self.accelerator.num_processes,
             settings=self._window_settings(),
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
+            kl_coefficient=self.kl_coefficient.value,
+            stream=self.dynamic_sampling.stream.state() if self.dynamic_sampling else None,
         )
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self.save_critic(checkpoint)
         rollout_state.save(checkpoint, self.args.process_index, state)
+
+    def save_critic(self, folder: Path) -> None:
+        """Every process must come here."""
+        if self.critic is not None:
+            self.critic.save(folder, self._whole, write=self.accelerator.is_main_process)
 
     def _window_settings(self) -> dict[str, int]:
         fields = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"
         return {field: getattr(self.args, field) for field in fields}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.critic is not None and not self.is_deepspeed_enabled:
+            self.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
@@ -612,5 +913,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if state is not None:
             self._step = state.step
             self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)
+            if state.kl_coefficient is not None and self.kl_coefficient.target is not None:
+                self.kl_coefficient.value = state.kl_coefficient
             if state.adapted is not None:
                 self.noise_stage.adapted = Adapted(**state.adapted)
+            if self.dynamic_sampling and state.stream is not None:
+                self.dynamic_sampling.stream.restore(state.stream)

@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
@@ -33,7 +34,7 @@ from transformers import TrainerCallback
 from perl import checkpoints, device
 from perl.errors import UserError
 from perl.grading import Grader, rules_hash
-from perl.processors import make_images
+from perl.pixels import make_images
 from perl.provenance import provenance, text_hash
 from perl.records import Completion, Sample
 from perl.results import (
@@ -334,18 +335,14 @@ def metrics_of(label: str, records: Iterable[SampleRecord], n: int) -> dict[str,
     for name in shown(scores):
         kind, _, k = name.partition("@")
         section = "val-core" if int(k) == n else "val-aux"
-        found[f"{section}/{label}/acc/{'mean' if kind == 'avg' else kind}@{k}"] = mean(scores[name])
+        found[f"{section}/{label}/acc/{'mean' if kind == 'avg' else kind}@{k}"] = fmean(scores[name])
         if kind == "pass":
             best = [1 - (1 - share) ** int(k) for share in scores["accuracy"]]
-            found[f"{section}/{label}/acc/best@{k}/mean"] = mean(best)
+            found[f"{section}/{label}/acc/best@{k}/mean"] = fmean(best)
     rows = [record for own in by_problem.values() for record in own]
-    found[f"val-aux/{label}/truncated"] = mean([float(row["finish_reason"] == "length") for row in rows])
-    found[f"val-aux/{label}/mean_length"] = mean([float(row["tokens"]) for row in rows])
+    found[f"val-aux/{label}/truncated"] = fmean([float(row["finish_reason"] == "length") for row in rows])
+    found[f"val-aux/{label}/mean_length"] = fmean([float(row["tokens"]) for row in rows])
     return found
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def logged_steps(metrics_file: Path, metric: str) -> set[int]:

@@ -21,7 +21,7 @@ from datasets import Dataset, Features, Image, List
 from perl.config.schema import PeftConfig
 from perl.errors import UserError
 from perl.images import has_images
-from perl.processors import ImageInputs, MakeImages, split_images
+from perl.pixels import ImageInputs, MakeImages, split_images
 
 if TYPE_CHECKING:
     from perl.config.load import Config

@@ -69,7 +69,10 @@ class VLLMSampler:
         itemsize: bytes of a weight in vLLM, which chooses its own dtype.
         elsewhere: it computes on devices that are not the trainer's.
         context: a server's max_model_len; None in the trainer's process.
+        takes_more: False; it draws what it is asked for.
     """
+
+    takes_more = False
 
     def __init__(
         self,

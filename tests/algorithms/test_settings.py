@@ -54,3 +54,47 @@ def test_an_unknown_algorithm_is_named_with_the_nearest():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_sets_fields_that_there_are_and_agrees_with_itself(name):
     assert parse(["--config.algorithm.name", name]).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("algorithm.gamma 0.9", "algorithm.name discounts no reward"),
+        ("algorithm.gamma 0.9 algorithm.name reinforce_plus_plus", None),
+        ("algorithm.lam 0.9", "algorithm.name has no generalized advantage estimation"),
+        ("training.scale_rewards none", None),
+        ("training.scale_rewards none algorithm.name grpo_passk", None),
+        (
+            "training.scale_rewards batch algorithm.name rloo",
+            "algorithm.name or multi_objective_aggregation has a scale",
+        ),
+        (
+            "training.scale_rewards batch algorithm.name gdpo",
+            "algorithm.name or multi_objective_aggregation has a scale",
+        ),
+        (
+            "training.multi_objective_aggregation normalize_then_sum algorithm.name rloo",
+            "the advantages of algorithm.name are made of the weighted sum",
+        ),
+        ("algorithm.kl_estimator k1", "training.beta is 0"),
+        ("algorithm.kl_estimator k1 training.beta 0.1", None),
+        ("algorithm.kl_in_reward_target 0.1", "algorithm.kl_in_reward is 0"),
+        ("algorithm.kl_in_reward 0.1 algorithm.kl_in_reward_horizon 5", "algorithm.kl_in_reward_target is null"),
+        ("algorithm.kl_in_reward 0.1 algorithm.kl_in_reward_target 0.1 algorithm.kl_in_reward_horizon 5", None),
+        ("training.delta 2.0 algorithm.name sapo", "it clips the losses"),
+        ("training.epsilon 0.1 algorithm.name cispo", "it clips the losses"),
+        ("training.epsilon_high 0.3 algorithm.name vespo", "it clips the losses"),
+        ("training.vespo_k_pos 2.5", "loss_type is not vespo"),
+        ("training.entropy_target 0.5", "use_adaptive_entropy is false"),
+    ],
+)
+def test_flags_without_effect_under_an_algorithm_are_told(flags, said):
+    words = [word for pair in zip(*[iter(flags.split())] * 2, strict=True) for word in (f"--config.{pair[0]}", pair[1])]
+    warnings = [line for line in parse(words).warnings if "has no effect" in line]
+    assert len(warnings) == (said is not None)
+    assert said is None or said in warnings[0]
+
+
+def test_kl_in_the_reward_needs_one_reward():
+    with pytest.raises(UserError, match="normalize_then_sum"):
+        parse(["--config.algorithm.name", "gdpo", "--config.algorithm.kl_in_reward", "0.1"])

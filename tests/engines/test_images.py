@@ -9,7 +9,7 @@ from perl.engines.hf import HFEngine
 from perl.engines.vllm import require_torchvision
 from perl.errors import UserError
 from perl.images import fitted
-from perl.processors import image_arguments, image_inputs
+from perl.pixels import image_arguments, image_inputs
 from perl.prompts import encode, row_seed
 from perl.records import Prompt, Sampling
 from tests.tiny import geometry_rows, save_tiny_vision

@@ -55,8 +55,8 @@ def test_the_evaluation_says_how_many_problems_were_trained_on(run, config, tmp_
     assert json.loads((tmp_path / "sums" / "summary.json").read_text())["trained_on"]["problems"] == 31
     said = [record.getMessage() for record in caplog.records if "training data" in record.getMessage()]
     assert said == [
-        f"{config.dataset}: 31 of its 40 problems are in the training data of {run}; the score does not tell how the"
-        " adapter does on new problems"
+        f"{config.dataset}: 31 of its 40 problems are in the training data of {run}; the score does not tell how it"
+        " does on new problems"
     ]
 
 

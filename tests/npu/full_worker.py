@@ -45,7 +45,8 @@ def main() -> None:
 
     def look(module, _):
         if torch.is_grad_enabled():
-            seen.append(torch.equal(whole(module.weight).float().cpu(), clean[-1].float()))
+            weight = whole(module.weight).cpu()  # FSDP2 casts it under mixed precision
+            seen.append(torch.equal(weight, clean[-1].to(weight.dtype)))
 
     target.module.register_forward_pre_hook(look)
     trainer.train()

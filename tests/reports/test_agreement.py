@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from perl.__main__ import main
 from perl.errors import UserError
 from perl.reports.agreement import LIMITS, compare_runs, welch
+from perl.reports.agreement_page import sides
 from perl.reports.curves import Curves
 from perl.reports.training_run import facts, read_training_run
 from tests.reports.conftest import logged, record, write_results, write_training
@@ -260,6 +262,32 @@ def test_the_command_with_seeds(tmp_path, capsys):
         main(["compare", f"{a},", f"{tmp_path}/b1"])
     with pytest.raises(UserError, match=r"B .*a2: is given twice, also as A"):
         main(["compare", a, f"{tmp_path}/a2"])
+
+
+def test_scores_of_validations_are_compared_where_both_have_them():
+    """A: two steps a rollout, validated before the training and after steps 2, 3 and 4; B: one, after 0, 1 and 2."""
+    core = "val-core/openai/gsm8k/acc/mean@1"
+    a = replace(curves([0.5, 0.5, 0.6, 0.6], k=2), scores={core: {0: 0.2, 2: 0.3, 3: 0.9, 4: 0.5}})
+    b = replace(curves([0.5, 0.6]), scores={core: {0: 0.2, 1: 0.4, 2: 0.5}, "val-core/other/acc/mean@1": {0: 1.0}})
+    found = compared(a, b)
+    score = metric(found, core)
+    assert (score.spans, score.limit) == (3, None)
+    assert (score.mean_a, score.mean_b, score.absolute) == pytest.approx((1.0 / 3, 1.1 / 3, 0.1 / 3))
+    assert (
+        f"{core}: compared where all runs were validated, after rollouts 0, 1, 2 (0: before the first)" in found.notes
+    )
+    assert not [m for m in found.metrics if "other" in m.name]
+    lines = sides(score, {"A": [a], "B": [b]}, found.axis)
+    assert [line.points for line in lines] == [[(0, 0.2), (1, 0.3), (2, 0.5)], [(0, 0.2), (1, 0.4), (2, 0.5)]]
+    by_prompts = metric(compared(replace(a, prompts_per_rollout=16), replace(b, scores={core: {0: 0.2, 2: 0.4}})), core)
+    assert by_prompts.spans == 2  # after prompts 0 and 16: a rollout of A, two of B
+
+
+def test_a_training_by_rewards_against_a_fine_tuning_says_so():
+    notes = compared(curves([0.5, 0.6], loss=[1.0, 1.0]), curves(loss=[1.0, 1.0])).notes
+    (said,) = [note for note in notes if "of two kinds" in note]
+    assert "A was trained by rewards (GRPO, PPO), B logs none (supervised fine-tuning)" in said
+    assert not [n for n in compared(curves([0.5], loss=[1.0]), curves([0.5], loss=[1.0])).notes if "two kinds" in n]
 
 
 def test_mistakes_are_one_line(tmp_path):

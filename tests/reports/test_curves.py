@@ -158,7 +158,7 @@ def test_verls_console_log():
     assert curves.metrics["timing/rollout"] == {1: 12.5, 2: 12.25, 3: 12.0, 4: 11.75}
     assert curves.metrics["completions/mean_length"][4] == 241.0
     assert curves.prompts_per_rollout == 128
-    assert "val-core" not in repr(curves)
+    assert curves.scores == {"val-core/openai/gsm8k/acc/mean@1": {0: 0.3646702047005307}}
     assert SECRET not in repr(curves)
 
 
@@ -167,6 +167,24 @@ def test_verls_file_logger(tmp_path):
     (tmp_path / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     curves = read_curves(tmp_path / "run.jsonl", "A")
     assert (curves.format, curves.metrics, curves.steps_per_rollout) == ("verl_file", {"reward": {1: 0.5}}, 1)
+    assert curves.scores == {"val-core/gsm8k/acc/mean@1": {0: 0.1}}
+
+
+def test_scores_of_validations_under_every_name_of_verls(tmp_path):
+    """val/test_score to 0.2, …/reward/… where the reward function returns no acc. A first step 0 is the first rollout
+    in older versions: what is validated with it stands after it."""
+    (tmp_path / "new.log").write_text(
+        "step:0 - val-core/openai/gsm8k/reward/mean@1:0.25\n"
+        "step:1 - critic/score/mean:0.5 - actor/pg_loss:0.1\n"
+        "step:2 - critic/score/mean:0.6 - actor/pg_loss:0.1 - val-core/openai/gsm8k/reward/mean@1:0.5\n"
+    )
+    core = "val-core/openai/gsm8k/acc/mean@1"
+    assert read_curves(tmp_path / "new.log", "A").scores == {core: {0: 0.25, 2: 0.5}}
+    (tmp_path / "old.log").write_text(
+        "step:0 - critic/score/mean:0.5 - actor/pg_loss:0.1\n"
+        "step:1 - critic/score/mean:0.6 - actor/pg_loss:0.1 - val/test_score/openai/gsm8k:0.5\n"
+    )
+    assert read_curves(tmp_path / "old.log", "A").scores == {core: {2: 0.5}}
 
 
 def test_the_log_of_the_ppo_guide():

@@ -16,11 +16,12 @@ import pytest
 
 from perl.__main__ import main
 from perl.errors import UserError
+from perl.records import clock
 from perl.reports import charts, embed, figures
 from perl.reports.charts import Bars, Line, Point
 from perl.reports.page import render
 from perl.reports.sources import read_material
-from perl.reports.training_run import TrainingRun, clock, facts, read_training_run, settings, time_in_steps
+from perl.reports.training_run import TrainingRun, facts, read_training_run, settings, time_in_steps
 from perl.tools.report import compared
 from tests.reports.conftest import logged, record, write_results, write_training
 

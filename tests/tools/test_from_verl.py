@@ -17,11 +17,13 @@ import yaml
 
 from perl.__main__ import main
 from perl.config.load import parse
+from perl.errors import UserError
 from perl.tools.from_verl.cli import HEADER, recipe_text
 from perl.tools.from_verl.keys import KEYS, handler_of
 from perl.tools.from_verl.outcomes import Choices
 from perl.tools.from_verl.overrides import default_keys, read_command
 from perl.tools.from_verl.translate import Translation, translate
+from perl.training.run import train
 
 SCRIPTS = Path(__file__).parents[1] / "verl"
 GUIDES = sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.yaml")])
@@ -116,15 +118,69 @@ def test_fewer_devices_keep_the_batch():
     assert batch.as_dict()["completions_per_update"] == 64
 
 
-def test_ppo_is_refused_with_one_line_and_all_else_is_listed():
+def test_the_ppo_guide_is_translated_with_its_critic():
     result = of(SCRIPTS / "ascend_quickstart_ppo.sh")
-    assert list(result.refused) == ["algorithm.adv_estimator"]
-    assert {key for key in result.no_effect if key.startswith("critic.")} == {
-        "critic.optim.lr",
-        "critic.model.path",
-        "critic.ppo_micro_batch_size_per_gpu",
+    assert result.refused == {}
+    found = values(result)
+    wanted = {
+        "algorithm.name": "ppo",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "critic.lr": 1e-5,
+        "critic.share_base": True,
+        "critic.value_clip": 0.5,
+        "training.num_generations": 1,
+        "training.save_steps": 40,  # save_freq 10, 4 updates a step
     }
-    assert values(result)["training.save_steps"] == 40  # save_freq 10, 4 updates a step
+    assert {name: found[name] for name in wanted} == wanted
+    assert "training.scale_rewards" not in found
+    assert [key for key in result.no_effect if key.startswith("critic.")] == ["critic.ppo_micro_batch_size_per_gpu"]
+
+
+def test_keys_of_the_critic():
+    words = [
+        "critic.model.path=other/model",
+        "trainer.critic_warmup=3",
+        "critic.model.lora_rank=8",
+        "algorithm.lam=0.9",
+    ]
+    found = values(of(SCRIPTS / "ascend_quickstart_ppo.sh", *words, learning_rate_factor=10.0))
+    wanted = {
+        "critic.share_base": False,
+        "critic.model_name_or_path": "other/model",
+        "critic.warmup_steps": 12,  # 4 updates a step
+        "critic.r": 8,
+        "critic.lr": pytest.approx(1e-4),
+        "algorithm.lam": 0.9,
+    }
+    assert {name: found[name] for name in wanted} == wanted
+    refused = of(SCRIPTS / "ascend_quickstart_ppo.sh", "critic.ppo_epochs=2", "critic.optim.optimizer=SGD").refused
+    assert set(refused) == {"critic.ppo_epochs", "critic.optim.optimizer"}
+    grpo = of(SCRIPTS / "ascend_support_grpo.sh", "critic.optim.lr=1e-5", "critic.ppo_epochs=2")
+    assert grpo.refused == {}
+    assert "adv_estimator=gae" in grpo.no_effect["critic.optim.lr"]
+
+
+def test_the_ppo_guide_trains_the_quickstarts_model(tmp_path):
+    model, data = "assets/quickstart-base", "assets/quickstart-data/train.jsonl"
+    words = [
+        f"actor_rollout_ref.model.path={model}",
+        f"critic.model.path={model}",
+        f"data.train_files={data}",
+        "trainer.test_freq=-1",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "data.max_response_length=24",
+        "trainer.total_training_steps=3",
+    ]
+    recipe = str(tmp_path / "ppo.yaml")
+    assert main(["from-verl", "--output", recipe, str(SCRIPTS / "ascend_quickstart_ppo.sh"), "--", *words]) == 0
+    fields = {"output_dir": tmp_path / "run", "max_steps": 5, "logging_steps": 1, "save_strategy": "no"}
+    flags = [word for name, value in fields.items() for word in (f"--config.training.{name}", str(value))]
+    run = train(["--recipe", recipe, *flags])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "critic/vf_loss" in row] == [1, 2, 3, 4, 5]
+    assert (run / "critic" / "critic.safetensors").is_file()
 
 
 def test_what_the_aqn_guide_says_stands_in_the_recipe():
@@ -184,6 +240,17 @@ def test_a_run_of_all_weights_says_that_it_becomes_lora():
     assert values(tenfold)["training.learning_rate"] == pytest.approx(1e-5)
 
 
+def test_full_keeps_all_weights_and_verls_rate():
+    full = of(None, *GOOD, "actor_rollout_ref.actor.fsdp_config.param_offload=True", full=True)
+    assert values(full)["peft.type"] == "none"
+    assert "peft.r" not in values(full)
+    assert values(full)["training.learning_rate"] == values(of(None, *GOOD))["training.learning_rate"] == 1e-6
+    assert not [note for note in full.notes if "LoRA" in note]
+    assert "splits weights and optimizer" in full.no_effect["actor_rollout_ref.actor.fsdp_config.param_offload"]
+    with pytest.raises(UserError, match="--full: this command of verl trains a LoRA adapter; leave --full out"):
+        of(None, *GOOD, "actor_rollout_ref.model.lora_rank=32", full=True)
+
+
 # Any key
 
 
@@ -225,6 +292,15 @@ ONE_KEY = [
     ("~trainer.logger", "report_to", None),
     ("trainer.logger=[wandb,tensorboard]", "report_to", ["wandb", "tensorboard"]),
     ("algorithm.norm_adv_by_std_in_grpo=False", "scale_rewards", "none"),
+    ("algorithm.adv_estimator=rloo", "algorithm.name", "rloo"),
+    ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.name", "reinforce_plus_plus"),
+    ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "algorithm.name", "reinforce_plus_plus_baseline"),
+    ("algorithm.adv_estimator=opo", "algorithm.name", "opo"),
+    ("algorithm.adv_estimator=gpg", "algorithm.name", "gpg"),
+    ("algorithm.adv_estimator=grpo_passk", "algorithm.name", "grpo_passk"),
+    ("algorithm.use_kl_in_reward=True", "algorithm.kl_in_reward", 0.001),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "importance_sampling_level", "sequence"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "loss_type", "sapo"),
     ("trainer.save_freq=5", "save_steps", 20),
     ("actor_rollout_ref.actor.ppo_epochs=2", "num_iterations", 2),
     ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "loss_type", "dr_grpo"),
@@ -233,8 +309,22 @@ ONE_KEY = [
     ("trainer.total_training_steps=3", "max_steps", 12),
     ("custom_reward_function.path=r.py", "reward.functions", ["r.py:compute_score"]),
     ("data.train_files=d.parquet", "reward.functions", ["accuracy"]),
+    ("data.train_files=data/geo3k/train.parquet", "reward.functions", ["accuracy", "think"]),
+    ("data.train_files=data/geo3k/train.parquet", "reward.weights", [0.9, 0.1]),
     ("actor_rollout_ref.model.lora_adapter_path=runs/sft", "peft.adapter", "runs/sft"),
 ]
+
+
+def test_layers_without_an_adapter_are_verls():
+    lora = "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=all-linear"
+    excluded = of(None, *GOOD, *lora, "actor_rollout_ref.model.exclude_modules='.*visual.*'")
+    assert values(excluded)["peft.exclude_modules"] == ".*visual.*"
+    assert "peft.exclude_modules" not in values(of(None, *GOOD, *lora))
+
+
+def test_images_are_read_from_the_column_images():
+    assert not of(None, *GOOD, "data.image_key=images").refused
+    assert of(None, *GOOD, "data.image_key=pictures").refused == {"data.image_key": "name the column images"}
 
 
 @pytest.mark.parametrize(("word", "field", "value"), ONE_KEY)
@@ -242,6 +332,39 @@ def test_one_key(word, field, value):
     result = of(None, *GOOD, word)  # train_batch_size 1024, mini 256: k is 4
     assert result.refused == {}
     assert values(result).get(field if "." in field else f"training.{field}") == value
+
+
+def test_kl_in_the_reward_with_its_estimator_and_controller():
+    on = ["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl", "algorithm.kl_ctrl.kl_coef=0.02"]
+    fixed = values(of(None, *GOOD, *on))
+    assert (fixed["algorithm.kl_in_reward"], fixed["algorithm.kl_in_reward_estimator"]) == (0.02, "low_var_kl")
+    assert "algorithm.kl_in_reward_target" not in fixed
+    adaptive = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2", "algorithm.kl_ctrl.horizon=500"]
+    adapted = of(None, *GOOD, *on, *adaptive)
+    assert adapted.refused == {}
+    found = values(adapted)
+    assert (found["algorithm.kl_in_reward_target"], found["algorithm.kl_in_reward_horizon"]) == (0.2, 500)
+    off = of(None, *GOOD, *on[1:], *adaptive)
+    assert {"algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.target_kl"} <= set(off.no_effect)
+
+
+@pytest.mark.parametrize(
+    ("verls", "ours"), [("k1", "k1"), ("kl", "k1"), ("abs", "abs"), ("k2", "mse"), ("low_var_kl", None)]
+)
+def test_estimators_of_kl_in_the_loss(verls, ours):
+    actor = "actor_rollout_ref.actor"
+    result = of(None, *GOOD, f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_type={verls}")
+    assert result.refused == {}
+    assert values(result).get("algorithm.kl_estimator") == ours
+    assert values(result)["training.beta"] == 0.001
+    straight = of(None, *GOOD, f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_type={verls}+")
+    assert "write mse" in straight.refused[f"{actor}.kl_loss_type"]
+
+
+def test_only_estimators_that_discount_have_gamma():
+    word = "algorithm.gamma=0.99"
+    assert "algorithm.gamma" not in values(of(None, *GOOD, word))
+    assert values(of(None, *GOOD, "algorithm.adv_estimator=reinforce_plus_plus", word))["algorithm.gamma"] == 0.99
 
 
 def test_an_adapter_to_start_from_is_lora_of_its_own_rank():
@@ -347,11 +470,29 @@ def test_a_critics_keys_do_not_speak_as_if_there_were_none():
     )
 
 
+def test_filtered_groups_are_dynamic_sampling():
+    """verl's limit counts batches of gen_batch_size prompts; the punishment is in seq_reward, and not in acc."""
+    script = SCRIPTS / "wild" / "dapo_7b_ray.sh"
+    found = values(of(script))
+    assert found["algorithm.dynamic_sampling"] is True
+    assert found["algorithm.dynamic_sampling_metric"] == "accuracy"
+    assert found["algorithm.max_resample_factor"] == 30.0  # 10 batches of 3 x 512 prompts for one of 512
+    with_punishment = values(of(script, "algorithm.filter_groups.metric=seq_reward"))
+    assert with_punishment["algorithm.dynamic_sampling_metric"] == "sum"
+    unlimited = of(script, "algorithm.filter_groups.max_num_gen_batches=0")
+    assert "10 unless it is said" in unlimited.no_effect["algorithm.filter_groups.max_num_gen_batches"]
+    off = of(script, "algorithm.filter_groups.enable=False")
+    assert "algorithm.dynamic_sampling" not in values(off)
+    assert off.no_effect["algorithm.filter_groups.metric"] == "algorithm.filter_groups.enable is False"
+    wrong = of(script, "algorithm.filter_groups.metric=reward")
+    assert "reward: acc, score, seq_reward, seq_final_reward" in wrong.refused["algorithm.filter_groups.metric"]
+
+
 # Scripts
 
 
 WILD_REFUSED = {
-    "dapo_7b_ray.sh": {"algorithm.filter_groups.enable", "actor_rollout_ref.rollout.val_kwargs.top_p"},
+    "dapo_7b_ray.sh": {"actor_rollout_ref.rollout.val_kwargs.top_p"},
     "dapo_npu_without_filter.sh": set(),
     "fsdp2_two_nodes.sh": set(),
     "grpo_engine_choice.sh": set(),
@@ -363,10 +504,10 @@ WILD_REFUSED = {
     "grpo_qwen2_7b_math.sh": set(),
     "gspo_dynamic.sh": set(),
     "multiturn_sglang.sh": {"actor_rollout_ref.rollout.multi_turn.enable"},
-    "ppo_arrays.sh": {"algorithm.adv_estimator", "reward_model.enable"},
+    "ppo_arrays.sh": {"reward_model.enable"},
     "prorl_source_env.sh": {"data.train_files"},
     "remax_sglang.sh": {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n"},
-    "rloo.sh": {"algorithm.adv_estimator", "algorithm.use_kl_in_reward"},
+    "rloo.sh": set(),
 }
 
 

@@ -61,7 +61,10 @@ WORDS = {
         ["--", GOOD.split()[0], GOOD.split()[2], "actor_rollout_ref.rollout.n=1"],
         "GRPO needs 2 or more",
     ),
-    "PPO": (["--", "algorithm.adv_estimator=gae", *GOOD.split()[1:]], "PPO with a critic"),
+    "a critic that is updated otherwise": (
+        ["--", "algorithm.adv_estimator=gae", *GOOD.split()[1:], "critic.ppo_epochs=2"],
+        "it differs from actor_rollout_ref.actor.ppo_epochs, 1",
+    ),
     "a value where there is a group": (["--", *GOOD.split(), "data.train_files.x=1"], "data.train_files"),
     "an unknown estimator": (["--", *GOOD.split()[1:], "algorithm.adv_estimator=grop"], "grop"),
     "an unknown truncation": (["--", *GOOD.split(), "data.truncation=both"], "both: error, left, right, middle"),
@@ -147,7 +150,7 @@ def test_a_mistake_in_a_configuration_is_one_line(capsys, tmp_path, text, said):
 
 
 def test_nothing_is_written_where_something_is_refused(capsys, tmp_path):
-    mistake(capsys, "--output", "r.yaml", "--", *GOOD.split(), "algorithm.use_kl_in_reward=True")
+    mistake(capsys, "--output", "r.yaml", "--", *GOOD.split(), "reward_model.enable=True")
     assert list(tmp_path.iterdir()) == []
 
 

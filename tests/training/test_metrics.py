@@ -106,7 +106,8 @@ def test_what_is_not_known_is_left_out():
 def added(*rollouts):
     statistics = RolloutStatistics()
     for lengths, tokens, advantages, rewards in rollouts:
-        statistics.add(*map(torch.tensor, (lengths, tokens)), *map(torch.tensor, (advantages, rewards)))
+        mask = torch.arange(4) < torch.tensor(tokens)[:, None]
+        statistics.add(torch.tensor(lengths), mask.long(), torch.tensor(advantages), torch.tensor(rewards))
     return statistics
 
 
@@ -131,6 +132,13 @@ def test_statistics_of_rollouts_by_hand():
     statistics = added(FIRST, SECOND)
     assert statistics.take(lambda mine: mine) == pytest.approx(BY_HAND)
     assert statistics.take(lambda mine: mine) == {}
+
+
+def test_advantages_of_tokens_count_once_each():
+    statistics = added(([5, 7], [1, 3], [[-1.0, 9.0, 9.0, 9.0], [0.5, 1.0, 1.5, 9.0]], [0.0]))
+    found = statistics.take(lambda mine: mine)
+    assert (found["advantages/max"], found["advantages/min"], found["advantages/mean"]) == (1.5, -1.0, 0.5)
+    assert found["advantages/std"] == pytest.approx(((1 + 0.25 + 1 + 2.25) / 4 - 0.25) ** 0.5)
 
 
 def test_two_ranks_log_what_one_process_with_all_rows_logs():

@@ -55,6 +55,20 @@ def test_rows_are_ordered_by_length_or_prompt_by_prompt():
     assert grouped[1]["num_items_in_batch"] == 5  # TRL's own
 
 
+def test_rows_of_token_advantages_are_left_out_where_every_trained_token_has_none():
+    window = [
+        batch([1, 2], [1, 4], [[0.5] * 4, [-1.0] * 4]),
+        batch([1, 2], [3, 2], [[0.0, 0.0, 0.0, 9.0], [0.0, 2.0, 0.0, 0.0]]),  # 9.0 lies behind the completion
+    ]
+    left = batcher(leave_out_zero=True, group=True).arrange(window, alone)
+    assert first_ids(left) == [[40, 20], [10]]
+    assert left[0]["advantages"].tolist() == [[-1.0] * 4, [0.0, 2.0, 0.0, 0.0]]
+    assert batcher(leave_out_zero=True).share_left_out(window) == 0.25
+    # one row more than it has, as another process has it: the filler has no advantage at any token
+    filled = batcher(leave_out_zero=True, group=True).arrange(window, lambda counts: [max(n, 2) for n in counts])
+    assert filled[1]["advantages"].tolist() == [[0.5] * 4, [0.0] * 4]
+
+
 def test_rows_without_gradient_are_left_out_and_the_loss_scaled():
     left = batcher(leave_out_zero=True, group=True).arrange(WINDOW, alone)
     assert first_ids(left) == [[40, 20], [10]]

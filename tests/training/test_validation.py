@@ -570,7 +570,8 @@ def test_a_servers_context_must_hold_the_longest_prompt_and_completion(made, fla
 
 
 WRITES = """
-import sys
+from pathlib import Path
+
 from accelerate import PartialState
 from perl.errors import report_errors
 from perl.training.validation import failing_together
@@ -579,7 +580,7 @@ state = PartialState(cpu=True)
 with report_errors():
     with failing_together():
         if state.process_index == 0:
-            open("/dev/full", "w").write("x" * 10000)
+            Path("/dev/full").write_text("x")
     state.wait_for_everyone()
     print("went on")
 """
@@ -592,10 +593,9 @@ def test_what_rank_0_cannot_write_ends_all_processes_at_once(tmp_path):
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc_per_node",
         "2",
-        "--master_port",
-        "0",
         "writes.py",
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

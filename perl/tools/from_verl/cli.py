@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = "scripts/trl/openr1/dapo_lora_npu.sh"
 SEVERAL_NODES = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
 HEADER = "# Made by python -m perl from-verl"
-GROUPS = ("common", "model", "dataset", "peft", "rollout", "noise_injection", "reward", "validation", "logging",
-          "training")  # fmt: skip
+GROUPS = ("common", "model", "dataset", "algorithm", "critic", "peft", "rollout", "noise_injection", "reward",
+          "validation", "logging", "training")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

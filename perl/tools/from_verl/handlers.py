@@ -89,20 +89,80 @@ def updates(value: Any, verl: Verl) -> int:
 def estimator(value: Any, verl: Verl) -> Outcome:
     if value in ("grpo", "grpo_vectorized"):
         return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
-    if value == "gae":
-        return Refused("gae is PPO with a critic, which is not there yet; the nearest is grpo with rollout.n=8")
-    if value in ("rloo", "rloo_vectorized"):
-        return Refused(
-            f"{value}: the nearest is grpo with norm_adv_by_std_in_grpo=False, whose advantages are RLOO's times"
-            " (n - 1)/n"
-        )
-    return Refused(f"{shown(value)}: this advantage estimator is not there; grpo is")
+    if value in ESTIMATORS:
+        return Translated({"algorithm.name": ESTIMATORS[value]})
+    if value == "remax":
+        return Refused("remax samples a greedy completion for each prompt too, which is not there; the nearest is rloo")
+    known = ", ".join(("grpo", *ESTIMATORS))
+    return Refused(f"{shown(value)}: this advantage estimator is not there; {known} are")
+
+
+ESTIMATORS = {
+    "gae": "ppo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "opo": "opo",
+    "gpg": "gpg",
+    "grpo_passk": "grpo_passk",
+}
+"""verl's algorithm.adv_estimator -> algorithm.name, where that is not grpo."""
+
+
+def by_group(verl: Verl) -> bool:
+    """Whether norm_adv_by_std_in_grpo has an effect."""
+    return verl["algorithm.adv_estimator"] in ("grpo", "grpo_vectorized", "grpo_passk")
+
+
+def discounted(verl: Verl) -> bool:
+    """Whether gamma has an effect."""
+    return verl["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus")
 
 
 def kl_in_reward(value: Any, verl: Verl) -> Outcome:
-    if value:
-        return Refused(f"KL in the reward is not there; the nearest is {ACTOR}.use_kl_loss=True, KL in the loss")
-    return NoEffect("False leaves it off, as it is here")
+    coefficient = number(verl["algorithm.kl_ctrl.kl_coef"]) if value else 0.0
+    return Translated({"algorithm.kl_in_reward": coefficient}) if value else NoEffect("False leaves it off, as here")
+
+
+def in_reward(handler: Handler) -> Handler:
+    return where(
+        lambda verl: verl["algorithm.use_kl_in_reward"], handler, "in verl too, while use_kl_in_reward is False"
+    )
+
+
+def kl_control(value: Any, verl: Verl) -> Outcome:
+    if value == "fixed":
+        return NoEffect("the coefficient is fixed, as here")
+    if value != "adaptive":
+        return Refused(f"{shown(value)}: fixed and adaptive are known")
+    target, horizon = (verl[f"algorithm.kl_ctrl.{name}"] for name in ("target_kl", "horizon"))
+    return Translated(
+        {"algorithm.kl_in_reward_target": number(target), "algorithm.kl_in_reward_horizon": positive(horizon)}
+    )
+
+
+def adaptive(verl: Verl) -> bool:
+    return verl["algorithm.kl_ctrl.type"] == "adaptive"
+
+
+KL_ESTIMATORS = {
+    "gae": "ppo",
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "mse",
+    "k2": "mse",
+    "low_var_kl": "low_var_kl",
+    "k3": "low_var_kl",
+}
+"""verl's names -> ours."""
+
+
+def kl_penalty(value: Any, verl: Verl) -> Outcome:
+    if value in KL_ESTIMATORS:
+        return Translated({"algorithm.kl_in_reward_estimator": KL_ESTIMATORS[value]})
+    return Refused(f"{shown(value)}: {', '.join(KL_ESTIMATORS)} are there")
 
 
 def kl_loss(value: Any, verl: Verl) -> Outcome:
@@ -111,19 +171,34 @@ def kl_loss(value: Any, verl: Verl) -> Outcome:
 
 
 def kl_type(value: Any, verl: Verl) -> Outcome:
+    uncorrected = {"training.use_bias_correction_kl": False}  # TRL's default weighs it by the ratio
     if value in ("low_var_kl", "k3"):
-        return Translated({"training.use_bias_correction_kl": False})
-    return Refused(f"{shown(value)}: only low_var_kl (k3), verl's default, is there")
+        return Translated(uncorrected)
+    if value in KL_ESTIMATORS:
+        return Translated({"algorithm.kl_estimator": KL_ESTIMATORS[value], **uncorrected})
+    if str(value).removesuffix("+") in KL_ESTIMATORS:
+        return Refused(f"{shown(value)}: its gradient is that of mse, only the logged value differs; write mse")
+    return Refused(f"{shown(value)}: {', '.join(KL_ESTIMATORS)} are there")
 
 
 def policy_loss(value: Any, verl: Verl) -> Outcome:
     levels = {"vanilla": "token", "gspo": "sequence"}
+    if value == "sapo":
+        return Translated({"training.importance_sampling_level": "token", "training.loss_type": "sapo"})
+    if value == "cispo":
+        return Refused("TRL's cispo has no lower bound, and adds up tokens of the whole batch: --config.algorithm.name")
     if value not in levels:
-        return Refused(f"{shown(value)}: this loss is not there; vanilla and gspo are")
+        return Refused(f"{shown(value)}: this loss is not there; vanilla, gspo and sapo are")
     return Translated({"training.importance_sampling_level": levels[value]})
 
 
+def is_sapo(verl: Verl) -> bool:
+    return verl[f"{ACTOR}.policy_loss.loss_mode"] == "sapo"
+
+
 def aggregation(value: Any, verl: Verl) -> Outcome:
+    if is_sapo(verl):
+        return NoEffect("in verl too: the loss sapo is seq-mean-token-mean")
     if value not in AGGREGATIONS:
         return Refused(f"{shown(value)}: not there; {', '.join(AGGREGATIONS)} are")
     return Translated({"training.loss_type": AGGREGATIONS[value]})
@@ -190,6 +265,33 @@ def learning_rate(value: Any, verl: Verl) -> Outcome:
     return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
 
 
+def has_critic(verl: Verl) -> bool:
+    return verl["algorithm.adv_estimator"] == "gae"
+
+
+def with_critic(handler: Handler) -> Handler:
+    return where(has_critic, handler, "only PPO (adv_estimator=gae) has it")
+
+
+def critic_rate(value: Any, verl: Verl) -> Outcome:
+    if number(value) <= 0:
+        raise ValueError(f"{shown(value)} is not above 0")
+    return Translated({"critic.lr": number(value) * verl.choices.learning_rate_factor})
+
+
+def critic_model(value: Any, verl: Verl) -> Outcome:
+    """The base of the critic, which is the policy's where verl loads the same model twice."""
+    if not value or path(value) == path(verl[f"{MODEL}.path"]):
+        return Translated({"critic.share_base": True})
+    return Translated({"critic.share_base": False, "critic.model_name_or_path": path(value)})
+
+
+def critic_rank(value: Any, verl: Verl) -> Outcome:
+    if not value:
+        return NoEffect("verl would train all weights of the critic; here LoRA (critic.r 16) and its head")
+    return Translated({"critic.r": positive(value)})
+
+
 def schedule(value: Any, verl: Verl) -> Outcome:
     """lr_scheduler_type, its warm-up and its lowest rate, which TRL has in three fields."""
     optim = f"{ACTOR}.optim"
@@ -230,6 +332,35 @@ def rollout_batch(value: Any, verl: Verl) -> Outcome:
     if value in (None, verl["data.train_batch_size"]) or verl["algorithm.filter_groups.enable"]:
         return NoEffect("as many prompts are drawn as data.train_batch_size says")
     return Refused("it differs from data.train_batch_size; drop it, or train on as many prompts as are drawn")
+
+
+def filtered(handler: Handler) -> Handler:
+    return where(
+        lambda verl: verl["algorithm.filter_groups.enable"], handler, "algorithm.filter_groups.enable is False"
+    )
+
+
+def filter_metric(value: Any, verl: Verl) -> Outcome:
+    """What must differ within a group: acc and score are without the punishment of long completions."""
+    if value in ("seq_reward", "seq_final_reward"):
+        return Translated({"algorithm.dynamic_sampling_metric": "sum"})
+    if value not in ("acc", "score"):
+        return Refused(f"{shown(value)}: acc, score, seq_reward, seq_final_reward")
+    rewards = reward_functions(None, verl)
+    assert isinstance(rewards, Translated)
+    return Translated({"algorithm.dynamic_sampling_metric": rewards.fields["reward.functions"][0]})
+
+
+def filter_limit(value: Any, verl: Verl) -> Outcome:
+    """verl counts batches of data.gen_batch_size prompts."""
+    if not isinstance(value, int) or value <= 0:
+        return NoEffect("no limit in verl; here --config.algorithm.max_resample_factor is one, 10 unless it is said")
+    batch = verl["data.train_batch_size"]
+    drawn = value * (verl["data.gen_batch_size"] or batch)
+    return Translated(
+        {"algorithm.max_resample_factor": drawn / batch},
+        "at the limit verl ends the run; here groups of equal rewards fill the batch",
+    )
 
 
 def chat_template(value: Any, verl: Verl) -> Outcome:
@@ -362,7 +493,7 @@ def backend(value: Any, verl: Verl) -> Outcome:
 
 def offload(value: Any, verl: Verl) -> Outcome:
     if not value:
-        return NoEffect("False: nothing is moved to the host here either")
+        return NoEffect("nothing is moved to the host here either")
     if verl.is_full:
         return NoEffect(
             "memory only; ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml splits weights and"
@@ -401,7 +532,7 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
     buffer, weight = _overlong(verl), 1.0
     if functions == ["accuracy"] and (buffer or not verl["algorithm.norm_adv_by_std_in_grpo"]):
-        weight = 2.0 if all(map(_is_signed, files)) else 1.0
+        weight = 2.0 if files and all(map(_is_signed, files)) else 1.0
         scores = "-1 or 1, accuracy 0 or 1" if weight == 2 else "0 or 1, as accuracy is (-1 or 1 for DAPO's and AIME's)"
         note += f"; it weighs {weight:g}: verl's score of these rows is {scores}"
     if not buffer:
@@ -416,7 +547,7 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
     return Translated(fields, note)
 
 
-SIGNED = re.compile(r"dapo|aime|^math$")
+SIGNED = re.compile(r"dapo|(?<![a-z])aime(?![a-z])|^math$")
 """Data sources (else names of files) whose rows verl scores with -1 or 1 (its reward_score/__init__.py, math_dapo)."""
 
 
@@ -533,15 +664,11 @@ def total_steps(value: Any, verl: Verl) -> Outcome:
     return Translated({"training.max_steps": updates(value, verl)})
 
 
-def critic(value: Any, verl: Verl) -> Outcome:
-    if verl["algorithm.adv_estimator"] == "gae":
-        return NoEffect("the critic's: algorithm.adv_estimator=gae, which needs it, is refused")
-    return NoEffect("the critic's, and only algorithm.adv_estimator=gae has one")
-
-
 def critic_warmup(value: Any, verl: Verl) -> Outcome:
     if value == 0:
-        return NoEffect("0: the policy is trained from the first step")
+        return NoEffect("the policy is trained from the first step")
+    if has_critic(verl):
+        return Translated({"critic.warmup_steps": updates(value, verl)})
     return Refused("verl does not train the policy in these steps, without a critic either; write 0")
 
 

@@ -10,30 +10,42 @@ from perl.tools.from_verl.handlers import (
     MODEL,
     ROLLOUT,
     SPEED,
+    adaptive,
     aggregation,
     all_tokens,
     backend,
     batch_field,
     betas,
+    by_group,
     chat_template,
     clip_end,
     clip_ratio,
     completion_length,
-    critic,
+    critic_model,
+    critic_rank,
+    critic_rate,
     critic_warmup,
     custom_reward,
     devices,
+    discounted,
     dynamic_batches,
     eager,
     engine,
     epochs,
     estimator,
+    filter_limit,
+    filter_metric,
+    filtered,
     full_parameters,
     group_size,
     importance_cap,
     importance_correction,
+    in_reward,
+    is_sapo,
+    kl_control,
     kl_in_reward,
     kl_loss,
+    kl_penalty,
     kl_type,
     learning_rate,
     lora_modules,
@@ -61,6 +73,7 @@ from perl.tools.from_verl.handlers import (
     validation_temperature,
     vllm_only,
     whole_micro_batch,
+    with_critic,
     with_lora,
 )
 from perl.tools.from_verl.outcomes import (
@@ -132,18 +145,30 @@ KEYS: dict[str, Handler] = {
     "data.trust_remote_code": no_effect("models and tokenizers are loaded by transformers' own code"),
     # algorithm and loss
     "algorithm.adv_estimator": estimator,
-    "algorithm.norm_adv_by_std_in_grpo": to(
-        "training.scale_rewards", lambda value: "group" if yes_or_no(value) else "none"
+    "algorithm.norm_adv_by_std_in_grpo": where(
+        by_group,
+        to("training.scale_rewards", lambda value: "group" if yes_or_no(value) else "none"),
+        "in verl too: adv_estimator has a scale of its own",
     ),
     "algorithm.use_kl_in_reward": kl_in_reward,
-    "algorithm.kl_penalty": no_effect("in verl too, while use_kl_in_reward is False"),
-    "algorithm.gamma": only(
-        1, 1.0, why="GRPO does not discount", otherwise="a discount is not there; GRPO ignores it in verl too: leave it"
+    "algorithm.kl_penalty": in_reward(kl_penalty),
+    "algorithm.kl_ctrl.kl_coef": in_reward(to("algorithm.kl_in_reward", number)),
+    "algorithm.kl_ctrl.type": in_reward(kl_control),
+    "algorithm.kl_ctrl.target_kl": in_reward(
+        where(adaptive, to("algorithm.kl_in_reward_target", number), "kl_ctrl.type is fixed")
     ),
-    "algorithm.lam": no_effect("it is GAE's, which is PPO's"),
-    "algorithm.filter_groups.enable": refused(
-        "dynamic sampling is not there; groups of equal rewards cost no update here, but are not replaced; write False"
+    "algorithm.kl_ctrl.horizon": in_reward(
+        where(adaptive, to("algorithm.kl_in_reward_horizon", positive), "kl_ctrl.type is fixed")
     ),
+    "algorithm.gamma": where(discounted, to("algorithm.gamma", number), "in verl too: adv_estimator discounts nothing"),
+    "algorithm.lam": with_critic(to("algorithm.lam", number)),
+    "algorithm.filter_groups.enable": where(
+        lambda verl: verl["algorithm.filter_groups.enable"],
+        to("algorithm.dynamic_sampling", yes_or_no),
+        "groups of equal rewards stay in the batch here too",
+    ),
+    "algorithm.filter_groups.metric": filtered(filter_metric),
+    "algorithm.filter_groups.max_num_gen_batches": filtered(filter_limit),
     "algorithm.use_pf_ppo": refused("preference-feedback PPO is not there"),
     "algorithm.rollout_correction.rollout_is": importance_correction,
     "algorithm.rollout_correction.rollout_is_threshold": where(
@@ -165,6 +190,8 @@ KEYS: dict[str, Handler] = {
     f"{ACTOR}.loss_agg_mode": aggregation,
     f"{ACTOR}.loss_scale_factor": refused("another scale than the length of a completion is not there"),
     f"{ACTOR}.policy_loss.loss_mode": policy_loss,
+    f"{ACTOR}.tau_pos": where(is_sapo, to("training.sapo_temperature_pos", number), "the loss sapo alone has it"),
+    f"{ACTOR}.tau_neg": where(is_sapo, to("training.sapo_temperature_neg", number), "the loss sapo alone has it"),
     f"{ACTOR}.shuffle": no_effect("the rows of a rollout are always shuffled before they are cut into updates"),
     f"{ACTOR}.freeze_vision_tower": no_effect("there is no vision tower"),
     # optimizer
@@ -272,6 +299,28 @@ KEYS: dict[str, Handler] = {
     "trainer.val_before_train": validated(to("validation.before_train", yes_or_no)),
     "trainer.val_only": refused("python perl/eval.py evaluates without training"),
     "trainer.critic_warmup": critic_warmup,
+    # critic
+    "critic.optim.lr": with_critic(critic_rate),
+    "critic.model.path": with_critic(critic_model),
+    "critic.model.lora_rank": with_critic(critic_rank),
+    "critic.model.lora.rank": with_critic(critic_rank),
+    "critic.cliprange_value": with_critic(to("critic.value_clip", number)),
+    "critic.ppo_mini_batch_size": with_critic(same_as(f"{ACTOR}.ppo_mini_batch_size")),
+    "critic.ppo_epochs": with_critic(same_as(f"{ACTOR}.ppo_epochs")),
+    "critic.grad_clip": with_critic(same_as(f"{ACTOR}.grad_clip")),
+    "critic.optim.clip_grad": with_critic(same_as(f"{ACTOR}.optim.clip_grad")),
+    "critic.optim.weight_decay": with_critic(same_as(f"{ACTOR}.optim.weight_decay")),
+    "critic.optim.betas": with_critic(same_as(f"{ACTOR}.optim.betas")),
+    "critic.optim.lr_scheduler_type": with_critic(same_as(f"{ACTOR}.optim.lr_scheduler_type")),
+    "critic.optim.lr_warmup_steps": with_critic(same_as(f"{ACTOR}.optim.lr_warmup_steps")),
+    "critic.optim.lr_warmup_steps_ratio": with_critic(same_as(f"{ACTOR}.optim.lr_warmup_steps_ratio")),
+    "critic.loss_agg_mode": with_critic(
+        only("token-mean", why="the mean over the tokens of an update", otherwise="only token-mean is there")
+    ),
+    "critic.strategy": with_critic(backend),
+    "critic.enable": with_critic(
+        only(True, None, why="PPO has a critic", otherwise="PPO without a critic is not there; adv_estimator=grpo is")
+    ),
     "trainer.logger": report_to,
     "trainer.project_name": to("logging.wandb_project", text),
     "trainer.experiment_name": to("training.run_name", text),
@@ -279,7 +328,7 @@ KEYS: dict[str, Handler] = {
     "trainer.max_actor_ckpt_to_keep": lambda value, verl: (
         NoEffect("null: all are kept") if not value else to("training.save_total_limit", positive)(value, verl)
     ),
-    "trainer.max_critic_ckpt_to_keep": critic,
+    "trainer.max_critic_ckpt_to_keep": no_effect("a checkpoint holds policy and critic: max_actor_ckpt_to_keep"),
     "trainer.resume_mode": resume,
     "trainer.resume_from_path": refused("a checkpoint of verl holds another model than an adapter"),
     "trainer.device": no_effect("the device is detected"),
@@ -302,8 +351,7 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"data\.mm_processor_kwargs(\..+)?", refused("images are made as the model's image processor says by itself")),
     (r"data\.(use_shm|dataloader_num_workers|cache_dir)", no_effect(SPEED)),
     (r"data\.sampler\..+|data\.datagen\..+", refused("another order of the rows is not there")),
-    (r"algorithm\.kl_ctrl\..+", no_effect("in verl too, while use_kl_in_reward is False")),
-    (r"algorithm\.filter_groups\..+", no_effect("only filter_groups.enable, which is refused, uses it")),
+    (r"algorithm\.filter_groups\..+", no_effect("how verl draws its batches ahead")),
     (r"algorithm\.pf_ppo\..+", no_effect("use_pf_ppo is False")),
     (r"algorithm\.rollout_correction\..+", no_effect("it has an effect only with rollout_is or rollout_rs")),
     (r"actor_rollout_ref\.(hybrid_engine|nccl_timeout)", no_effect("rollouts and training share the devices")),
@@ -317,8 +365,7 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
      no_effect("of Megatron's optimizer, and AdamW is taken")),
     (r"actor_rollout_ref\.rollout\.mtp(\..+)?", no_effect("only model.mtp.enable, which is refused, uses it")),
     (r"actor_rollout_ref\.actor\.optim\.(zero_indexed_step|lr_warmup_init)", no_effect("the schedule's first step")),
-    (r"actor_rollout_ref\.actor\.policy_loss\..+|actor_rollout_ref\.actor\.tau_(pos|neg)", no_effect(
-        "it belongs to losses other than vanilla and gspo")),
+    (r"actor_rollout_ref\.actor\.policy_loss\..+", no_effect("it belongs to losses other than vanilla, gspo and sapo")),
     (r"actor_rollout_ref\.(actor|ref)\.fsdp_config\..+", no_effect("how weights are spread and gathered: " + SPEED)),
     (r"actor_rollout_ref\.(actor|ref)\.(use_torch_compile|use_fused_kernels|entropy_from_logits.*|entropy_checkpointing"
      r"|pad_to_length|use_remove_padding|use_prefix_grouper|calculate_.*|rollout_n|data_loader_.*)", no_effect(SPEED)),
@@ -350,7 +397,10 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"reward\.reward_manager\..+", no_effect("it names a reward manager of your own, which source decides")),
     (r"(reward\.)?sandbox_fusion\.url", refused("a sandbox for code is not there")),
     (r"(reward\.)?sandbox_fusion\..+", no_effect("only sandbox_fusion.url, which is refused, uses it")),
-    (r"critic\..+", critic),
+    (r"critic\.optim\..+", with_critic(refused("the critic's optimizer is the policy's, but for its learning rate"))),
+    (r"critic\.model\.(override_config|external_lib|tokenizer_path|custom_chat_template|hf_config_path|exclude_modules|"
+     r"lora_adapter_path)(\..+)?", with_critic(refused("the critic is the base as it is, with LoRA of its own"))),
+    (r"critic\..+", no_effect("how the critic is cut and spread, as the policy is: " + SPEED)),
     (r"trainer\.(balance_batch|esi_.*|ray_.*|use_legacy_worker_impl|use_v1|worker_.*|del_local_.*|checkpoint_callback_.*)",
      no_effect(SPEED)),
     (r"trainer\.(log_val_generations|rollout_data_dir|validation_data_dir|default_hdfs_dir|wandb_proxy|hf_.*|"
@@ -394,6 +444,10 @@ ALWAYS = (
     f"{ACTOR}.clip_ratio_c",
     f"{ACTOR}.loss_agg_mode",
     f"{ACTOR}.policy_loss.loss_mode",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "critic.optim.lr",
+    "critic.cliprange_value",
     f"{ROLLOUT}.name",
     f"{ROLLOUT}.n",
     f"{ROLLOUT}.temperature",

@@ -257,10 +257,6 @@ def _while(script: Script, node: Node) -> None:
     _forget(script, [node], node)
 
 
-def _c_for(script: Script, node: Node) -> None:
-    _forget(script, [node], node)
-
-
 def _list(script: Script, node: Node) -> None:
     """`a && b`, `a || b`; a command that is not run is taken to succeed."""
     left, operator, right = node.children[0], node.children[1].type, node.children[2]
@@ -335,7 +331,7 @@ def _call(script: Script, node: Node, name: str, arguments: list[str]) -> None:
     try:
         follow(script, script.functions[name])
     except _End as end:
-        if name and "exit" in (script.functions[name].text or b"").decode():
+        if "exit" in (script.functions[name].text or b"").decode():
             raise end from None
     finally:
         script.arguments = before
@@ -418,7 +414,7 @@ STATEMENTS = {
     "if_statement": _if,
     "case_statement": _case,
     "for_statement": _for,
-    "c_style_for_statement": _c_for,
+    "c_style_for_statement": lambda script, node: _forget(script, [node], node),
     "while_statement": _while,
     "list": _list,
     "function_definition": _function,
@@ -550,13 +546,7 @@ def words_of(script: Script, node: Node) -> list[str]:
 
 def text_of(script: Script, node: Node) -> str:
     """The text that a node becomes where nothing is split: an assignment, a test."""
-    return "".join(" ".join(pieces) if splits == "array" else splits_text(pieces) for pieces, splits in _parts(
-        script, node, quoted=True
-    ))  # fmt: skip
-
-
-def splits_text(pieces: list[str]) -> str:
-    return " ".join(pieces)
+    return "".join(" ".join(pieces) for pieces, _ in _parts(script, node, quoted=True))
 
 
 def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str], str]]:

@@ -181,7 +181,13 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
             "verl validates by custom_reward_function too; here validation grades by the task of each row's"
             " data_source, and rows of none are refused: leave their file out of data.val_files"
         )
-    notes.append("advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6")
+    if verl["algorithm.adv_estimator"] == "gae":
+        notes.append(
+            "the critic is LoRA of its own on the frozen base, with a head that starts at 0, where verl trains a whole"
+            " model"
+        )
+    else:
+        notes.append("advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6")
     if isinstance(verl.batch, Batch) and verl.batch.updates_per_rollout > 1:
         k = verl.batch.updates_per_rollout
         notes.append(

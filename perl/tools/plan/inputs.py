@@ -16,12 +16,13 @@ from perl.adapters import ADAPTERS
 from perl.checkpoints import modelscope_variable
 from perl.config.load import Config, Parsed
 from perl.config.schema import PeftConfig
+from perl.config.sft import SFTRunConfig
 from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE
 from perl.engines.decoder import unsupported_reason
 from perl.errors import UserError, lookup
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape
-from perl.training.microbatches import MEAN_OVER_ROWS, SUM_OVER_TOKENS
+from perl.training.microbatches import why_fixed
 
 MODEL_FLAG = "--config.model.model_name_or_path"
 HUB_TIMEOUT_S = 5.0
@@ -179,72 +180,92 @@ def _adapted(model: Any) -> Iterator[tuple[str, tuple[int, int]]]:
 # The recipe
 
 
-def job_of(config: Config, parsed: Parsed, device: Device, count: int, parallel: Parallel) -> Job:
+def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count: int, parallel: Parallel) -> Job:
     """The job that a configuration describes on `count` devices.
 
     Args:
         config: `parsed`, built for so many processes.
     """
-    training, rollout = config.training, config.rollout
-    prompt = config.dataset.max_prompt_length
-    if prompt is None:
-        raise UserError("--config.dataset.max_prompt_length null: plan needs the longest prompt; write a number")
     full = config.peft.type == "none"
     dtype = config.model.dtype or ("float32" if device.cpu or full else "bfloat16")
     weight_bytes = 4 if dtype == "float32" else 2
     mixed = parsed.values.training.bf16 or parsed.values.training.fp16
     no_mixed = parsed.values.training.bf16 is False or device.cpu
-    compute_bytes = 2 if mixed or not no_mixed else weight_bytes
+    common: dict[str, Any] = {
+        "micro_batch": config.training.per_device_train_batch_size,
+        "accumulation": config.training.gradient_accumulation_steps,
+        "processes": count,
+        "parallel": parallel,
+        "weight_bytes": weight_bytes,
+        "compute_bytes": 2 if mixed or not no_mixed else weight_bytes,
+        "checkpointing": config.training.gradient_checkpointing,
+        "dropout": config.peft.lora_dropout > 0 and not full,
+        "full": full,
+    }
+    return _tuning(config, common) if isinstance(config, SFTRunConfig) else _reinforcing(config, device, common)
+
+
+def _tuning(config: SFTRunConfig, common: dict[str, Any]) -> Job:
+    """Rows of max_length tokens, padded or packed to it: TRL's head is the same as in GRPO, over all tokens."""
+    longest = config.training.max_length
+    if longest is None:
+        raise UserError("--config.training.max_length null: plan needs the longest row; write a number")
+    rows = common["accumulation"]
+    return Job(prompt=0, completion=longest, group=1, steps_per_generation=rows, engine=None, packed=False, **common)
+
+
+def _reinforcing(config: Config, device: Device, common: dict[str, Any]) -> Job:
+    training, rollout = config.training, config.rollout
+    prompt = config.dataset.max_prompt_length
+    if prompt is None:
+        raise UserError("--config.dataset.max_prompt_length null: plan needs the longest prompt; write a number")
     capture = rollout.capture_graphs if isinstance(rollout.capture_graphs, bool) else device.captures
-    known = training.loss_type in (*MEAN_OVER_ROWS, *SUM_OVER_TOKENS)
-    fixed = training.top_entropy_quantile < 1 or bool(getattr(training, "entropy_coef", 0)) or not known
+    bonus = bool(getattr(training, "entropy_coef", 0))
+    fixed = why_fixed(training, bonus, aux_loss=False, images=False) is not None
     colocated = training.use_vllm and training.vllm_mode == "colocate"
     return Job(
         prompt=int(prompt),
         completion=int(training.max_completion_length or 256),
         group=int(training.num_generations or 1),
-        micro_batch=training.per_device_train_batch_size,
-        accumulation=training.gradient_accumulation_steps,
         steps_per_generation=int(training.steps_per_generation or training.gradient_accumulation_steps),
-        processes=count,
-        parallel=parallel,
-        weight_bytes=weight_bytes,
-        compute_bytes=compute_bytes,
-        checkpointing=training.gradient_checkpointing,
         max_tokens=None if fixed else training.max_tokens_per_microbatch,
         max_batch_tokens=None if rollout.max_batch_tokens is None else int(rollout.max_batch_tokens),
         engine=rollout.engine,
         block_size=KERNEL_BLOCK_SIZE if training.attention_kernels is True else BLOCK_SIZE,
-        capture=bool(capture) and not device.cpu and parallel not in ("zero3", "fsdp2"),
+        capture=bool(capture) and not device.cpu and common["parallel"] not in ("zero3", "fsdp2"),
         merge=rollout.merge_adapter is not False,
-        dropout=config.peft.lora_dropout > 0 and not full,
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
         regrouped=not fixed,
         vllm_share=training.vllm_gpu_memory_utilization if colocated else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
         vllm_devices=training.vllm_tensor_parallel_size,
-        full=full,
-        reference=full and training.beta > 0,
+        reference=common["full"] and training.beta > 0,
+        **common,
     )
 
 
-def rough(config: Config) -> Iterator[str]:
+def rough(config: Config | SFTRunConfig) -> Iterator[str]:
     """What of this configuration the arithmetic counts roughly or leaves out."""
     training, peft = config.training, config.peft
-    if config.validation.datasets:
-        yield "validation is left out: its completions have a KV cache of their own, of what is free then"
-    if peft.adapter is not None and peft.adapter_mode == "continue" and training.beta:
-        yield "the frozen copy of peft.adapter that beta compares with is left out, as large as the adapter"
+    if not isinstance(config, SFTRunConfig):
+        yield from _rough_rollouts(config)
     optimizer = str(getattr(training.optim, "value", training.optim))
     if "adamw" not in optimizer:
         yield f"optimizer {optimizer} is counted as AdamW"
     if peft.type == "dora":
         yield "dora is counted as lora: its weights' norms take a matrix of each adapted layer's size for a moment"
-    if config.rollout.engine == "continuous_batching":
-        yield "transformers sizes its paged cache by what is free; counted is what the sequences need"
     if config.model.attn_implementation not in (None, "sdpa"):
         yield f"attention {config.model.attn_implementation} is counted as sdpa"
+
+
+def _rough_rollouts(config: Config) -> Iterator[str]:
+    if config.validation.datasets:
+        yield "validation is left out: its completions have a KV cache of their own, of what is free then"
+    if config.peft.adapter is not None and config.peft.adapter_mode == "continue" and config.training.beta:
+        yield "the frozen copy of peft.adapter that beta compares with is left out, as large as the adapter"
+    if config.rollout.engine == "continuous_batching":
+        yield "transformers sizes its paged cache by what is free; counted is what the sequences need"
 
 
 def vllm_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:

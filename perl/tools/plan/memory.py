@@ -1,4 +1,5 @@
-"""What a run of GRPO holds in memory, counted from the model's shape and the batch: arithmetic alone, all in bytes.
+"""What a run of GRPO, or a fine-tuning, holds in memory, counted from the model's shape and the batch: arithmetic
+alone, all in bytes.
 
     items(shape, job, device) -> the table     each item belongs to a phase (both, rollout, update, host)
     peak(items, phase)        -> its peak      what stays, and the largest of the moments, which never meet
@@ -122,7 +123,8 @@ class Job:
     """max_tokens_per_microbatch."""
     max_batch_tokens: int | None = None
     """rollout.max_batch_tokens."""
-    engine: Literal["fast", "generate", "continuous_batching", "vllm"] = "fast"
+    engine: Literal["fast", "generate", "continuous_batching", "vllm"] | None = "fast"
+    """None: a fine-tuning, which samples nothing; `completion` is its longest row then, and `prompt` 0."""
     block_size: int = BLOCK_SIZE
     capture: bool = False
     merge: bool = True
@@ -142,6 +144,11 @@ class Job:
     """All weights are trained (peft.type none)."""
     reference: bool = False
     """A reference model is held besides (beta > 0, without an adapter that could be switched off)."""
+
+    @property
+    def phases(self) -> tuple[Literal["rollout", "update"], ...]:
+        """On the device."""
+        return ("update",) if self.engine is None else ("rollout", "update")
 
     @property
     def rows(self) -> int:
@@ -295,7 +302,8 @@ def _buffers(shape: Shape, job: Job, stage: int) -> Iterator[Item]:
         yield Item("DeepSpeed's bucket", size, "both" if stage == 3 else "update")
     base = shape.parameters * job.held_bytes
     if job.parallel == "zero3":
-        yield Item("weights, gathered", base - base // job.processes, "rollout")
+        if "rollout" in job.phases:
+            yield Item("weights, gathered", base - base // job.processes, "rollout")
         yield Item("weights, gathered", min(base, LIVE_PARAMETERS * job.held_bytes), "update")
     if job.parallel == "fsdp2":  # a layer and the next one
         ends = 2 * shape.vocabulary * shape.hidden
@@ -310,6 +318,8 @@ KV_CACHE = "KV cache"
 
 def _rollout(shape: Shape, job: Job, device: Device, capacity: int, stays: int) -> Iterator[Item]:
     """Items of the rollout, by the engine that samples."""
+    if job.engine is None:
+        return
     if job.engine == "vllm":
         if job.vllm_share:  # its own weights and cache, of all there is (vLLM: gpu_memory_utilization)
             yield Item("vLLM's share", int(job.vllm_share * capacity), "rollout" if job.vllm_sleeps else "both")

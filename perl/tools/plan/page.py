@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -56,45 +57,65 @@ class Plan:
 # Text
 
 
+WIDTH = 88
+"""Columns of the text at most, but for names of models and files."""
+
+
 def as_text(plan: Plan) -> str:
     """Lines for a person."""
     parts = [_head(plan), _table(plan), _sharing(plan), _sizes(plan), _advice(plan)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
+def wrapped(text: str, indent: str = "  ") -> list[str]:
+    """A line, or as many as it needs; those after the first are indented."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def _head(plan: Plan) -> list[str]:
     job, shape = plan.job, plan.shape
     dtype = {4: "float32", 2: "two bytes a number"}[job.held_bytes]
     trained = "all trained" if job.full else f"adapter {shape.adapter / 1e6:.1f} M"
-    return [
+    all_rows = job.update_rows * job.processes
+    if job.engine is None:
+        by = "supervised fine-tuning"
+        batch = f"rows: {all_rows} an update, {job.micro_batch} a forward and device, of up to {job.length} tokens"
+    else:
+        by = f"rollouts by {job.engine}"
+        batch = (
+            f"completions: {job.rows * job.processes} a rollout, {all_rows} an update, {job.micro_batch} a forward and"
+            f" device; prompts to {job.prompt}, completions to {job.completion} tokens"
+        )
+    lines = [
         f"{plan.model}: {shape.parameters / 1e9:.3f} B weights, {trained}; {dtype}",
         f"{plan.device.name} x {job.processes}, {job.parallel}, gradient checkpointing"
-        f" {'on' if job.checkpointing else 'off'}, rollouts by {job.engine}",
-        f"completions: {job.rows * job.processes} a rollout, {job.update_rows * job.processes} an update,"
-        f" {job.micro_batch} a forward and device; prompts to {job.prompt}, completions to {job.completion} tokens",
+        f" {'on' if job.checkpointing else 'off'}, {by}",
+        batch,
         *plan.notes,
     ]
+    return [part for line in lines for part in wrapped(line)]
 
 
 def _table(plan: Plan) -> list[str]:
-    rows = [["GB (2^30 bytes) a device", "rollout", "update"]]
+    phases = plan.job.phases
+    rows = [["GB (2^30 bytes) a device", *phases]]
     for item in plan.items:
         if item.phase != HOST:
-            shown = [_gb(item.bytes) if phase in (item.phase, *_both(item)) else "" for phase in ("rollout", "update")]
+            shown = [_gb(item.bytes) if item.phase in (phase, "both") else "" for phase in phases]
             rows.append([item.name + (" *" if item.moment else ""), *shown])
-    rows.append(["peak", *(_gb(peak(plan.items, phase)) for phase in ("rollout", "update"))])
+    rows.append(["peak", *(_gb(peak(plan.items, phase)) for phase in phases)])
     host = [f"{item.name} in the host's memory: {_gb(item.bytes)} GB" for item in plan.items if item.phase == HOST]
     return [*_aligned(rows), "* for a moment: the largest of a phase counts", *host]
 
 
-def _both(item: Item) -> tuple[str, ...]:
-    return ("rollout", "update") if item.phase == "both" else ()
+def _of_phases(plan: Plan, both: tuple[int, int]) -> list[str]:
+    """The peaks of rollout and update, of the phases that the run has."""
+    return [_gb(held) for phase, held in zip(("rollout", "update"), both, strict=True) if phase in plan.job.phases]
 
 
 def _sharing(plan: Plan) -> list[str]:
     """Each way to share the work, with and without checkpointing."""
-    states = "states" if plan.job.full else "adapter and states"
-    rows = [["", "weights", states, "rollout", "update", "update, no checkpointing", "fits on"]]
+    rows = [["", "weights", "states", *plan.job.phases, "stored", "fits on GB"]]
     for parallel, job in plan.by_parallel():
         table = items(plan.shape, job, plan.device)
         held = [item for item in table if item.name == "weights"]
@@ -106,30 +127,37 @@ def _sharing(plan: Plan) -> list[str]:
                 parallel + (" (this)" if parallel == plan.job.parallel else ""),
                 _gb(sum(item.bytes for item in held)),
                 _gb(sum(item.bytes for item in own)),
-                _gb(plan.peaks(job)[0]),
-                _gb(plan.peaks(again)[1]),
+                *_of_phases(plan, (plan.peaks(job)[0], plan.peaks(again)[1])),
                 _gb(plan.peaks(stored)[1]),
-                ", ".join(_size(size) for size in fitting) + " GB" if fitting else "none",
+                ", ".join(_size(size) for size in fitting) if fitting else "none",
             ]
         )
-    return _aligned(rows)
+    what = "gradients and optimizer" if plan.job.full else "adapter, gradients and optimizer"
+    legend = f"states: {what}; stored: the update without gradient checkpointing"
+    return [*_aligned(rows), *wrapped(legend)]
 
 
 def _sizes(plan: Plan) -> list[str]:
     """What of the run's settings fits on devices of each size."""
-    rows = [["device of", "rollout", "update", f"{USABLE:.0%} of it", "largest micro-batch that fits"]]
+    rows = [["device of", *plan.job.phases, f"{USABLE:.0%} of it", "largest micro-batch that fits"]]
     for size in plan.sizes:
         found = propose(plan.shape, plan.job, plan.device, size)
         shown = "none" if found is None else f"{found.job.micro_batch}{_besides(found)}"
-        both = [_gb(held) for held in plan.peaks(plan.job, size)]
+        both = _of_phases(plan, plan.peaks(plan.job, size))
         rows.append([f"{_size(size)} GB", *both, "fits" if plan.fits(plan.job, size) else "too much", shown])
     return _aligned(rows)
 
 
+CHANGED = {
+    "training.gradient_checkpointing": "checkpointing {}",
+    "rollout.max_batch_tokens": "cache of {} tokens",
+    "training.vllm_gpu_memory_utilization": "vLLM's share {}",
+}
+"""What a proposal changes besides the batch, in short."""
+
+
 def _besides(found: Proposal) -> str:
-    batch = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
-    more = {flag.partition(".")[2]: value for flag, value in found.flags.items()}
-    shown = [f"{name} {_value(value)}" for name, value in more.items() if name not in batch]
+    shown = [text.format(_value(found.flags[flag])) for flag, text in CHANGED.items() if flag in found.flags]
     return f" ({', '.join(shown)})" if shown else ""
 
 
@@ -137,19 +165,19 @@ def _advice(plan: Plan) -> list[str]:
     where = f"{plan.device.name}, {_size(plan.device.memory)} GB"
     found = plan.proposal
     if found is None:
-        cure = "shorter prompts or completions"
+        cure = "shorter rows" if plan.job.engine is None else "shorter prompts or completions"
         if plan.job.processes > 1 and plan.job.parallel not in ("zero3", "fsdp2"):
             cure = "ACCELERATE_CONFIG with ZeRO-3 or FSDP2, or " + cure
-        return [f"nothing fits on {where} with the same batch: {cure}, or more devices"]
-    lines = [
-        f"for {where}, with the same completions in each rollout and update"
-        f" (rollout {_gb(found.rollout)}, update {_gb(found.update)} GB):",
-        "  " + " ".join(f"--config.{flag} {_value(value)}" for flag, value in found.flags.items()),
-    ]
+        return wrapped(f"nothing fits on {where} with the same batch: {cure}, or more devices")
+    same = "rows in each update" if plan.job.engine is None else "completions in each rollout and update"
+    both = zip(plan.job.phases, _of_phases(plan, (found.rollout, found.update)), strict=True)
+    peaks = ", ".join(f"{phase} {held}" for phase, held in both)
+    lines = wrapped(f"for {where}, with the same {same} ({peaks} GB):")
+    lines += [f"  --config.{flag} {_value(value)}" for flag, value in found.flags.items()]
     if tokens := update_tokens(plan.shape, found.job, plan.device, plan.device.memory):
-        lines.append(f"or, instead of a number of rows: --config.training.max_tokens_per_microbatch {tokens}")
+        lines += ["or, instead of a number of rows:", f"  --config.training.max_tokens_per_microbatch {tokens}"]
     if found.job.engine == "fast":
-        lines.append(_cache_advice(found.job, most_cache(plan, found)))
+        lines += wrapped(_cache_advice(found.job, most_cache(plan, found)))
     return lines
 
 
@@ -180,10 +208,13 @@ def as_json(plan: Plan) -> str:
         "parameters": plan.shape.parameters,
         "adapter_parameters": plan.shape.adapter,
         "items": [dataclasses.asdict(item) for item in plan.items],
-        "peak": _phases(plan.peaks(plan.job)),
+        "method": "sft" if plan.job.engine is None else "grpo",
+        "peak": _phases(plan, plan.peaks(plan.job)),
         "by_parallel": {
             parallel: {
-                f"checkpointing_{str(flag).lower()}": _phases(plan.peaks(dataclasses.replace(job, checkpointing=flag)))
+                f"checkpointing_{str(flag).lower()}": _phases(
+                    plan, plan.peaks(dataclasses.replace(job, checkpointing=flag))
+                )
                 for flag in (True, False)
             }
             for parallel, job in plan.by_parallel()
@@ -193,14 +224,15 @@ def as_json(plan: Plan) -> str:
         "notes": plan.notes,
     }
     if found is not None:
-        content["proposal_peak"] = _phases((found.rollout, found.update))
+        content["proposal_peak"] = _phases(plan, (found.rollout, found.update))
         content["max_batch_tokens"] = most_cache(plan, found) if found.job.engine == "fast" else None
         content["max_tokens_per_microbatch"] = update_tokens(plan.shape, found.job, plan.device, plan.device.memory)
     return json.dumps(content)
 
 
-def _phases(both: tuple[int, int]) -> dict[str, int]:
-    return {"rollout": both[0], "update": both[1]}
+def _phases(plan: Plan, both: tuple[int, int]) -> dict[str, int]:
+    held = dict(zip(("rollout", "update"), both, strict=True))
+    return {phase: held[phase] for phase in plan.job.phases}
 
 
 # Numbers and columns
@@ -224,6 +256,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  ".join(
             [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
+        ).rstrip()
         for row in rows
     ]

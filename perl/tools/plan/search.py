@@ -31,7 +31,7 @@ class Proposal:
 def peaks(shape: Shape, job: Job, device: Device, capacity: int) -> tuple[int, int]:
     """Of the rollout and of the update."""
     table = items(shape, job, device, capacity)
-    return peak(table, "rollout"), peak(table, "update")
+    return peak(table, "rollout"), peak(table, "update")  # where nothing is sampled the first is what always stays
 
 
 def fits(shape: Shape, job: Job, device: Device, capacity: int) -> bool:
@@ -108,8 +108,9 @@ def _flags(job: Job, before: Job) -> dict[str, int | float | bool]:
     flags: dict[str, int | float | bool] = {
         "training.per_device_train_batch_size": job.micro_batch,
         "training.gradient_accumulation_steps": job.accumulation,
-        "training.steps_per_generation": job.steps_per_generation,
     }
+    if job.engine is not None:
+        flags["training.steps_per_generation"] = job.steps_per_generation
     if job.checkpointing != before.checkpointing:
         flags["training.gradient_checkpointing"] = job.checkpointing
     if job.max_batch_tokens is not None:

@@ -32,6 +32,16 @@ def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
 
 
+def test_all_weights_of_a_recipe(plan):
+    flags = ("--config.peft.type", "none", "--config.training.beta", "0.001", "--count", "8", "--device", "910b")
+    found = json.loads(plan(RECIPE, *flags, MODEL, QWEN, "--json"))
+    held = {item["name"]: item["bytes"] for item in found["items"]}
+    assert held["weights"] == held["reference model"] == 2 * 7_615_616_512  # bfloat16 under ZeRO-2
+    assert held["float32 copy of the weights"] == 4 * 7_615_616_512 // 8
+    assert held["optimizer (AdamW)"] == 8 * 7_615_616_512 // 8
+    assert "all trained" in plan(RECIPE, *flags, MODEL, QWEN)
+
+
 def test_a_7b_recipe_from_config_json_alone(tmp_path):
     """The folder holds nothing else: no weights, no tokenizer, and the recipe's data set is not read."""
     (tmp_path / "config.json").write_text(Path(QWEN).read_text())
@@ -62,6 +72,40 @@ def test_the_table_for_a_person(plan):
     assert any(line.startswith("peak ") for line in lines)
     assert any("--config.training.per_device_train_batch_size" in line for line in lines)
     assert any(line.startswith("graphs ") for line in lines)
+
+
+def test_a_fine_tunings_recipe_is_planned_as_such(plan):
+    """8 rows of 1024 tokens a device, padded; nothing is sampled, and ZeRO-3 gathers nothing for it."""
+    sft = str(ROOT / "recipes" / "real_sft.yaml")
+    found = json.loads(plan(sft, MODEL, QWEN, "--device", "910b", "--count", "2", "--json"))
+    assert (found["method"], set(found["peak"])) == ("sft", {"update"})
+    held = {(item["name"], item["phase"]): item["bytes"] for item in found["items"]}
+    assert not [name for name, phase in held if phase == "rollout" or "KV" in name]
+    # TRL's gradient_checkpointing is on: each layer's input, 28 x 8 x 1024 tokens of 3584 numbers, and the end.
+    assert held["inputs of the layers", "update"] == 8 * 1024 * 3584 * (28 * 2 + 4 + 2)
+    assert "--config.training.steps_per_generation" not in found["proposal"]
+    zero3 = found["by_parallel"]["zero3"]["checkpointing_true"]["update"]
+    assert zero3 < found["by_parallel"]["ddp"]["checkpointing_true"]["update"]
+    text = plan(sft, MODEL, QWEN, "--device", "910b", "--count", "2")
+    assert "supervised fine-tuning" in text
+    assert "rows: 16 an update, 8 a forward and device, of up to 1024 tokens" in text
+    assert "rollout" not in text
+
+
+def test_a_recipe_of_either_is_taken_as_grpos_with_a_line(plan, tmp_path):
+    (tmp_path / "either.yaml").write_text("training:\n  learning_rate: 1.0e-4\n")
+    flags = str(tmp_path / "either.yaml"), MODEL, QWEN, "--device", "h200", "--json"
+    found = json.loads(plan(*flags))
+    assert found["method"] == "grpo"
+    assert any("nothing in" in note and "--method sft" in note for note in found["notes"])
+    assert json.loads(plan(*flags, "--config.training.max_length", "512"))["method"] == "sft"
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k_aqn_hbm", "real_sft"])
+def test_the_text_fits_a_terminal(plan, recipe):
+    words = str(ROOT / "recipes" / f"{recipe}.yaml"), MODEL, QWEN, "--device", "910b", "--count", "8"
+    long = plan(*words, "--config.training.per_device_train_batch_size", "256").splitlines()
+    assert [line for line in [*plan(*words).splitlines(), *long] if len(line) > 90 and QWEN not in line] == []
 
 
 def test_what_is_not_counted_is_told(plan, tmp_path):
@@ -114,6 +158,7 @@ MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden
         (["--config.peft.target_modules", '["nothing"]'], None, "--config.peft: this model cannot be made"),
         (["--config.training.num_generations", "3"], None, "num_generations 3 does not divide the 16 completions"),
         (["--config.dataset.max_prompt_length", "null"], None, "plan needs the longest prompt"),
+        (["--method", "rl"], None, "--method: unknown method 'rl'"),
         (["--config.training.nothing", "3"], None, "unknown flag --config.training.nothing"),
         ([MODEL, "no/where/at_all"], None, "no such folder"),
         ([MODEL, "perl-tests/not-there"], None, "the hub gave no config.json"),

@@ -53,6 +53,33 @@ JOB = Job(
 DEVICE = replace(DEVICES["910b"], runtime=0)
 
 
+FULL = replace(JOB, weight_bytes=4, compute_bytes=2, full=True, reference=True)
+"""bf16 mixed precision over float32 weights, a million of them, on four devices."""
+
+
+@pytest.mark.parametrize(
+    ("parallel", "weights", "gradients", "master", "adamw", "reference", "copies"),
+    [
+        ("ddp", 4, 4, 0, 8, 4, 2),
+        ("zero2", 2, 0.5, 1, 2, 2, 0),
+        ("zero3", 0.5, 0.5, 1, 2, 0.5, 0),
+        ("fsdp2", 1, 1, 0, 2, 1, 0),
+    ],
+)
+def test_states_of_all_weights_by_hand(parallel, weights, gradients, master, adamw, reference, copies):
+    found = {item.name: item.bytes / SHAPE.parameters for item in states(SHAPE, replace(FULL, parallel=parallel))}
+    assert found["weights"] == weights
+    assert found["gradients"] == gradients
+    assert found.get("float32 copy of the weights", 0) == master
+    assert found["optimizer (AdamW)"] == adamw
+    assert found["reference model"] == reference
+    assert found.get("copies of the weights for rollouts", 0) == copies
+    assert found.get("weights, cast by autocast", 0) == copies
+    assert not [name for name in found if "adapter" in name]
+    without = [item.name for item in states(SHAPE, replace(FULL, parallel=parallel, reference=False))]
+    assert "reference model" not in without
+
+
 def held(parallel, name, **changes):
     return sum(item.bytes for item in states(SHAPE, replace(JOB, parallel=parallel, **changes)) if item.name == name)
 

@@ -1,0 +1,67 @@
+"""Proximal Policy Optimization (arXiv 1707.06347) with a critic: a baseline for each token, learned with the policy.
+
+    delta_t = r_t + gamma V_{t+1} - V_t                                   V = 0 after the last token
+    A_t     = delta_t + gamma lam A_{t+1}                                  generalized advantage estimation
+    R_t     = A_t + V_t                                                    what the critic learns
+
+The values come from perl.training.critic; the policy's loss is TRL's clipped one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from perl.algorithms.algorithm import Algorithm
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized advantage estimation (arXiv 1506.02438, equation 16): advantages and returns, both float32
+    [rows, tokens] and 0 where `mask` is not. Tokens outside of it (padding, a tool's output) are stepped over: the
+    token before one is followed by the token after it.
+
+    Args:
+        rewards, values: float [rows, tokens].
+        mask: bool [rows, tokens].
+        gamma: discount of a token.
+        lam: 0 is the temporal difference of one token, 1 the return minus the value.
+    """
+    advantages = torch.zeros_like(values, dtype=torch.float32)
+    following = advantage = advantages.new_zeros(len(advantages))
+    for place in reversed(range(values.shape[1])):
+        own, value = mask[:, place], values[:, place].float()
+        found = rewards[:, place] + gamma * following - value + gamma * lam * advantage
+        advantage, following = torch.where(own, found, advantage), torch.where(own, value, following)
+        advantages[:, place] = found
+    advantages = advantages.masked_fill(~mask, 0.0)
+    return advantages, (advantages + values).masked_fill(~mask, 0.0)
+
+
+def whiten(
+    advantages: torch.Tensor, mask: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`advantages` with mean 0 and variance 1 over the tokens of all processes (verl's masked_whiten: by the root of
+    the unbiased variance plus 1e-8): float32 [rows, tokens], 0 where `mask` is not.
+
+    Args:
+        advantages: float [rows, tokens], 0 where `mask` is not.
+        mask: bool [rows, tokens].
+        gather: from [1, numbers] of this process to [processes, numbers].
+    """
+    count, total = gather(torch.stack([mask.sum().float(), advantages.sum()])[None]).sum(dim=0)
+    centred = (advantages - total / count.clamp(min=1.0)).masked_fill(~mask, 0.0)
+    squares = gather(centred.square().sum()[None, None]).sum()
+    return centred * (squares / (count - 1.0).clamp(min=1.0) + 1e-8).rsqrt()
+
+
+PPO = Algorithm(
+    paper="arXiv 1707.06347",
+    settings={"training.num_generations": 1},
+    critic=True,
+    groups=False,
+    uses=frozenset({"algorithm.gamma", "algorithm.lam"}),
+)
+"""One completion of each prompt, as there is nothing that a group compares; clipped at 0.2, TRL's default."""

@@ -1,0 +1,54 @@
+"""REINFORCE++: advantages of tokens, normalized over all tokens of the batch instead of the group."""
+
+from __future__ import annotations
+
+import torch
+
+from perl.algorithms.algorithm import Algorithm, Scored
+
+
+def whitened_returns(scored: Scored) -> torch.Tensor:
+    """The discounted sum of the rewards from a token to the last, whitened (arXiv 2501.03262, equations 8 and 9):
+    float32 [rows, tokens]. Tokens that are not trained on are skipped: they discount nothing."""
+    rewards, mask = scored.token_rewards.cpu(), scored.mask.cpu()  # a loop of small steps: slow on an accelerator
+    returns = torch.zeros_like(rewards)
+    following = rewards.new_zeros(len(rewards))
+    for token in reversed(range(rewards.shape[1])):
+        returns[:, token] = rewards[:, token] + scored.gamma * following
+        following = torch.where(mask[:, token], returns[:, token], following)
+    return whitened(scored, returns.to(scored.token_rewards.device))
+
+
+def whitened_baseline(scored: Scored) -> torch.Tensor:
+    """A_i = r_i - mean of its group, whitened over the tokens (arXiv 2501.03262, "REINFORCE++ with baseline"): float32
+    [rows, tokens]."""
+    rewards = scored.groups()
+    apart = (rewards - rewards.nanmean(dim=1, keepdim=True)).masked_fill(scored.without_advantage(), 0.0)
+    return whitened(scored, scored.mine(apart)[:, None].expand(scored.mask.shape))
+
+
+def whitened(scored: Scored, values: torch.Tensor) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + 1e-8) over the trained tokens, of rows that have a reward, of all processes: float32
+    [rows, tokens], 0 elsewhere, and everywhere where all of them are the same. The variance has Bessel's correction.
+
+    Args:
+        values: float32 [rows, tokens].
+    """
+    counted = scored.mask & ~scored.rewards.isnan()[:, None]
+    ends = torch.stack(
+        [values.masked_fill(~counted, -torch.inf).max(), (-values).masked_fill(~counted, -torch.inf).max()]
+    )
+    high, low = scored.gather(ends).view(-1, 2).amax(dim=0)
+    total, count = scored.total(torch.stack([values.masked_fill(~counted, 0.0).sum(), counted.sum().float()]))
+    apart = (values - total / count.clamp(min=1)).masked_fill(~counted, 0.0)
+    variance = scored.total(apart.square().sum()[None]) / (count - 1).clamp(min=1)
+    return (apart * (variance + 1e-8).rsqrt()).masked_fill(high <= -low, 0.0)
+
+
+REINFORCE_PLUS_PLUS = Algorithm(
+    paper="arXiv 2501.03262", advantages=whitened_returns, uses=frozenset({"algorithm.gamma"})
+)
+"""The paper takes a KL divergence (k1) from the rewards: algorithm.kl_in_reward."""
+
+REINFORCE_PLUS_PLUS_BASELINE = Algorithm(paper="arXiv 2501.03262", advantages=whitened_baseline)
+"""The paper puts the KL divergence into the loss as k2: training.beta with algorithm.kl_estimator mse."""

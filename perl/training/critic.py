@@ -1,0 +1,443 @@
+"""The critic of PPO (arXiv 1707.06347): the frozen base with LoRA of its own and a scalar head.
+
+    values of a rollout   Critic.values        before the update, without noise: advantages and returns are made of them
+    values in the update  Critic.score         the policy's log-probabilities and the values, in one pass of the model
+    their loss            value_loss
+
+Policy and critic read the same rows. In a packed sequence (perl.training.packing) the critic's copy of them stands
+behind the policy's, so that one forward of the wrapped model computes both: DDP, ZeRO and FSDP2 meet one forward and
+one backward, weights that are split are gathered once, and what gradient checkpointing repeats is what was computed.
+Inside of a block each adapted layer gives the policy's tokens to PEFT and adds the critic's update to the others.
+
+The critic's weights are no adapter of PEFT's, but one module of the policy's: what is saved, merged, sent to vLLM,
+switched off for the reference or frozen by PEFT is the policy's adapter alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import TrainerCallback
+from trl.trainer.utils import FusedCausalLMOutput
+
+from perl.algorithms.ppo import gae, whiten
+from perl.errors import UserError
+from perl.sharding import local, resharded, shard_of, whole
+from perl.training.packing import Packed, Packing, Reader, Work, enable_packing, forward_arguments, pack, split_rows
+from perl.training.rollout import evaluation_mode
+from perl.training.rundir import CRITIC
+
+if TYPE_CHECKING:
+    from perl.algorithms.algorithm import Scored
+    from perl.config.schema import CriticConfig
+    from perl.config.training import TrainingConfig
+    from perl.device import Kernel
+
+SCALE = 2.0
+"""Of the critic's update: lora_alpha / r of the group `peft`'s defaults."""
+
+
+class Update(nn.Module):
+    """LoRA (arXiv 2106.09685) of one linear layer: SCALE * B A x, where A starts as PEFT's does and B at 0."""
+
+    def __init__(self, layer: nn.Linear, r: int, dtype: torch.dtype, generator: torch.Generator):
+        super().__init__()
+        a = torch.empty(r, layer.in_features, dtype=torch.float32, device="cpu")
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        self.a = nn.Parameter(a.to(dtype))
+        self.b = nn.Parameter(torch.zeros(layer.out_features, r, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x.to(self.a.dtype), self.a), self.b) * SCALE
+
+
+class ValueHead(nn.Module):
+    """From a hidden state to its value, in float32 whatever the model computes in: a return is a sum, and bfloat16 has
+    8 bits. It starts at 0, so that the first advantages are the rewards, and not the noise of a random head."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, tokens] of hidden states [rows, tokens, hidden]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight.float(), self.bias.float())[..., 0]
+
+
+class CriticWeights(nn.Module):
+    """All that is trained of a critic."""
+
+    def __init__(self, layers: Sequence[nn.Linear], hidden: int, r: int, dtype: torch.dtype, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)  # the processes' own differ, and FSDP2 would mix their weights
+        self.updates = nn.ModuleList(Update(layer, r, dtype, generator) for layer in layers)
+        self.head = ValueHead(hidden, dtype)
+
+
+@dataclass
+class ValuedOutput(FusedCausalLMOutput):
+    """What the policy's forward returns where a sequence has a part of the critic's."""
+
+    state_values: torch.Tensor | None = None
+    """float32 [1, N]: of the hidden states at CriticsPart.valued."""
+
+
+class Critic:
+    """Args:
+        policy: a PeftModel whose micro-batches are packed (perl.training.packing.enable_packing); gets the critic's
+            weights as its module `critic`, and computes with them where a sequence asks for it.
+        config: the group `critic`.
+        kernel: of packed attention.
+        dtype: of the weights; ZeRO-3 gathers those of one dtype only.
+        base: a frozen model of the critic's own, on the policy's device and prepared as the policy is; it stays out of
+            the policy's modules. None: the policy's base.
+        seed: of the weights.
+
+    Attributes:
+        weights: the module.
+        measured: what the logs say.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        config: CriticConfig,
+        kernel: Kernel | None,
+        dtype: torch.dtype = torch.float32,
+        base: Any = None,
+        seed: int = 0,
+    ):
+        self.policy, self.config, self.kernel, self.base = policy, config, kernel, base
+        inner = base or policy.get_base_model()
+        find = _adapted_linears if base is None else _linears
+        blocks = [find(block) for block in inner.base_model.layers]
+        bases = [_base_of(layer) for layers in blocks for layer in layers]
+        place = inner.get_output_embeddings().weight.device
+        self.weights = CriticWeights(bases, inner.config.hidden_size, config.r, dtype, seed).to(place)
+        policy.critic = self.weights
+        updates = iter(self.weights.updates)
+        for block, layers in zip(inner.base_model.layers, blocks, strict=True):
+            _compute_both(block, [(layer, next(updates)) for layer in layers])
+        inner.base_model.register_forward_hook(self._value, with_kwargs=True, prepend=True)
+        policy.register_forward_hook(self._hand_out_values, with_kwargs=True)
+        self.measured = CriticStatistics()
+        self.warm_up = WarmUp(self)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.weights.parameters())
+
+    def score(
+        self, model: Any, input_ids: torch.Tensor, mask: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Work]:
+        """Log-probabilities and entropies by the policy and values by the critic, float [rows, width] and 0 where there
+        is no token.
+
+        Args:
+            model: the policy, wrapped or not.
+            input_ids, mask: int64 [rows, prompt width + `width`], prompts on the left.
+        """
+        readers: Sequence[Reader] = ("policy", "critic") if self.base is None else ("policy",)
+        packed, output = self._forward(model, input_ids, mask, width, readers)
+        found = (packed.unpack(each) for each in (output.log_probs, output.entropy, output.state_values))
+        work = packed.work if self.base is None else Work(2 * packed.work.tokens, 2 * packed.work.pairs)
+        return *found, work  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def values(
+        self, model: Any, input_ids: torch.Tensor, mask: torch.Tensor, width: int, rows: int
+    ) -> tuple[torch.Tensor, Work]:
+        """Values alone, `rows` rows at a time; as `score` has them."""
+        parts, work = [], Work(0, 0)
+        with evaluation_mode(self.base or model):
+            for ids, seen in zip(input_ids.split(rows), mask.split(rows), strict=True):
+                packed, output = self._forward(model, ids, seen, width, ("critic",))
+                parts.append(packed.unpack(output.state_values))
+                work = Work(work.tokens + packed.work.tokens, work.pairs + packed.work.pairs)
+        return torch.cat(parts), work
+
+    def _forward(
+        self, model: Any, input_ids: torch.Tensor, mask: torch.Tensor, width: int, readers: Sequence[Reader]
+    ) -> Any:
+        rows = split_rows(input_ids, mask, width)
+        packed = pack(rows, width, input_ids.device, self.kernel, readers)
+        if self.base is None:
+            output = model(**forward_arguments(packed))
+        elif "policy" in readers:
+            packed.packing.apart = pack(rows, width, input_ids.device, self.kernel, ("critic",))
+            output = model(**forward_arguments(packed))
+        else:
+            output = ValuedOutput(state_values=self._of_own_base(packed))
+        if not packed.packing.uses:
+            raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
+        return packed, output
+
+    def _value(self, backbone: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if (critics := _critics(kwargs)) is not None:
+            kwargs["layout"].values = self.weights.head(output.last_hidden_state[:, critics.valued])
+
+    def _hand_out_values(self, policy: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """DDP looks for what has a gradient in the output alone."""
+        layout = kwargs.get("layout")
+        if not isinstance(layout, Packing) or (layout.critics is None and layout.apart is None):
+            return None
+        values = layout.values if layout.apart is None else self._of_own_base(layout.apart)
+        return ValuedOutput(**output, state_values=values)
+
+    def _of_own_base(self, packed: Packed) -> torch.Tensor:
+        arguments = forward_arguments(packed)
+        names = ("input_ids", "position_ids", "attention_mask", "layout")
+        self.base.base_model(**{name: arguments[name] for name in names}, use_cache=False)
+        assert packed.packing.values is not None
+        return packed.packing.values
+
+    def judge(self, batch: dict[str, Any], values: torch.Tensor, scored: Scored) -> torch.Tensor:
+        """Advantages of a generation batch, float32 [rows, tokens], white over the tokens of all processes. The batch
+        gets `values` and `returns`, what the update compares with; NaN is the return of a token without a reward.
+
+        Args:
+            values: float32 [rows, tokens], before the update.
+        """
+        mask = scored.mask & ~scored.rewards.isnan()[:, None]
+        advantages, returns = gae(scored.token_rewards, values, mask, scored.gamma, scored.lam)
+        self.measured.add_rollout(values, returns, mask)
+        batch["values"], batch["returns"] = values, returns.masked_fill(~mask, math.nan)
+        return whiten(advantages, mask, scored.gather)
+
+    def loss(
+        self, values: torch.Tensor, batch: dict[str, Any], mask: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Of a micro-batch: `value_loss` summed over its tokens, divided by `tokens`.
+
+        Args:
+            values: float32 [rows, tokens], by the critic as it is.
+            batch: with what `judge` has put there.
+            mask: [rows, tokens].
+            tokens: of the update, a process's share.
+        """
+        mask = mask.bool() & ~batch["returns"].isnan()
+        returns = batch["returns"].masked_fill(~mask, 0.0)
+        losses, clipped = value_loss(values, batch["values"], returns, self.config.value_clip)
+        losses = losses.masked_fill(~mask, 0.0)
+        self.measured.add_update(losses, clipped, mask)
+        return losses.sum() / tokens
+
+    def own_group(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """`optimizer` with the critic's weights in a group of their own, at their own learning rate."""
+        mine = {id(parameter) for parameter in self.parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in mine]
+        decay = optimizer.param_groups[0].get("weight_decay", 0.0)
+        optimizer.add_param_group({"params": self.parameters(), "lr": float(self.config.lr), "weight_decay": decay})
+        return optimizer
+
+    def others(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters of `model` that are not the critic's."""
+        mine = {id(parameter) for parameter in self.parameters()}
+        return [parameter for parameter in model.parameters() if id(parameter) not in mine]
+
+    def policy_learns(self, step: int) -> bool:
+        """Whether the policy is trained in optimizer step `step`, from 0."""
+        return step >= self.config.warmup_steps
+
+    def clip_apart(self, accelerator: Any, model: nn.Module, largest: float) -> torch.Tensor:
+        """Clip the gradients of policy and critic to the norm `largest`, each by itself; the policy's norm."""
+        policys = accelerator.clip_grad_norm_(self.others(model), largest)
+        own = torch.nn.utils.clip_grad_norm_(self.parameters(), largest)
+        self.measured.add_norm(whole(own))
+        return whole(policys)
+
+    def take_metrics(self, accelerator: Any) -> dict[str, float]:
+        """CriticStatistics.take. Every process must come here."""
+        return self.measured.take(accelerator.reduce, accelerator.device)
+
+    def save(self, folder: Path, gather: Gather, write: bool) -> None:
+        """To rundir.CRITIC in `folder`. Every process must come here; the one with `write` writes."""
+        with resharded(self.policy), gather(self.parameters()):
+            tensors = {name: whole(p).cpu().contiguous() for name, p in self.weights.named_parameters()}
+        if write:
+            (folder / CRITIC).parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / CRITIC)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """What `save` wrote, into weights that are whole or split by FSDP2. A UserError for another critic's."""
+        flag, saved = f"--config.training.resume_from_checkpoint {folder}", load_file(folder / CRITIC)
+        with resharded(self.policy):
+            mine = dict(self.weights.named_parameters())
+            if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in mine.items()}:
+                raise UserError(f"{flag}: its critic has other shapes; go on with the same --config.critic.r and model")
+            for name, parameter in mine.items():
+                local(parameter).copy_(shard_of(saved[name], parameter))
+
+
+Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
+"""Inside the context ZeRO-3's parameters are whole."""
+
+
+def value_loss(
+    values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the squared error, the larger one of the value and of it clipped to `old` ± `clip` (verl's
+    compute_value_loss), of each token; and whether the clipped one counts."""
+    losses = 0.5 * (values - returns).square()
+    if clip is None:
+        return losses, torch.zeros_like(losses, dtype=torch.bool)
+    clipped = 0.5 * (torch.clamp(values, old - clip, old + clip) - returns).square()
+    return torch.maximum(losses, clipped), clipped > losses
+
+
+def prepare_own_base(base: Any, args: TrainingConfig, split: bool) -> None:
+    """Freeze a critic's own base, move it to the device, and let it take packed sequences.
+
+    Args:
+        split: the policy's weights lie on several devices.
+
+    Raises:
+        UserError: where that can't be done.
+    """
+    flag = "--config.critic.share_base false"
+    if split:
+        raise UserError(
+            f"{flag}: with ZeRO-3 and FSDP2 the critic's own base would lie whole on each device; write true, or use"
+            " ZeRO-2 or DDP (docs/training.md)"
+        )
+    if why := enable_packing(base):
+        raise UserError(f"{flag}: its base can't take packed micro-batches: {why}")
+    base.requires_grad_(False).to(args.device)
+    base.train()
+    if args.gradient_checkpointing:
+        base.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+
+
+# Inside the model
+
+
+def _adapted_linears(block: nn.Module) -> list[BaseTunerLayer]:
+    return [
+        module
+        for module in block.modules()
+        if isinstance(module, BaseTunerLayer) and isinstance(module.get_base_layer(), nn.Linear)
+    ]
+
+
+def _linears(block: nn.Module) -> list[nn.Linear]:
+    return [module for module in block.modules() if isinstance(module, nn.Linear)]
+
+
+def _base_of(layer: Any) -> nn.Linear:
+    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+
+
+def _compute_both(block: nn.Module, layers: Sequence[tuple[Any, Update]]) -> None:
+    """From now on `layers` of `block` heed a layout's critics, while the block runs: also when gradient checkpointing
+    runs it again, as it hands on the same layout."""
+
+    def enter(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if (critics := _critics(kwargs)) is not None:
+            for layer, update in layers:
+                layer.forward = functools.partial(_forward_both, layer, update, critics.start)
+
+    def leave(block: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if _critics(kwargs) is not None:
+            for layer, _ in layers:
+                vars(layer).pop("forward", None)
+
+    block.register_forward_pre_hook(enter, with_kwargs=True)
+    block.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+
+def _critics(kwargs: dict[str, Any]) -> Any:
+    layout = kwargs.get("layout")
+    return layout.critics if isinstance(layout, Packing) else None
+
+
+def _forward_both(layer: Any, update: Update, start: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What an adapted layer makes of hidden states [1, tokens, in]: the policy's tokens stand before `start`."""
+    theirs = x[:, start:]
+    valued = _base_of(layer)(theirs) if isinstance(layer, BaseTunerLayer) else type(layer).forward(layer, theirs)
+    valued = (valued + update(theirs)).to(valued.dtype)
+    if not start:
+        return valued
+    return torch.cat([type(layer).forward(layer, x[:, :start], *args, **kwargs), valued], dim=1)
+
+
+# Training
+
+
+class WarmUp(TrainerCallback):
+    """In the critic's first steps the policy has no gradient, so that an optimizer neither moves nor decays it.
+    DeepSpeed keeps gradients of its own, which are 0 (Critic.policy_learns)."""
+
+    def __init__(self, critic: Critic):
+        self.critic = critic
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.critic.policy_learns(state.global_step):
+            for parameter in self.critic.others(self.critic.policy):
+                parameter.grad = None
+
+
+@dataclass
+class CriticStatistics:
+    """Sums on this process since the last `take`."""
+
+    _rollouts: torch.Tensor | None = field(default=None)
+    """float32 [6]: tokens, values, returns and their squares, returns - values and their squares."""
+    _updates: torch.Tensor | None = field(default=None)
+    """float32 [3]: tokens, losses, clipped ones."""
+    _norms: list[torch.Tensor] = field(default_factory=list)
+    """Of gradients before they are clipped, the same on all processes."""
+
+    def add_norm(self, norm: torch.Tensor) -> None:
+        self._norms.append(norm.detach())
+
+    @torch.no_grad()
+    def add_rollout(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        v, r = values[mask].float(), returns[mask].float()
+        numbers = (torch.ones_like(v), v, r, r.square(), r - v, (r - v).square())
+        sums = torch.stack([each.sum() for each in numbers])
+        self._rollouts = sums if self._rollouts is None else self._rollouts + sums
+
+    @torch.no_grad()
+    def add_update(self, losses: torch.Tensor, clipped: torch.Tensor, mask: torch.Tensor) -> None:
+        """Losses that are 0 outside of the mask: all [rows, tokens]."""
+        sums = torch.stack([mask.sum().float(), losses.sum().float(), (clipped & mask).sum().float()])
+        self._updates = sums if self._updates is None else self._updates + sums
+
+    def take(self, add_up: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
+        """The metrics of all processes, and start again; empty where nothing was added. Every process must come here.
+
+        Args:
+            add_up: from this process's sums to those of all processes.
+        """
+        rollouts = torch.zeros(6, device=device) if self._rollouts is None else self._rollouts
+        updates = torch.zeros(3, device=device) if self._updates is None else self._updates
+        self._rollouts = self._updates = None
+        sums = add_up(torch.cat([rollouts, updates])).double().tolist()
+        tokens, values, returns, squares, errors, squared_errors, trained, losses, clipped = sums
+        metrics = {}
+        if tokens:
+            variance = squares / tokens - (returns / tokens) ** 2
+            unexplained = squared_errors / tokens - (errors / tokens) ** 2
+            metrics |= {"critic/values_mean": values / tokens, "critic/returns_mean": returns / tokens}
+            if variance > 1e-12:  # equal returns leave nothing to explain
+                metrics["critic/explained_variance"] = 1.0 - unexplained / variance
+        if trained:
+            metrics |= {"critic/vf_loss": losses / trained, "critic/vf_clipfrac": clipped / trained}
+        if self._norms:
+            metrics["critic/grad_norm"] = torch.stack(self._norms).mean().item()
+            self._norms.clear()
+        return metrics

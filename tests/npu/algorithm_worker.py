@@ -1,0 +1,36 @@
+"""One rank of a tiny run of REINFORCE++, started by accelerate: python -m tests.npu.algorithm_worker OUT [SETTINGS].
+
+Four steps with a checkpoint after two or, where the setting "again" is true, from there to the end. Advantages of
+tokens, KL in the reward with an adapted coefficient, and KL in the loss as mse.
+Writes OUT/rank<N>.json and OUT/adapter.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.trainers import make_trainer, reward_tokens
+
+
+def main() -> None:
+    out, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    again = settings.pop("again", False)
+    kl = {"kl_estimator": "mse", "kl_in_reward": 0.1, "kl_in_reward_target": 1e-3, "kl_in_reward_horizon": 8}
+    fixed = {"max_steps": 4, "engine": "fast", "save_strategy": "steps", "save_steps": 2, "rewards": (reward_tokens,)}
+    algorithm = {"name": "reinforce_plus_plus", "gamma": 0.99} | kl
+    trainer = make_trainer(out / ("again" if again else "run"), algorithm=algorithm, beta=0.1, **(fixed | settings))
+    trainer.train(resume_from_checkpoint=str(out / "run" / "checkpoint-2") if again else None)
+    trainer.save_model(str(out / "adapter"))
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    names = ("loss", "kl", "kl_in_reward", "kl_in_reward/coefficient", "advantages/std")
+    report = {"device": str(trainer.args.device)} | {name: [row[name] for row in logs] for name in names}
+    (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

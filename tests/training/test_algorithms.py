@@ -1,0 +1,250 @@
+"""What the trainer does for perl.algorithms: KL in loss and reward, advantages of tokens, resumed runs."""
+
+import gc
+import json
+
+import pytest
+import torch
+from peft import get_peft_model
+
+from perl.adapters import ADAPTERS
+from perl.algorithms import ALGORITHMS
+from perl.algorithms.algorithm import Algorithm, Scored
+from perl.algorithms.grpo import group_relative
+from perl.algorithms.rloo import leave_one_out
+from perl.config.schema import PeftConfig
+from perl.training.trainer import PerlGRPOTrainer
+from tests.tiny import tiny_model
+from tests.trainers import make_trainer, move_adapter, reward_tokens
+from tests.training.injected import inject, learn
+
+ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections():
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def assert_same(one, other, places=1e-6):
+    assert one.losses == pytest.approx(other.losses, rel=places, abs=places)
+    assert one.grad_norms == pytest.approx(other.grad_norms, rel=1e-4)
+    assert max(one.grad_norms) > 0
+    for name, tensor in one.adapter.items():
+        assert (other.adapter[name] - tensor).abs().max() <= places, name
+
+
+# KL in the loss
+
+
+class OwnKL(PerlGRPOTrainer):
+    """With the KL divergence that TRL's loss has, added by ours."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.beta, self.own_beta = 0.0, self.beta
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level", "corrected"),  # one of each way to add up
+    [
+        ("grpo", "token", False),
+        ("bnpo", "token", True),
+        ("dr_grpo", "token", True),
+        ("dapo", "token", True),
+        ("luspo", "sequence", True),
+    ],
+)
+def test_kl_is_added_up_as_in_trls_loss(tmp_path, loss_type, level, corrected):
+    settings = {"loss_type": loss_type, "beta": 0.5, "mask_truncated_completions": True, "max_completion_length": 12}
+    settings |= {"importance_sampling_level": level, "use_bias_correction_kl": corrected}
+    settings |= {} if loss_type == "bnpo" else {"max_tokens_per_microbatch": 100, **ONE_ROW, "steps_per_generation": 16}
+    logs = []
+    for kind in (OwnKL, PerlGRPOTrainer):
+        trainer = make_trainer(tmp_path, kind=kind, rewards=[reward_tokens], **settings)
+        inject(trainer)
+        move_adapter(trainer.model, 0.2)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    ours, trls = logs
+    assert trls["kl"] > 1e-3
+    for metric in ("loss", "grad_norm", "kl"):
+        assert ours[metric] == pytest.approx(trls[metric], rel=1e-5), metric
+
+
+def one_log(folder, estimator):
+    """Of a step whose rewards are all equal: nothing but the KL divergence is in its loss."""
+    trainer = make_trainer(
+        folder,
+        rewards=[lambda completions, **kwargs: [1.0] * len(completions)],
+        algorithm={"kl_estimator": estimator},
+        beta=0.25,
+        max_steps=1,
+        gradient_accumulation_steps=1,
+    )
+    move_adapter(trainer.model, 0.05)
+    trainer.train()
+    return next(row for row in trainer.state.log_history if "kl" in row)
+
+
+def test_every_estimator_is_in_the_loss_and_logged(tmp_path):
+    logs = {name: one_log(tmp_path / name, name) for name in ("low_var_kl", "k1", "abs", "mse")}
+    for name, row in logs.items():
+        assert row["loss"] == pytest.approx(0.25 * row["kl"], rel=1e-3), name
+        assert row["grad_norm"] > 0, name
+    kl = {name: row["kl"] for name, row in logs.items()}
+    assert kl["low_var_kl"] > 0 < kl["mse"]
+    assert kl["abs"] > abs(kl["k1"])
+    assert len({round(value, 6) for value in kl.values()}) == 4
+
+
+# KL in the reward
+
+
+class Recording(PerlGRPOTrainer):
+    """Keeps its first generation batch, with the log-probabilities of both policies on it."""
+
+    first = None
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.first is None:
+            with torch.no_grad(), self._policy().disable_adapter():
+                reference = self._logps(self.model, output)
+            with torch.no_grad():
+                self.first = output, self._logps(self.model, output), reference, self.rollout.rewards
+        return output
+
+
+def recorded(folder, **settings):
+    trainer = make_trainer(folder, kind=Recording, rewards=[reward_tokens], max_steps=1, **settings)
+    move_adapter(trainer.model, 0.05)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_kl_is_taken_from_the_reward(tmp_path, name, beta):
+    trainer = recorded(tmp_path, beta=beta, algorithm={"name": name, "kl_in_reward": 0.5})
+    batch, policy, reference, rewards = trainer.first
+    mask = batch["completion_mask"].bool()
+    kl = ((policy - reference) * mask).float()
+    assert kl.abs().max() > 1e-3
+    totals = rewards - 0.5 * kl.sum(dim=1)
+    tokens = -0.5 * kl
+    tokens[torch.arange(len(tokens)), mask.sum(dim=1) - 1] += rewards
+    scored = Scored(rewards=totals, token_rewards=tokens, mask=mask, group_size=4, gather=lambda x: x, first=0)
+    expected = (ALGORITHMS[name].advantages or group_relative)(scored)
+    assert torch.allclose(batch["advantages"], expected, atol=1e-4)
+    assert ("ref_per_token_logps" in batch) == (beta > 0)  # of no use to the loss otherwise
+    row = trainer.state.log_history[0]
+    assert row["kl_in_reward"] == pytest.approx((kl.sum(dim=1) / mask.sum(dim=1)).mean().item(), abs=1e-5)
+    assert row["advantages/max"] == pytest.approx(
+        expected.masked_fill(~mask, -9).max().item() if expected.ndim == 2 else expected.max().item(), abs=1e-4
+    )
+
+
+def test_the_reference_of_a_continued_adapter_is_that_adapter(tmp_path):
+    config = PeftConfig(r=4, lora_alpha=8)
+    model = get_peft_model(tiny_model(scale=4.0), ADAPTERS["lora"].build(config))
+    move_adapter(model, 0.05)
+    trainer = make_trainer(
+        tmp_path, model=model, peft=config, algorithm={"kl_in_reward": 0.5}, max_steps=1, learning_rate=1e-2
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["kl_in_reward"] == pytest.approx(0.0, abs=1e-6)
+    assert not (tmp_path / "ref").exists()
+
+
+@pytest.mark.parametrize("steps_per_generation", [2, 4])
+def test_an_adapted_coefficient_goes_on_where_it_was(tmp_path, steps_per_generation):
+    def run(folder, **settings):
+        trainer = make_trainer(
+            tmp_path / folder,
+            rewards=[reward_tokens],
+            algorithm={
+                "name": "reinforce_plus_plus",
+                "kl_in_reward": 0.2,
+                "kl_in_reward_target": 1e-4,
+                "kl_in_reward_horizon": 16,
+            },
+            max_steps=6,
+            save_strategy="steps",
+            save_steps=3,
+            steps_per_generation=steps_per_generation,
+        )
+        trainer.train(**settings)
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        shown = ("loss", "kl_in_reward", "kl_in_reward/coefficient")
+        return [[row.get(name) for name in shown] for row in rows], trainer
+
+    whole, first = run("whole")
+    again, second = run("again", resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3"))
+    assert len({row[2] for row in whole if row[2]}) > 2
+    assert again[3:] == whole[3:]
+    assert first.kl_coefficient.value == second.kl_coefficient.value != 0.2
+    for (name, one), (_, other) in zip(first.model.named_parameters(), second.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+# Advantages of tokens
+
+
+OF_TOKENS = Algorithm(paper="", advantages=lambda scored: leave_one_out(scored)[:, None] * scored.mask)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dapo", "max_tokens_per_microbatch": 100, **ONE_ROW},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 1e-4},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "mask_truncated_completions": True},
+        {"loss_type": "sapo", "num_iterations": 2},
+        {"loss_type": "vespo", "num_iterations": 2},
+        {"loss_type": "dapo", "off_policy_mask_threshold": 1e-6, "num_iterations": 2},
+    ],
+    ids=json.dumps,
+)
+def test_advantages_of_tokens_that_are_those_of_their_rows_learn_the_same(monkeypatch, settings):
+    monkeypatch.setitem(ALGORITHMS, "rloo_of_tokens", OF_TOKENS)
+    settings = {"rewards": "ties", "max_steps": 3, **settings}
+    of_rows = learn(PerlGRPOTrainer, algorithm={"name": "rloo"}, **settings)
+    of_tokens = learn(PerlGRPOTrainer, algorithm={"name": "rloo_of_tokens"}, **settings)
+    assert_same(of_tokens, of_rows)
+
+
+def test_importance_ratios_weigh_advantages_of_tokens(monkeypatch, tmp_path):
+    monkeypatch.setitem(ALGORITHMS, "rloo_of_tokens", OF_TOKENS)
+    losses = []
+    for name in ("rloo", "rloo_of_tokens"):
+        trainer = make_trainer(
+            tmp_path / name,
+            rewards=[reward_tokens],
+            engine="fast",
+            algorithm={"name": name},
+            rollout={"importance_correction": "token"},
+            num_iterations=2,
+        )
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert any(abs(loss) > 1e-4 for loss in losses[0])
+
+
+def test_every_algorithm_trains(tmp_path):
+    """A step of each, with what it sets."""
+    from perl.config.load import parse
+
+    for name in ALGORITHMS:
+        training = parse(["--config.algorithm.name", name]).values.training
+        fields = ("loss_type", "scale_rewards", "importance_sampling_level", "epsilon", "epsilon_high", "beta")
+        settings = {field: getattr(training, field) for field in (*fields, "multi_objective_aggregation")}
+        trainer = make_trainer(
+            tmp_path / name, rewards=[reward_tokens], algorithm={"name": name}, max_steps=1, **settings
+        )
+        trainer.train()
+        assert trainer.state.log_history[0]["grad_norm"] > 0, name
