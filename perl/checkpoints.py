@@ -177,7 +177,7 @@ def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:
         raise UserError(f"{flag} {folder}: no config.json in this folder; name the folder that holds a whole model")
     transformers_logging.disable_progress_bar()
     options.setdefault("trust_remote_code", False)  # without a word of it transformers would ask on the terminal
-    if loader == "AutoModelForCausalLM":
+    if loader.startswith("AutoModel"):
         options.setdefault("use_safetensors", True)
     try:
         return getattr(transformers, loader).from_pretrained(folder, **options)

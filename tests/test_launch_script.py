@@ -87,6 +87,15 @@ def test_on_a_plain_cpu(tmp_path, model, sums, processes):
     assert json.loads((folder / "environment.json").read_text())["num_processes"] == processes
 
 
+def test_nothing_that_a_library_prints_is_among_what_the_script_evaluates(tmp_path, model, sums):
+    (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'touch pwned')\n")
+    env = plain_environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "perl.tools.launch", *flags(model, sums)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=True)
+    names = [line.partition("=")[0] for line in done.stdout.splitlines()]
+    assert names == ["DEVICE", "NUM_PROCESSES", "ACCELERATE_CONFIG", "RUN_DIR", "VISIBLE"]
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
     done = launch([*flags(model, sums), "--config.training.max_stepz", "3"], tmp_path)
     assert done.returncode == 2

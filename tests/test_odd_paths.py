@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.test_launch_script import flags, launch, plain_environment
 from tests.tiny import save_tiny
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 ODD = "a b ü 中 'q' \"d\" $(touch pwned) `touch pwned` ; & % #"
 SCRIPT_OF_VERL = """MODEL="{model}"
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \\
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.model.path="'$MODEL'"
 """
 
 
@@ -55,10 +57,15 @@ def test_each_program_works_in_a_folder_with_an_odd_name(tmp_path):
     assert "pagé.html" in printed
     assert "rün 1" in (folder / "pagé.html").read_text()
     python(["-m", "perl", "card", str(adapter), "--results", "scöres 分"], folder)
+    assert not list(tmp_path.rglob("pwned"))
 
-    plain = folder.parent / "plain mödel"
-    (folder / "rün.sh").write_text(SCRIPT_OF_VERL.format(model=plain))
-    printed = python(["-m", "perl", "from-verl", "--output", "rün.yaml", "rün.sh"], folder)
-    assert "--recipe 'rün.yaml'" in printed
-    assert str(plain) in (folder / "rün.yaml").read_text()
+
+def test_from_verl_in_a_folder_with_an_odd_name(tmp_path):
+    folder = tmp_path / ODD
+    folder.mkdir()
+    (folder / "rün.sh").write_text(SCRIPT_OF_VERL.format(model=tmp_path / "plain mödel"))
+    printed = python(["-m", "perl", "from-verl", "--output", "rün 2.yaml", "rün.sh"], folder)
+    assert shlex.split(printed.splitlines()[-1])[-1] == "rün 2.yaml"
+    recipe = yaml.safe_load((folder / "rün 2.yaml").read_text())
+    assert recipe["model"]["model_name_or_path"] == str(tmp_path / "plain mödel")
     assert not list(tmp_path.rglob("pwned"))

@@ -93,7 +93,7 @@ def accelerate_config(kind: str, processes: int) -> str:
 def main() -> None:
     with report_errors():
         lines = [f"{name}={shlex.quote(value)}\n" for name, value in plan(sys.argv[1:]).items()]
-        with os.fdopen(STDOUT, "w", errors="surrogateescape") as stdout:
+        with os.fdopen(STDOUT, "w", errors="surrogateescape", closefd=False) as stdout:
             stdout.writelines(lines)
 
 

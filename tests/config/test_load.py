@@ -340,3 +340,19 @@ def test_a_flag_goes_before_the_recipe_by_either_name(tmp_path):
     vllm = write(tmp_path / "vllm.yaml", "rollout: {engine: vllm}\n")
     values = parse(["--recipe", vllm, "--config.training.use_vllm", "false"]).values
     assert (values.rollout.engine, values.training.use_vllm) == ("fast", False)
+
+
+def test_a_token_of_the_vocabulary_is_no_secret():
+    from perl.config.sft import parse as parse_sft
+
+    dump = yaml.safe_load(parse_sft(["--config.training.eos_token", "<|end|>"]).dump())
+    assert dump["training"]["eos_token"] == "<|end|>"
+    assert "hub_token" not in dump["training"]
+
+
+def test_trackers_are_given_no_secret():
+    argv = ["--config.training.generation_kwargs", '{"api_key": "s3cret", "top_k": 3, "url": "https://me:s3cret@host"}']
+    config = parse(argv).build()
+    assert config.training.generation_kwargs["api_key"] == "s3cret"
+    assert config.training.to_dict()["generation_kwargs"] == {"top_k": 3, "url": "https://<secret>@host"}
+    assert "s3cret" not in config.training.to_json_string()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from perl.__main__ import main
+from perl.prompts import PromptStyle
 from perl.provenance import provenance
 from perl.reports.page import write_report
 from tests.reports.conftest import record, write_results
@@ -170,7 +172,7 @@ def test_hostile_names_stay_text(tmp_path, visit):
     name = HOSTILE[2].replace("/", "")
     told = {"model": "models/" + name, "engines": [HOSTILE[0]], "tasks": HOSTILE[:2], "dataset": HOSTILE[3]}
     told["provenance"] = provenance() | {"command": HOSTILE}
-    styles = {HOSTILE[1]: {"system_prompt": HOSTILE[0]}}
+    styles = {HOSTILE[1]: asdict(PromptStyle(template=HOSTILE[0], system_prompt=HOSTILE[2]))}
     for side, score in (("other", 0.0), ("this", 1.0)):
         rows = [record("a-0", score=score, engine=HOSTILE[1], task=HOSTILE[2], scores={HOSTILE[0]: score})]
         write_results(
@@ -178,7 +180,6 @@ def test_hostile_names_stay_text(tmp_path, visit):
             rows,
             **told,
             styles=styles,
-            provenance=provenance() | {"command": HOSTILE},
         )
     write_report(tmp_path / f"this {name}")
     assert main(["compare", str(tmp_path / f"other {name}"), str(tmp_path / f"this {name}")]) == 0
