@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def by_hand(equal: str, needed: int, most: int = 100, grade_early=None) -> Colle
         grade_early=grade_early,
         judge=judge,
     )
-    numbers = {"needed": needed, "most": most, "size": 2, "seed": 0, "equal_by": None}
+    numbers: dict[str, Any] = {"needed": needed, "most": most, "size": 2, "seed": 0, "equal_by": None}
     return Collection(iter(range(len(equal))), hooks, **numbers, weights=torch.ones(1))
 
 
