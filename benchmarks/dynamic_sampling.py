@@ -37,7 +37,9 @@ from perl.training.rollout import RolloutPolicy
 
 
 class InRounds(RolloutPolicy):
-    takes_more = False
+    @property
+    def takes_more(self) -> bool:
+        return False
 
 
 def main() -> None:
@@ -72,8 +74,9 @@ def result(trainer: Any, work: Any, unequal: set[str], options: argparse.Namespa
     trainer.model.train()
     stream, names = trainer.dynamic_sampling.stream, trainer.train_dataset["prompt"]
     order = [stream.row(position) for position in range(len(names))]
-    found, needed = 0, 0
+    found = groups = needed = 0
     for row in order:
+        groups += 1
         needed += sum(work.lengths[row * work.group_size : (row + 1) * work.group_size])
         found += names[row] in unequal
         if found == options.groups:
@@ -100,7 +103,7 @@ def result(trainer: Any, work: Any, unequal: set[str], options: argparse.Namespa
         "drawn": tokens,
         "needed": needed,
         "tokens_over_needed": round(tokens / needed, 3),
-        "groups_drawn": order.index(row) + 1,
+        "groups_drawn": groups,
         "one_run_s": round(statistics.median(mine for _, (mine, _) in pairs), 3),
         "rounds_s": round(statistics.median(theirs for (theirs, _), _ in pairs), 3),
         "ratio": round(statistics.median(a[0] / b[0] for a, b in pairs), 3),

@@ -190,16 +190,15 @@ class RolloutPolicy:
     def complete(self, request: RolloutRequest) -> Completions:
         if request.rules is not None:
             return self._complete_by(request.rules, request)
-        sequences: list[Sequence] = []
-        asked = _asked(request, sequences)
+        sequences = request.sequences(lambda _, most: most)
         with self.gathered(), sampling_weights(self.model, self.noise, request.weights), self.copies.applied():
             if self.config.engine == "continuous_batching":
                 return self._generate_batch(request.prompt_ids)
             with self.merge.applied():
                 if self.config.engine == "generate":
-                    generate_plain(self.model, [sequence for sequence in asked if sequence], self.generation_config)
+                    generate_plain(self.model, sequences, self.generation_config)
                 else:
-                    for sequence in self.decoder.run(asked, request.sampling):
+                    for sequence in self.decoder.run(_asked(request, sequences), request.sampling):
                         if request.on_finished is not None:
                             request.on_finished(sequence.index, sequence.token_ids)
         self.decoder.release_if_short()
@@ -246,15 +245,13 @@ class RolloutPolicy:
 
 
 def _asked(request: RolloutRequest, sequences: list[Sequence]) -> Iterator[Sequence | None]:
-    """The sequences of `request`, then those that come by `more`, with None after each of its answers; adds them to
-    `sequences`."""
-    for sequence in request.sequences(lambda _, most: most):
-        sequences.append(sequence)
-        yield sequence
+    """`sequences`, then those that come by `more`, which are added to them, with None after each of its answers."""
+    yield from list(sequences)
     while request.more is not None:
-        for prompt, seed in request.more():
-            sequences.append(Sequence(tuple(prompt), seed, request.sampling.max_new_tokens))
-            yield sequences[-1]
+        most = request.sampling.max_new_tokens
+        further = [Sequence(tuple(prompt), seed, most) for prompt, seed in request.more()]
+        sequences += further
+        yield from further
         yield None
 
 

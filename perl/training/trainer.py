@@ -541,10 +541,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return None if asked == "sum" else names.index(asked.rpartition(":")[2])
 
     def _tokenize_row(self, row: dict[str, Any]) -> list[int]:
-        if row.keys() & {"image", "images"}:
-            raise UserError(
-                "--config.algorithm.dynamic_sampling true: rows with images can't be sampled again; write false"
-            )
         return list(self._tokenize_prompts([row["prompt"]])[0][0])
 
     def _judge(self, row: dict[str, Any], token_ids: list[list[int]]) -> Judged:

@@ -68,8 +68,8 @@ class VLLMSampler:
         noise: the same noise on the engine's weights.
         itemsize: bytes of a weight in vLLM, which chooses its own dtype.
         elsewhere: it computes on devices that are not the trainer's.
-        context: a server's max_model_len; None in the trainer's process.
         takes_more: False; it draws what it is asked for.
+        context: a server's max_model_len; None in the trainer's process.
     """
 
     takes_more = False

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def by_hand(equal: str, needed: int, most: int = 100, grade_early=None) -> Colle
         grade_early=grade_early,
         judge=judge,
     )
-    numbers = {"needed": needed, "most": most, "size": 2, "seed": 0, "equal_by": None}
+    numbers: dict[str, Any] = {"needed": needed, "most": most, "size": 2, "seed": 0, "equal_by": None}
     return Collection(iter(range(len(equal))), hooks, **numbers, weights=torch.ones(1))
 
 
@@ -343,22 +344,21 @@ def test_a_users_asynchronous_reward(tmp_path):
 
 
 def main() -> None:
-    """One rank of two: python -m tests.training.test_dynamic_sampling FOLDER SETTINGS."""
-    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    trainer, seen = train(folder / "run", **settings)
-    rank = trainer.accelerator.process_index
-    found = {
-        "positions": seen.positions,
-        "chosen": [len(chosen) for chosen in seen.chosen],
-        "left_out": logged(trainer, "update/rows_left_out"),
-        "cost": logged(trainer, "dapo/rollout_tokens_per_used_token"),
-        "resampled": logged(trainer, "dapo/resampled_groups"),
-        "stream": trainer.dynamic_sampling.stream.state(),
-        "losses": logged(trainer, "loss"),
-        "steps": trainer.state.global_step,
-        "device": str(trainer.accelerator.device),
-    }
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    """One rank of two: python -m tests.training.test_dynamic_sampling FOLDER SETTINGS [SETTINGS …]."""
+    folder = Path(sys.argv[1])
+    for number, settings in enumerate(sys.argv[2:]):
+        trainer, seen = train(folder / f"run{number}", **json.loads(settings))
+        found = {
+            "positions": seen.positions,
+            "chosen": [len(chosen) for chosen in seen.chosen],
+            "left_out": logged(trainer, "update/rows_left_out"),
+            "resampled": logged(trainer, "dapo/resampled_groups"),
+            "stream": trainer.dynamic_sampling.stream.state(),
+            "steps": trainer.state.global_step,
+            "device": str(trainer.accelerator.device),
+        }
+        rank = trainer.accelerator.process_index
+        (folder / f"rank{rank}_{number}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -375,18 +375,20 @@ def check_ranks(ranks: list[dict], steps: int) -> None:
     assert sum(ranks[0]["resampled"]) == len(drawn) - 4 * steps
 
 
-def ranks_of(folder: Path) -> list[dict]:
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+def ranks_of(folder: Path, number: int = 0) -> list[dict]:
+    return [json.loads((folder / f"rank{rank}_{number}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("engine", ["fast", "generate"])
-def test_two_ranks_fill_their_parts_of_the_batch(tmp_path, engine):
+def test_two_ranks_fill_their_parts_of_the_batch(tmp_path):
+    """In one run of the decode loop each, and in rounds together."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     launch += [str(ROOT / "scripts/accelerate/cpu.yaml"), "--num_processes", "2", "-m"]
-    words = ["tests.training.test_dynamic_sampling", str(tmp_path), json.dumps({"max_steps": 3, "engine": engine})]
+    engines = [{"max_steps": 3, "engine": engine} for engine in ("fast", "generate")]
+    words = ["tests.training.test_dynamic_sampling", str(tmp_path), *map(json.dumps, engines)]
     done = subprocess.run([*launch, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    check_ranks(ranks_of(tmp_path), 3)
+    for number in range(2):
+        check_ranks(ranks_of(tmp_path, number), 3)
 
 
 # Flags
