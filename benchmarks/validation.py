@@ -91,7 +91,7 @@ def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], 
 def evaluator_round(options: argparse.Namespace, folder: Path) -> Callable[[], dict[str, Any]]:
     from perl.config.evaluation import EvalConfig
     from perl.engines.hf import HFEngine
-    from perl.evaluation.plan import make_plans
+    from perl.evaluation.problem_sets import load_problem_sets
     from perl.evaluation.recorder import Recorder
     from perl.evaluation.store import Store
 
@@ -104,16 +104,16 @@ def evaluator_round(options: argparse.Namespace, folder: Path) -> Callable[[], d
         temperature=options.temperature,
         max_new_tokens=options.max_new_tokens,
     )
-    (plan,) = make_plans(config, engine.tokenizer)
+    (problem_set,) = load_problem_sets(config, engine.tokenizer)
     rounds = 0
 
     def evaluate() -> dict[Any, Any]:
         nonlocal rounds
         rounds += 1
         store = Store(folder / f"round-{rounds}", {})
-        with Recorder({plan.dataset: store}, "hf") as recorder:
-            for place, completion in engine.stream(plan.samples):
-                recorder.add(plan.samples[place], completion)
+        with Recorder({problem_set.dataset: store}, "hf") as recorder:
+            for place, completion in engine.stream(problem_set.samples):
+                recorder.add(problem_set.samples[place], completion)
         return read_samples(store.path)
 
     return lambda: timed(evaluate)

@@ -33,6 +33,8 @@ WEIGHT_SUFFIXES = (
     ".onnx",
     ".safetensors.index.json",
 )
+RENAMED = (("model.language_model.", "model."), ("model.visual.", "visual."))
+"""How transformers' names of weights begin where the files of Qwen2.5-VL begin otherwise."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODELSCOPE_VARIABLES = ("PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
@@ -114,9 +116,20 @@ def load_tokenizer(folder: str | Path, flag: str = "--model", **options: Any) ->
     return _load("AutoTokenizer", folder, flag, **options)
 
 
+VISION_MODELS = ("qwen2_5_vl",)
+"""transformers' model types of the models that are given images."""
+
+
+def takes_images(config: Any) -> bool:
+    """Whether a model of this PretrainedConfig is given images."""
+    return config.model_type in VISION_MODELS
+
+
 def load_model(folder: str | Path, flag: str = "--model", **options: Any) -> Any:
-    """The causal language model in `folder`, on the CPU unless `options` (transformers') say otherwise."""
-    return _load("AutoModelForCausalLM", folder, flag, **options)
+    """The causal language model in `folder`, with its vision tower if it has one, on the CPU unless `options`
+    (transformers') say otherwise."""
+    vision = takes_images(load_config(folder, flag))
+    return _load("AutoModelForImageTextToText" if vision else "AutoModelForCausalLM", folder, flag, **options)
 
 
 def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:
@@ -176,9 +189,18 @@ class Checkpoint:
         self.location = {tensor: file for file, tensors in self.shards.items() for tensor in tensors}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.location
+        return self.stored(name) in self.location
+
+    def stored(self, name: str) -> str:
+        """What the files call the weight that transformers calls `name` in the model."""
+        if name in self.location:
+            return name
+        renamed = (theirs + name.removeprefix(ours) for ours, theirs in RENAMED if name.startswith(ours))
+        return next((other for other in renamed if other in self.location), name)
 
     def read(self, name: str) -> torch.Tensor:
+        """The weight of this name, the files' or the model's."""
+        name = self.stored(name)
         from safetensors import safe_open
 
         with safe_open(self.folder / self.location[name], framework="pt") as file:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from perl.errors import UserError
+from perl.images import filled
 from perl.records import Message, Problem
 
 if TYPE_CHECKING:
@@ -50,10 +51,16 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> Non
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of `messages` under the tokenizer's chat template, ending where the assistant's turn begins."""
-    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
-    return list(ids)  # type: ignore[arg-type]
+def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], images: Sequence[bytes] = ()) -> list[int]:
+    """Token ids of `messages` under the tokenizer's chat template, ending where the assistant's turn begins.
+
+    Args:
+        tokenizer: for a model that takes images its processor (perl.processors): messages are of parts then.
+        images: the files of the images in the messages.
+    """
+    chat = filled(messages, images) if images else list(messages)
+    ids: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(ids[0] if isinstance(ids[0], list) else ids)  # a processor gives a list of one
 
 
 def truncated(token_ids: list[int], limit: int, side: Literal["left", "right", "middle"]) -> list[int]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Message = dict[str, str]
-"""One chat message: {"role": "system" | "user" | "assistant", "content": text}."""
+Message = dict[str, Any]
+"""One chat message: {"role": "system" | "user" | "assistant", "content": text}; for a model that takes images content
+is a list of parts, {"type": "text", "text": …} and {"type": "image"} (perl.images)."""
 
 
 PROGRESS = "progress: "
@@ -31,6 +32,8 @@ class Problem:
     """The reference answer in the form the task's rules expect ("18", not the derivation). Empty: the row has none."""
     messages: tuple[Message, ...] | None = None
     """A ready-made prompt (verl's and the original DAPO schema); used verbatim instead of the task's template."""
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """The files of the images that `<image>` in its text stands for, in their order."""
     source: str = ""
     """Where the row came from ("train.jsonl:17"), for messages to the user."""
     data_source: str = ""
@@ -78,6 +81,8 @@ class Prompt:
     """How its tokens are drawn; `n` and `seed` there are of the run."""
     adapter: str | None = None
     """Folder of the adapter that completes it, one of those that the engine serves alongside its model; None: none."""
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """The files of its images; in `token_ids` each has as many tokens as the model sees of it."""
 
 
 SampleId = tuple[str, str, int]

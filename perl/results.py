@@ -8,7 +8,7 @@ RESULT_DIR/sweep.json               a Sweep; each candidate then has a RESULT_DI
 RESULT_DIR/compare.json             the comparison with another folder (perl.evaluation.compare)
 
 RUN/validation/step-N               a RESULT_DIR that a training has left of its own (perl.training.validation)
-RUN/best/best.json                  step and scores of the best of them, whose adapter lies there
+RUN/best/best.json                  step and scores of the best of them, whose adapter or model lies there
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Identity(TypedDict):
     dataset: str
     """As after --dataset."""
     base_hash: str
+    """Of the model without an adapter; "" in a validation of a model whose weights are all trained."""
     adapter_hash: str | None
     adapter_mode: str | None
     dtype: str
@@ -280,10 +281,11 @@ def last_attempt(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
 
 
 def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether both scored the same weights, by their hashes. A validation has none of its adapter: there the name
+    """Whether both scored the same weights, by their hashes. A validation has none of what is trained: there the name
     counts."""
     hashed = all(side["adapter_hash"] or not side["adapter"] for side in (one, other))
-    return all(one[name] == other[name] for name in ("base_hash", "adapter_hash" if hashed else "adapter"))
+    base = "base_hash" if one["base_hash"] and other["base_hash"] else "model"
+    return all(one[name] == other[name] for name in (base, "adapter_hash" if hashed else "adapter"))
 
 
 def read_json(file: Path, flag: str = "", hint: str = "") -> Any:

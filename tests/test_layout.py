@@ -20,6 +20,8 @@ LEVELS = [
         "device",
         "kernels",
         "prompts",
+        "images",
+        "processors",
         "provenance",
         "config",
         "sharding",

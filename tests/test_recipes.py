@@ -8,7 +8,7 @@ import yaml
 
 from perl.config.load import parse
 from perl.training.run import train
-from tests.tiny import save_tiny
+from tests.tiny import geometry_file, save_tiny, save_tiny_vision
 
 RECIPES = sorted(Path("recipes").glob("*.yaml"))
 GUIDES = {
@@ -17,6 +17,7 @@ GUIDES = {
     "gsm8k_aqn": (256, 64, 4),
     "gsm8k_aqn_hbm": (512, 128, 4),
     "dapo_math_7b": (256, 16, 16),
+    "geo3k_qwen2_5_vl_7b": (2560, 640, 5),
 }
 """Completions a rollout and an update of the verl command on eight devices, and its rollout.n."""
 
@@ -42,7 +43,7 @@ def test_what_verl_sets_in_silence_is_written_out(name):
     expected = {"num_iterations": 1, "epsilon": 0.2, "max_grad_norm": 1.0, "temperature": 1.0, "max_steps": -1}
     if name != "dapo_math_7b":
         expected |= {"loss_type": "bnpo", "lr_scheduler_type": "constant", "weight_decay": 0.01, "delta": 3.0}
-        expected |= {"use_bias_correction_kl": False, "beta": 0.001}
+        expected |= {"use_bias_correction_kl": False, "beta": 0.01 if name.startswith("geo3k") else 0.001}
     assert {field: written.get(field) for field in expected} == expected
 
 
@@ -51,7 +52,29 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("tiny_model"), scale=4.0)
 
 
-@pytest.mark.parametrize("name", GUIDES)
+def test_geometry_trains_a_tiny_vision_model_for_two_steps(tmp_path):
+    model, data = save_tiny_vision(tmp_path / "model"), geometry_file(tmp_path / "train.parquet")
+    settings = {
+        "model.model_name_or_path": model,
+        "dataset.dataset_name_or_path": data,
+        "training.output_dir": tmp_path / "run",
+        "training.max_steps": 2,
+        "training.per_device_train_batch_size": 5,
+        "training.gradient_accumulation_steps": 1,
+        "training.steps_per_generation": 2,
+        "training.max_completion_length": 8,
+        "validation.datasets": "[]",
+        "training.report_to": "none",
+    }
+    flags = [word for field, value in settings.items() for word in (f"--config.{field}", str(value))]
+    run = train(["--recipe", "recipes/geo3k_qwen2_5_vl_7b.yaml", *flags])
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = "rewards/accuracy/mean", "rewards/think/mean"
+    assert [row["step"] for row in logged if "loss" in row] == [1, 2]
+    assert all(name in logged[0] for name in rewards)
+
+
+@pytest.mark.parametrize("name", [name for name in GUIDES if not name.startswith("geo3k")])
 def test_each_trains_a_tiny_model_for_two_steps(name, model, tmp_path):
     """One process, one group a micro-batch, two updates of one rollout."""
     form = "Answer: {}" if name.startswith("dapo") else "#### {}"

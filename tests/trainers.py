@@ -60,6 +60,7 @@ def make_trainer(
     model: Any = None,
     tokenizer: Any = None,
     prompts: Sequence[Any] = SUMS,
+    dataset: Dataset | None = None,
     rewards: Sequence[Callable] = (reward_digits,),
     noise: NoiseConfig | None = None,
     adapter: str = "lora",
@@ -78,6 +79,7 @@ def make_trainer(
     Args:
         folder: the trainer's output folder.
         kind: another class: TRL's GRPOTrainer, which is given the adapter's PEFT configuration, or one of ours.
+        dataset: in the place of one of `prompts` alone.
         noise, adapter, peft, engine, rollout, algorithm: as in a run's configuration; `rollout` has RolloutConfig's
             fields, `algorithm` AlgorithmConfig's.
         args: fields of GRPOConfig that differ from SETTINGS.
@@ -98,7 +100,7 @@ def make_trainer(
     return kind(
         model=model or tiny_model(scale=4.0),
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        train_dataset=dataset or Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=tokenizer or tiny_tokenizer(),
         reward_funcs=list(rewards),
         callbacks=list(callbacks),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perl.config.evaluation import EvalConfig, parse
-from perl.evaluation.plan import make_plans
+from perl.evaluation.problem_sets import load_problem_sets
 from perl.records import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +55,8 @@ def rows_of(flags: Flags) -> Sequence[Sample]:
     from transformers import AutoTokenizer
 
     config: EvalConfig = parse(words(flags))
-    (plan,) = make_plans(config, AutoTokenizer.from_pretrained(config.model))
-    return plan.samples
+    (problem_set,) = load_problem_sets(config, AutoTokenizer.from_pretrained(config.model))
+    return problem_set.samples
 
 
 def evaluate(flags: Flags, result_dir: Path) -> Run:

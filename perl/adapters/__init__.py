@@ -1,4 +1,5 @@
-"""PEFT methods: how each one is configured and optimised. Merging is the same for all (perl/adapters/merge.py).
+"""PEFT methods, and training without one: how each is configured and optimised. Merging is the same for all
+(perl/adapters/merge.py).
 
 To add one: a builder, and its line in ADAPTERS.
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from perl.adapters.none import no_adapter
 from perl.config.schema import PeftConfig
 
 if TYPE_CHECKING:
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
 class Adapter:
     """One PEFT method."""
 
-    build: Callable[[PeftConfig], peft.PeftConfig]
-    """From the group `peft` of the configuration to PEFT's own."""
+    build: Callable[[PeftConfig], peft.PeftConfig | None]
+    """From the group `peft` of the configuration to PEFT's own; None: all weights are trained."""
     optimizer: Callable[[torch.nn.Module, PeftConfig, type, dict[str, Any]], torch.optim.Optimizer] | None = None
     """(model, config, optimizer class, its keyword arguments incl. lr) -> optimizer; None is the trainer's own."""
+    result: str = "adapter"
+    """Name of the folder in the run's that holds what was trained."""
 
 
 def _lora(config: PeftConfig, **method: Any) -> peft.PeftConfig:
@@ -35,6 +39,7 @@ def _lora(config: PeftConfig, **method: Any) -> peft.PeftConfig:
         lora_alpha=int(config.lora_alpha),
         lora_dropout=float(config.lora_dropout),
         target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules or None,
         bias="none",
         **method,
     )
@@ -71,4 +76,5 @@ ADAPTERS: dict[str, Adapter] = {
     "rslora": Adapter(_rslora),
     "dora": Adapter(_dora),
     "lora_plus": Adapter(_lora, _lora_plus_optimizer),
+    "none": Adapter(no_adapter, result="model"),
 }

@@ -270,7 +270,7 @@ def write_merged(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype, folde
     from safetensors.torch import save_file
 
     same_dtype = checkpoint.dtype() == dtype
-    merged = merged_weights(wrapped)
+    merged = {checkpoint.stored(name): merge for name, merge in merged_weights(wrapped).items()}
     total = 0
     for shard, names in checkpoint.shards.items():
         tensors = {}

@@ -24,6 +24,7 @@ from torch import nn
 from perl import device
 from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
+from perl.adapters.none import has_adapter
 from perl.engines.base import warn_once
 from perl.engines.linear import pack, packable, unpack
 from perl.sharding import resharded
@@ -40,7 +41,7 @@ class RolloutMerge:
     """Prepares the weights of `model` for a rollout.
 
     Args:
-        model: a PeftModel, not wrapped by DDP or DeepSpeed.
+        model: the policy, not wrapped by DDP or DeepSpeed. One without an adapter is prepared all the same.
         merge: True merges wherever it is possible, False never does, "auto" merges unless rounding to the weights'
             dtype would lose more than ACCEPTED_ROUNDING_ERROR of the update.
     """
@@ -93,7 +94,7 @@ class RolloutMerge:
     def _wanted(self) -> bool:
         """Decide for this rollout; the log says so where it was decided otherwise before."""
         self.rounding_error = None
-        if self.merge is False:
+        if self.merge is False or not has_adapter(self.model):
             return False
         if reason := self._impossible():
             self._say(f"rollouts: the adapter is not merged into the weights: {reason}")

@@ -11,7 +11,7 @@ from perl.checkpoints import require_adapter
 from perl.errors import UserError
 
 FLAG = "--config.peft.adapter"
-OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules")
+OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
 """Fields of the group that an adapter which is trained further brings with it."""
 HINT = f"it is trained further as it is; leave the flag out, or write {FLAG}_mode merge for a new adapter on top of it"
 
@@ -21,11 +21,16 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     run's records say what is trained. One line for what the recipe says otherwise.
 
     Raises:
-        UserError: no LoRA adapter lies there, or a flag says otherwise.
+        UserError: no LoRA adapter lies there, a flag says otherwise, or no adapter is trained at all.
     """
     peft = values.peft
     if peft.adapter is None:
         return []
+    if peft.type == "none" and peft.adapter_mode == "continue":
+        raise UserError(
+            f"{FLAG}: --config.peft.type none trains all weights, and no adapter further; write {FLAG}_mode merge to"
+            " start from the base with the adapter in its weights"
+        )
     peft.adapter = str(Path(peft.adapter).expanduser())
     adapter = require_adapter(Path(peft.adapter), FLAG)
     if adapter.get("peft_type") != "LORA":

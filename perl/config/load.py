@@ -346,6 +346,12 @@ def check_validation(values: Namespace) -> None:
                 " --config.validation.datasets too, e.g. '[\"gsm8k\"]'"
             )
         return
+    during = validation.every_steps is not None or validation.after_train
+    if not during and (validation.save_best or not validation.before_train):
+        raise UserError(
+            "--config.validation.after_train false: no step is validated; name --config.validation.every_steps, or"
+            " leave --config.validation.datasets out"
+        )
     if training.metric_for_best_model is not None:
         raise UserError(
             f"--config.training.metric_for_best_model {training.metric_for_best_model}: is of TRL's own evaluation;"

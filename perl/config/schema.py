@@ -30,7 +30,8 @@ class ModelConfig:
 
     Args:
         model_name_or_path: a folder, or a name on the hub.
-        dtype: dtype of the base's weights; null lets the device decide (bfloat16, or float32 on a CPU).
+        dtype: dtype of the base's weights; null lets the device decide (bfloat16, or float32 on a CPU). With peft.type
+            none null is float32, or what DeepSpeed computes in.
         attn_implementation: attention kernel ("eager", "sdpa", "flash_attention_2"); null is transformers' choice.
     """
 
@@ -125,18 +126,21 @@ class AlgorithmConfig:
 
 @dataclass
 class PeftConfig:
-    """The adapter.
+    """The adapter, or none.
 
     Args:
-        type: a key of ADAPTERS (lora, rslora, dora, lora_plus).
+        type: a key of ADAPTERS (lora, rslora, dora, lora_plus; none trains all weights).
         r: rank.
         lora_alpha: scale; the update is scaled by lora_alpha / r (rslora: / sqrt(r)).
         lora_dropout: dropout on the adapter's input while training.
         target_modules: names of the linear layers that get an adapter, or "all-linear".
+        exclude_modules: names of layers that get none all the same, or a regular expression of them; null is the vision
+            tower of a model that takes images, and [] nothing.
         lora_plus_lr_ratio: learning rate of B over that of A (lora_plus only).
         adapter: folder of a trained adapter that the training starts from.
-        adapter_mode: continue trains that adapter further (type, r, lora_alpha, lora_dropout and target_modules are its
-            own); merge writes it into the base's weights, to base/ in the run's folder, and trains a new one on top.
+        adapter_mode: continue trains that adapter further (type, r, lora_alpha, lora_dropout, target_modules and
+            exclude_modules are its own); merge writes it into the base's weights, to base/ in the run's folder, and
+            trains a new one on top.
     """
 
     type: str = "lora"
@@ -144,6 +148,7 @@ class PeftConfig:
     lora_alpha: PositiveInt = 32
     lora_dropout: UnitFloat = 0.0
     target_modules: str | list[str] = "all-linear"
+    exclude_modules: str | list[str] | None = None
     lora_plus_lr_ratio: NonNegativeFloat = 16.0
     adapter: str | None = None
     adapter_mode: Literal["continue", "merge"] = "continue"
@@ -236,8 +241,9 @@ class ValidationConfig:
     Args:
         datasets: what to score on: tasks, names on the hub, files or folders, as perl/eval.py's --dataset; empty is no
             validation.
-        every_steps: validate after each so many optimizer steps; null is after the last step only.
+        every_steps: validate after each so many optimizer steps; null: after none but the last.
         before_train: validate before the first step too.
+        after_train: validate after the last step, whatever every_steps says.
         n: completions of each problem. This and the next two: null is the task's own, as in perl/eval.py.
         temperature: 0 is greedy.
         max_new_tokens: longest completion.
@@ -248,6 +254,7 @@ class ValidationConfig:
     datasets: list[str] = field(default_factory=list)
     every_steps: PositiveInt | None = None
     before_train: bool = True
+    after_train: bool = True
     n: PositiveInt | None = None
     temperature: NonNegativeFloat | None = None
     max_new_tokens: PositiveInt | None = None

@@ -36,6 +36,10 @@ def relative_to_group(v: Namespace) -> bool:
 OF_ANY_TRAINING: tuple[Rule, ...] = (
     Rule("peft.adapter_mode", lambda v: v.peft.adapter is not None, "peft.adapter names no adapter"),
     Rule("peft.lora_plus_lr_ratio", lambda v: v.peft.type == "lora_plus", "peft.type is not lora_plus"),
+    *(
+        Rule(f"peft.{field}", lambda v: v.peft.type != "none", "peft.type none trains all weights")
+        for field in ("r", "lora_alpha", "lora_dropout", "target_modules")
+    ),
     Rule("training.num_train_epochs", lambda v: v.training.max_steps <= 0, "training.max_steps is given, and decides"),
     Rule("training.weight_decay", lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),
     Rule("training.trust_remote_code", lambda v: False, "models and tokenizers are loaded by transformers' own code"),
@@ -120,6 +124,7 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.rollout.engine in ("fast", "generate"),
         "rollout.engine is neither fast nor generate",
     ),
+    Rule("rollout.merge_adapter", lambda v: v.peft.type != "none", "peft.type none has no adapter"),
     Rule(
         "reward.overlong_cache_length",
         lambda v: "overlong" in v.reward.functions,

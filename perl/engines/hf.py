@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from perl import device
-from perl.checkpoints import Checkpoint, eos_token_ids, load_config, load_model, load_tokenizer
+from perl.checkpoints import Checkpoint, eos_token_ids, load_config, load_model
 from perl.engines.base import Feed, require_room
 from perl.engines.decoder import Decoder
 from perl.engines.linear import prepacked
 from perl.engines.sampling import validate
 from perl.engines.sequence import Sequence
 from perl.errors import UserError, lookup
+from perl.images import tokenizer_of
+from perl.processors import load_processing, make_images
 from perl.records import Completion, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class HFEngine:
             raise UserError(f"max_batch_tokens: {max_batch_tokens} is not possible; write 1 or more")
         config = load_config(model_path)
         self.max_model_len = _context(config, max_model_len, model_path)
-        self.tokenizer: Any = load_tokenizer(model_path)
+        self.processing: Any = load_processing(model_path)
+        self.tokenizer: Any = tokenizer_of(self.processing)
         self.model: Any = load_model(model_path, dtype=_dtype(dtype, config))
         self.model.eval().to(device.torch_device())
         self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
@@ -90,12 +93,14 @@ class HFEngine:
             if prompt.adapter is not None:
                 raise UserError(f"{prompt.adapter}: transformers serves no adapter alongside a model; merge it")
             room = self.max_model_len - len(prompt.token_ids)
-            yield Sequence(prompt.token_ids, prompt.seed, min(prompt.sampling.max_new_tokens, room))
+            images = make_images(self.processing, prompt.images)
+            yield Sequence(prompt.token_ids, prompt.seed, min(prompt.sampling.max_new_tokens, room), images=images)
 
     def replace_weights(self, model_path: str) -> str | None:
         """Copy tensor by tensor, in place. See `perl.engines.Engine`."""
         checkpoint = Checkpoint(Path(model_path))
         state = self.model.state_dict()
+        state = {checkpoint.stored(name): tensor for name, tensor in state.items()}
         strange = next((name for name in checkpoint.location if name not in state), None)
         stored = {state[name].data_ptr() for name in checkpoint.location if name in state}
         missing = next((name for name, tensor in state.items() if tensor.data_ptr() not in stored), None)

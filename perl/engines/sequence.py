@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from perl.processors import MakeImages
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +27,8 @@ class Sequence:
     """Ended by an end-of-sequence token, and not cut off at max_new_tokens."""
     index: int = -1
     """Place among the sequences that the decoder read."""
+    images: MakeImages | None = None
+    """Of its prompt's images."""
     launched: int = 0
     """Tokens drawn, those included that are still to be read from the device."""
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from perl.checkpoints import token_ids
 from perl.engines.sampling import sample, uniforms
 from perl.engines.sequence import Sequence, left_pad, mark_seen
+from perl.processors import image_arguments
 from perl.records import Sampling
 from perl.sharding import is_sharded
 
@@ -139,6 +140,7 @@ def _generate_batch(
         output = model.generate(
             input_ids=ids,
             attention_mask=mask,
+            **_images(model, sequences, ids),
             generation_config=config,
             logits_processor=LogitsProcessorList([choice]),
             synced_gpus=is_sharded(model),  # left out, it is true under ZeRO-3, where the weights are gathered already
@@ -147,6 +149,10 @@ def _generate_batch(
     logprobs = torch.stack(choice.logprobs, dim=1).tolist()
     for sequence, tokens, row_logprobs in zip(sequences, drawn, logprobs, strict=True):
         _finish(sequence, tokens[: sequence.max_new_tokens], row_logprobs, eos)
+
+
+def _images(model: Any, sequences: List[Sequence], ids: torch.Tensor) -> dict[str, Any]:
+    return image_arguments([s.images() if s.images else None for s in sequences], ids, model.config)
 
 
 def _finish(sequence: Sequence, tokens: list[int], logprobs: list[float], eos: Collection[int]) -> None:
@@ -195,6 +201,7 @@ def generate_plain(model: Any, sequences: List[Sequence], config: GenerationConf
         output = model.generate(
             input_ids=ids,
             attention_mask=mask,
+            **_images(model, sequences, ids),
             generation_config=config,
             logits_processor=processors,
             synced_gpus=is_sharded(model),

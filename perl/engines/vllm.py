@@ -7,20 +7,23 @@ keep to what vLLM 0.18 (Ascend) and 0.31 (CPU) both know. vLLM is imported when 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl import device
-from perl.checkpoints import eos_token_ids, load_config, load_tokenizer, require_adapter
+from perl.checkpoints import eos_token_ids, load_config, load_tokenizer, require_adapter, takes_images
 from perl.engines import vllm_memory
 from perl.engines.base import Feed, require_room
 from perl.engines.sampling import validate
 from perl.errors import UserError
+from perl.images import decoded
 from perl.records import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -53,6 +56,15 @@ def require_vllm() -> None:
         raise UserError(INSTALL)
 
 
+def require_torchvision() -> None:
+    """Raise a UserError where vLLM has not got what it makes pixels of images with."""
+    if importlib.util.find_spec("torchvision") is None:
+        raise UserError(
+            "--use_vllm: vLLM takes images with torchvision alone, which is not installed; install the build of it that"
+            f" fits torch {metadata.version('torch')} on this kind of device, or leave --use_vllm out"
+        )
+
+
 class VLLMEngine:
     """A vLLM engine on the devices this process sees. See `perl.engines.Engine` for what it promises."""
 
@@ -80,6 +92,7 @@ class VLLMEngine:
         config = load_config(model_path)
         self.tokenizer: Any = load_tokenizer(model_path)
         self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
+        self._image_token_id: int | None = config.image_token_id if takes_images(config) else None
         options: dict[str, Any] = {
             "model": model_path,
             "dtype": resolve_dtype(dtype, config),
@@ -91,6 +104,9 @@ class VLLMEngine:
             **_cpu_options(config, max_model_len, "gpu_memory_utilization" in vllm_options),
             **vllm_options,
         }
+        if takes_images(config):
+            require_torchvision()
+            options["limit_mm_per_prompt"] = {"video": 0}  # no memory is kept for them
         if adapters:
             options |= {"enable_lora": True, "max_lora_rank": max(map(lora_rank, adapters))}
         for name, value in ENVIRONMENT.items():
@@ -186,8 +202,16 @@ class VLLMEngine:
         room = self.max_model_len - len(prompt.token_ids)
         parameters = self._parameters(prompt, room)
         lora = self._loras[prompt.adapter] if prompt.adapter is not None else None
-        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt.token_ids)}, parameters, lora_request=lora)
+        self.engine.add_request(request_id, self._input(prompt), parameters, lora_request=lora)
         return request_id
+
+    def _input(self, prompt: Prompt) -> dict[str, Any]:
+        """vLLM cuts images itself, and puts as many tokens as each needs in the place of one."""
+        if not prompt.images:
+            return {"prompt_token_ids": list(prompt.token_ids)}
+        runs = itertools.groupby(prompt.token_ids)
+        ids = [token for token, run in runs for _ in ([token] if token == self._image_token_id else run)]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": [decoded(file) for file in prompt.images]}}
 
     def _parameters(self, prompt: Prompt, room: int) -> Any:
         from vllm import SamplingParams

@@ -64,6 +64,8 @@ def _of_word(word: str) -> Iterator[Candidate]:
         yield Candidate(step=0)
         return
     folder = Path(word).expanduser()
+    if whole := whole_model(folder):
+        raise UserError(f"--adapter {word}: {whole} is a whole model; write --model {whole}, and no --adapter")
     checkpoints = checkpoints_of(folder) if folder.is_dir() and not (folder / ADAPTER_CONFIG).is_file() else []
     if not checkpoints:
         require_adapter(folder)
@@ -82,6 +84,18 @@ def _of_word(word: str) -> Iterator[Candidate]:
         yield candidate
     if not seen:
         raise UserError(f"--adapter {folder}: none of its checkpoints holds a whole adapter")
+
+
+def whole_model(folder: Path) -> Path | None:
+    """Where a run that trained all weights has left its model: the folder itself or, of a run's, model/ or the last
+    checkpoint; None where an adapter lies there, or nothing."""
+    numbered = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for place in (folder, folder / "model", *numbered):
+        if (place / ADAPTER_CONFIG).is_file():
+            return None
+        if (place / "config.json").is_file():
+            return place
+    return None
 
 
 def checkpoints_of(run: Path) -> list[Path]:

@@ -14,13 +14,13 @@ from typing import Any
 from perl.errors import UserError
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.contamination import trained_on
-from perl.evaluation.plan import Plan
 from perl.evaluation.pool.worker import Batch, WeightsSpec
 from perl.evaluation.setup import MERGED, Setup, weights_of
 from perl.evaluation.store import Store
 from perl.provenance import provenance
 from perl.records import Completion, Sample
 from perl.results import SUMMARY, Generation, Summary, read_json, write_json
+from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.summary import grading_of, summarize
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class CheckpointRun:
     """One candidate's samples."""
 
     candidate: Candidate
-    plans: list[Plan]
+    problem_sets: list[ProblemSet]
     stores: dict[str, Store]
     """By `Sample.dataset`."""
     pending: list[Sample]
@@ -52,12 +52,13 @@ class CheckpointRun:
     """Nothing remains."""
 
     @classmethod
-    def open(cls, setup: Setup, candidate: Candidate, plans: Sequence[Plan]) -> CheckpointRun:
+    def open(cls, setup: Setup, candidate: Candidate, problem_sets: Sequence[ProblemSet]) -> CheckpointRun:
         """Open the candidate's folders. Raises a UserError for one that holds other results."""
-        own = [plan.of_candidate(candidate.name, candidate.served(setup.config.adapter_mode)) for plan in plans]
+        served = candidate.served(setup.config.adapter_mode)
+        own = [each.of_candidate(candidate.name, served) for each in problem_sets]
         folder = setup.folder(candidate)
-        stores = {plan.dataset: Store(folder / plan.name, setup.identity(candidate, plan)) for plan in own}
-        pending = [s for plan in own for s in plan.samples if (s.key, s.index) not in stores[s.dataset]]
+        stores = {each.dataset: Store(folder / each.name, setup.identity(candidate, each)) for each in own}
+        pending = [s for each in own for s in each.samples if (s.key, s.index) not in stores[s.dataset]]
         runnable = [s for s in pending if setup.context is None or len(s.token_ids) < setup.context]
         run = cls(candidate, own, stores, pending, runnable, remaining=len(runnable))
         if not runnable:
@@ -66,7 +67,7 @@ class CheckpointRun:
 
     @property
     def complete(self) -> bool:
-        return all((s.key, s.index) in self.stores[s.dataset] for plan in self.plans for s in plan.samples)
+        return all((s.key, s.index) in self.stores[s.dataset] for each in self.problem_sets for s in each.samples)
 
     def count(self, completion: Completion) -> None:
         """One of the runnable samples is completed."""
@@ -106,28 +107,29 @@ class CheckpointRun:
         Args:
             generation: None where nothing was generated this time.
         """
-        summaries = {plan.name: self._summarize_dataset(setup, plan, generation) for plan in self.plans}
+        summaries = {each.name: self._summarize_dataset(setup, each, generation) for each in self.problem_sets}
         write_json(setup.folder(self.candidate) / SUMMARY, summaries)
         return summaries
 
-    def _summarize_dataset(self, setup: Setup, plan: Plan, generation: Generation | None) -> Summary:
-        store = self.stores[plan.dataset]
+    def _summarize_dataset(self, setup: Setup, problem_set: ProblemSet, generation: Generation | None) -> Summary:
+        store = self.stores[problem_set.dataset]
         file = store.folder / SUMMARY
         if generation is None and file.is_file():  # the speed of the time before stands
             generation = read_json(file)["generation"]
-        keys = {sample.key for sample in plan.samples}
         summary: Summary = {
-            **summarize([store.records[sample.key, sample.index] for sample in plan.samples], plan.sampling.n),
+            **summarize([store.records[s.key, s.index] for s in problem_set.samples], problem_set.sampling.n),
             "generation": generation,
-            "tasks": list(plan.tasks),
+            "tasks": list(problem_set.tasks),
             "model": setup.config.model,
             "adapter": str(self.candidate.adapter) if self.candidate.adapter else None,
             "step": self.candidate.step,
-            "trained_on": trained_on(self.candidate.adapter, plan.spec, setup.config.split, keys),
-            **setup.identity(self.candidate, plan),
+            "trained_on": trained_on(
+                self.candidate.adapter or setup.model, problem_set.spec, setup.config.split, problem_set.keys
+            ),
+            **setup.identity(self.candidate, problem_set),
             "merge": setup.merge_report(self.candidate),
             "chat_template": setup.tokenizer.chat_template,
-            "grading": grading_of(plan.tasks),
+            "grading": grading_of(problem_set.tasks),
             "grading_hash": store.grading_hash,
             "provenance": provenance(),
         }

@@ -1,4 +1,5 @@
-"""Scoring on what was trained on: how many of a data set's problems the adapter's own run has seen."""
+"""Scoring on what was trained on: how many of a data set's problems the run of the adapter, or of the
+model, has seen."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from perl.tasks.trained import read_trained
 logger = logging.getLogger(__name__)
 
 
-def trained_on(adapter: Path | None, spec: str, split: str | None, keys: Collection[str]) -> dict[str, Any] | None:
+def trained_on(trained: Path, spec: str, split: str | None, keys: Collection[str]) -> dict[str, Any] | None:
     """What stands in summary.json.
 
     Args:
+        trained: folder of the adapter that is scored, or of the model without one.
         spec: the data set that is scored, as after --dataset.
         split: as after --split.
         keys: of its problems.
@@ -27,20 +29,20 @@ def trained_on(adapter: Path | None, spec: str, split: str | None, keys: Collect
         {"run": folder of the training, "problems": how many of `keys` it trained on}. `problems` is None where the run
         has not written them down, but trained on this data set and split. None: nothing tells what was trained on.
     """
-    trained = read_trained(adapter) if adapter is not None else None
-    if trained is None:
+    training = read_trained(trained)
+    if training is None:
         return None
-    if trained.problems is not None:
-        return {"run": str(trained.run), "problems": sum(cluster_of(key) in trained.problems for key in set(keys))}
-    same = trained.source is not None and trained.source == _source(spec, split)
-    return {"run": str(trained.run), "problems": None} if same else None
+    if training.problems is not None:
+        return {"run": str(training.run), "problems": sum(cluster_of(key) in training.problems for key in set(keys))}
+    same = training.source is not None and training.source == _source(spec, split)
+    return {"run": str(training.run), "problems": None} if same else None
 
 
-def warn_of_trained(adapters: Iterable[Path | None], spec: str, split: str | None, keys: Collection[str]) -> None:
-    """One line for each run of `adapters` that trained on problems of this data set."""
+def warn_of_trained(folders: Iterable[Path], spec: str, split: str | None, keys: Collection[str]) -> None:
+    """One line for each run of `folders` (adapters, models) that trained on problems of this data set."""
     said = set()
-    for adapter in adapters:
-        found = trained_on(adapter, spec, split, keys)
+    for folder in folders:
+        found = trained_on(folder, spec, split, keys)
         if found is None or found["problems"] == 0 or found["run"] in said:
             continue
         said.add(found["run"])
@@ -50,7 +52,7 @@ def warn_of_trained(adapters: Iterable[Path | None], spec: str, split: str | Non
             )
         else:
             what = f"{found['problems']} of its {len(set(keys))} problems are in the training data of {found['run']}"
-        logger.warning("%s: %s; the score does not tell how the adapter does on new problems", spec, what)
+        logger.warning("%s: %s; the score does not tell how it does on new problems", spec, what)
 
 
 def _source(spec: str, split: str | None) -> tuple[str, ...] | None:

@@ -20,8 +20,8 @@ from perl.errors import UserError
 from perl.evaluation.checkpoint_run import CheckpointRun, batches
 from perl.evaluation.compare import compare, print_comparison, require_common
 from perl.evaluation.contamination import warn_of_trained
-from perl.evaluation.plan import make_plans
 from perl.evaluation.pool.pool import WorkerError, WorkerPool
+from perl.evaluation.problem_sets import load_problem_sets
 from perl.evaluation.progress import Progress
 from perl.evaluation.recorder import Recorder
 from perl.evaluation.setup import Setup, worker_specs
@@ -53,15 +53,15 @@ def evaluate(config: EvalConfig) -> Summaries:
     """
     check_tracker(config)
     setup = Setup.of(config)
-    plans = make_plans(config, setup.tokenizer)
-    for plan in plans:
-        adapters = [candidate.adapter for candidate in setup.candidates]
-        warn_of_trained(adapters, plan.spec, config.split, {sample.key for sample in plan.samples})
+    problem_sets = load_problem_sets(config, setup.tokenizer)
+    for problem_set in problem_sets:
+        folders = [candidate.adapter or setup.model for candidate in setup.candidates]
+        warn_of_trained(folders, problem_set.spec, config.split, problem_set.keys)
     if config.compare:
-        keys = {plan.name: {sample.key for sample in plan.samples} for plan in plans}
+        keys = {each.name: each.keys for each in problem_sets}
         require_common(Path(config.compare), Path(config.result_dir), keys, ("--compare", "--result_dir"))
     with locked_folders(setup):
-        runs = [CheckpointRun.open(setup, candidate, plans) for candidate in setup.candidates]
+        runs = [CheckpointRun.open(setup, candidate, problem_sets) for candidate in setup.candidates]
         try:
             generations = generate(setup, runs)
         except WorkerError:
@@ -89,7 +89,8 @@ def locked_folders(setup: Setup) -> Iterator[None]:
 def generate(setup: Setup, runs: Sequence[CheckpointRun]) -> dict[str, Generation]:
     """Complete, grade and store the samples that are pending; return the speed of each candidate that had some."""
     config, engine = setup.config, "vllm" if setup.config.use_vllm else "hf"
-    total, pending = sum(len(plan.samples) for run in runs for plan in run.plans), sum(len(run.pending) for run in runs)
+    total = sum(len(each.samples) for run in runs for each in run.problem_sets)
+    pending = sum(len(run.pending) for run in runs)
     run_of = {dataset: run for run in runs for dataset in run.stores}
     stores = {dataset: store for run in runs for dataset, store in run.stores.items()}
     began = time.monotonic()

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
-from perl.checkpoints import content_hash, load_config, load_tokenizer, resolve_model
+from perl.checkpoints import content_hash, load_config, resolve_model
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.errors import UserError
 from perl.evaluation.candidates import Candidate, find_candidates
-from perl.evaluation.plan import Plan
 from perl.evaluation.pool.executors import EXECUTORS, Executor
 from perl.evaluation.pool.worker import WeightsSpec, WorkerSpec
 from perl.grading import rules_hash
+from perl.images import has_images
 from perl.prompts import require_chat_template
 from perl.provenance import text_hash
 from perl.records import Sample
 from perl.results import Identity, read_json, write_json
+from perl.scoring.problem_sets import ProblemSet
 
 MERGED = "merged"
 MERGE_REPORT = "merge.json"
@@ -38,6 +39,7 @@ class Setup:
     model: Path
     candidates: tuple[Candidate, ...]
     tokenizer: Any
+    """The processor of a model that takes images."""
     executor: Executor
     context: int | None
     """Most tokens of prompt and completion together that flags and model allow; None: the model names no limit."""
@@ -52,7 +54,13 @@ class Setup:
 
             require_vllm()
         executor = EXECUTORS[config.executor](config)
-        tokenizer = load_tokenizer(model)
+        from perl.processors import load_processing
+
+        tokenizer = load_processing(model)
+        if config.use_vllm and has_images(tokenizer):
+            from perl.engines.vllm import require_torchvision
+
+            require_torchvision()
         text_config = load_config(model).get_text_config()
         require_chat_template(tokenizer, str(config.model))
         allowed = getattr(text_config, "max_position_embeddings", None)
@@ -75,10 +83,10 @@ class Setup:
     def folder(self, candidate: Candidate) -> Path:
         return Path(self.config.result_dir) / candidate.name
 
-    def identity(self, candidate: Candidate, plan: Plan) -> Identity:
+    def identity(self, candidate: Candidate, problem_set: ProblemSet) -> Identity:
         """What every row of a dataset's folder has in common. Not in it: what does not change a row, such as the
         number of devices, and how many rows there are."""
-        sampling = asdict(plan.sampling)
+        sampling = asdict(problem_set.sampling)
         sampling.pop("n")
         return {
             "base_hash": self.base_hash,
@@ -87,8 +95,8 @@ class Setup:
             "dtype": self.config.dtype,
             "max_model_len": self.config.max_model_len,
             "chat_template_hash": text_hash(self.tokenizer.chat_template),
-            "dataset": plan.spec,
-            "styles": json.loads(json.dumps({task: asdict(style) for task, style in plan.styles.items()})),
+            "dataset": problem_set.spec,
+            "styles": json.loads(json.dumps({task: asdict(style) for task, style in problem_set.styles.items()})),
             "sampling": sampling,
             "grading_hash": rules_hash(),
         }

@@ -1,4 +1,4 @@
-"""--report_to wandb: the scores of an evaluation in the W&B run of the training that made the adapter."""
+"""--report_to wandb: the scores of an evaluation in the W&B run of the training that made the adapter, or the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def log_results(
         logger.warning("WANDB_DISABLED is set: nothing is sent to W&B")
         return
     scored = [candidate for candidate in candidates if candidate.name in found]
-    runs = {candidate.name: training_run(candidate) for candidate in scored if candidate.adapter is not None}
+    trained = {candidate.name: candidate.adapter for candidate in scored if candidate.adapter is not None}
+    runs = {name: training_run(folder) for name, folder in trained.items()}
+    if not trained:  # a whole model lies in the folder of its training
+        runs = {candidate.name: training_run(Path(config.model).expanduser()) for candidate in scored}
     only = next(iter(runs.values())) if len(set(runs.values())) == 1 else None
     of_run: dict[WandbRun | None, list[Candidate]] = {}
     for candidate in scored:  # the base belongs to the sweep's training, if that is one
@@ -62,10 +65,9 @@ def log_results(
             )
 
 
-def training_run(candidate: Candidate) -> WandbRun | None:
-    """The run that the training's folder names: the adapter's folder, or the one that it lies in."""
-    assert candidate.adapter is not None
-    folder = candidate.adapter.resolve()
+def training_run(trained: Path) -> WandbRun | None:
+    """The run that the training's folder names: the adapter's or the model's folder, or the one that it lies in."""
+    folder = trained.resolve()
     return WandbRun.read(folder) or WandbRun.read(folder.parent)
 
 

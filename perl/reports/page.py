@@ -35,7 +35,7 @@ STYLES = ("palette.css", "charts.css", "report.css")
 STEPS_SCRIPTS = ("steps.js",)
 SAMPLES_SCRIPTS = ("temml.min.js", "formulas.js", "samples.js", "page.js")
 NAME = "report.html"
-ADAPTER_NAMES = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "lora_plus": "LoRA+"}
+ADAPTER_NAMES = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "lora_plus": "LoRA+", "none": "all weights"}
 """As their papers write them; others stand as `config.peft.type` has them."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.errors import UserError
+from perl.images import fitted, has_images
 from perl.prompts import PromptStyle, build_messages, encode, row_seed
 from perl.records import Completion, Grade, Problem, Sample, Sampling
 from perl.results import SampleRecord
@@ -35,11 +36,13 @@ def make_samples(
     Args:
         dataset: `Sample.dataset`.
         styles: how prompts are built, by task.
+        tokenizer: or processor (perl.processors.load_processing).
     """
     samples = []
     for problem, key in zip(problems, problem_keys(problems), strict=True):
         messages = build_messages(problem, styles[problem.task])
-        token_ids = tuple(encode(tokenizer, messages))
+        messages = fitted(messages, problem.images, has_images(tokenizer), problem.source)
+        token_ids = tuple(encode(tokenizer, messages, problem.images))
         text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         samples += [
             Sample(
@@ -51,6 +54,7 @@ def make_samples(
                 index=index,
                 problem=problem,
                 prompt_text=text,
+                images=problem.images,
             )
             for index in range(sampling.n)
         ]

@@ -145,6 +145,7 @@ def _problem(fields: Fields, where: str, task: str, graded: bool = True) -> Prob
         question=fields.question,
         gold=gold,
         messages=fields.messages,
+        images=fields.images,
         source=where,
         data_source=fields.data_source or (TASKS[task].data_source if task else ""),
         ground_truth=fields.gold if fields.schema == "verl" else gold or None,

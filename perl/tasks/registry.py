@@ -40,6 +40,12 @@ _DAPO_STYLE = PromptStyle(
     " Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{question}\n\n"
     'Remember to put your answer on its own line after "Answer:".',
 )
+# The wording of verl's examples/data_preprocess/geo3k.py.
+_GEOMETRY_STYLE = PromptStyle(
+    template="{question} You FIRST think about the reasoning process as an internal monologue and then provide the"
+    " final answer. The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put"
+    " in \\boxed{}.",
+)
 _BOXED_STYLE = PromptStyle(
     template="{question}\nPlease reason step by step, and put your final answer within \\boxed{}.",
 )
@@ -117,6 +123,16 @@ TASKS: dict[str, Task] = {
         rubric=_GSM8K_RUBRIC,
         sampling=Sampling(n=1, temperature=0.0, max_new_tokens=256),
         read_gold=gsm8k_gold,
+    ),
+    # Geometry with a figure (arXiv 2105.04165): `<image>` in the problem stands for the image of its column.
+    "geometry3k": Task(
+        name="geometry3k",
+        hub=Hub(repo="hiyouga/geometry3k", train_split="train", eval_split="test"),
+        data_source="hiyouga/geometry3k",
+        style=_GEOMETRY_STYLE,
+        rubric=_MATH_RUBRIC,
+        sampling=_GREEDY,
+        read_gold=math_gold,
     ),
     # Any mathematics whose data set is not named above: a user's file of problems and LaTeX answers.
     "math": _bench("math", None, "lighteval/MATH", _GREEDY),

@@ -9,6 +9,7 @@ from typing import Any
 
 from perl.errors import UserError
 from perl.grading.rules import normalize_number
+from perl.images import read_images
 from perl.records import Message
 from perl.tasks.files import Row
 
@@ -35,12 +36,14 @@ class Fields:
     data_source: str | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     """verl's column of that name."""
+    images: tuple[bytes, ...] = ()
+    """As in Problem."""
 
 
 def read_fields(row: Row, where: str) -> Fields:
     """The fields of `row`, by the first schema whose columns it has; a UserError names the columns when none fits."""
     extra_info = _structure(row.get("extra_info"))
-    found = _by_schema(row, where)
+    found = replace(_by_schema(row, where), images=read_images(row, where))
     return replace(found, extra_info=extra_info) if isinstance(extra_info, dict) else found
 
 

@@ -1,4 +1,4 @@
-"""Which problems a run trains on: written into its folder when it starts, read when its adapter is scored.
+"""Which problems a run trains on: written into its folder when it starts, read when its adapter or model is scored.
 
 RUN/trained_problems.json: {"dataset": …, "split": …, "problems": [a hash of each, sorted]}
 """
@@ -38,29 +38,36 @@ class Trained:
 
 def problem_hash(problem: Problem) -> str:
     """BLAKE2b of the problem's content: 16 hexadecimal digits."""
-    content = json.dumps([problem.question, problem.messages, problem.gold], ensure_ascii=False)
+    parts: list[Any] = [problem.question, problem.messages, problem.gold]
+    parts += [hashlib.blake2b(image, digest_size=8).hexdigest() for image in problem.images]
+    content = json.dumps(parts, ensure_ascii=False)
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def write_trained(
-    run_dir: Path, dataset: str | list[str], split: str | None, problems: Iterable[str], checkpoint: str | None
+    run_dir: Path, dataset: str | list[str], split: str | None, problems: Iterable[str], *before: str | None
 ) -> None:
     """Write trained_problems.json, whole or not at all.
 
     Args:
-        checkpoint: where the run goes on from; the problems of that run are kept, as the adapter has seen both.
+        before: what the run begins with (a checkpoint, an adapter, a model); the problems of the runs that left these
+            are kept, as what is trained has seen them too.
     """
     found = set(problems)
-    if checkpoint and (earlier := _read(Path(checkpoint).parent / TRAINED_PROBLEMS)):
-        found |= set(earlier["problems"])
+    for folder in before:
+        if folder and (earlier := _read(Path(folder).parent / TRAINED_PROBLEMS)):
+            found |= set(earlier["problems"])
     text = json.dumps({"dataset": dataset, "split": split, "problems": sorted(found)}, ensure_ascii=False)
     with atomic_write(run_dir / TRAINED_PROBLEMS) as file:
         file.write(text + "\n")
 
 
-def read_trained(adapter: Path) -> Trained | None:
-    """What is known of the training of an adapter that lies in its run's folder (RUN/adapter, RUN/checkpoint-N)."""
-    run = adapter.resolve().parent
+def read_trained(folder: Path) -> Trained | None:
+    """What is known of the training of an adapter or a model that lies in its run's folder (RUN/adapter, RUN/model,
+    RUN/checkpoint-N); None also for RUN/base, with which a run begins."""
+    run = folder.resolve().parent
+    if folder.resolve().name == "base":
+        return None
     try:
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["dataset"]
         dataset, split = config["dataset_name_or_path"], config["split"]

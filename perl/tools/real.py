@@ -213,10 +213,15 @@ def read_data(data: Path, sft_rows: int) -> tuple[list[str], list[str]]:
                 f"--data {data}: no {name}; write a folder with SVAMP's train.jsonl and test.jsonl, rows of question"
                 " and answer, the answer ending in #### and the number"
             )
-    train_rows, test_rows = ((data / n).read_text(encoding="utf-8").splitlines() for n in ("train.jsonl", "test.jsonl"))
+    train_rows, test_rows = (lines(data / name) for name in ("train.jsonl", "test.jsonl"))
     if sft_rows >= len(train_rows):
         raise UserError(f"--sft_rows {sft_rows}: leaves none of the {len(train_rows)} training rows for GRPO")
     return train_rows, test_rows
+
+
+def lines(file: Path) -> list[str]:
+    """Ended by \\n alone: str.splitlines would also split at U+2028 and the like, which stand in texts."""
+    return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def write_data(folder: Path, settings: Settings, train_rows: list[str], test_rows: list[str]) -> None:
@@ -230,8 +235,8 @@ def write_data(folder: Path, settings: Settings, train_rows: list[str], test_row
         "test": test_rows[: settings.held_out],
     }
     folder.mkdir(exist_ok=True)
-    for name, lines in parts.items():
-        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    for name, part in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in part), encoding="utf-8")
 
 
 def open_folder(folder: Path, settings: Settings) -> None:

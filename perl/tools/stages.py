@@ -21,6 +21,8 @@ from perl.records import PROGRESS, Sampling
 ROOT = Path(__file__).resolve().parents[2]
 Engine = Literal["hf", "vllm"]
 PROGRESS_STEP = re.compile(rf"{PROGRESS}step (\d+)/")
+WATCH = 'read ended || kill -s TERM -- "-$0"'
+"""Of a shell: what ends without a word was killed, and its stage, the process group $0, is to end too."""
 SHOWN_STEPS = 10
 """Every step is logged, for the report's curves; the screen shows every tenth."""
 
@@ -119,7 +121,9 @@ def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> Iterator[
     """Start a stage in the repository's root. Its output goes to `log`, or to the caller with `pipe`.
 
     What still runs when the block ends, as after Ctrl-C, gets SIGTERM, the processes that it started too, and is waited
-    for: a training saves a checkpoint, and nothing goes on in a folder that the next attempt takes.
+    for: a training saves a checkpoint, and nothing goes on in a folder that the next attempt takes. A shell that waits
+    for this process sends the same signal when it is killed: a launcher would not pass on what the kernel sends at the
+    death of its parent.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "HF_HUB_OFFLINE": "1"}
@@ -136,6 +140,8 @@ def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> Iterator[
             text=True,
             start_new_session=True,
         )
+    watch = ["sh", "-c", WATCH, str(process.pid)]
+    watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True, text=True)
     try:
         yield process
     finally:
@@ -144,6 +150,7 @@ def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> Iterator[
             if process.stdout is not None:
                 process.stdout.read()  # up to the end of the last process that can write to it, not of the launcher's
             process.wait()
+        watcher.communicate("ended\n")
 
 
 def finish(process: subprocess.Popen[str], log: Path, stage: str) -> None:

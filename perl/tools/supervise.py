@@ -143,7 +143,8 @@ def main(run_dir: Path, argv: list[str]) -> int:
     code = launcher.wait()
     screen.end_progress()
     if code == 0:
-        screen.write(f"adapter: {run_dir}/adapter\n")
+        name = "model" if (run_dir / "model").is_dir() else "adapter"
+        screen.write(f"{name}: {run_dir}/{name}\n")
     elif not launcher.received:
         print(f"training ended with exit code {code}; the whole log is in {log}", file=sys.stderr)
     return code

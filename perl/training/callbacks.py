@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -59,6 +60,12 @@ class ProgressLine(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.first_step, self.started = state.global_step, time.perf_counter()
+        if state.is_world_process_zero and state.global_step >= state.max_steps:  # of a resumed run
+            print(
+                f"{PROGRESS}step {state.global_step}/{state.max_steps}  nothing is left to train; more:"
+                " --config.training.max_steps, or num_train_epochs",
+                flush=True,
+            )
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         done = state.global_step - self.first_step
@@ -129,7 +136,8 @@ class StopOnSignal(TrainerCallback):
 
     def _say(self, text: str) -> None:
         if os.environ.get("RANK", "0") == "0":
-            os.write(sys.stdout.fileno(), f"stopping: {text}\n".encode())  # print is not safe in a signal handler
+            with contextlib.suppress(BrokenPipeError):  # what reads may be gone, as what sends this signal may be
+                os.write(sys.stdout.fileno(), f"stopping: {text}\n".encode())  # print is not safe in a handler
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._training = True

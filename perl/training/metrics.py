@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from perl import device
+from perl.checkpoints import takes_images
 
 if TYPE_CHECKING:
     import torch
@@ -33,16 +34,19 @@ class ModelSize:
     base: int
     """Frozen weights that multiply every token: all linear layers with the output head, without the embedding table."""
     adapter: int
-    """Trained weights that multiply every token: A and B of LoRA."""
+    """Trained weights that multiply every token: A and B of LoRA, or all that `base` counts where all are trained."""
     attention: int
     """Layers x heads x head size: multiply-adds of one query with one key, and of its weight with one value."""
 
 
 def model_size(model: torch.nn.Module) -> ModelSize | None:
-    """Size of a PEFT model; None for a mixture of experts, where a token meets only a part of the weights."""
+    """Size of a model that is trained, with an adapter or without; None for a mixture of experts, where a token meets
+    only a part of the weights, and where images are computed too."""
     from torch.nn import Linear
 
     config = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    if takes_images(model.config):
+        return None
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
     base = adapter = 0
@@ -188,6 +192,14 @@ def step_metrics(ranks: Sequence[RankStep], peak_flops: float | None, has_memory
     return found
 
 
+def add_step(logged: dict[str, list[float]], metrics: dict[str, float]) -> None:
+    """Add the metrics of a step to those of the steps since the last log, of which TRL logs the mean: memory is a
+    peak, of which the last one counts."""
+    for name, value in metrics.items():
+        before = [] if "memory" in name or "hbm" in name else logged.get(name, [])
+        logged[name] = [*before, value]
+
+
 class StepClock(TrainerCallback):
     """Measures every optimizer step, from its first micro-batch to the optimizer's step; saving, logging and loading
     of data are outside. `with clock("rollout"): …` charges time to a phase; what runs in no phase is the update.
@@ -262,7 +274,11 @@ class StepClock(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and not (self.size and self.peak_flops):
-            why = "a mixture of experts" if not self.size else f"no peak FLOP/s is known for {device.name()}"
+            why = (
+                "a mixture of experts, or a vision tower"
+                if not self.size
+                else f"no peak FLOP/s is known for {device.name()}"
+            )
             log.info("perf/mfu is left out: %s", why)
 
     def on_step_begin(self, args, state, control, **kwargs):

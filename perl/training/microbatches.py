@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from perl import device
+from perl.checkpoints import takes_images
 from perl.engines.attention import numbers_of
 from perl.training.metrics import ModelSize, Work, update_flops
 from perl.training.packing import enable_packing, prompt_work, row_work
@@ -254,6 +255,8 @@ def plan_update(
         fixed = f"loss_type {args.loss_type}"
     elif args.top_entropy_quantile < 1.0:
         fixed = "top_entropy_quantile below 1"
+    elif takes_images(policy.config):
+        fixed = "what TRL keeps of their images"
     elif entropy_bonus or aux_loss:
         fixed = "the entropy bonus" if entropy_bonus else "the router's auxiliary loss"
     if padded and say:

@@ -1,4 +1,4 @@
-"""The model card of an adapter: README.md with the metadata of the Hugging Face Hub, from what was measured.
+"""The model card of an adapter or a whole model: README.md with the hub's metadata, from what was measured.
 
     training     write_training_card    at each save: base, data, settings, the reward over the steps, versions
     evaluation   add_results            `python -m perl card`: scores with their intervals, in the model-index too
@@ -36,6 +36,7 @@ BEGIN, END = "<!-- perl: results -->", "<!-- perl: end of results -->"
 NOT_EVALUATED = (
     "Not evaluated yet. `python -m perl card ADAPTER --results RESULT_DIR` writes the evaluator's scores here."
 )
+UNKNOWN_BASE = "an unknown base"
 CURVE_ROWS = 8
 """Steps that the card shows of the reward's curve."""
 ALGORITHMS = {"grpo": "[GRPO](https://arxiv.org/abs/2402.03300)", "sft": "supervised fine-tuning"}
@@ -74,7 +75,7 @@ class RunFacts:
 
 
 def write_training_card(run_dir: Path, folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
-    """Write README.md into `folder`, which holds an adapter that the run in `run_dir` has just saved.
+    """Write README.md into `folder`, which holds what the run in `run_dir` has just saved.
 
     Args:
         run_dir: folder of the run, with its config.yaml and environment.json.
@@ -84,7 +85,8 @@ def write_training_card(run_dir: Path, folder: Path, history: Sequence[Mapping[s
     environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
     name = (config["training"].get("hub_model_id") or run_dir.resolve().name).rpartition("/")[2]
     dataset = config["dataset"]["dataset_name_or_path"]
-    new_card(folder, name, dataset, run_facts(config, environment, history)).save(folder / CARD)
+    facts = run_facts(config, environment, history)
+    new_card(folder, name, dataset, facts, config["model"]["model_name_or_path"]).save(folder / CARD)
 
 
 def run_facts(
@@ -135,6 +137,9 @@ def _settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
 
 
 def _adapter(peft: Mapping[str, Any]) -> str:
+    if peft["type"] == "none":
+        start = "" if peft.get("adapter") is None else ", on the base merged with an earlier adapter"
+        return f"none: all weights are trained{start}"
     made = f"{peft['type']}, r {peft['r']}, alpha {peft['lora_alpha']}, dropout {peft['lora_dropout']}"
     if peft.get("adapter") is None:
         return made
@@ -179,46 +184,75 @@ def _noise(noise: Mapping[str, Any]) -> str:
 
 
 def add_results(adapter: Path, result_dirs: Iterable[Path]) -> list[EvalResult]:
-    """Write the scores of `adapter` in `result_dirs` into its card, in the place of those that stand there.
+    """Write the scores of `adapter` in `result_dirs` into its card, in the place of those that stand there. A whole
+    model is taken too.
 
     A card of someone else's keeps its text and its metadata: the results are added at its end.
 
     Raises:
         UserError: no adapter, or a folder without results of it.
     """
-    require_adapter(adapter, "ADAPTER")
+    if not is_whole(adapter):
+        require_adapter(adapter, "ADAPTER")
     own_hash = content_hash(adapter)
-    summaries = [summary for folder in result_dirs for summary in read_summaries(folder, own_hash, adapter)]
+    base_hash = hash_of_base(adapter) if is_whole(adapter) else None
+    summaries = [s for folder in result_dirs for s in read_summaries(folder, own_hash, adapter, base_hash)]
     file = adapter / CARD
     theirs = ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else None
     card = theirs or new_card(adapter, card_name(adapter))
     data: Any = card.data
-    results = [result for summary in summaries if summary["adapter_hash"] for result in eval_results(summary)]
+    own = [summary for summary in summaries if scored_hash(summary) == own_hash]
+    results = [result for summary in own for result in eval_results(summary)]
     for field, value in metadata(adapter).to_dict().items():
         if data.get(field) is None:
             data[field] = value
     title = re.search(r"^# (.+)$", card.text, re.MULTILINE)
     data.model_name, data.eval_results = title[1].strip() if title else card_name(adapter), results
-    card.text = with_results(card.text, results_text(summaries))
+    card.text = with_results(card.text, results_text(summaries, own_hash))
     card.save(file)
     return results
 
 
-def read_summaries(folder: Path, adapter_hash: str, adapter: Path) -> list[dict[str, Any]]:
-    """Each summary.json below `folder` that is of this adapter, and of its base alone."""
+def is_whole(folder: Path) -> bool:
+    """Whether a whole model lies there, and no adapter."""
+    return (folder / "config.json").is_file() and not (folder / ADAPTER_CONFIG).is_file()
+
+
+def scored_hash(summary: Mapping[str, Any]) -> str:
+    """Of what was scored: the adapter, or the model alone."""
+    return summary["adapter_hash"] or summary["base_hash"]
+
+
+def hash_of_base(model: Path) -> str | None:
+    """content_hash of the model that a run in the folder around `model` has trained, where both lie on this machine."""
+    try:
+        config = yaml.safe_load((model.resolve().parent / "config.yaml").read_text(encoding="utf-8"))
+        base = Path(config["model"]["model_name_or_path"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return content_hash(base) if base.is_dir() else None
+
+
+def read_summaries(folder: Path, own_hash: str, adapter: Path, base_hash: str | None = None) -> list[dict[str, Any]]:
+    """Each summary.json below `folder` that is of this adapter or whole model, and of its base alone.
+
+    Args:
+        base_hash: of the base of a whole model, where it is known.
+    """
     if not folder.is_dir():
         raise UserError(f"--results {folder}: no such folder; write what --result_dir of perl/eval.py was")
     files = [file.with_name("summary.json") for file in sorted(folder.glob("**/run.json"))]
     for file in [file for file in files if not file.is_file()]:
         log.warning("%s is left out: its evaluation has not ended", file.parent)
     found = [_read_json(file) for file in files if file.is_file()]
-    own = [summary for summary in found if summary["adapter_hash"] == adapter_hash]
+    own = [summary for summary in found if scored_hash(summary) == own_hash]
     if not own:
+        flag = "--model" if is_whole(adapter) else "--adapter"
         raise UserError(
-            f"--results {folder}: holds no results of {adapter}; score it with python perl/eval.py --adapter {adapter}"
+            f"--results {folder}: holds no results of {adapter}; score it with python perl/eval.py {flag} {adapter}"
             f" --result_dir {folder}"
         )
-    bases = {summary["base_hash"] for summary in own}
+    bases = {base_hash} if is_whole(adapter) else {summary["base_hash"] for summary in own}
     return [s for s in found if s["adapter_hash"] is None and s["base_hash"] in bases] + own
 
 
@@ -252,11 +286,12 @@ def shown_metrics(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return {k: e for k, e in summary["metrics"].items() if k not in same and not k.startswith("avg@")}
 
 
-def results_text(summaries: Sequence[Mapping[str, Any]]) -> str:
+def results_text(summaries: Sequence[Mapping[str, Any]], own_hash: str) -> str:
     """A table of the scores, and below it how they were made."""
     lines = ["| dataset | model | metric | value, % | 95 % interval |", "|---|---|---|---:|---:|"]
     for summary in summaries:
-        who = "this adapter" if summary["adapter_hash"] else "the base"
+        what = "this adapter" if summary["adapter_hash"] else "this model"
+        who = what if scored_hash(summary) == own_hash else "the base"
         for metric, e in shown_metrics(summary).items():
             scores = f"{100 * e['value']:.2f} | {100 * e['low']:.2f} – {100 * e['high']:.2f}"
             lines.append(f"| {_local_name(summary['dataset'])} | {who} | {metric} | {scores} |")
@@ -293,15 +328,22 @@ def with_results(text: str, results: str) -> str:
 # The card
 
 
-def new_card(folder: Path, name: str, dataset: str | list[str] | None = None, run: RunFacts | None = None) -> ModelCard:
-    """A card without results for the adapter in `folder`; `dataset` and `run` where perl has trained it."""
-    adapter_config = _read_json(folder / ADAPTER_CONFIG)
-    base = base_of(adapter_config)
+def new_card(
+    folder: Path,
+    name: str,
+    dataset: str | list[str] | None = None,
+    run: RunFacts | None = None,
+    trained: str | None = None,
+) -> ModelCard:
+    """A card without results for the adapter or the whole model in `folder`; `dataset` and `run` where perl has trained
+    it, and `trained`, the model that it trained."""
+    whole = is_whole(folder)
+    base = (trained or UNKNOWN_BASE) if whole else base_of(_read_json(folder / ADAPTER_CONFIG))
     return ModelCard.from_template(
-        metadata(folder, dataset, run.algorithm if run else "grpo"),
+        metadata(folder, dataset, run.algorithm if run else "grpo", base),
         template_path=str(TEMPLATE),
         name=name,
-        method=method(adapter_config),
+        method="" if whole else method(_read_json(folder / ADAPTER_CONFIG)),
         base=_linked(base, ""),
         base_name=base if _is_hub_name(base) else f"path/to/{_local_name(base)}",
         version=__version__,
@@ -311,26 +353,30 @@ def new_card(folder: Path, name: str, dataset: str | list[str] | None = None, ru
     )
 
 
-def metadata(folder: Path, dataset: str | list[str] | None = None, algorithm: str = "grpo") -> ModelCardData:
+def metadata(
+    folder: Path, dataset: str | list[str] | None = None, algorithm: str = "grpo", base: str | None = None
+) -> ModelCardData:
     """The hub's metadata as far as it is known: names of local folders and files are none of it.
 
     Args:
-        folder: the adapter's.
+        folder: the adapter's, or the whole model's.
         dataset: what perl trained it on, as the user wrote it; None where another program trained it.
         algorithm: key of ALGORITHMS, where perl trained it.
+        base: of a whole model, the model that was trained, where it is known.
     """
-    adapter_config = _read_json(folder / ADAPTER_CONFIG)
-    base = base_of(adapter_config)
-    tags = ["transformers", str(adapter_config["peft_type"]).lower()]
+    whole = is_whole(folder)
+    adapter_config = {} if whole else _read_json(folder / ADAPTER_CONFIG)
+    base = (base or UNKNOWN_BASE) if whole else base_of(adapter_config)
+    tags = ["transformers"] if whole else ["transformers", str(adapter_config["peft_type"]).lower()]
     if _is_hub_name(base):
-        tags.append(f"base_model:adapter:{base}")
+        tags.append(f"base_model:{'finetune' if whole else 'adapter'}:{base}")
     if dataset is not None:
         tags += [algorithm, "trl", "perl"]
     trained_on = [name for spec in data_sets(dataset or []) if (name := hub_dataset(spec))]
     return ModelCardData(
         base_model=base if _is_hub_name(base) else None,
         datasets=trained_on or None,
-        library_name="peft",
+        library_name="transformers" if whole else "peft",
         license=license_of(base),
         pipeline_tag="text-generation",
         tags=tags,
@@ -362,13 +408,13 @@ def method(adapter_config: Mapping[str, Any]) -> str:
 
 
 def base_of(adapter_config: Mapping[str, Any]) -> str:
-    return adapter_config.get("base_model_name_or_path") or "an unknown base"
+    return adapter_config.get("base_model_name_or_path") or UNKNOWN_BASE
 
 
 def card_name(folder: Path) -> str:
-    """The run's name, and the checkpoint's where it is not the final adapter."""
+    """The run's name, and the checkpoint's where it is not the final adapter or model."""
     folder = folder.resolve()
-    if folder.name == "adapter":
+    if folder.name in ("adapter", "model"):
         return folder.parent.name
     return f"{folder.parent.name}-{folder.name}" if folder.name.startswith("checkpoint-") else folder.name
 

@@ -102,7 +102,7 @@ def changes(phase: str, config: Config) -> Iterator[str]:
     if phase == "rollout" and group % 4 == 0 and (parts := smaller_rollouts(training, group // 2)):
         fewer = {"training.num_generations": (group // 2, group), "training.steps_per_generation": parts}
         yield change(fewer, "fewer answers a prompt")
-    yield halved("peft.r", int(config.peft.r), "a smaller adapter")
+    yield smaller_adapter(config)
 
 
 def sft_changes(phase: str, config: SFTRunConfig) -> Iterator[str]:
@@ -117,7 +117,7 @@ def sft_changes(phase: str, config: SFTRunConfig) -> Iterator[str]:
         if not training.gradient_checkpointing:
             yield change({"training.gradient_checkpointing": ("true", "false")}, "same result, a second forward")
         yield halved("training.max_length", training.max_length, "cuts long rows")
-    yield halved("peft.r", int(config.peft.r), "a smaller adapter")
+    yield smaller_adapter(config)
 
 
 def smaller_cache(config: Config) -> str:
@@ -152,6 +152,13 @@ def smaller_micro_batches(training: TrainingConfig | SFTTrainingConfig) -> str:
     if generation is not None and generation != steps:  # set by the user: it does not follow on its own
         flags["training.steps_per_generation"] = (generation * now // fewer, generation)
     return change(flags, "same batch, slower")
+
+
+def smaller_adapter(config: Config | SFTRunConfig) -> str:
+    """Of half the rank, or one at all."""
+    if config.peft.type == "none":
+        return change({"peft.type": ("lora", "none")}, "an adapter in the place of all weights")
+    return halved("peft.r", int(config.peft.r), "a smaller adapter")
 
 
 def halved(flag: str, now: int | None, cost: str) -> str:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
+from perl.adapters.none import NO_ADAPTER
 from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.vllm import cannot_serve
@@ -28,7 +29,8 @@ from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
 from perl.training.setup import PROBLEM, build_dataset, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
-from perl.training.validation import ValidationPlan, plan_validation
+from perl.training.validation_setup import ValidationSetup, set_up_validation
+from perl.training.vision import check_images
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -48,12 +50,13 @@ class Checked:
     """What the checks have read, for the run to use."""
 
     tokenizer: PreTrainedTokenizerBase
+    """Of a model that takes images: its processor."""
     dataset: Dataset
     problems: list[str]
     """Which problems its rows are."""
     checkpoint: str | None
     """To go on from."""
-    validation: ValidationPlan | None
+    validation: ValidationSetup | None
     """What the run validates on; None where no dataset is named."""
 
 
@@ -92,6 +95,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     checkpoint = rundir.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     rundir.check_folder(run_dir, resuming=checkpoint is not None)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
+    check_images(config, tokenizer)
     dataset = build_dataset(config.dataset, tokenizer, graded=grades_rows(config.reward.functions))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
@@ -101,7 +105,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         dataset=dataset,
         problems=list(problems),
         checkpoint=checkpoint,
-        validation=plan_validation(config, tokenizer, set(problems)),
+        validation=set_up_validation(config, tokenizer, set(problems)),
     )
 
 
@@ -121,8 +125,8 @@ def check_training(training: TrainingConfig) -> None:
         )
     if training.sync_ref_model:
         raise UserError(
-            "--config.training.sync_ref_model: the reference of an adapter is its base, which never changes; leave it"
-            " out"
+            "--config.training.sync_ref_model: the reference is the model that the run begins with, and never changes;"
+            " leave it out"
         )
 
 
@@ -154,7 +158,8 @@ def check_engine(config: Config) -> None:
             f"--config.rollout.engine vllm: TRL can't give vLLM new weights in --config.training.vllm_mode {mode} on a"
             f" {kind} device; use {' or '.join(device.VLLM_MODES[kind])}, or --config.rollout.engine fast"
         )
-    why = cannot_serve(ADAPTERS[config.peft.type].build(config.peft).to_dict())
+    peft_config = ADAPTERS[config.peft.type].build(config.peft)
+    why = NO_ADAPTER if peft_config is None else cannot_serve(peft_config.to_dict())
     if why and not device.VLLM_TAKES_WEIGHTS[kind]:
         raise UserError(
             f"--config.rollout.engine vllm: on a {kind} device vLLM takes the adapter alone, but {why}; use"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as List
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,6 +19,7 @@ import torch
 from transformers import GenerationConfig
 
 from perl import device
+from perl.adapters.none import RolloutCopies
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.checkpoints import token_ids
 from perl.config.schema import RolloutConfig
@@ -27,6 +29,7 @@ from perl.engines.sequence import Sequence
 from perl.engines.stock import generate_plain, generate_stock
 from perl.errors import UserError
 from perl.noise.injector import NoiseInjector
+from perl.processors import MakeImages
 from perl.prompts import row_seed
 from perl.records import Sampling
 
@@ -69,8 +72,20 @@ class RolloutRequest:
     """Completions of each prompt, one after the other."""
     on_finished: Callable[[int, list[int]], None] | None = None
     """Told a completion's place and tokens as soon as it ends, while others are drawn, by samplers that know."""
+    images: List[MakeImages | None] = ()
+    """One for each completion; empty where no prompt has any."""
     rules: EvaluatorRules | None = None
     """Complete as the evaluator does, by `sampling` and `seeds` alone; None: a rollout, as TRL asks for it."""
+
+    def sequences(self, room: Callable[[list[int], int], int]) -> list[Sequence]:
+        """The completions to make.
+
+        Args:
+            room: (prompt, sampling.max_new_tokens) -> most new tokens.
+        """
+        rows = zip(self.prompt_ids, self.seeds, self.images or [None] * len(self.seeds), strict=True)
+        most = self.sampling.max_new_tokens
+        return [Sequence(tuple(prompt), seed, room(prompt, most), images=images) for prompt, seed, images in rows]
 
 
 class Completions(NamedTuple):
@@ -91,6 +106,8 @@ class Sampler(Protocol):
     """Bytes of a number that it computes in, at most."""
     elsewhere: bool
     """It computes on devices that are not the trainer's."""
+    context: int | None
+    """Most tokens of prompt and completion together that another program allows; None: no further limit."""
     noise: NoiseInjector | None
     """What puts the noise on the weights that it samples with."""
 
@@ -104,7 +121,7 @@ class RolloutPolicy:
     """The trained model samples: in the decode loop, or by transformers' `generate` or `generate_batch`.
 
     Args:
-        model: the policy, wrapped by PEFT but not by DDP or DeepSpeed.
+        model: the policy, not wrapped by DDP or DeepSpeed.
         config: the group `rollout`.
         noise: what adds the noise, or None.
         generation_config: TRL's, for eos and pad tokens, and for transformers' own `generate` and `generate_batch`.
@@ -112,10 +129,12 @@ class RolloutPolicy:
         batching_config: transformers' ContinuousBatchingConfig, for the engine continuous_batching.
         kernels: training.attention_kernels.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
+        dtype: what the trainer computes in; None is the weights'.
     """
 
     itemsize = 4  # its dtype is the policy's
     elsewhere = False
+    context: int | None = None
 
     def __init__(
         self,
@@ -127,6 +146,7 @@ class RolloutPolicy:
         batching_config: Any = None,
         kernels: bool | Literal["auto"] = "auto",
         gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        dtype: torch.dtype | None = None,
     ):
         self.model, self.config, self.noise = model, config, noise
         self.generation_config, self.batching_config = generation_config, batching_config
@@ -134,9 +154,11 @@ class RolloutPolicy:
         if batching_config is not None:
             batching_config.return_logprobs = True
         require_possible(generation_kwargs)
-        self.merge = RolloutMerge(model, config.merge_adapter)
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
         self.kernel = device.paged_attention(kernels)
         further = {name: value for name, value in generation_kwargs.items() if name not in SERVED}
+        if generation_config.suppress_tokens is not None:  # TRL's: a drawn image token has no image
+            further["suppress_tokens"] = generation_config.suppress_tokens
         self.decoder = self._make_decoder(token_ids(generation_config.eos_token_id), further)
 
     def _make_decoder(self, eos_token_ids: Collection[int], generation_kwargs: dict[str, Any]) -> Decoder:
@@ -154,11 +176,8 @@ class RolloutPolicy:
     def complete(self, request: RolloutRequest) -> Completions:
         if request.rules is not None:
             return self._complete_by(request.rules, request)
-        sequences = [
-            Sequence(tuple(prompt), seed, request.sampling.max_new_tokens)
-            for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
-        ]
-        with self.gathered(), sampling_weights(self.model, self.noise, request.weights):
+        sequences = request.sequences(lambda _, most: most)
+        with self.gathered(), sampling_weights(self.model, self.noise, request.weights), self.copies.applied():
             if self.config.engine == "continuous_batching":
                 return self._generate_batch(request.prompt_ids)
             with self.merge.applied():
@@ -177,13 +196,15 @@ class RolloutPolicy:
         """By the decode loop, or the model's own `generate` under the engine of that name. The loop is another one
         than that of rollouts, whose cache and captured graphs stay as they are; there is no noise."""
         sampling = request.sampling
-        sequences = [
-            Sequence(tuple(prompt), seed, rules.room(prompt, sampling.max_new_tokens))
-            for prompt, seed in zip(request.prompt_ids, request.seeds, strict=True)
-        ]
+        sequences = request.sequences(rules.room)
         decoder = self._make_decoder(rules.eos_token_ids, {})
         run = decoder.run if self.config.engine != "generate" else functools.partial(_stock_batches, decoder)
-        with self.gathered(), sampling_weights(self.model, None, request.weights), self.merge.applied():
+        with (
+            self.gathered(),
+            sampling_weights(self.model, None, request.weights),
+            self.copies.applied(),
+            self.merge.applied(),
+        ):
             for sequence in run(sequences, sampling):
                 if request.on_finished is not None:
                     request.on_finished(sequence.index, sequence.token_ids)

@@ -1,4 +1,4 @@
-"""The main path of training: configuration -> prompts -> GRPO with AQN -> adapter."""
+"""The main path of training: configuration -> prompts -> GRPO with AQN -> adapter, or model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import PrinterCallback
 
 from perl import device
 from perl.adapters import ADAPTERS
+from perl.adapters.none import store_as
 from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
 from perl.grading import Grader
@@ -30,6 +31,7 @@ from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.setup import load_model
 from perl.training.validation import Validation
+from perl.training.vision import language_part
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def train(argv: Sequence[str]) -> Path:
-    """Train as the command line `argv` says and return the run's folder; adapter/ in it is the result.
+    """Train as the command line `argv` says and return the run's folder; adapter/ in it, or model/, is the result.
 
     Raises:
         UserError: before a model is loaded, for whatever the user can fix.
@@ -73,7 +75,7 @@ def train(argv: Sequence[str]) -> Path:
                 processing_class=checked.tokenizer,
                 reward_funcs=rewards,
                 adapter=ADAPTERS[config.peft.type],
-                adapter_config=config.peft,
+                adapter_config=language_part(config.peft, checked.tokenizer),
                 noise=config.noise_injection,
                 algorithm=config.algorithm,
                 rollout=config.rollout,
@@ -93,7 +95,7 @@ def train(argv: Sequence[str]) -> Path:
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
         trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
-        save_adapter(trainer, run_dir / "adapter")
+        save_result(trainer, run_dir)
     return run_dir
 
 
@@ -147,8 +149,9 @@ def open_run(
     if config.training.process_index == 0:
         rundir.prepare(run_dir, parsed, config.training.world_size)
         data = config.dataset
-        before = checked.checkpoint or config.peft.adapter  # the adapter has seen the problems of that run too
-        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, before)
+        # What is trained has seen the problems of those runs too.
+        before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
+        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
         log.info("run folder: %s", run_dir.resolve())
     tracking.configure(config, run_dir, device.detect().kind, method)
     if config.training.hub_token:
@@ -175,9 +178,14 @@ def users_error(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from error
 
 
-def save_adapter(trainer: AdapterTrainer, folder: Path) -> None:
-    """The adapter and the tokenizer, without transformers' pickled arguments."""
+def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
+    """The adapter, or the whole model in the dtype that it computes in, and the tokenizer, without transformers'
+    pickled arguments."""
+    name = trainer.adapter.result
+    folder = run_dir / name
     trainer.save_model(str(folder))
     if trainer.args.process_index == 0:
         (folder / "training_args.bin").unlink(missing_ok=True)
-        log.info("adapter: %s", folder.resolve())
+        if name == "model":
+            store_as(folder, trainer.compute_dtype())
+        log.info("%s: %s", name, folder.resolve())

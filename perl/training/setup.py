@@ -14,16 +14,20 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import checkpoints, device
+from perl.adapters.none import loses_updates, trained_dtype
 from perl.adapters.start import continued, merge_into
 from perl.checkpoints import resolve_model
 from perl.config.load import Config
 from perl.config.schema import data_sets
 from perl.errors import UserError
+from perl.images import fitted, has_images
+from perl.processors import load_processing
 from perl.prompts import PromptStyle, build_messages, encode, require_chat_template
 from perl.records import Problem
 from perl.reward_files import ROW, row_of
 from perl.tasks import TASKS, load_problems, training_split
 from perl.tasks.trained import problem_hash
+from perl.training.vision import with_images
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -40,18 +44,19 @@ MODEL_FLAG = "--config.model.model_name_or_path"
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model` (a folder or hub name), padding and cutting on the left; a missing model or chat
-    template is a UserError."""
+    """The tokenizer of `model` (a folder or hub name), padding and cutting on the left, of a model that
+    takes images its processor. A missing model or chat template is a UserError."""
     folder = resolve_model(model, MODEL_FLAG)
     checkpoints.load_config(folder, MODEL_FLAG)
-    tokenizer = checkpoints.load_tokenizer(folder, MODEL_FLAG, padding_side="left", truncation_side="left")
+    tokenizer = load_processing(folder, MODEL_FLAG, padding_side="left", truncation_side="left")
     require_chat_template(tokenizer, model)
     return tokenizer
 
 
 def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
     """Of the base's weights. A UserError where two flags say different things."""
-    dtype = getattr(torch, config.model.dtype) if config.model.dtype else device.default_dtype()
+    own = trained_dtype(config.training) if config.peft.type == "none" else device.default_dtype()
+    dtype = getattr(torch, config.model.dtype) if config.model.dtype else own
     given: Any = (config.training.model_init_kwargs or {}).get("dtype", dtype)  # type: ignore[union-attr]
     if given not in (dtype, str(dtype).removeprefix("torch.")):
         raise UserError(
@@ -69,6 +74,8 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     DDP refuses to work.
     """
     dtype = model_dtype(config)
+    if config.peft.type == "none":
+        check_full(config, dtype)
     extra: dict[str, Any] = dict(config.training.model_init_kwargs or {})  # type: ignore[arg-type]
     config.training.model_init_kwargs = None  # used here; TRL would warn that it ignores them
     extra.pop("dtype", None)
@@ -84,6 +91,25 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     if config.peft.adapter is not None and config.peft.adapter_mode == "continue":
         return continued(model, Path(config.peft.adapter))
     return model
+
+
+def check_full(config: Config | SFTRunConfig, dtype: torch.dtype) -> None:
+    """Where all weights are trained: a line where their dtype loses updates; a UserError where ZeRO-3 would leave none
+    of them but in DeepSpeed's own files."""
+    training = config.training
+    if loses_updates(dtype, training):
+        log.warning(
+            "--config.model.dtype %s: the optimizer writes to weights of this dtype, and an update smaller than half of"
+            " a weight's spacing (in bfloat16 1/512 of the weight) is lost; leave the flag out for float32 weights",
+            str(dtype).removeprefix("torch."),
+        )
+    deepspeed = training.deepspeed_plugin and training.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    if deepspeed and deepspeed["stage"] == 3 and not deepspeed.get("stage3_gather_16bit_weights_on_model_save"):
+        raise UserError(
+            "--config.peft.type none: ZeRO-3 saves no whole model without stage3_gather_16bit_weights_on_model_save;"
+            " set it to true in DeepSpeed's file, or zero3_save_16bit_model in accelerate's"
+            " (scripts/accelerate/npu_zero3.yaml has it)"
+        )
 
 
 def merged_base(config: Config | SFTRunConfig) -> Path:
@@ -112,9 +138,9 @@ def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, gra
         graded: as load_problems has it.
     """
     problems = _problems(config, graded)
-    rows = [_row(problem, config.system_prompt) for problem in problems]
+    rows = [_row(problem, config.system_prompt, has_images(tokenizer)) for problem in problems]
     if config.max_prompt_length is not None:
-        rows = _check_lengths(rows, problems, config, tokenizer)
+        rows, problems = _check_lengths(rows, problems, config, tokenizer)
     names = data_sets(config.dataset_name_or_path)
     if not rows:
         raise UserError(
@@ -122,7 +148,7 @@ def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, gra
             " raise --config.dataset.max_prompt_length"
         )
     log.info("%d prompts from %s", len(rows), ", ".join(names))
-    return Dataset.from_list(rows)
+    return with_images(rows, problems)
 
 
 def _problems(config: DatasetConfig, graded: bool) -> list[Problem]:
@@ -153,11 +179,11 @@ def _as_list(named: str) -> str:
     return json.dumps([str(item) for item in listed] if isinstance(listed, list) else named.split(","))
 
 
-def _row(problem: Problem, system_prompt: str | None) -> dict:
+def _row(problem: Problem, system_prompt: str | None, takes_images: bool) -> dict:
     style = TASKS[problem.task].style if problem.task else PromptStyle()
     if system_prompt is not None:
         style = replace(style, system_prompt=system_prompt)
-    messages = build_messages(problem, style)
+    messages = fitted(build_messages(problem, style), problem.images, takes_images, problem.source)
     return {
         "prompt": messages,
         "gold": problem.gold or None,
@@ -169,17 +195,18 @@ def _row(problem: Problem, system_prompt: str | None) -> dict:
 
 def _check_lengths(
     rows: list[dict], problems: list[Problem], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[dict]:
+) -> tuple[list[dict], list[Problem]]:
     limit = config.max_prompt_length
     assert limit is not None
-    lengths = [len(encode(tokenizer, row["prompt"])) for row in rows]
+    prompts = zip(rows, problems, strict=True)
+    lengths = [len(encode(tokenizer, row["prompt"], problem.images)) for row, problem in prompts]
     overlong = [index for index, length in enumerate(lengths) if length > limit]
     if not overlong:
-        return rows
+        return rows, problems
     if config.filter_overlong_prompts:
         log.info("%d of %d prompts are longer than %d tokens: dropped", len(overlong), len(rows), limit)
-        dropped = set(overlong)
-        return [row for index, row in enumerate(rows) if index not in dropped]
+        kept = sorted(set(range(len(rows))) - set(overlong))
+        return [rows[index] for index in kept], [problems[index] for index in kept]
     if config.truncation == "error":
         first = overlong[0]
         raise UserError(
@@ -190,4 +217,4 @@ def _check_lengths(
     log.info(
         "%d of %d prompts are longer than %d tokens: cut, at the %s", len(overlong), len(rows), limit, config.truncation
     )
-    return rows
+    return rows, problems

@@ -1,4 +1,4 @@
-"""The main path of supervised fine-tuning: configuration -> rows -> TRL's SFTTrainer -> adapter."""
+"""The main path of supervised fine-tuning: configuration -> rows -> TRL's SFTTrainer -> adapter, or model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import check_processes
-from perl.training.run import agree_on_folder, hide_vllm, open_run, save_adapter, set_up_logging, users_error
+from perl.training.run import agree_on_folder, hide_vllm, open_run, save_result, set_up_logging, users_error
 from perl.training.setup import load_model
 from perl.training.sft_rows import check_rows
 
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def fine_tune(argv: Sequence[str]) -> Path:
-    """Train as the command line `argv` says and return the run's folder; adapter/ in it is the result.
+    """Train as the command line `argv` says and return the run's folder; adapter/ in it, or model/, is
+    the result.
 
     Raises:
         UserError: before a model is loaded, for whatever the user can fix.
@@ -68,7 +69,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
         trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
-        save_adapter(trainer, run_dir / "adapter")
+        save_result(trainer, run_dir)
     return run_dir
 
 

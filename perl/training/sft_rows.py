@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from perl.adapters import ADAPTERS
 from perl.errors import UserError, lookup
+from perl.images import has_images
 from perl.prompts import build_messages
 from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
 from perl.tasks.files import Row
@@ -69,6 +70,11 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     checkpoint = rundir.find_checkpoint(training.resume_from_checkpoint, run_dir, rundir.TRAINER_STATE)
     rundir.check_folder(run_dir, resuming=checkpoint is not None)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
+    if has_images(tokenizer):
+        raise UserError(
+            f"--config.model.model_name_or_path {config.model.model_name_or_path}: perl.sft takes no"
+            " vision-language model; name one of texts alone"
+        )
     split = data.split or training_split(data.dataset_name_or_path)
     rows = read(data.dataset_name_or_path, split, data.example_numbers, data.task, data.system_prompt)
     check_loss(training, rows[0], tokenizer)

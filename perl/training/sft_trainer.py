@@ -15,7 +15,7 @@ from perl.config.schema import PeftConfig
 from perl.config.sft_training import SFTTrainingConfig
 from perl.errors import UserError
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
-from perl.training.metrics import StepClock, model_size, sequences
+from perl.training.metrics import StepClock, add_step, model_size, sequences
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,8 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            if name == "timing/step" or name.startswith("perf/"):  # a step has no other phases here
-                self._metrics["train"][name].append(value)
+        own = {k: v for k, v in metrics.items() if k == "timing/step" or k.startswith("perf/")}  # no other phases here
+        add_step(self._metrics["train"], own)
 
 
 def lengths_of(inputs: dict[str, Any]) -> list[int]:

@@ -17,6 +17,8 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,7 @@ from transformers import Trainer
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
 from perl.adapters import Adapter
@@ -62,9 +65,9 @@ from perl.training.loss import (
     require_same_policy,
 )
 from perl.training.measurements import Measurements
-from perl.training.metrics import StepClock, model_size, sequences
+from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
-from perl.training.packing import log_probs
+from perl.training.packing import enable_packing, log_probs
 from perl.training.rollout import (
     Completions,
     RolloutPolicy,
@@ -76,6 +79,7 @@ from perl.training.rollout import (
     sampling_weights,
 )
 from perl.training.validation import Validation
+from perl.training.vision import IMAGE_FIELDS, in_chunks, rollout_images, trl_fields
 from perl.training.vllm_sampler import VLLMSampler
 from perl.training.vllm_sync import VLLMSync
 
@@ -123,8 +127,25 @@ def _reference_kept(args: TrainingConfig, wanted: bool) -> Iterator[None]:
         args.beta = beta
 
 
+@contextlib.contextmanager
+def _reference_loaded_like(model: Any) -> Iterator[None]:
+    """Where all weights of `model` are trained TRL loads the reference of beta > 0 inside. It is loaded as `model` was:
+    of the same configuration, and to the CPU; TRL's own would be spread over several NPUs."""
+    theirs = grpo_trainer.create_model_from_path
+
+    def load(folder: str, *, dtype: torch.dtype, attn_implementation: str, **_: Any) -> Any:
+        own = {"dtype": dtype, "attn_implementation": attn_implementation, "config": copy.deepcopy(model.config)}
+        return type(model).from_pretrained(folder, **own)
+
+    setattr(grpo_trainer, "create_model_from_path", load)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, "create_model_from_path", theirs)  # noqa: B010
+
+
 class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
-    """GRPO on a LoRA adapter, sampled with noise on the norm weights.
+    """GRPO on a LoRA adapter or on all weights, sampled with noise on the norm weights.
 
     Args (besides GRPOTrainer's):
         adapter: the PEFT method.
@@ -136,7 +157,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         truncation: where they are cut ("left", "right", "middle").
         grade_early: given a completion's text and its row of the data set as soon as it ends, while others are drawn.
         validation: what is asked for scores while the model trains.
-        write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
+        write_card: writes the model card into a folder that holds what was trained, given the log history; None: TRL's
+            card.
     """
 
     args: TrainingConfig
@@ -161,9 +183,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
         self.algorithm_config = algorithm or AlgorithmConfig()
-        penalized = self.algorithm_config.kl_in_reward > 0.0
-        with _vllm_started_by(vllm_sync), _reference_kept(kwargs["args"], penalized):
+        reference = _reference_kept(kwargs["args"], self.algorithm_config.kl_in_reward > 0.0)
+        with _vllm_started_by(vllm_sync), _reference_loaded_like(kwargs["model"]), reference:
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
+        if self.accelerator.num_processes > 1 or not self.log_completions:
+            self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
         self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
@@ -180,12 +204,16 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.noise and noise.schedule == "target_kl":
             self._require_measurable_kl()
         self.plan = self._plan_update()
+        if self.ref_model is not None and self.plan.packed:
+            enable_packing(self.accelerator.unwrap_model(self.ref_model))  # it scores the same micro-batches
         self.rollout = Rollout(Weights(-1, 0, 0.0))
         """The last one."""
         self.measured = Measurements(self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.validation = validation
+        if validation is not None:
+            validation.setup.require_room(self.sampler.context)
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
         # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores.
         for callback in (self.noise_stage if self.noise else None, self.clock, validation):
@@ -220,6 +248,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.continuous_batching_config,
             self.args.attention_kernels,
             self._gathered,
+            self.compute_dtype(),
         )
 
     def _sampling(self) -> Sampling:
@@ -292,6 +321,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         if self.truncate_prompts_to is not None:
             prompt_ids = [truncated(ids, self.truncate_prompts_to, self.truncation) for ids in prompt_ids]
+        if images is not None:
+            images = [row or [] for row in images]  # TRL's None for a row without one is more than a processor takes
         return prompt_ids, images, multimodal_fields
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -311,8 +342,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         return inputs
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
-        if images is not None:
-            raise UserError("rollouts take no images; train on rows of text")
         self.rollout.weights = weights = self._next_weights()
         draw, rank = (weights.step, weights.number), self.args.process_index
         seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
@@ -324,6 +353,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             weights=weights,
             group_size=num_generations,
             on_finished=early,
+            images=rollout_images(images, fields),
         )
         with self.clock("rollout"):
             completions = self.sampler.complete(request)
@@ -368,6 +398,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 torch.cat([mask, completion_mask], dim=1),
                 completion_mask.shape[1],
                 batch_size=self.args.per_device_train_batch_size,
+                **trl_fields([images and images() for images in request.images[:COMPARED_ROWS]]),
             )
         difference = SamplerDifference()
         difference.add(trainer, pad_right(completions.logprobs[:COMPARED_ROWS], trainer.device), completion_mask)
@@ -528,22 +559,18 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     ):
         if isinstance(model, TokenLogProbs):  # of `_compute_loss`, computed already
             return model
-        theirs = super()._get_per_token_logps_and_entropies
-
-        def padded(ids: torch.Tensor, mask: torch.Tensor, width: int):
-            return theirs(model, ids, mask, width, compute_entropy=compute_entropy, **inputs)
-
         training = torch.is_grad_enabled()  # the loss's own pass
         parts = []
         with contextlib.nullcontext() if training else self.clock("old_logps"), self.accelerator.autocast():
             size = batch_size or len(input_ids)
-            for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+            further = in_chunks(inputs | {"compute_entropy": compute_entropy}, len(input_ids), size)
+            for ids, mask, fields in zip(input_ids.split(size), attention_mask.split(size), further, strict=True):
                 part, work = log_probs(
                     model,
                     ids,
                     mask,
                     logits_to_keep,
-                    padded,
+                    functools.partial(self._padded, model, fields),
                     pack_rows=self.plan.packed,
                     compute_entropy=compute_entropy,
                     kernel=self.plan.kernel,
@@ -557,6 +584,12 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             torch.stack(aux_losses).mean() if inputs.get("compute_aux_loss") else None,
         )
 
+    def _padded(self, model: Any, fields: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor, width: int):
+        """TRL's own forward, of these columns."""
+        if "num_images" in fields:
+            fields = fields | {"mm_token_type_ids": ids.eq(self._image_pad_token_id).int()}
+        return super()._get_per_token_logps_and_entropies(model, ids, mask, width, **fields)
+
     def _score(self, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> TokenLogProbs:
         """What a forward pass of `model` says of the completions of a micro-batch."""
         return self._get_per_token_logps_and_entropies(
@@ -567,6 +600,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             batch_size=batch_size,
             compute_entropy=batch_size is None,
             compute_aux_loss=self.aux_loss_enabled and batch_size is None,
+            **{name: inputs[name] for name in IMAGE_FIELDS if name in inputs},
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -641,17 +675,14 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     # Logging and checkpoints
 
     def _save_adapter(self, folder: Path) -> None:
-        """The adapter and the tokenizer, without transformers' pickled arguments. Every process must come here."""
+        """The adapter, or the model, and the tokenizer, without transformers' pickled arguments. Every process must
+        come here."""
         self.save_model(str(folder), _internal_call=True)  # pushed to no hub
         if self.accelerator.is_main_process:
             (folder / "training_args.bin").unlink(missing_ok=True)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            if "memory" in name or "hbm" in name:
-                self._metrics["train"][name] = [value]  # a peak: the last of the logged steps
-            else:
-                self._metrics["train"][name].append(value)  # mean over the logged steps
+        add_step(self._metrics["train"], metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:

@@ -1,41 +1,41 @@
-"""Validation: the evaluator's tasks, prompts, seeds and grading, on the live model with its adapter and without noise.
+"""Validation: the evaluator's tasks, prompts, seeds and grading, on the live model as it is trained, without noise.
 
-    plan_validation   before the model is loaded   problems -> samples
-    Validation        at a step that is `due`
-        share_of      which samples are this process's
-        complete      samples -> rollout engine -> grader -> records
-        gather        the records of all processes, in every process
-        metrics       val-core/<data source>/acc/mean@n, …
-        write         RUN/validation/step-N/DATASET as perl/eval.py leaves a dataset: samples.jsonl, summary.json
-        keep_best     RUN/best: the adapter with the best score so far
+    set_up_validation  before the model is loaded (validation_setup.py): problems -> samples
+    Validation         at a step that is `due`
+        share_of       which samples are this process's
+        complete       samples -> rollout engine -> grader -> records
+        gather         the records of all processes, in every process
+        metrics        val-core/<data source>/acc/mean@n, …
+        write          RUN/validation/step-N/DATASET as perl/eval.py leaves a dataset: samples.jsonl, summary.json
+        keep_best      RUN/best: the adapter, or the model, with the best score so far
 
 Nothing of the training changes by it: samples bring their own seeds, and the engine's state is one of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from perl import checkpoints, device
-from perl.checkpoints import resolve_model
-from perl.config.schema import ValidationConfig
-from perl.engines.sampling import validate
 from perl.errors import UserError
 from perl.grading import Grader, rules_hash
+from perl.processors import make_images
 from perl.provenance import provenance, text_hash
-from perl.records import Completion, Sample, Sampling
+from perl.records import Completion, Sample
 from perl.results import (
     BEST,
     BEST_FILE,
@@ -51,142 +51,21 @@ from perl.results import (
     write_json,
 )
 from perl.rewards import grade_rows
-from perl.scoring.samples import cluster_of, folder_names, make_samples, record_of, sampling_of_task, style_of_task
+from perl.scoring.problem_sets import ProblemSet
+from perl.scoring.samples import record_of
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
-from perl.tasks import TASKS, data_name, load_problems
+from perl.tasks import TASKS
 from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
-from perl.training.setup import merged_base
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from perl.config.load import Config
+from perl.training.validation_setup import ValidationSetup
 
 log = logging.getLogger(__name__)
-
-FLAG = "--config.validation."
-GIVEN = ("n", "temperature", "max_new_tokens")
-"""Fields of Sampling that the group `validation` has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSet:
-    """One of validation.datasets."""
-
-    name: str
-    """Of its folder."""
-    spec: str
-    """As the user wrote it."""
-    tasks: tuple[str, ...]
-    """The tasks that grade its problems, the commonest first."""
-    sampling: Sampling
-    styles: dict[str, Any]
-    """By task."""
-    samples: tuple[Sample, ...]
-    """sampling.n of each problem, side by side."""
-
-    @property
-    def sources(self) -> list[str]:
-        """The data sources of its problems, the commonest first."""
-        return [name for name, _ in Counter(s.problem.data_source for s in self.samples).most_common()]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationPlan:
-    """What a run validates on, and by which rules completions end."""
-
-    config: ValidationConfig
-    data_sets: tuple[DataSet, ...]
-    rules: EvaluatorRules
-    model: Path
-    """Folder of the base that is trained on; of one that holds an earlier adapter, before it is written."""
-    start: str | None
-    """The adapter that is trained further; None: a new one, which changes nothing before the first step."""
-    tokenizer: Any
-
-
-def plan_validation(
-    config: Config, tokenizer: PreTrainedTokenizerBase, trained: Collection[str]
-) -> ValidationPlan | None:
-    """The samples of every dataset, None where none is named. A UserError names the flag.
-
-    Args:
-        trained: perl.tasks.trained.problem_hash of each problem that the run trains on.
-    """
-    validation = config.validation
-    if not validation.datasets:
-        return None
-    model = resolve_model(config.model.model_name_or_path, "--config.model.model_name_or_path")
-    model_config = checkpoints.load_config(model)
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if config.training.use_vllm and (limit := config.training.vllm_max_model_length):
-        context = min(limit, context or limit)
-    asked = validation.max_new_tokens
-    if asked is not None and context is not None and asked >= context:
-        raise UserError(
-            f"{FLAG}max_new_tokens {asked}: the model takes {context} tokens of prompt and completion together; write"
-            " less"
-        )
-    data_sets: dict[str, DataSet] = {}
-    specs = [data_name(spec) for spec in validation.datasets]
-    for spec, name in zip(specs, folder_names(specs), strict=True):
-        if name in data_sets:
-            raise UserError(
-                f"{FLAG}datasets: {spec} and {data_sets[name].spec} would both be written to {name}; leave one out"
-            )
-        data_sets[name] = _data_set(validation, spec, name, config.dataset.system_prompt, tokenizer)
-        if config.training.use_vllm and config.training.vllm_mode == "server":
-            _require_greedy(data_sets[name])
-        _warn_of_trained(data_sets[name], trained)
-    merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
-    return ValidationPlan(
-        config=validation,
-        data_sets=tuple(data_sets.values()),
-        rules=EvaluatorRules(eos_token_ids=checkpoints.eos_token_ids(model, model_config, tokenizer), context=context),
-        model=merged_base(config) if merges else model,
-        start=None if merges else config.peft.adapter,
-        tokenizer=tokenizer,
-    )
-
-
-def _data_set(
-    config: ValidationConfig, spec: str, name: str, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase
-) -> DataSet:
-    try:
-        problems = load_problems(spec, limit=config.max_samples)
-    except UserError as error:
-        raise UserError(f"{FLAG}datasets: {error}") from error
-    if ungraded := next((problem for problem in problems if problem.task not in TASKS), None):
-        raise UserError(f"{FLAG}datasets {spec}: no task grades {ungraded.source}; leave the file out")
-    tasks = tuple(task for task, _ in Counter(problem.task for problem in problems).most_common())
-    given = {field: value for field in GIVEN if (value := getattr(config, field)) is not None}
-    sampling = sampling_of_task(tasks[0], given, FLAG)
-    validate(sampling)
-    styles = {task: style_of_task(task, system_prompt) for task in tasks}
-    samples = tuple(make_samples(problems, name, sampling, styles, tokenizer))
-    return DataSet(name=name, spec=spec, tasks=tasks, sampling=sampling, styles=styles, samples=samples)
-
-
-def _require_greedy(data_set: DataSet) -> None:
-    if data_set.sampling.temperature or data_set.sampling.n > 1:
-        raise UserError(
-            f"{FLAG}temperature: a vLLM server takes no seed for each completion, so that it can only validate"
-            f" greedily, and {data_set.spec} would be sampled; write {FLAG}temperature 0 and n 1, or"
-            " --config.training.vllm_mode colocate"
-        )
-
-
-def _warn_of_trained(data_set: DataSet, trained: Collection[str]) -> None:
-    keys = {cluster_of(sample.key) for sample in data_set.samples}
-    if both := len(keys & set(trained)):
-        log.warning("%sdatasets %s: the run trains on %d of its %d problems", FLAG, data_set.spec, both, len(keys))
 
 
 class Validation(TrainerCallback):
     """Validates a run. Asks for it after the steps that are due, as a callback of the trainer, which calls `run`.
 
     Args:
-        plan: what on.
+        setup: what on, and how.
         grader: the run's.
         run_dir: where the samples, and the best adapter, are kept. What it holds of this run is taken up: steps in its
             metrics.jsonl are not validated again, and the best score stands.
@@ -194,30 +73,31 @@ class Validation(TrainerCallback):
         rank, world_size: of this process, and how many there are.
     """
 
-    def __init__(self, plan: ValidationPlan, grader: Grader, run_dir: Path, engine: str, rank: int, world_size: int):
-        self.plan, self.grader, self.run_dir, self.engine = plan, grader, run_dir, engine
+    def __init__(self, setup: ValidationSetup, grader: Grader, run_dir: Path, engine: str, rank: int, world_size: int):
+        self.setup, self.grader, self.run_dir, self.engine = setup, grader, run_dir, engine
         self.rank, self.world_size = rank, world_size
-        self.labels = labels(plan.data_sets)
-        first = plan.data_sets[0]
+        self.labels = labels(setup.problem_sets)
+        first = setup.problem_sets[0]
         self.chosen_by = f"val-core/{self.labels[first.name, first.sources[0]]}/acc/mean@{first.sampling.n}"
         """The metric of the best adapter."""
         found = [logged_steps(run_dir / METRICS, self.chosen_by), best_so_far(run_dir, self.chosen_by)]
         self.done, self.best = broadcast_object_list(found)  # rank 0 decides: other nodes may not see the folder
-        for data_set in plan.data_sets:
+        for problem_set in setup.problem_sets:
+            count, sources = len(problem_set.samples), ", ".join(problem_set.sources)
+            log.info("validation on %s: %d samples of %s", problem_set.spec, count, sources)
+        if setup.config.save_best:
             log.info(
-                "validation on %s: %d samples of %s", data_set.spec, len(data_set.samples), ", ".join(data_set.sources)
+                "validation: the %s with the highest %s is kept in %s", setup.trained, self.chosen_by, run_dir / BEST
             )
-        if plan.config.save_best:
-            log.info("validation: the adapter with the highest %s is kept in %s", self.chosen_by, run_dir / BEST)
 
     def due(self, step: int, last: int) -> bool:
         """Whether the adapter after `step` of `last` optimizer steps is to be validated, and has not been."""
         if step in self.done:
             return False
         if step == 0:
-            return self.plan.config.before_train
-        every = self.plan.config.every_steps
-        return step == last or (every is not None and step % every == 0)
+            return self.setup.config.before_train
+        every = self.setup.config.every_steps
+        return (step == last and self.setup.config.after_train) or (every is not None and step % every == 0)
 
     def on_train_begin(self, args, state, control, **kwargs):
         """What was logged for later steps is of an attempt that this one leaves behind at its checkpoint."""
@@ -235,28 +115,30 @@ class Validation(TrainerCallback):
             save_adapter: saves it into a folder; every process must call it.
         """
         started = time.perf_counter()
-        records = {data_set.name: self._records(step, data_set, sampler) for data_set in self.plan.data_sets}
+        records = {each.name: self._records(step, each, sampler) for each in self.setup.problem_sets}
         seconds = time.perf_counter() - started
         found = self.metrics(records)
-        if self.rank == 0:
-            for data_set in self.plan.data_sets:
-                self.write(step, data_set, records[data_set.name], seconds)
-        if self.plan.config.save_best and (step > 0 or self.plan.start):  # a new adapter without a step is the base
-            self.keep_best(step, found, save_adapter)
+        with failing_together():
+            if self.rank == 0:
+                for each in self.setup.problem_sets:
+                    self.write(step, each, records[each.name], seconds)
+        if self.setup.config.save_best and (step > 0 or self.setup.start):  # a new adapter without a step is the base
+            with failing_together():
+                self.keep_best(step, found, save_adapter)
         self.done.add(step)
         return found | {"timing/validation": time.perf_counter() - started}
 
-    def _records(self, step: int, data_set: DataSet, sampler: Sampler) -> list[SampleRecord]:
+    def _records(self, step: int, problem_set: ProblemSet, sampler: Sampler) -> list[SampleRecord]:
         """Every sample's, by whichever process, in the order of the samples."""
-        share = share_of(data_set.samples, self.rank, self.world_size, self.plan.rules)
-        mine = self.complete(step, data_set, share, sampler)
+        share = share_of(problem_set.samples, self.rank, self.world_size, self.setup.rules)
+        mine = self.complete(step, problem_set, share, sampler)
         by_id = {(record["key"], record["sample"]): record for record in gather_object(mine)}
-        return [by_id[sample.key, sample.index] for sample in data_set.samples]
+        return [by_id[sample.key, sample.index] for sample in problem_set.samples]
 
-    def complete(self, step: int, data_set: DataSet, share: Share, sampler: Sampler) -> list[SampleRecord]:
+    def complete(self, step: int, problem_set: ProblemSet, share: Share, sampler: Sampler) -> list[SampleRecord]:
         """The graded records of this process's samples. Grading begins while others are drawn."""
         started, ended = time.perf_counter(), dict[int, Completion]()
-        decoded = functools.partial(completion_of, self.plan.tokenizer, self.plan.rules.eos_token_ids)
+        decoded = functools.partial(completion_of, self.setup.tokenizer, self.setup.rules.eos_token_ids)
 
         def grade_early(place: int, token_ids: list[int]) -> None:
             if place < share.own:
@@ -267,11 +149,12 @@ class Validation(TrainerCallback):
         request = RolloutRequest(
             prompt_ids=[list(sample.token_ids) for sample in share.asked],
             seeds=[sample.seed for sample in share.asked],
-            sampling=data_set.sampling,
+            sampling=problem_set.sampling,
             weights=Weights(step, 0, 0.0),
-            group_size=data_set.sampling.n,
+            group_size=problem_set.sampling.n,
             on_finished=grade_early,
-            rules=self.plan.rules,
+            images=[make_images(self.setup.tokenizer, sample.images) for sample in share.asked],
+            rules=self.setup.rules,
         )
         drawn = sampler.complete(request).token_ids[: share.own] if share.asked else []
         whole = time.perf_counter() - started
@@ -285,35 +168,37 @@ class Validation(TrainerCallback):
         return [record_of(*row, self.engine) for row in zip(samples, completions, grades, strict=True)]
 
     def _too_long(self, sample: Sample) -> str:
-        return f"the prompt has {len(sample.token_ids)} tokens, the context {self.plan.rules.context}"
+        return f"the prompt has {len(sample.token_ids)} tokens, the context {self.setup.rules.context}"
 
     def metrics(self, records: dict[str, list[SampleRecord]]) -> dict[str, float]:
         """Of each data source, as verl names them. Metrics of all n samples of a problem stand under val-core, those
         of fewer under val-aux."""
         found: dict[str, float] = {}
-        for data_set in self.plan.data_sets:
+        for problem_set in self.setup.problem_sets:
             of_source: dict[str, list[SampleRecord]] = defaultdict(list)
-            for sample, record in zip(data_set.samples, records[data_set.name], strict=True):
+            for sample, record in zip(problem_set.samples, records[problem_set.name], strict=True):
                 of_source[sample.problem.data_source].append(record)
             for source, own in of_source.items():
-                found |= metrics_of(self.labels[data_set.name, source], own, data_set.sampling.n)
+                found |= metrics_of(self.labels[problem_set.name, source], own, problem_set.sampling.n)
         return found
 
-    def write(self, step: int, data_set: DataSet, records: Sequence[SampleRecord], seconds: float) -> None:
+    def write(self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float) -> None:
         """Leave the records where perl/eval.py's readers find them."""
-        folder = self.run_dir / VALIDATION / f"step-{step}" / data_set.name
+        folder = self.run_dir / VALIDATION / f"step-{step}" / problem_set.name
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / SAMPLES) as file:
             file.writelines(map(json_line, records))
-        write_json(folder / SUMMARY, self.summary(step, data_set, records, seconds))
+        write_json(folder / SUMMARY, self.summary(step, problem_set, records, seconds))
 
-    def summary(self, step: int, data_set: DataSet, records: Sequence[SampleRecord], seconds: float) -> Summary:
-        plan, sampling = self.plan, asdict(data_set.sampling)
-        adapter = str(self.run_dir / f"checkpoint-{step}") if step else plan.start
+    def summary(self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float) -> Summary:
+        setup, sampling = self.setup, asdict(problem_set.sampling)
+        trained = str(self.run_dir / f"checkpoint-{step}") if step else None
+        whole = trained if setup.trained == "model" else None
+        adapter = None if whole else trained or setup.start
         tokens = sum(record["tokens"] for record in records)
         sampling.pop("n")
         return {
-            **summarize(records, data_set.sampling.n),
+            **summarize(records, problem_set.sampling.n),
             "generation": {
                 "engine": self.engine,
                 "executor": "training",
@@ -327,22 +212,22 @@ class Validation(TrainerCallback):
                 "tokens_per_s": round(tokens / seconds, 1),
                 "worker_restarts": 0,
             },
-            "tasks": list(data_set.tasks),
-            "model": str(plan.model),
+            "tasks": list(problem_set.tasks),
+            "model": whole or str(setup.model),
             "adapter": adapter,
             "step": step,
-            "dataset": data_set.spec,
-            "base_hash": _base_hash(plan.model),
+            "dataset": problem_set.spec,
+            "base_hash": "" if whole else _base_hash(setup.model),
             "adapter_hash": None,
             "adapter_mode": "merge" if adapter else None,
             "dtype": "auto",
             "max_model_len": None,
-            "chat_template_hash": text_hash(plan.tokenizer.chat_template),
-            "styles": json.loads(json.dumps({task: asdict(style) for task, style in data_set.styles.items()})),
+            "chat_template_hash": text_hash(setup.tokenizer.chat_template),
+            "styles": json.loads(json.dumps({task: asdict(style) for task, style in problem_set.styles.items()})),
             "sampling": sampling,
             "merge": None,
-            "chat_template": plan.tokenizer.chat_template,
-            "grading": grading_of(data_set.tasks),
+            "chat_template": setup.tokenizer.chat_template,
+            "grading": grading_of(problem_set.tasks),
             "grading_hash": rules_hash(),
             "provenance": _provenance(),
         }
@@ -366,7 +251,9 @@ class Validation(TrainerCallback):
                 folder.rename(before)
             made.rename(folder)
             shutil.rmtree(before, ignore_errors=True)
-        log.info("validation: the best adapter so far is that of step %d (%.4f): %s", step, value, folder)
+        log.info(
+            "validation: the best %s so far is that of step %d (%.4f): %s", self.setup.trained, step, value, folder
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,10 +299,23 @@ def completion_of(
     )
 
 
-def labels(data_sets: Sequence[DataSet]) -> dict[tuple[str, str], str]:
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """What one process cannot write (a full disk) is a UserError of all: none is left waiting for it in a collective.
+    Every process must come here."""
+    failure = None
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        failure = str(error)
+    if failures := [each for each in gather_object([failure]) if each]:
+        raise UserError(f"validation: what it leaves cannot be written: {failures[0]}")
+
+
+def labels(problem_sets: Sequence[ProblemSet]) -> dict[tuple[str, str], str]:
     """What stands in the metrics' names for (dataset, data source): the source, and the dataset's name after it where
     several datasets are of that source."""
-    pairs = [(data_set.name, source) for data_set in data_sets for source in data_set.sources]
+    pairs = [(problem_set.name, source) for problem_set in problem_sets for source in problem_set.sources]
     count = Counter(source for _, source in pairs)
     return {(name, source): source if count[source] == 1 else f"{source}/{name}" for name, source in pairs}
 

@@ -68,6 +68,7 @@ class VLLMSampler:
         noise: the same noise on the engine's weights.
         itemsize: bytes of a weight in vLLM, which chooses its own dtype.
         elsewhere: it computes on devices that are not the trainer's.
+        context: a server's max_model_len; None in the trainer's process.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class VLLMSampler:
     ):
         self.client, self.sync, self.generation_kwargs = client, sync, generation_kwargs
         self.of_all_processes = of_all_processes
-        self.elsewhere = client.mode == "server"
+        self.elsewhere, self.context = client.mode == "server", None
         self._synced_step = -1
         # What TRL calls to give vLLM the policy: its own would merge into the base, and subtract again.
         client._iter_named_params = lambda: sync.weights(policy, gather)
@@ -93,13 +94,14 @@ class VLLMSampler:
             self.noise = None if noise is None else sync.noise_for_engine(noise)
             self.itemsize, self._scaled = client.llm.llm_engine.model_config.dtype.itemsize, True
             return
-        url, told = None, [0, 0, 0]
+        url, told = None, [0, 0, 0, 0]
         if client.accelerator.is_main_process:  # the one that talks to the server
             url, info = client.vllm_client.base_url, client.vllm_client.get_server_info()
             dtype = getattr(torch, info["model_config"]["dtype"].removeprefix("torch."))
             scaled = info["model_config"]["logprobs_mode"] == "processed_logprobs"
-            told = [dtype.itemsize, int(scaled), int(info.get("lora_config") is not None)]
-        self.itemsize, scaled, with_lora = of_all_processes(told).amax(dim=0).tolist()
+            lora, context = info.get("lora_config") is not None, info["model_config"]["max_model_len"]
+            told = [dtype.itemsize, int(scaled), int(lora), int(context)]
+        self.itemsize, scaled, with_lora, self.context = of_all_processes(told).amax(dim=0).tolist()
         self._scaled = bool(scaled)
         sync.use_server(bool(with_lora))
 

@@ -29,6 +29,7 @@ from torch import nn
 
 from perl import device
 from perl.adapters.layers import adapted_layers
+from perl.adapters.none import NO_ADAPTER, has_adapter
 from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank
 from perl.errors import UserError
 from perl.sharding import resharded, whole, whole_of
@@ -53,15 +54,15 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 class VLLMSync:
     """Args:
-    config: PEFT's, of the adapter that is trained.
+    config: PEFT's, of the adapter that is trained; None where all weights are.
 
     Attributes:
-        reason: why vLLM is sent merged weights; None where it is given the adapter alone.
+        reason: why vLLM is sent all weights, merged; None where it is given the adapter alone.
     """
 
-    def __init__(self, config: PeftConfig):
-        self.config = config.to_dict()
-        self.reason = cannot_serve(self.config)
+    def __init__(self, config: PeftConfig | None):
+        self.config = {} if config is None else config.to_dict()
+        self.reason = NO_ADAPTER if config is None else cannot_serve(self.config)
         self._number = 0
         self._engine: Any = None
         """Of this process; None with a server."""
@@ -91,7 +92,7 @@ class VLLMSync:
         return noise.on(model, [_layer_of_engine(modules, rename, target) for target in noise.targets])
 
     def weights(self, model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-        """Bring the engine, or a server that runs without LoRA, up to date with `model` (a PeftModel, not wrapped by
+        """Bring the engine, or a server that runs without LoRA, up to date with `model` (the policy, not wrapped by
         DDP or DeepSpeed). Every rank must come here.
 
         Yields:
@@ -143,7 +144,8 @@ class VLLMSync:
 
     def _send_merged(self, reason: str) -> None:
         self.reason = reason
-        log.info("rollouts: vLLM is sent merged weights, not the adapter alone: %s", reason)
+        what = "all weights" if reason == NO_ADAPTER else "merged weights, not the adapter alone"
+        log.info("rollouts: vLLM is sent %s: %s", what, reason)
 
     # A server
 
@@ -187,8 +189,8 @@ class VLLMSync:
         """Decide for a server that was or was not started with --enable-lora."""
         if with_lora and self.reason is not None:
             raise UserError(
-                f"--config.training.vllm_mode server: {self.reason}, and a server with --enable-lora takes no merged"
-                " weights; start it without"
+                f"--config.training.vllm_mode server: {self.reason}, and a server with --enable-lora is only given"
+                " adapters; start it without"
             )
         if not with_lora:
             self._send_merged(self.reason or "the server was started without --enable-lora")
@@ -215,7 +217,8 @@ def save_adapter(model: Any, gather: Gather, folder: Path | None) -> None:
 
 @torch.no_grad()
 def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each weight of the base with the adapter in it, in the base's dtype; the model itself is only read.
+    """Each weight of the base with the adapter in it, if there is one, in the base's dtype; the model itself is only
+    read.
 
     Args:
         wrapped: kinds of layer whose weights vLLM calls "….base_layer.weight".
@@ -230,7 +233,7 @@ def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tu
                 )
         merged: dict[str, torch.Tensor] = {}
         for full_name, parameter in model.named_parameters():
-            if model.prefix in full_name or "original_module" in full_name:
+            if has_adapter(model) and (model.prefix in full_name or "original_module" in full_name):
                 continue
             name = _own_name(full_name).removeprefix("base_model.model.").replace(".base_layer", "")
             module, _, own = name.replace("modules_to_save.default.", "").rpartition(".")

@@ -72,9 +72,9 @@ def changed(adapter: Path) -> Path:
     return adapter
 
 
-def test_other_problems_count_zero_and_no_adapter_tells_nothing(run, sums):
+def test_other_problems_count_zero_and_a_folder_outside_of_a_run_tells_nothing(run, sums, tmp_path):
     assert trained_on(run / "adapter", str(sums), None, {"0123456789abcdef-0"}) == {"run": str(run), "problems": 0}
-    assert trained_on(None, str(sums), None, {"0123456789abcdef-0"}) is None
+    assert trained_on(tmp_path, str(sums), None, {"0123456789abcdef-0"}) is None
 
 
 def test_of_an_older_run_only_data_set_and_split_are_compared(run, sums, tmp_path, caplog):

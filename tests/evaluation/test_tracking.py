@@ -41,9 +41,9 @@ def test_the_run_is_named_in_the_adapters_folder_or_above(tmp_path):
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     (tmp_path / "copy").mkdir()
     run.write(tmp_path / "run")
-    assert training_run(Candidate(adapter=tmp_path / "run" / "adapter")) == run
-    assert training_run(Candidate(adapter=tmp_path / "run")) == run
-    assert training_run(Candidate(adapter=tmp_path / "copy")) is None
+    assert training_run(tmp_path / "run" / "adapter") == run
+    assert training_run(tmp_path / "run") == run
+    assert training_run(tmp_path / "copy") is None
 
 
 def test_without_a_trainings_run_a_new_one_is_started_and_a_line_says_so(tmp_path, caplog):

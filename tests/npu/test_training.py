@@ -30,7 +30,12 @@ def zero3_with_nothing_persistent(folder: Path) -> Path:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
     }
     (folder / "zero3.json").write_text(json.dumps(deepspeed))
     config = yaml.safe_load((CONFIGS / "npu_zero3.yaml").read_text())

@@ -334,12 +334,59 @@ def test_vllm_keeps_its_settings_and_corrects_only_where_verl_does():
 
 
 def test_dapos_punishment_weighs_as_in_verl():
-    buffer = ("enable=True", "len=4096", "penalty_factor=0.5")
-    words = [f"+reward_model.overlong_buffer.{word}" for word in buffer]
-    found = values(of(None, *GOOD, *words, "data.train_files=dapo.parquet"))
+    found = values(of(None, *GOOD, *OVERLONG, "data.train_files=dapo.parquet"))
     assert found["reward.functions"] == ["accuracy", "overlong"]
     assert found["reward.weights"] == [2.0, 0.5]  # verl's -1 and 1 lie twice as far apart as 0 and 1
     assert found["reward.overlong_cache_length"] == 4096
+
+
+OVERLONG = [
+    "reward_model.reward_manager=dapo",
+    "+reward_model.overlong_buffer.enable=True",
+    "+reward_model.overlong_buffer.len=4096",
+    "+reward_model.overlong_buffer.penalty_factor=0.5",
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "weight"),
+    [("lighteval/MATH", 1.0), ("math_dapo", 2.0), ("math", 2.0), ("aime24", 2.0), ("openai/gsm8k", 1.0)],
+)
+def test_accuracy_weighs_as_verls_score_of_the_rows(tmp_path, source, weight):
+    """verl's math_reward and gsm8k score 0 or 1, its math_dapo -1 or 1, by the data_source of each row."""
+    row = {"data_source": source, "prompt": [{"role": "user", "content": "1 + 1"}]}
+    row |= {"reward_model": {"ground_truth": "2"}, "ability": "math", "extra_info": {}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    files = f"data.train_files={tmp_path / 'train.jsonl'}"
+    result = of(None, *GOOD, *OVERLONG, files)
+    assert values(result)["reward.weights"] == [weight, 0.5]
+    assert any(f"it weighs {weight:g}: verl's score of these rows is" in note for note in result.notes)
+    unscaled = values(of(None, *GOOD, files, "algorithm.norm_adv_by_std_in_grpo=False"))
+    assert unscaled.get("reward.weights", [1.0]) == [weight]
+    assert "reward.weights" not in values(of(None, *GOOD, files))  # divided by the group's standard deviation
+
+
+def test_only_the_reward_manager_dapo_punishes_long_completions():
+    result = of(None, *GOOD, *OVERLONG[1:])
+    assert values(result)["reward.functions"] == ["accuracy"] or values(result)["reward.functions"] == ["strict"]
+    assert "dapo looks at it, and this one is naive" in result.no_effect["reward_model.overlong_buffer.len"]
+
+
+def test_a_test_freq_of_verls_validates_when_verl_does():
+    """verl's ray_trainer: `test_freq > 0 and (is_last_step or global_steps % test_freq == 0)`."""
+    files = "data.val_files=v.parquet"
+    off = values(of(None, *GOOD, files, "trainer.test_freq=-1"))
+    assert (off["validation.every_steps"], off["validation.after_train"]) == (None, False)
+    on = values(of(None, *GOOD, files, "trainer.test_freq=5"))
+    assert (on["validation.every_steps"], on.get("validation.after_train", True)) == (20, True)
+
+
+def test_a_critics_keys_do_not_speak_as_if_there_were_none():
+    refused = of(None, "algorithm.adv_estimator=gae", "critic.optim.lr=1e-5").no_effect["critic.optim.lr"]
+    assert refused == "the critic's: algorithm.adv_estimator=gae, which needs it, is refused"
+    assert (
+        "only algorithm.adv_estimator=gae has one" in of(None, *GOOD, "critic.optim.lr=1").no_effect["critic.optim.lr"]
+    )
 
 
 # Scripts

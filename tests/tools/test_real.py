@@ -61,6 +61,17 @@ def test_every_training_row_is_for_sft_or_for_grpo_and_the_seed_decides(tmp_path
     assert (tmp_path / "1" / "sft.jsonl").read_text().splitlines() == parts[1]["sft"]
 
 
+def test_a_line_ends_with_a_newline_alone(tmp_path):
+    """U+2028 and U+0085 may stand in a text."""
+    folder = data(tmp_path / "svamp")
+    strange = json.dumps({"question": "One\u2028two\x85three?", "answer": "#### 3"}, ensure_ascii=False)
+    (folder / "test.jsonl").write_text(strange + "\n", encoding="utf-8")
+    train, test = real.read_data(folder, 4)
+    assert test == [strange]
+    real.write_data(tmp_path / "out", settings(), train, test)
+    assert (tmp_path / "out" / "test.jsonl").read_text(encoding="utf-8") == strange + "\n"
+
+
 def test_data_that_is_not_there_or_too_little_is_one_line(tmp_path):
     with pytest.raises(UserError, match=rf"^--data {tmp_path}: no train\.jsonl; write a folder with SVAMP's"):
         run("--output_dir", str(tmp_path / "run"), "--data", str(tmp_path))

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -318,3 +319,15 @@ def test_vllm_that_is_not_installed_is_one_line(monkeypatch):
 def test_an_unknown_loss_is_refused_before_anything_is_loaded():
     with pytest.raises(UserError, match=r"^--config.training.loss_type: unknown loss 'dap'; did you mean 'dapo'\?"):
         train(["--config.training.loss_type", "dap"])
+
+
+def test_a_finished_run_that_goes_on_trains_nothing_and_says_so(whole, tmp_path, flags, capsys):
+    _, folder = whole
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    shutil.rmtree(run / "adapter")  # killed between its last checkpoint and its adapter
+    more = {"training__output_dir": run, "training__resume_from_checkpoint": "true"}
+    train(flags(training__max_steps=3, **more))
+    assert "progress: step 3/3  nothing is left to train" in capsys.readouterr().out
+    require_same(run, folder)
+    assert max(row["step"] for row in metrics(run)) == 3

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -523,3 +524,23 @@ def test_two_npus_train_and_grpo_goes_on_there(tmp_path, run_npu, model, data, c
     run_npu([*launch, "perl.train", *words], cwd=tmp_path, PYTHONPATH=str(ROOT), timeout=500)
     rows = [row for row in metrics(tmp_path / "grpo") if "reward" in row]
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_finished_run_that_goes_on_trains_nothing_and_says_so(tmp_path, tuned, model, data, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(tuned, run)
+    shutil.rmtree(run / "adapter")  # killed between its last checkpoint and its adapter
+    flags = {"training__max_steps": 8, "training__lr_scheduler_type": "constant"}
+    fine_tune(argv(model, data, run, **flags, training__resume_from_checkpoint="true"))
+    assert "progress: step 8/8  nothing is left to train" in capsys.readouterr().out
+    require_same(weights(run / "adapter"), weights(tuned / "adapter"))
+    assert max(row["step"] for row in metrics(run)) == 8
+    assert not (run / "checkpoint-9").exists()
+
+
+def test_the_memory_of_several_steps_is_their_last_peak(tmp_path):
+    trainer = trainer_of([{"prompt": "1", "completion": "1"}])
+    for allocated in (1.0, 3.0):
+        trainer._log_step({"perf/max_memory_allocated_gb": allocated, "perf/throughput": allocated})
+    assert trainer._metrics["train"]["perf/max_memory_allocated_gb"] == [3.0]
+    assert trainer._metrics["train"]["perf/throughput"] == [1.0, 3.0]

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +34,12 @@ from perl.training import validation
 from perl.training.callbacks import ProgressLine
 from perl.training.rollout import EvaluatorRules
 from perl.training.run import train
-from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, plan_validation, share_of
+from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, share_of
+from perl.training.validation_setup import set_up_validation
 from tests.tiny import END, save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu, vllm_server
 
+ROOT = Path(__file__).parents[2]
 STEPS = {
     "training.max_steps": 4,
     "training.per_device_train_batch_size": 4,
@@ -342,12 +346,12 @@ def test_a_resumed_run_repeats_no_validation_and_loses_none(made, flags, validat
 
 def test_steps_that_are_trained_again_are_validated_again(validated, made, flags):
     """A run that goes on from an earlier checkpoint, with another learning rate perhaps, is another one from there."""
-    plan = plan_validation(
+    setup = set_up_validation(
         parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build(), tiny_tokenizer(), ()
     )
-    assert plan is not None
+    assert setup is not None
     with Grader() as grader:
-        again = Validation(plan, grader, validated, "hf", 0, 1)
+        again = Validation(setup, grader, validated, "hf", 0, 1)
     assert again.done == {0, 1, 2, 3, 4}
     nothing: Any = None
     state: Any = SimpleNamespace(global_step=2)
@@ -385,6 +389,8 @@ def test_a_signal_in_a_validation_ends_the_run_with_the_step_before_it(made, fla
         ({"every_steps": 0}, r"^--config.validation.every_steps: "),
         ({"every_steps": -1}, r"^--config.validation.every_steps: "),
         ({"max_new_tokens": 512}, r"^--config.validation.max_new_tokens 512: the model takes 512 tokens"),
+        ({"after_train": "false", "before_train": "false"}, r"^--config.validation.after_train false: no step is"),
+        ({"after_train": "false", "save_best": "true"}, r"^--config.validation.after_train false: no step is"),
         ({"datasets": "[]", "save_best": "true"}, r"^--config.validation.save_best true: there is no score to choose"),
         ({"every_step": 5}, r"unknown flag --config.validation.every_step; did you mean --config.validation.every_st"),
     ],
@@ -403,12 +409,12 @@ def test_two_files_of_one_name_are_told_apart_by_their_folders(made, flags, tmp_
     shutil.copyfile(made / "others.jsonl", tmp_path / "math" / "others.jsonl")
     both = [str(made / "others.jsonl"), str(tmp_path / "math" / "others.jsonl")]
     config = parse(flags(VALIDATION, validation__datasets=json.dumps(both))).build()
-    plan = plan_validation(config, tiny_tokenizer(), set())
-    assert plan is not None
-    assert [data_set.name for data_set in plan.data_sets] == [f"{made.name}_others", "math_others"]
+    setup = set_up_validation(config, tiny_tokenizer(), set())
+    assert setup is not None
+    assert [each.name for each in setup.problem_sets] == [f"{made.name}_others", "math_others"]
     config.validation.datasets = [both[0], both[0]]
     with pytest.raises(UserError, match=r"^--config.validation.datasets: .* would both be written to .*others; leave"):
-        plan_validation(config, tiny_tokenizer(), set())
+        set_up_validation(config, tiny_tokenizer(), set())
 
 
 def test_a_setting_without_datasets_gets_a_warning(flags):
@@ -423,7 +429,7 @@ def test_a_vllm_server_validates_greedily_only(made, flags, tmp_path, temperatur
     served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "noise_injection.enabled": "false"}
     served |= {"validation.datasets": f'["{tmp_path / "aime.jsonl"}"]', "validation.temperature": temperature}
     with pytest.raises(UserError, match=r"^--config.validation.temperature: a vLLM server takes no seed"):
-        plan_validation(parse(flags(served)).build(), tiny_tokenizer(), set())
+        set_up_validation(parse(flags(served)).build(), tiny_tokenizer(), set())
 
 
 # Parts
@@ -481,9 +487,9 @@ def test_datasets_of_one_source_are_told_apart(made, flags, tmp_path):
     (tmp_path / "mixed.jsonl").write_text(json.dumps(row) + "\n")
     files = [made / "others.jsonl", tmp_path / "easy.jsonl", tmp_path / "mixed.jsonl"]
     config = parse(flags(validation__datasets=json.dumps(list(map(str, files))))).build()
-    plan = plan_validation(config, tiny_tokenizer(), ())
-    assert plan is not None
-    assert validation.labels(plan.data_sets) == {
+    setup = set_up_validation(config, tiny_tokenizer(), ())
+    assert setup is not None
+    assert validation.labels(setup.problem_sets) == {
         ("others", "openai/gsm8k"): "openai/gsm8k/others",
         ("easy", "openai/gsm8k"): "openai/gsm8k/easy",
         ("mixed", "math_dapo"): "math_dapo",
@@ -493,7 +499,7 @@ def test_datasets_of_one_source_are_told_apart(made, flags, tmp_path):
 def test_a_dataset_that_is_trained_on_gets_a_warning(made, flags, caplog):
     config = parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]')).build()
     trained = {problem_hash(problem) for problem in load_problems(str(made / "others.jsonl"), limit=2)}
-    plan_validation(config, tiny_tokenizer(), trained)
+    set_up_validation(config, tiny_tokenizer(), trained)
     assert "the run trains on 2 of its 6 problems" in caplog.text
 
 
@@ -508,17 +514,17 @@ def test_a_completion_loses_its_end_token_alone():
 
 def test_the_best_is_the_first_of_the_highest(made, flags, tmp_path):
     config = parse(flags(validation__datasets=f'["{made / "others.jsonl"}"]', validation__save_best="true")).build()
-    plan = plan_validation(config, tiny_tokenizer(), ())
-    assert plan is not None
+    setup = set_up_validation(config, tiny_tokenizer(), ())
+    assert setup is not None
 
     def save(folder: Path) -> None:
         folder.mkdir(parents=True)
 
     with Grader() as grader:
-        one = Validation(plan, grader, tmp_path, "hf", 0, 1)
+        one = Validation(setup, grader, tmp_path, "hf", 0, 1)
         for step, value in enumerate([0.2, 0.5, 0.5, 0.1]):
             one.keep_best(step, {one.chosen_by: value}, save)
-        again = Validation(plan, grader, tmp_path, "hf", 0, 1)
+        again = Validation(setup, grader, tmp_path, "hf", 0, 1)
     assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 1
     assert again.best == 0.5
 
@@ -535,3 +541,68 @@ def test_the_progress_line_shows_the_scores(capsys):
     logs = {"val-core/openai/gsm8k/acc/mean@1": 0.4521, "val-aux/openai/gsm8k/truncated": 0.0, "timing/validation": 3.0}
     ProgressLine().on_log(None, state, None, logs=logs)
     assert capsys.readouterr().out == "progress: step 20/100  validation  openai/gsm8k mean@1 0.452  3.0 s\n"
+
+
+def test_the_last_step_is_validated_unless_after_train_is_false(made, flags, tmp_path):
+    """verl's test_freq -1: nothing after any step."""
+    datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "validation.after_train": "false"}
+    setup = set_up_validation(parse(flags(datasets)).build(), tiny_tokenizer(), ())
+    assert setup is not None
+    with Grader() as grader:
+        one = Validation(setup, grader, tmp_path, "hf", 0, 1)
+    assert [step for step in range(5) if one.due(step, 4)] == [0]
+    setup.config.every_steps = 3
+    assert [step for step in range(5) if one.due(step, 4)] == [0, 3]
+    setup.config.after_train = True
+    assert [step for step in range(5) if one.due(step, 4)] == [0, 3, 4]
+
+
+def test_a_servers_context_must_hold_the_longest_prompt_and_completion(made, flags):
+    datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "validation.max_new_tokens": 24}
+    setup = set_up_validation(parse(flags(datasets)).build(), tiny_tokenizer(), ())
+    assert setup is not None
+    longest = max(len(s.token_ids) for s in setup.problem_sets[0].samples)
+    setup.require_room(None)
+    setup.require_room(longest + 24)
+    said = rf"^--config.validation.max_new_tokens: the vLLM server takes {longest + 23} tokens.* needs {longest + 24}"
+    with pytest.raises(UserError, match=said):
+        setup.require_room(longest + 23)
+
+
+WRITES = """
+import sys
+from accelerate import PartialState
+from perl.errors import report_errors
+from perl.training.validation import failing_together
+
+state = PartialState(cpu=True)
+with report_errors():
+    with failing_together():
+        if state.process_index == 0:
+            open("/dev/full", "w").write("x" * 10000)
+    state.wait_for_everyone()
+    print("went on")
+"""
+
+
+def test_what_rank_0_cannot_write_ends_all_processes_at_once(tmp_path):
+    """Else the others wait in the next collective for as long as its timeout is."""
+    (tmp_path / "writes.py").write_text(WRITES)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "0",
+        "writes.py",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert said == "error: validation: what it leaves cannot be written: [Errno 28] No space left on device"

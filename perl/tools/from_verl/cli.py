@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learning_rate_factor", type=float, default=1.0, help="multiply verl's learning rate; LoRA wants about 10"
     )
+    parser.add_argument(
+        "--full", action="store_true", help="train all weights, as verl does without lora_rank, and not a LoRA adapter"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--num_processes {args.num_processes}: give a whole number from 1")
     if not args.learning_rate_factor > 0:
         raise UserError(f"--learning_rate_factor {args.learning_rate_factor}: give a number above 0")
-    choices = Choices(args.engine, args.noise_rule, args.num_processes, args.learning_rate_factor)
+    choices = Choices(args.engine, args.noise_rule, args.num_processes, args.learning_rate_factor, args.full)
     result = translate(read_command(source, words), choices)
     recipe = (
         Path(args.output) if args.output else Path(f"{Path(source).stem}_perl.yaml" if source else "from_verl.yaml")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from pathlib import Path
 from typing import Any
 
+from perl.errors import UserError
+from perl.tasks import rows_of
 from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import BatchError
 from perl.tools.from_verl.outcomes import (
@@ -29,7 +34,6 @@ from perl.tools.from_verl.outcomes import (
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
-NO_CRITIC = "there is no critic but with algorithm.adv_estimator=gae"
 SPEED = "speed and memory only: the result is the same"
 
 
@@ -329,9 +333,12 @@ def validated(handler: Handler) -> Handler:
 
 
 def test_frequency(value: Any, verl: Verl) -> Outcome:
+    """Above 0 the last step is validated too, else none is."""
     if not isinstance(value, int) or isinstance(value, bool):
         return Refused(f"{shown(value)} is not a whole number")
-    return Translated({"validation.every_steps": updates(value, verl) if value > 0 else None})
+    if value <= 0:
+        return Translated({"validation.every_steps": None, "validation.after_train": False})
+    return Translated({"validation.every_steps": updates(value, verl)})
 
 
 def completion_length(value: Any, verl: Verl) -> Outcome:
@@ -360,11 +367,13 @@ def all_tokens(value: Any, verl: Verl) -> Outcome:
 
 
 def full_parameters(value: Any, verl: Verl) -> Outcome:
-    """lora_rank; 0 trains all weights in verl, and a LoRA adapter here."""
+    """lora_rank; 0 trains all weights in verl, and here a LoRA adapter unless the user wants all."""
     if value and not isinstance(value, bool) and isinstance(value, int):
         return Translated({"peft.type": "lora", "peft.r": value})
     if verl.is_lora:
         return NoEffect(f"model.{'lora_adapter_path' if verl[ADAPTER] else 'lora.rank'} goes before it")
+    if verl.is_full:
+        return Translated({"peft.type": "none"})
     return Translated({"peft.type": "lora", "peft.r": 16, "peft.lora_alpha": 32})
 
 
@@ -429,6 +438,11 @@ def backend(value: Any, verl: Verl) -> Outcome:
 def offload(value: Any, verl: Verl) -> Outcome:
     if not value:
         return NoEffect("False: nothing is moved to the host here either")
+    if verl.is_full:
+        return NoEffect(
+            "memory only; ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml splits weights and"
+            " optimizer over the devices"
+        )
     return NoEffect(
         "memory only; the base is frozen and the adapter's optimizer small. If the base does not fit a device:"
         " ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml"
@@ -437,7 +451,8 @@ def offload(value: Any, verl: Verl) -> Outcome:
 
 def model_dtype(value: Any, verl: Verl) -> Outcome:
     if value in ("fp32", "float32"):
-        return NoEffect("the adapter is trained in float32, over a base in the device's dtype")
+        what = "weights are" if verl.is_full else "the adapter, over a base in the device's dtype, is"
+        return NoEffect(f"{what} trained in float32")
     if value in ("bf16", "bfloat16"):
         return Translated({"model.dtype": "bfloat16"})
     return Refused(f"{shown(value)}: fp32 and bf16 are known")
@@ -449,24 +464,56 @@ def model_dtype(value: Any, verl: Verl) -> Outcome:
 def reward_functions(value: Any, verl: Verl) -> Outcome:
     """The reward: the user's function, or verl's by data source; with DAPO's punishment of long completions."""
     file, name = (verl.first(f"custom_reward_function.{k}", f"reward.custom_reward_function.{k}") for k in CUSTOM)
-    files = verl["data.train_files"]
+    files = _files(verl)
     if file:
         functions, note = [_own_reward(path(file), str(name or "compute_score"))], ""
-    elif files and all("gsm8k" in str(name).lower() for name in (files if isinstance(files, list) else [files])):
+    elif _named(files, "gsm8k"):
         functions, note = ["strict"], "verl's rule for GSM8K, only `#### n` counts; accuracy takes other forms too"
+    elif _named(files, "geo3k", "geometry3k"):
+        note = "verl's score for geometry3k: 0.9 for the answer, 0.1 for its form"
+        return Translated({"reward.functions": ["accuracy", "think"], "reward.weights": [0.9, 0.1]}, note)
     else:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
-    fields: dict[str, Any] = {"reward.functions": functions}
-    buffer = _overlong(verl)
-    if buffer:
-        length, factor = buffer
-        fields = {
-            "reward.functions": [*functions, "overlong"],
-            # verl's score for DAPO is -1 or 1, accuracy 0 or 1: twice as much is the same difference.
-            "reward.weights": [2.0 if functions == ["accuracy"] else 1.0, float(factor)],
-            "reward.overlong_cache_length": length,
-        }
+    buffer, weight = _overlong(verl), 1.0
+    if functions == ["accuracy"] and (buffer or not verl["algorithm.norm_adv_by_std_in_grpo"]):
+        weight = 2.0 if all(map(_is_signed, files)) else 1.0
+        scores = "-1 or 1, accuracy 0 or 1" if weight == 2 else "0 or 1, as accuracy is (-1 or 1 for DAPO's and AIME's)"
+        note += f"; it weighs {weight:g}: verl's score of these rows is {scores}"
+    if not buffer:
+        weights = {} if weight == 1 else {"reward.weights": [weight]}
+        return Translated({"reward.functions": functions, **weights}, note)
+    length, factor = buffer
+    fields = {
+        "reward.functions": [*functions, "overlong"],
+        "reward.weights": [weight, float(factor)],
+        "reward.overlong_cache_length": length,
+    }
     return Translated(fields, note)
+
+
+SIGNED = re.compile(r"dapo|aime|^math$")
+"""Data sources (else names of files) whose rows verl scores with -1 or 1 (its reward_score/__init__.py, math_dapo)."""
+
+
+def _files(verl: Verl) -> list[str]:
+    files = verl["data.train_files"]
+    return [path(name) for name in (files if isinstance(files, list) else [files]) if name]
+
+
+def _is_signed(file: str) -> bool:
+    """Whether verl's score of a file's rows is -1 or 1: by its first row's data_source, or, where the file is not here,
+    by its path."""
+    named = file
+    with contextlib.suppress(UserError, StopIteration):
+        if Path(file).exists():
+            row, *_ = next(rows_of(file, None))
+            named = str(row.get("data_source", ""))
+    return SIGNED.search(named.lower()) is not None
+
+
+def _named(files: list[str], *names: str) -> bool:
+    """Whether each of verl's train_files has one of `names` in its path."""
+    return bool(files) and all(any(name in file.lower() for name in names) for file in files)
 
 
 CUSTOM = ("path", "name")
@@ -480,8 +527,8 @@ def _own_reward(file: str, name: str) -> str:
 
 
 def _overlong(verl: Verl) -> tuple[int, float] | None:
-    """(length, factor) of DAPO's soft punishment, where it is on."""
-    for group in OVERLONG:
+    """(length, factor) of DAPO's soft punishment, where it is on: only the reward manager dapo looks at it."""
+    for group in OVERLONG if _manager(verl) == "dapo" else ():
         if verl[f"{group}.enable"]:
             return whole(verl[f"{group}.len"]), number(verl[f"{group}.penalty_factor"] or 1.0)
     return None
@@ -503,8 +550,21 @@ def reward_kwargs(value: Any, verl: Verl) -> Outcome:
     return Translated({"reward.kwargs": arguments or verl["reward.custom_reward_function.reward_kwargs"]})
 
 
+MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
+
+
+def _manager(verl: Verl) -> str:
+    """The reward manager, naive where none is named."""
+    named = [verl[key] for key in MANAGERS if key in verl.command.given] or [verl[key] for key in MANAGERS]
+    return str(next(filter(None, named), "naive"))
+
+
 def overlong(value: Any, verl: Verl) -> Outcome:
-    return reward_functions(value, verl) if _overlong(verl) else NoEffect("overlong_buffer.enable is False")
+    if _overlong(verl):
+        return reward_functions(value, verl)
+    if (manager := _manager(verl)) != "dapo":
+        return NoEffect(f"only the reward manager dapo looks at it, and this one is {manager}")
+    return NoEffect("overlong_buffer.enable is False")
 
 
 def reward_manager(value: Any, verl: Verl) -> Outcome:
@@ -546,6 +606,12 @@ def total_steps(value: Any, verl: Verl) -> Outcome:
     if not value:
         return NoEffect("null: trainer.total_epochs decides")
     return Translated({"training.max_steps": updates(value, verl)})
+
+
+def critic(value: Any, verl: Verl) -> Outcome:
+    if verl["algorithm.adv_estimator"] == "gae":
+        return NoEffect("the critic's: algorithm.adv_estimator=gae, which needs it, is refused")
+    return NoEffect("the critic's, and only algorithm.adv_estimator=gae has one")
 
 
 def critic_warmup(value: Any, verl: Verl) -> Outcome:

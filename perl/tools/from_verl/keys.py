@@ -8,7 +8,6 @@ from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.handlers import (
     ACTOR,
     MODEL,
-    NO_CRITIC,
     ROLLOUT,
     SPEED,
     adaptive,
@@ -22,6 +21,7 @@ from perl.tools.from_verl.handlers import (
     clip_end,
     clip_ratio,
     completion_length,
+    critic,
     critic_warmup,
     custom_reward,
     devices,
@@ -128,6 +128,7 @@ KEYS: dict[str, Handler] = {
     "data.prompt_key": only(
         "prompt", why="the column that is read here too", otherwise="name the column prompt (or question)"
     ),
+    "data.image_key": only("images", why="the column that is read here too", otherwise="name the column images"),
     "data.reward_fn_key": only(
         "data_source", why="the column that is read here too", otherwise="name the column data_source"
     ),
@@ -218,7 +219,9 @@ KEYS: dict[str, Handler] = {
     f"{MODEL}.lora_rank": full_parameters,
     f"{MODEL}.lora_alpha": with_lora(to("peft.lora_alpha", positive)),
     f"{MODEL}.target_modules": with_lora(lora_modules),
-    f"{MODEL}.exclude_modules": with_lora(refused("layers cannot be left out; name those to train in target_modules")),
+    f"{MODEL}.exclude_modules": with_lora(
+        lambda value, verl: to("peft.exclude_modules")(value, verl) if value else NoEffect("null: as it is here")
+    ),
     f"{MODEL}.lora_adapter_path": lambda value, verl: (
         to("peft.adapter", path)(value, verl) if value else NoEffect("null: a new adapter is trained")
     ),
@@ -293,7 +296,7 @@ KEYS: dict[str, Handler] = {
     "trainer.max_actor_ckpt_to_keep": lambda value, verl: (
         NoEffect("null: all are kept") if not value else to("training.save_total_limit", positive)(value, verl)
     ),
-    "trainer.max_critic_ckpt_to_keep": no_effect(NO_CRITIC),
+    "trainer.max_critic_ckpt_to_keep": critic,
     "trainer.resume_mode": resume,
     "trainer.resume_from_path": refused("a checkpoint of verl holds another model than an adapter"),
     "trainer.device": no_effect("the device is detected"),
@@ -311,7 +314,9 @@ KEYS: dict[str, Handler] = {
 FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"data\.apply_chat_template_kwargs(\..+)?", chat_template),
     (r"data\.custom_cls\..+", refused("a dataset class of your own is not loaded; write its rows to a file")),
-    (r"data\.((image|video|audio)_key|image_patch_size|return_.*|mm_processor_kwargs.*)", no_effect("texts only")),
+    (r"data\.((video|audio)_key|return_.*)", no_effect("texts and images are read, as messages")),
+    (r"data\.image_patch_size", no_effect("the model's image processor knows it")),
+    (r"data\.mm_processor_kwargs(\..+)?", refused("images are made as the model's image processor says by itself")),
     (r"data\.(use_shm|dataloader_num_workers|cache_dir)", no_effect(SPEED)),
     (r"data\.sampler\..+|data\.datagen\..+", refused("another order of the rows is not there")),
     (r"algorithm\.filter_groups\..+", no_effect("only filter_groups.enable, which is refused, uses it")),
@@ -337,7 +342,7 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"actor_rollout_ref\.(ref|rollout)\.(log_prob_.*|ulysses_.*|entropy_.*|profiler.*|checkpoint.*|load_weight|"
      r"rollout_n|pad_to_length.*|use_.*)", no_effect("passes without gradient: " + SPEED)),
     (r"actor_rollout_ref\.ref\.model\..+", refused("another reference than the base is not there")),
-    (r"actor_rollout_ref\.ref\..+", no_effect("the reference is the base with the adapter off: nothing more to hold")),
+    (r"actor_rollout_ref\.ref\..+", no_effect("how the reference is held: memory only")),
     (r"actor_rollout_ref\.model\.override_config\..+", refused("a changed architecture is not taken over")),
     (r"actor_rollout_ref\.model\.(mtp\.enable|mtp\.enable_train)", refused("multi-token prediction is not there")),
     (r"actor_rollout_ref\.model\.(lora|mtp|tiled_mlp|fused_kernel_options)\..+", no_effect(SPEED)),
@@ -360,7 +365,7 @@ FAMILIES: tuple[tuple[str, Handler], ...] = (
     (r"reward\.reward_manager\..+", no_effect("it names a reward manager of your own, which source decides")),
     (r"(reward\.)?sandbox_fusion\.url", refused("a sandbox for code is not there")),
     (r"(reward\.)?sandbox_fusion\..+", no_effect("only sandbox_fusion.url, which is refused, uses it")),
-    (r"critic\..+", no_effect("the critic's: only PPO (adv_estimator=gae) has one")),
+    (r"critic\..+", critic),
     (r"trainer\.(balance_batch|esi_.*|ray_.*|use_legacy_worker_impl|use_v1|worker_.*|del_local_.*|checkpoint_callback_.*)",
      no_effect(SPEED)),
     (r"trainer\.(log_val_generations|rollout_data_dir|validation_data_dir|default_hdfs_dir|wandb_proxy|hf_.*|"

@@ -51,6 +51,8 @@ class Choices:
     processes: int | None = None
     """Devices to train on, where they are not verl's."""
     learning_rate_factor: float = 1.0
+    full: bool = False
+    """Train all weights where verl does; else a LoRA adapter."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class Verl:
     def is_lora(self) -> bool:
         ranks = self["actor_rollout_ref.model.lora_rank"], self["actor_rollout_ref.model.lora.rank"]
         return any(isinstance(rank, int) and rank > 0 for rank in ranks) or bool(self[ADAPTER])
+
+    @property
+    def is_full(self) -> bool:
+        """All weights are trained here too."""
+        return self.choices.full and not self.is_lora
 
     @property
     def devices(self) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perl.config.load import is_secret
-from perl.errors import nearest
+from perl.errors import UserError, nearest
 from perl.tools.from_verl.batch import Batch
 from perl.tools.from_verl.keys import (
     ALWAYS,
@@ -67,9 +67,11 @@ def translate(command: Command, choices: Choices) -> Translation:
     """Sort every key of the command, and verl's defaults that decide the result, into the lists.
 
     Raises:
-        UserError: an interpolation that leads nowhere.
+        UserError: an interpolation that leads nowhere, or a choice that contradicts the command.
     """
     verl, result = Verl(command, choices), Translation()
+    if choices.full and verl.is_lora:
+        raise UserError("--full: this command of verl trains a LoRA adapter; leave --full out")
     for key in ALWAYS:
         if key not in command.given and f"~{key}" not in command.read:
             outcome = _outcome(key, command.value(key), verl)
@@ -149,11 +151,11 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
     """What a user should know of the whole, one line each."""
     notes = []
     rate = result.recipe().get("training.learning_rate", (0.0, ""))[0]
-    if not verl.is_lora:
+    if not verl.is_lora and not verl.is_full:
         notes.append(
             "verl would train all weights; here a LoRA adapter (r 16 on all linear layers) is trained. LoRA's best"
             f" learning rate is about ten times that of full training (LoRA Without Regret, 2025); {rate:g} is written:"
-            " --learning_rate_factor 10 writes ten times verl's"
+            " --learning_rate_factor 10 writes ten times verl's, --full trains all weights"
         )
     if verl["trainer.noise_injection.enabled"] is True:
         meanings = {

@@ -98,8 +98,8 @@ def _hub_text(model: str) -> str:
 
 
 def shape_of(config: Any, peft: PeftConfig) -> Shape:
-    """The shape of the model that `config` describes with the adapter that `peft` does, counted on the meta device:
-    weights are never made. A UserError for a model that the formulas do not describe."""
+    """The shape of the model that `config` describes with the adapter that `peft` does, or none, counted on the meta
+    device: weights are never made. A UserError for a model that the formulas do not describe."""
     from peft import get_peft_model
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -116,15 +116,16 @@ def shape_of(config: Any, peft: PeftConfig) -> Shape:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         linear = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear))
         adapter = lookup(ADAPTERS, peft.type, "adapter type", "--config.peft.type").build(peft)
-        with torch.device("meta"):
-            model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
+        if adapter is not None:
+            with torch.device("meta"):
+                model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, TypeError, AttributeError, ZeroDivisionError) as error:
         if isinstance(error, UserError):
             raise
         reason = str(error).partition("\n")[0]
         raise UserError(f"{MODEL_FLAG}, --config.peft: this model cannot be made: {reason}") from error
-    adapted = list(_adapted(model))
-    first = next((name for name, _ in adapted if ".layers." in name), "")
+    adapted, trained = list(_adapted(model)), list(_adapted(model) if adapter else _linears(model))
+    first = next((name for name, _ in trained if ".layers." in name), "")
     prefix = first.partition(".layers.")[0] + ".layers.0."
     return Shape(
         parameters=parameters,
@@ -132,8 +133,8 @@ def shape_of(config: Any, peft: PeftConfig) -> Shape:
         adapter=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         largest_adapted=max((math.prod(size) for _, size in adapted), default=0),
         adapted_weights=sum(math.prod(size) for _, size in adapted),
-        adapted={name.rpartition(".")[2]: size for name, size in adapted if name.startswith(prefix)},
-        rank=int(peft.r),
+        adapted={name.rpartition(".")[2]: size for name, size in trained if name.startswith(prefix)},
+        rank=int(peft.r) if adapter else 0,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -160,6 +161,12 @@ def _require_known(model: Any) -> None:
         raise UserError(f"{MODEL_FLAG}: plan has no formulas for {model.config.model_type}: {why}")
 
 
+def _linears(model: Any) -> Iterator[tuple[str, tuple[int, int]]]:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            yield name, (module.in_features, module.out_features)
+
+
 def _adapted(model: Any) -> Iterator[tuple[str, tuple[int, int]]]:
     from peft.tuners.lora import LoraLayer
 
@@ -182,7 +189,8 @@ def job_of(config: Config, parsed: Parsed, device: Device, count: int, parallel:
     prompt = config.dataset.max_prompt_length
     if prompt is None:
         raise UserError("--config.dataset.max_prompt_length null: plan needs the longest prompt; write a number")
-    dtype = config.model.dtype or ("float32" if device.cpu else "bfloat16")
+    full = config.peft.type == "none"
+    dtype = config.model.dtype or ("float32" if device.cpu or full else "bfloat16")
     weight_bytes = 4 if dtype == "float32" else 2
     mixed = parsed.values.training.bf16 or parsed.values.training.fp16
     no_mixed = parsed.values.training.bf16 is False or device.cpu
@@ -209,13 +217,15 @@ def job_of(config: Config, parsed: Parsed, device: Device, count: int, parallel:
         block_size=KERNEL_BLOCK_SIZE if training.attention_kernels is True else BLOCK_SIZE,
         capture=bool(capture) and not device.cpu and parallel not in ("zero3", "fsdp2"),
         merge=rollout.merge_adapter is not False,
-        dropout=config.peft.lora_dropout > 0,
+        dropout=config.peft.lora_dropout > 0 and not full,
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
         regrouped=not fixed,
         vllm_share=training.vllm_gpu_memory_utilization if colocated else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
         vllm_devices=training.vllm_tensor_parallel_size,
+        full=full,
+        reference=full and training.beta > 0,
     )
 
 
@@ -241,7 +251,7 @@ def vllm_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
     """What vLLM's share leaves for its cache, in the trainer's process."""
     if job.vllm_share:
         share = int(job.vllm_share * device.memory)
-        left = share - shape.parameters * job.weight_bytes // job.vllm_devices
+        left = share - shape.parameters * job.sampled_bytes // job.vllm_devices
         what = f"leaves {left / GB:.1f} GB for its cache and activations" if left > 0 else "is less than its weights"
         yield f"vLLM's share of {share / GB:.1f} GB {what}"
 

@@ -45,7 +45,8 @@ MLP_INPUTS = ("gate_proj", "up_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder of Llama's family (RMSNorm, rotary positions, grouped heads, gated MLP) with LoRA."""
+    """A decoder of Llama's family (RMSNorm, rotary positions, grouped heads, gated MLP) with LoRA, or with all weights
+    trained."""
 
     parameters: int
     """Of the base; tied weights count once."""
@@ -58,7 +59,7 @@ class Shape:
     adapted_weights: int
     """Weights of all layers that have one."""
     adapted: dict[str, tuple[int, int]]
-    """In one layer, the linears that have an adapter: name -> (in, out)."""
+    """In one layer, the linears that are trained, by their adapter or themselves: name -> (in, out)."""
     rank: int
     layers: int
     hidden: int
@@ -137,6 +138,10 @@ class Job:
     vllm_sleeps: bool = False
     vllm_devices: int = 1
     """vllm_tensor_parallel_size."""
+    full: bool = False
+    """All weights are trained (peft.type none)."""
+    reference: bool = False
+    """A reference model is held besides (beta > 0, without an adapter that could be switched off)."""
 
     @property
     def rows(self) -> int:
@@ -160,7 +165,25 @@ class Job:
     @property
     def adapter_computes(self) -> int:
         """Of a number that a layer's adapter is given without a cast; FSDP2 casts weights, not inputs."""
-        return self.compute_bytes if self.parallel == "fsdp2" else self.adapter_bytes
+        return self.compute_bytes if self.full or self.parallel == "fsdp2" else self.adapter_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a number of the weights as they are held: where all are trained DeepSpeed casts them to the compute dtype,
+        and FSDP2 under mixed precision to float32."""
+        if not self.full or self.parallel in ("single", "ddp"):
+            return self.weight_bytes
+        return 4 if self.parallel == "fsdp2" and self.compute_bytes < 4 else self.compute_bytes
+
+    @property
+    def sampled_bytes(self) -> int:
+        """Of a number of the weights, and of keys and values, while completions are drawn."""
+        return self.compute_bytes if self.full else self.weight_bytes
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast computes with copies of float32 weights."""
+        return self.full and self.parallel in ("single", "ddp") and self.compute_bytes < self.weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +247,10 @@ def states(shape: Shape, job: Job) -> Iterator[Item]:
         return n if split else 1
 
     all_split = job.parallel in ("zero3", "fsdp2")
+    if job.full:
+        yield from _full_states(shape, job, share(all_split), share(all_split or stage >= 2), share(stage >= 1))
+        yield from _buffers(shape, job, stage)
+        return
     base, adapter = shape.parameters * job.weight_bytes, shape.adapter * job.adapter_bytes
     yield Item("weights", base // share(all_split), "both")
     yield Item("adapter", adapter // share(all_split), "both")
@@ -234,22 +261,46 @@ def states(shape: Shape, job: Job) -> Iterator[Item]:
     yield from _buffers(shape, job, stage)
 
 
+def _full_states(shape: Shape, job: Job, of_weights: int, of_gradients: int, of_master: int) -> Iterator[Item]:
+    """All P weights are trained, each kept by one of so many processes; w bytes of a weight, float32 unless model.dtype
+    says otherwise:
+
+        single, DDP  w P + w P + 2 w P     and c P of copies that rollouts compute with, c P that autocast makes
+        ZeRO, FSDP2  as with an adapter of P parameters, and no base
+
+    The reference of beta > 0 is the same weights once more; DeepSpeed's is whole on each device below stage 3."""
+    zero, parameters = job.parallel.startswith("zero"), shape.parameters
+    weights = parameters * job.held_bytes
+    yield Item("weights", weights // of_weights, "both")
+    yield Item("gradients", weights // of_gradients, "update")
+    if zero:
+        yield Item("float32 copy of the weights", 4 * parameters // max(of_master, of_weights), "both")
+    states = 8 if zero else 2 * job.held_bytes
+    yield Item("optimizer (AdamW)", states * parameters // max(of_master, of_weights), "both")
+    if job.reference:
+        yield Item("reference model", weights // of_weights, "both")
+    if job.casts:
+        if job.engine != "vllm":
+            yield Item("copies of the weights for rollouts", parameters * job.compute_bytes, "both")
+        yield Item("weights, cast by autocast", parameters * job.compute_bytes, "update")
+
+
 def _buffers(shape: Shape, job: Job, stage: int) -> Iterator[Item]:
     """Buffers of the ways to share work: DDP's buckets hold a copy of all gradients; DeepSpeed takes a bucket of
     REDUCE_BUCKET numbers at the first backward of an update (float32 for stage 1), stage 3 for good."""
     if job.parallel == "ddp":
-        yield Item("DDP's buckets", 4 * shape.adapter, "both")
+        yield Item("DDP's buckets", (job.held_bytes if job.full else 4) * shape.adapter, "both")
     if stage:
         size = REDUCE_BUCKET * (4 if stage == 1 else job.compute_bytes)
         yield Item("DeepSpeed's bucket", size, "both" if stage == 3 else "update")
-    base = shape.parameters * job.weight_bytes
+    base = shape.parameters * job.held_bytes
     if job.parallel == "zero3":
         yield Item("weights, gathered", base - base // job.processes, "rollout")
-        yield Item("weights, gathered", min(base, LIVE_PARAMETERS * job.weight_bytes), "update")
+        yield Item("weights, gathered", min(base, LIVE_PARAMETERS * job.held_bytes), "update")
     if job.parallel == "fsdp2":  # a layer and the next one
         ends = 2 * shape.vocabulary * shape.hidden
         layer = (shape.parameters - min(ends, shape.parameters)) // shape.layers
-        yield Item("weights, gathered", max(2 * layer, ends) * job.weight_bytes, "both")
+        yield Item("weights, gathered", max(2 * layer, ends) * job.sampled_bytes, "both")
 
 
 # The rollout
@@ -280,9 +331,11 @@ def merge_copies(shape: Shape, job: Job, device: Device, free: int) -> Iterator[
     """What merging the adapter costs (perl.adapters.rollout_merge): a layer's weights in float32, B A and its scaled
     product for a moment; the clean weights of the adapted layers in the host's memory, or, on a CPU in float32, all
     linear layers once more in oneDNN's layout, merged or not, as far as that is a small part of the `free` memory."""
-    packed = device.cpu and job.weight_bytes == 4 and 4 * shape.linear <= SHARE_OF_FREE_MEMORY * free
+    packed = device.cpu and job.sampled_bytes == 4 and 4 * shape.linear <= SHARE_OF_FREE_MEMORY * free
     if packed:
         yield Item("weights in oneDNN's layout", 4 * shape.linear, "rollout")
+    if job.full:
+        return
     if not job.merge:
         yield Item("adapter, put together for decoding", 2 * job.adapter_bytes * shape.adapter, "rollout")
         return
@@ -293,8 +346,9 @@ def merge_copies(shape: Shape, job: Job, device: Device, free: int) -> Iterator[
 
 
 def a_token(shape: Shape, job: Job) -> int:
-    """Bytes of keys and values of one token: 2 x layers x key heads x head size x bytes of the weights' dtype."""
-    return 2 * shape.layers * shape.key * job.weight_bytes
+    """Bytes of keys and values of one token: 2 x layers x key heads x head size x bytes of a number of the sampling
+    model's."""
+    return 2 * shape.layers * shape.key * job.sampled_bytes
 
 
 def kv_cache(shape: Shape, job: Job, device: Device, rows: int, free: int) -> int:
@@ -305,7 +359,7 @@ def kv_cache(shape: Shape, job: Job, device: Device, rows: int, free: int) -> in
         tokens = rows * job.length
         return (tokens if job.max_batch_tokens is None else min(tokens, job.max_batch_tokens)) * a_token(shape, job)
     bound = job.max_batch_tokens or max(0, int(free * CACHE_SHARE)) // a_token(shape, job)
-    meta = torch.empty(shape.key_heads, 1, shape.head_dim, device="meta", dtype=_dtype(job.weight_bytes))
+    meta = torch.empty(shape.key_heads, 1, shape.head_dim, device="meta", dtype=_dtype(job.sampled_bytes))
     longest = -(-job.length // BLOCK_SIZE) * BLOCK_SIZE
     return BlockCache([(meta, meta)] * shape.layers, rows, longest, bound, job.block_size).bytes
 
@@ -319,7 +373,7 @@ def prefill(shape: Shape, job: Job, rows: int) -> Item:
     cache, one layer's activations without gradients (three of the MLP's, the residual, the norm's float32 copy), and
     the last token's logits."""
     prompts = max(1, min(-(-rows // job.group), PREFILL_TOKENS // job.prompt))
-    tokens, c = prompts * job.prompt, job.weight_bytes
+    tokens, c = prompts * job.prompt, job.sampled_bytes
     layer = tokens * (3 * shape.intermediate * c + 2 * shape.hidden * c + 4 * shape.hidden)
     return Item("prefill", tokens * a_token(shape, job) + layer + 4 * prompts * shape.vocabulary, "rollout", True)
 
@@ -329,7 +383,7 @@ def decoding(shape: Shape, job: Job, device: Device, rows: int, cached: int) -> 
     (perl.engines.sampling); sorted with places (12 bytes) and three more where top_p truncates; and, without a kernel
     that reads blocks, one layer's keys and values of the `cached` tokens, read out of them."""
     copies = 4 * 4 + (12 + 3 * 4 if job.truncates else 0)
-    read = 0 if device.cpu else 2 * cached * shape.key * job.weight_bytes
+    read = 0 if device.cpu else 2 * cached * shape.key * job.sampled_bytes
     return Item("decode step (logits)", rows * shape.vocabulary * copies + read, "rollout", True)
 
 
@@ -409,7 +463,8 @@ def update(shape: Shape, job: Job, device: Device) -> list[Item]:
 
 
 def saved_by_layer(shape: Shape, job: Job, device: Device, micro: Micro) -> int:
-    """What autograd keeps of one layer with LoRA and frozen weights, which need no input of theirs.
+    """What autograd keeps of one layer with LoRA and frozen weights, which need no input of theirs; trained themselves
+    they need what A of an adapter on each would.
 
     Of each token: both norms' inputs in float32 (8 h, and 8 of the roots); the inputs of the adapters' A, shared where
     the adapter computes in the dtype of the layer, else a cast copy for each; A's outputs (r c each); the MLP's gate,

@@ -64,9 +64,10 @@ def as_text(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     job, shape = plan.job, plan.shape
-    dtype = {4: "float32", 2: "two bytes a number"}[job.weight_bytes]
+    dtype = {4: "float32", 2: "two bytes a number"}[job.held_bytes]
+    trained = "all trained" if job.full else f"adapter {shape.adapter / 1e6:.1f} M"
     return [
-        f"{plan.model}: {shape.parameters / 1e9:.3f} B weights, adapter {shape.adapter / 1e6:.1f} M; {dtype}",
+        f"{plan.model}: {shape.parameters / 1e9:.3f} B weights, {trained}; {dtype}",
         f"{plan.device.name} x {job.processes}, {job.parallel}, gradient checkpointing"
         f" {'on' if job.checkpointing else 'off'}, rollouts by {job.engine}",
         f"completions: {job.rows * job.processes} a rollout, {job.update_rows * job.processes} an update,"
@@ -92,7 +93,8 @@ def _both(item: Item) -> tuple[str, ...]:
 
 def _sharing(plan: Plan) -> list[str]:
     """Each way to share the work, with and without checkpointing."""
-    rows = [["", "weights", "adapter and states", "rollout", "update", "update, no checkpointing", "fits on"]]
+    states = "states" if plan.job.full else "adapter and states"
+    rows = [["", "weights", states, "rollout", "update", "update, no checkpointing", "fits on"]]
     for parallel, job in plan.by_parallel():
         table = items(plan.shape, job, plan.device)
         held = [item for item in table if item.name == "weights"]

@@ -5,10 +5,10 @@ import pytest
 
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
-from perl.evaluation.plan import choose_sampling, make_plan, make_plans
+from perl.evaluation.problem_sets import given, load_problem_set, load_problem_sets
 from perl.prompts import row_seed
 from perl.records import Problem
-from perl.scoring.samples import cluster_of, folder_name, problem_keys
+from perl.scoring.samples import cluster_of, folder_name, problem_keys, sampling_of_task
 from tests.tiny import tiny_tokenizer
 
 
@@ -27,55 +27,57 @@ def test_keys_follow_content_and_occurrence():
 
 
 def test_rows_have_their_own_seeds(config, sums):
-    plan = make_plan(config, tiny_tokenizer(), str(sums), "sums")
-    assert plan.problems == 40
-    assert len(plan.samples) == 640
-    assert len({sample.seed for sample in plan.samples}) == 640
-    first = plan.samples[3]
+    made = load_problem_set(config, tiny_tokenizer(), str(sums), "sums")
+    assert len(made.keys) == 40
+    assert len(made.samples) == 640
+    assert len({sample.seed for sample in made.samples}) == 640
+    first = made.samples[3]
     assert first.seed == row_seed(0, first.key, 3)
     assert first.prompt_text.startswith("<|user|> What is 0 + 0 ?")
     assert first.problem.gold == "0"
 
 
 def test_more_samples_keep_the_rows_there_are(config, sums):
-    few = make_plan(config, tiny_tokenizer(), str(sums), "sums")
-    more = make_plan(replace(config, n=20), tiny_tokenizer(), str(sums), "sums")
+    few = load_problem_set(config, tiny_tokenizer(), str(sums), "sums")
+    more = load_problem_set(replace(config, n=20), tiny_tokenizer(), str(sums), "sums")
     assert set(few.samples) - {replace(s, sampling=few.sampling) for s in more.samples} == set()
 
 
 def test_flags_stand_over_the_tasks_sampling():
     config = EvalConfig(model="m", dataset="d", top_p=0.5, seed=3)
-    sampling = choose_sampling(config, "aime24")
+    sampling = sampling_of_task("aime24", given(config))
     assert (sampling.n, sampling.temperature, sampling.top_p, sampling.seed) == (32, 1.0, 0.5, 3)
-    assert choose_sampling(EvalConfig(model="m", dataset="d", temperature=0.0), "aime24").n == 1
+    assert sampling_of_task("aime24", given(EvalConfig(model="m", dataset="d", temperature=0.0))).n == 1
     with pytest.raises(UserError, match="greedy completions"):
-        choose_sampling(EvalConfig(model="m", dataset="d", n=4), "gsm8k")
+        sampling_of_task("gsm8k", given(EvalConfig(model="m", dataset="d", n=4)))
     with pytest.raises(UserError, match="--top_p 0"):
-        choose_sampling(EvalConfig(model="m", dataset="d", top_p=0.0), "aime24")
+        sampling_of_task("aime24", given(EvalConfig(model="m", dataset="d", top_p=0.0)))
 
 
 def test_few_shot_from_the_train_file(tmp_path, config):
     train = [{"question": f"train {i}", "answer": f"a long derivation of {i}, it is {i} #### {i}"} for i in range(3)]
     for split, rows in (("train", train), ("test", [{"question": "test", "answer": "#### 4"}])):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plan = make_plan(replace(config, few_shot="2", system_prompt="Be brief."), tiny_tokenizer(), str(tmp_path), "x")
-    assert plan.styles["gsm8k"].few_shot == tuple((row["question"], row["answer"]) for row in train[:2])
-    text = plan.samples[0].prompt_text
+    made = load_problem_set(
+        replace(config, few_shot="2", system_prompt="Be brief."), tiny_tokenizer(), str(tmp_path), "x"
+    )
+    assert made.styles["gsm8k"].few_shot == tuple((row["question"], row["answer"]) for row in train[:2])
+    text = made.samples[0].prompt_text
     assert text.index("Be brief.") < text.index("train 0") < text.index("derivation of 1") < text.index("test")
     with pytest.raises(UserError, match="holds 3 usable rows"):
-        make_plan(replace(config, few_shot="5"), tiny_tokenizer(), str(tmp_path), "x")
+        load_problem_set(replace(config, few_shot="5"), tiny_tokenizer(), str(tmp_path), "x")
 
 
 def test_few_shot_examples_must_not_be_scored(tmp_path, config, sums):
     with pytest.raises(UserError, match="among the problems"):
-        make_plan(replace(config, few_shot="1"), tiny_tokenizer(), str(sums), "x")
+        load_problem_set(replace(config, few_shot="1"), tiny_tokenizer(), str(sums), "x")
     shots = tmp_path / "shots.jsonl"
     shots.write_text('{"question": "1 + 1 ?", "answer": "#### 2"}\n')
-    plan = make_plan(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
-    assert plan.styles["gsm8k"].few_shot == (("1 + 1 ?", "#### 2"),)
+    made = load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
+    assert made.styles["gsm8k"].few_shot == (("1 + 1 ?", "#### 2"),)
     shots.write_text('{"question": "1 + 1 ?"}\n')
     with pytest.raises(UserError, match=r"shots\.jsonl:1"):
-        make_plan(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
+        load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
 
 
 def test_folder_names(tmp_path, config, sums):
@@ -83,4 +85,6 @@ def test_folder_names(tmp_path, config, sums):
     assert folder_name("open-r1/DAPO-Math-17k-Processed") == "open-r1_DAPO-Math-17k-Processed"
     assert folder_name(str(sums)) == "sums"
     with pytest.raises(UserError, match=r"would both be written to .*sums"):
-        make_plans(replace(config, dataset=f"{sums},{sums.parent}/../{sums.parent.name}/sums.jsonl"), tiny_tokenizer())
+        load_problem_sets(
+            replace(config, dataset=f"{sums},{sums.parent}/../{sums.parent.name}/sums.jsonl"), tiny_tokenizer()
+        )

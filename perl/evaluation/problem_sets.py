@@ -1,21 +1,18 @@
-"""What there is to do: the samples of each dataset, each with its key, its prompt and its seed."""
+"""What there is to score: the problem set of each --dataset, and the worked examples of --few_shot."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.grading import RULES
-from perl.prompts import PromptStyle
-from perl.records import Problem, Sample, Sampling
-from perl.scoring.samples import folder_names, make_samples, sampling_of_task, style_of_task
-from perl.tasks import TASKS, data_name, load_problems, problem_of_row, rows_of
+from perl.records import Problem
+from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
+from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,74 +20,21 @@ if TYPE_CHECKING:
 SAMPLING_FLAGS = ("n", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One dataset of the evaluation."""
-
-    name: str
-    """Name of its folder below --result_dir, or below a candidate's."""
-    spec: str
-    """What the user wrote after --dataset."""
-    tasks: tuple[str, ...]
-    """The tasks that grade its problems, the commonest first."""
-    sampling: Sampling
-    styles: Mapping[str, PromptStyle]
-    """By task."""
-    samples: tuple[Sample, ...]
-    problems: int
-
-    @property
-    def dataset(self) -> str:
-        """`Sample.dataset` of its samples."""
-        return self.samples[0].dataset
-
-    def of_candidate(self, name: str, adapter: str | None) -> Plan:
-        """The same for a candidate of a sweep: its samples are stored in its folder and completed with its adapter.
-
-        Args:
-            name: of the candidate's folder; empty outside a sweep.
-            adapter: as in Prompt.
-        """
-        dataset = f"{name}/{self.name}".lstrip("/")
-        samples = tuple(replace(sample, dataset=dataset, adapter=adapter) for sample in self.samples)
-        return replace(self, samples=samples)
-
-
-def make_plans(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[Plan]:
+def load_problem_sets(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[ProblemSet]:
     """Load every dataset and build its prompts. UserErrors name the dataset or the flag."""
-    plans: dict[str, Plan] = {}
-    specs = [data_name(spec) for spec in config.datasets]
-    for spec, name in zip(specs, folder_names(specs), strict=True):
-        if name in plans:
-            raise UserError(
-                f"--dataset: {spec} and {plans[name].spec} would both be written to {name}; score them apart"
-            )
-        plans[name] = make_plan(config, tokenizer, spec, name)
-    return list(plans.values())
+    specs = named(config.datasets, "--dataset", "score them apart")
+    return [load_problem_set(config, tokenizer, spec, name) for name, spec in specs.items()]
 
 
-def make_plan(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str, name: str) -> Plan:
+def load_problem_set(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str, name: str) -> ProblemSet:
     problems = load_problems(spec, split=config.split, limit=config.max_samples, task=config.task)
-    tasks = tuple(task for task, _ in Counter(problem.task for problem in problems).most_common())
-    sampling = choose_sampling(config, tasks[0])
     examples = few_shot_examples(config, spec, problems)
-    styles = {task: style_of_task(task, config.system_prompt, examples) for task in tasks}
-    samples = make_samples(problems, name, sampling, styles, tokenizer)
-    return Plan(
-        name=name,
-        spec=spec,
-        tasks=tasks,
-        sampling=sampling,
-        styles=styles,
-        samples=tuple(samples),
-        problems=len(problems),
-    )
+    return make_problem_set(problems, spec, name, tokenizer, given(config), config.system_prompt, examples)
 
 
-def choose_sampling(config: EvalConfig, task: str) -> Sampling:
-    """The task's own sampling, with what the flags say over it."""
-    given = {name: value for name in SAMPLING_FLAGS if (value := getattr(config, name)) is not None}
-    return sampling_of_task(task, given)
+def given(config: EvalConfig) -> dict[str, Any]:
+    """The fields of Sampling that flags have set."""
+    return {name: value for name in SAMPLING_FLAGS if (value := getattr(config, name)) is not None}
 
 
 def few_shot_examples(config: EvalConfig, spec: str, problems: Sequence[Problem]) -> tuple[tuple[str, str], ...]:

@@ -1,0 +1,133 @@
+"""What a run is validated on: checked, loaded and worded before a model is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perl import checkpoints
+from perl.adapters import ADAPTERS
+from perl.checkpoints import resolve_model
+from perl.config.schema import ValidationConfig
+from perl.engines.sampling import validate
+from perl.errors import UserError
+from perl.images import tokenizer_of
+from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
+from perl.scoring.samples import cluster_of
+from perl.tasks import TASKS, load_problems
+from perl.training.rollout import EvaluatorRules
+from perl.training.setup import merged_base
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from perl.config.load import Config
+
+log = logging.getLogger(__name__)
+
+FLAG = "--config.validation."
+GIVEN = ("n", "temperature", "max_new_tokens")
+"""Fields of Sampling that the group `validation` has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSetup:
+    """What a run validates on, and by which rules completions end."""
+
+    config: ValidationConfig
+    problem_sets: tuple[ProblemSet, ...]
+    rules: EvaluatorRules
+    model: Path
+    """Folder of the base that is trained on; of one that holds an earlier adapter, before it is written."""
+    start: str | None
+    """The adapter that is trained further; None: a new one, which changes nothing before the first step."""
+    tokenizer: Any
+    trained: str = "adapter"
+    """What the training changes, by the name of its folder: "adapter", or "model" where all weights are trained."""
+
+    def require_room(self, context: int | None) -> None:
+        """A UserError where a vLLM server would refuse the longest prompt with its completion.
+
+        Args:
+            context: its max_model_len; None: there is no server.
+        """
+        samples = [sample for each in self.problem_sets for sample in each.samples]
+        needed = max(len(s.token_ids) + self.rules.room(list(s.token_ids), s.sampling.max_new_tokens) for s in samples)
+        if context is not None and needed > context:
+            raise UserError(
+                f"{FLAG}max_new_tokens: the vLLM server takes {context} tokens of prompt and completion"
+                f" together, and validation needs {needed}; start it with --max-model-len {needed}, or write less"
+            )
+
+
+def set_up_validation(
+    config: Config, tokenizer: PreTrainedTokenizerBase, trained: Collection[str]
+) -> ValidationSetup | None:
+    """The samples of every dataset, None where none is named. A UserError names the flag.
+
+    Args:
+        trained: perl.tasks.trained.problem_hash of each problem that the run trains on.
+    """
+    validation = config.validation
+    if not validation.datasets:
+        return None
+    model = resolve_model(config.model.model_name_or_path, "--config.model.model_name_or_path")
+    model_config = checkpoints.load_config(model)
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if config.training.use_vllm and (limit := config.training.vllm_max_model_length):
+        context = min(limit, context or limit)
+    asked = validation.max_new_tokens
+    if asked is not None and context is not None and asked >= context:
+        raise UserError(
+            f"{FLAG}max_new_tokens {asked}: the model takes {context} tokens of prompt and completion together; write"
+            " less"
+        )
+    specs = named(validation.datasets, f"{FLAG}datasets", "leave one out")
+    problem_sets = [_problem_set(config, spec, name, tokenizer) for name, spec in specs.items()]
+    for problem_set in problem_sets:
+        if config.training.use_vllm and config.training.vllm_mode == "server":
+            _require_greedy(problem_set)
+        _warn_of_trained(problem_set, trained)
+    eos_token_ids = checkpoints.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
+    merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
+    return ValidationSetup(
+        config=validation,
+        problem_sets=tuple(problem_sets),
+        rules=EvaluatorRules(eos_token_ids=eos_token_ids, context=context),
+        model=merged_base(config) if merges else model,
+        start=None if merges else config.peft.adapter,
+        tokenizer=tokenizer,
+        trained=ADAPTERS[config.peft.type].result,
+    )
+
+
+def _problem_set(config: Config, spec: str, name: str, tokenizer: PreTrainedTokenizerBase) -> ProblemSet:
+    validation = config.validation
+    try:
+        problems = load_problems(spec, limit=validation.max_samples)
+    except UserError as error:
+        raise UserError(f"{FLAG}datasets: {error}") from error
+    if ungraded := next((problem for problem in problems if problem.task not in TASKS), None):
+        raise UserError(f"{FLAG}datasets {spec}: no task grades {ungraded.source}; leave the file out")
+    given = {field: value for field in GIVEN if (value := getattr(validation, field)) is not None}
+    made = make_problem_set(problems, spec, name, tokenizer, given, config.dataset.system_prompt, flag=FLAG)
+    validate(made.sampling)
+    return made
+
+
+def _require_greedy(problem_set: ProblemSet) -> None:
+    if problem_set.sampling.temperature or problem_set.sampling.n > 1:
+        raise UserError(
+            f"{FLAG}temperature: a vLLM server takes no seed for each completion, so that it can only validate"
+            f" greedily, and {problem_set.spec} would be sampled; write {FLAG}temperature 0 and n 1, or"
+            " --config.training.vllm_mode colocate"
+        )
+
+
+def _warn_of_trained(problem_set: ProblemSet, trained: Collection[str]) -> None:
+    keys = {cluster_of(key) for key in problem_set.keys}
+    if both := len(keys & set(trained)):
+        log.warning("%sdatasets %s: the run trains on %d of its %d problems", FLAG, problem_set.spec, both, len(keys))

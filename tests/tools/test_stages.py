@@ -1,0 +1,62 @@
+"""A stage and what it starts end with the process that started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from perl.tools import stages
+
+ROOT = Path(__file__).parents[2]
+PARENT = """
+import sys
+from pathlib import Path
+from perl.tools import stages
+
+# As accelerate does: a launcher that starts the process that computes, and passes no signal on.
+launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+works = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+with stages.start([sys.executable, "-c", launcher, works], Path(sys.argv[1])) as process:
+    process.wait()
+"""
+
+
+def alive(pid: int) -> bool:
+    """A zombie, which only waits for somebody to ask for its exit code, is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(found)
+
+
+def test_a_stage_ends_with_its_parent_even_when_that_is_killed(tmp_path):
+    log = tmp_path / "stage.log"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(log)], env=environment)
+    try:
+        assert wait_for(lambda: log.is_file() and log.read_text().endswith("\n"))
+        worker = int(log.read_text())
+        assert alive(worker)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        assert wait_for(lambda: not alive(worker))
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_a_stage_that_ends_leaves_nothing_behind(tmp_path):
+    with stages.start([sys.executable, "-c", "print('done')"], tmp_path / "stage.log") as process:
+        stages.finish(process, tmp_path / "stage.log", "stage")
+    assert (tmp_path / "stage.log").read_text() == "done\n"
+    mine = subprocess.run(["pgrep", "-P", str(os.getpid()), "-x", "sh"], capture_output=True, text=True, check=False)
+    assert not mine.stdout
