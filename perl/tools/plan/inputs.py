@@ -225,7 +225,7 @@ def job_of(config: Config, parsed: Parsed, device: Device, count: int, parallel:
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
         vllm_devices=training.vllm_tensor_parallel_size,
         full=full,
-        reference=full and training.beta > 0,
+        reference=full and (training.beta > 0 or config.algorithm.kl_in_reward > 0),
     )
 
 
@@ -234,8 +234,8 @@ def rough(config: Config) -> Iterator[str]:
     training, peft = config.training, config.peft
     if config.validation.datasets:
         yield "validation is left out: its completions have a KV cache of their own, of what is free then"
-    if peft.adapter is not None and peft.adapter_mode == "continue" and training.beta:
-        yield "the frozen copy of peft.adapter that beta compares with is left out, as large as the adapter"
+    if peft.adapter is not None and peft.adapter_mode == "continue" and (training.beta or config.algorithm.kl_in_reward):
+        yield "the frozen copy of peft.adapter that KL compares with is left out, as large as the adapter"
     optimizer = str(getattr(training.optim, "value", training.optim))
     if "adamw" not in optimizer:
         yield f"optimizer {optimizer} is counted as AdamW"
