@@ -234,7 +234,8 @@ def rough(config: Config) -> Iterator[str]:
     training, peft = config.training, config.peft
     if config.validation.datasets:
         yield "validation is left out: its completions have a KV cache of their own, of what is free then"
-    if peft.adapter is not None and peft.adapter_mode == "continue" and (training.beta or config.algorithm.kl_in_reward):
+    compared = training.beta or config.algorithm.kl_in_reward
+    if peft.adapter is not None and peft.adapter_mode == "continue" and compared:
         yield "the frozen copy of peft.adapter that KL compares with is left out, as large as the adapter"
     optimizer = str(getattr(training.optim, "value", training.optim))
     if "adamw" not in optimizer:
