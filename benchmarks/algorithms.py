@@ -76,11 +76,9 @@ def table(results: Sequence[dict[str, Any]], heads: Sequence[str]) -> str:
         runs = sorted((row for row in results if row["algorithm"] == name), key=lambda row: row["seed"])
         if runs:
             points = ", ".join(f"{100 * (row['after'] - row['before']):+.1f}" for row in runs)
-            before, after, took = (
-                statistics.mean(row[key] for row in runs) for key in ("before", "after", "step_time")
-            )
+            before, after = (statistics.mean(row[key] for row in runs) for key in ("before", "after"))
             seeds = ", ".join(str(row["seed"]) for row in runs)
-            lines.append(f"| `{name}` | {100 * before:.1f} | {100 * after:.1f} | {points} | {seeds} | {took:.2f} |")
+            lines.append(f"| `{name}` | {100 * before:.1f} | {100 * after:.1f} | {points} | {seeds} |")
     return "\n".join(lines)
 
 
@@ -111,8 +109,8 @@ def curves(results: Sequence[dict[str, Any]]) -> str:
 
 
 HEADS = {
-    "algorithms.md": ("algorithm", "before, %", "after, %", "points by seed", "seeds", "s a step"),
-    "algorithms_zh.md": ("算法", "训练前，%", "训练后，%", "各种子提高的点数", "种子", "每步秒数"),
+    "algorithms.md": ("algorithm", "before, %", "after, %", "points by seed", "seeds"),
+    "algorithms_zh.md": ("算法", "训练前，%", "训练后，%", "各种子提高的点数", "种子"),
 }
 
 

@@ -33,6 +33,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "entropy": ("actor/entropy", "actor/entropy_loss"),
     "kl": ("actor/kl_loss",),
     "approx_kl": ("actor/ppo_kl",),
+    "kl_in_reward": ("actor/reward_kl_penalty",),
+    "kl_in_reward/coefficient": ("actor/reward_kl_penalty_coeff",),
     "clip_ratio/region_mean": ("actor/pg_clipfrac",),
     "grad_norm": ("actor/grad_norm",),
     "learning_rate": ("actor/lr",),

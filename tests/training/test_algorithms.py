@@ -149,7 +149,7 @@ def test_kl_is_taken_from_the_reward(tmp_path, name, beta):
 
 def test_the_reference_of_a_continued_adapter_is_that_adapter(tmp_path):
     config = PeftConfig(r=4, lora_alpha=8)
-    model = get_peft_model(tiny_model(scale=4.0), ADAPTERS["lora"].build(config))
+    model = get_peft_model(tiny_model(scale=4.0), ADAPTERS["lora"].build(config))  # type: ignore[arg-type]
     move_adapter(model, 0.05)
     trainer = make_trainer(
         tmp_path, model=model, peft=config, algorithm={"kl_in_reward": 0.5}, max_steps=1, learning_rate=1e-2

@@ -240,7 +240,7 @@ def _reinforcing(config: Config, device: Device, common: dict[str, Any]) -> Job:
         vllm_share=training.vllm_gpu_memory_utilization if colocated else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
         vllm_devices=training.vllm_tensor_parallel_size,
-        reference=common["full"] and training.beta > 0,
+        reference=common["full"] and (training.beta > 0 or config.algorithm.kl_in_reward > 0),
         **common,
     )
 
@@ -262,8 +262,9 @@ def rough(config: Config | SFTRunConfig) -> Iterator[str]:
 def _rough_rollouts(config: Config) -> Iterator[str]:
     if config.validation.datasets:
         yield "validation is left out: its completions have a KV cache of their own, of what is free then"
-    if config.peft.adapter is not None and config.peft.adapter_mode == "continue" and config.training.beta:
-        yield "the frozen copy of peft.adapter that beta compares with is left out, as large as the adapter"
+    compared = config.training.beta or config.algorithm.kl_in_reward
+    if config.peft.adapter is not None and config.peft.adapter_mode == "continue" and compared:
+        yield "the frozen copy of peft.adapter that KL compares with is left out, as large as the adapter"
     if config.rollout.engine == "continuous_batching":
         yield "transformers sizes its paged cache by what is free; counted is what the sequences need"
 
