@@ -45,7 +45,7 @@ def run(args: Any) -> int:
     flags = [word for flag, value in _given(args) for word in (flag, value)]
     parsed = parse(["--recipe", args.recipe, *flags])
     config = parsed.build(count)
-    shape = shape_of(read_config(config.model.model_name_or_path), config.peft)
+    shape = shape_of(read_config(config.model.model_name_or_path), config.peft, critic_of(config))
     job = job_of(config, parsed, where, count, parallel)
     if config.training.attention_kernels is True and not where.cpu:
         where = dataclasses.replace(where, attention="kernel")

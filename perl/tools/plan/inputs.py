@@ -13,9 +13,10 @@ import torch
 import yaml
 
 from perl.adapters import ADAPTERS
+from perl.algorithms import ALGORITHMS
 from perl.checkpoints import modelscope_variable
 from perl.config.load import Config, Parsed
-from perl.config.schema import PeftConfig
+from perl.config.schema import CriticConfig, PeftConfig
 from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE
 from perl.engines.decoder import unsupported_reason
 from perl.errors import UserError, lookup
@@ -97,7 +98,12 @@ def _hub_text(model: str) -> str:
         ) from error
 
 
-def shape_of(config: Any, peft: PeftConfig) -> Shape:
+def critic_of(config: Config) -> CriticConfig | None:
+    """The group `critic`, where the algorithm has one."""
+    return config.critic if ALGORITHMS[config.algorithm.name].critic else None
+
+
+def shape_of(config: Any, peft: PeftConfig, critic: CriticConfig | None = None) -> Shape:
     """The shape of the model that `config` describes with the adapter that `peft` does, or none, counted on the meta
     device: weights are never made. A UserError for a model that the formulas do not describe."""
     from peft import get_peft_model
@@ -130,7 +136,8 @@ def shape_of(config: Any, peft: PeftConfig) -> Shape:
     return Shape(
         parameters=parameters,
         linear=linear,
-        adapter=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        adapter=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        + (sum(sum(size) for _, size in adapted) * critic.r + config.hidden_size + 1 if critic else 0),
         largest_adapted=max((math.prod(size) for _, size in adapted), default=0),
         adapted_weights=sum(math.prod(size) for _, size in adapted),
         adapted={name.rpartition(".")[2]: size for name, size in trained if name.startswith(prefix)},
@@ -220,6 +227,7 @@ def job_of(config: Config, parsed: Parsed, device: Device, count: int, parallel:
         dropout=config.peft.lora_dropout > 0 and not full,
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
+        critic=critic_of(config) is not None,
         regrouped=not fixed,
         vllm_share=training.vllm_gpu_memory_utilization if colocated else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
@@ -236,6 +244,8 @@ def rough(config: Config) -> Iterator[str]:
         yield "validation is left out: its completions have a KV cache of their own, of what is free then"
     if peft.adapter is not None and peft.adapter_mode == "continue" and training.beta:
         yield "the frozen copy of peft.adapter that beta compares with is left out, as large as the adapter"
+    if (critic := critic_of(config)) and not critic.share_base:
+        yield f"the critic is counted as on the policy's base; {critic.model_name_or_path} comes on top, whole"
     optimizer = str(getattr(training.optim, "value", training.optim))
     if "adamw" not in optimizer:
         yield f"optimizer {optimizer} is counted as AdamW"
