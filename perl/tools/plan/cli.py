@@ -12,7 +12,7 @@ from perl import device
 from perl.config.load import GRPO, build_parser, parse
 from perl.errors import UserError, lookup
 from perl.tools.plan.devices import DEVICES
-from perl.tools.plan.inputs import job_of, parallel_of, read_config, rough, shape_of, vllm_room
+from perl.tools.plan.inputs import critic_of, job_of, parallel_of, read_config, rough, shape_of, vllm_room
 from perl.tools.plan.memory import Device, Parallel
 from perl.tools.plan.page import Plan, as_json, as_text
 
