@@ -39,6 +39,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("actor/grad_norm",),
     "learning_rate": ("actor/lr",),
     "advantages/mean": ("critic/advantages/mean",),
+    "critic/vf_loss": ("critic/vf_loss",),
+    "critic/vf_clipfrac": ("critic/vf_clipfrac",),
+    "critic/values_mean": ("critic/values/mean",),
+    "critic/returns_mean": ("critic/returns/mean",),
+    "critic/explained_variance": ("critic/vf_explained_var",),
+    "critic/grad_norm": ("critic/grad_norm",),
     "advantages/max": ("critic/advantages/max",),
     "advantages/min": ("critic/advantages/min",),
     "completions/mean_length": ("response_length/mean",),
@@ -59,7 +65,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "perf/max_memory_allocated_gb": (),
 }
 """Our name of a metric, which is TRL's where it has one -> verl's names, of which the first that is logged counts."""
-VERLS = ("critic/", "actor/", "response_length/", "prompt_length/", "timing_s/")
+VERLS = (
+    "critic/score/",
+    "critic/rewards/",
+    "critic/advantages/",
+    "actor/",
+    "response_length/",
+    "prompt_length/",
+    "timing_s/",
+)
 """What names begin with that only verl logs."""
 SCORE = "val-core/"
 """What names of scores of validations begin with, verl's and ours."""

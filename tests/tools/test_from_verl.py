@@ -463,11 +463,11 @@ def test_a_test_freq_of_verls_validates_when_verl_does():
 
 
 def test_a_critics_keys_do_not_speak_as_if_there_were_none():
-    refused = of(None, "algorithm.adv_estimator=gae", "critic.optim.lr=1e-5").no_effect["critic.optim.lr"]
-    assert refused == "the critic's: algorithm.adv_estimator=gae, which needs it, is refused"
-    assert (
-        "only algorithm.adv_estimator=gae has one" in of(None, *GOOD, "critic.optim.lr=1").no_effect["critic.optim.lr"]
-    )
+    ppo = of(None, "algorithm.adv_estimator=gae", "critic.optim.lr=1e-5", "critic.use_dynamic_bsz=True")
+    assert ppo.translated["critic.optim.lr"] == {"critic.lr": 1e-5}
+    assert "as the policy is" in ppo.no_effect["critic.use_dynamic_bsz"]
+    grpo = of(None, "algorithm.adv_estimator=grpo", "critic.optim.lr=1e-5").no_effect["critic.optim.lr"]
+    assert grpo == "only PPO (adv_estimator=gae) has it"
 
 
 def test_filtered_groups_are_dynamic_sampling():

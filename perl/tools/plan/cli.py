@@ -17,7 +17,7 @@ from perl.config.load import GRPO, Program, build_parser, parse_for
 from perl.config.sft import SFT
 from perl.errors import UserError, lookup
 from perl.tools.plan.devices import DEVICES
-from perl.tools.plan.inputs import job_of, parallel_of, read_config, rough, shape_of, vllm_room
+from perl.tools.plan.inputs import critic_of, job_of, parallel_of, read_config, rough, shape_of, vllm_room
 from perl.tools.plan.memory import Device, Parallel
 from perl.tools.plan.page import Plan, as_json, as_text
 
@@ -59,7 +59,7 @@ def run(args: Any) -> int:
     program, why = program_of(args.recipe, flags[::2], args.method)
     parsed = parse_for(program, ["--recipe", args.recipe, *flags])
     config = parsed.build(count)
-    shape = shape_of(read_config(config.model.model_name_or_path), config.peft)
+    shape = shape_of(read_config(config.model.model_name_or_path), config.peft, critic_of(config))
     job = job_of(config, parsed, where, count, parallel)
     if parsed.program is GRPO and config.training.attention_kernels is True and not where.cpu:
         where = dataclasses.replace(where, attention="kernel")

@@ -13,9 +13,10 @@ import torch
 import yaml
 
 from perl.adapters import ADAPTERS
+from perl.algorithms import ALGORITHMS
 from perl.checkpoints import modelscope_variable
 from perl.config.load import Config, Parsed
-from perl.config.schema import PeftConfig
+from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
 from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE
 from perl.engines.decoder import unsupported_reason
@@ -98,7 +99,14 @@ def _hub_text(model: str) -> str:
         ) from error
 
 
-def shape_of(config: Any, peft: PeftConfig) -> Shape:
+def critic_of(config: Config | SFTRunConfig) -> CriticConfig | None:
+    """The group `critic`, where there is an algorithm that has one."""
+    if isinstance(config, SFTRunConfig) or not ALGORITHMS[config.algorithm.name].critic:
+        return None
+    return config.critic
+
+
+def shape_of(config: Any, peft: PeftConfig, critic: CriticConfig | None = None) -> Shape:
     """The shape of the model that `config` describes with the adapter that `peft` does, or none, counted on the meta
     device: weights are never made. A UserError for a model that the formulas do not describe."""
     from peft import get_peft_model
@@ -131,7 +139,8 @@ def shape_of(config: Any, peft: PeftConfig) -> Shape:
     return Shape(
         parameters=parameters,
         linear=linear,
-        adapter=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        adapter=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        + (sum(sum(size) for _, size in adapted) * critic.r + config.hidden_size + 1 if critic else 0),
         largest_adapted=max((math.prod(size) for _, size in adapted), default=0),
         adapted_weights=sum(math.prod(size) for _, size in adapted),
         adapted={name.rpartition(".")[2]: size for name, size in trained if name.startswith(prefix)},
@@ -236,6 +245,7 @@ def _reinforcing(config: Config, device: Device, common: dict[str, Any]) -> Job:
         merge=rollout.merge_adapter is not False,
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
+        critic=critic_of(config) is not None,
         regrouped=not fixed,
         vllm_share=training.vllm_gpu_memory_utilization if colocated else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
@@ -265,6 +275,8 @@ def _rough_rollouts(config: Config) -> Iterator[str]:
     compared = config.training.beta or config.algorithm.kl_in_reward
     if config.peft.adapter is not None and config.peft.adapter_mode == "continue" and compared:
         yield "the frozen copy of peft.adapter that KL compares with is left out, as large as the adapter"
+    if (critic := critic_of(config)) and not critic.share_base:
+        yield f"the critic is counted as on the policy's base; {critic.model_name_or_path} comes on top, whole"
     if config.rollout.engine == "continuous_batching":
         yield "transformers sizes its paged cache by what is free; counted is what the sequences need"
 

@@ -54,7 +54,7 @@ class Shape:
     linear: int
     """Weights of the base's linear layers, the output head with them even where it is tied."""
     adapter: int
-    """Trained parameters."""
+    """Trained parameters, those of a critic too."""
     largest_adapted: int
     """Weights of the largest layer that has an adapter."""
     adapted_weights: int
@@ -140,6 +140,8 @@ class Job:
     vllm_sleeps: bool = False
     vllm_devices: int = 1
     """vllm_tensor_parallel_size."""
+    critic: bool = False
+    """The packed rows are computed twice, by the policy and by a critic on its base (perl.training.critic)."""
     full: bool = False
     """All weights are trained (peft.type none)."""
     reference: bool = False
@@ -433,9 +435,10 @@ def micro_batch(job: Job) -> Micro:
         prompts = -(-rows // per_prompt)
     padded = Micro(rows * job.length, rows * job.length, rows * job.length)
     tokens = prompts * shared + rows * own
-    if not job.packed or tokens >= padded.tokens:
+    if not job.critic and (not job.packed or tokens >= padded.tokens):
         return padded
-    return Micro(tokens, rows * job.completion, prompts * shared + rows * job.length)
+    copies = 2 if job.critic else 1
+    return Micro(copies * tokens, rows * job.completion, copies * (prompts * shared + rows * job.length))
 
 
 def _prompts(job: Job) -> int:

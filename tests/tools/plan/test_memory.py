@@ -11,7 +11,7 @@ from peft import get_peft_model
 from transformers import Qwen2Config
 
 from perl.adapters import ADAPTERS
-from perl.config.schema import PeftConfig
+from perl.config.schema import CriticConfig, PeftConfig
 from perl.engines.cache import RowCache
 from perl.tools.plan import memory
 from perl.tools.plan.devices import DEVICES
@@ -114,6 +114,7 @@ def test_a_packed_micro_batch_computes_a_prompt_once():
     """4 rows of a prompt of 8: 7 shared tokens, and of each row the last prompt token and 4 of the completion."""
     assert micro_batch(JOB) == Micro(tokens=7 + 4 * 5, scored=16, keys=7 + 4 * 12)
     assert micro_batch(replace(JOB, packed=False)) == Micro(48, 48, 48)
+    assert micro_batch(replace(JOB, critic=True)) == Micro(tokens=2 * 27, scored=16, keys=2 * 55)
     assert micro_batch(replace(JOB, micro_batch=8)).tokens == 2 * 27
     assert micro_batch(replace(JOB, group=8)).tokens == 27
     assert micro_batch(replace(JOB, regrouped=False)).tokens == 2 * 7 + 4 * 5  # 8 rows of 2 prompts, in any order
@@ -201,6 +202,8 @@ def test_parameters_are_counted_without_weights():
     assert shape.linear == 2 * (2 * 64 + 2 * 32 + 3 * 96) + 800  # with the head, which is tied
     assert shape.adapter == 2 * 4 * (2 * 16 + 2 * 12 + 3 * 20)
     assert shape.adapted["k_proj"] == (8, 4)
+    critic = shape_of(config, PEFT, CriticConfig(r=3)).adapter - shape.adapter
+    assert critic == 2 * 3 * (2 * 16 + 2 * 12 + 3 * 20) + 8 + 1  # A and B of each layer, the head and its bias
     assert (shape.largest_adapted, shape.adapted_weights) == (96, 2 * (2 * 64 + 2 * 32 + 3 * 96))
 
 
