@@ -128,7 +128,7 @@ class Critic:
         place = inner.get_output_embeddings().weight.device
         self.weights = CriticWeights(bases, inner.config.hidden_size, config.r, dtype, seed).to(place)
         policy.critic = self.weights
-        updates = iter(self.weights.updates)
+        updates: Any = iter(self.weights.updates)
         for block, layers in zip(inner.base_model.layers, blocks, strict=True):
             _compute_both(block, [(layer, next(updates)) for layer in layers])
         inner.base_model.register_forward_hook(self._value, with_kwargs=True, prepend=True)
