@@ -128,7 +128,7 @@ class Critic:
         place = inner.get_output_embeddings().weight.device
         self.weights = CriticWeights(bases, inner.config.hidden_size, config.r, dtype, seed).to(place)
         policy.critic = self.weights
-        updates = iter(self.weights.updates)
+        updates: Any = iter(self.weights.updates)
         for block, layers in zip(inner.base_model.layers, blocks, strict=True):
             _compute_both(block, [(layer, next(updates)) for layer in layers])
         inner.base_model.register_forward_hook(self._value, with_kwargs=True, prepend=True)
@@ -337,7 +337,7 @@ def _linears(block: nn.Module) -> list[nn.Linear]:
     return [module for module in block.modules() if isinstance(module, nn.Linear)]
 
 
-def _base_of(layer: Any) -> nn.Linear:
+def _base_of(layer: Any) -> Any:
     return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
 
@@ -371,7 +371,8 @@ def _forward_both(layer: Any, update: Update, start: int, x: torch.Tensor, *args
     valued = (valued + update(theirs)).to(valued.dtype)
     if not start:
         return valued
-    return torch.cat([type(layer).forward(layer, x[:, :start], *args, **kwargs), valued], dim=1)
+    stock: Any = type(layer).forward  # type: ignore[attr-defined]
+    return torch.cat([stock(layer, x[:, :start], *args, **kwargs), valued], dim=1)
 
 
 # Training

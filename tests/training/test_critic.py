@@ -20,8 +20,9 @@ from tests.trainers import make_trainer, move_adapter, reward_tokens
 PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "rewards": (reward_tokens,), "loss_type": "dapo", "engine": "fast"}
 
 
-def ppo(folder, **settings):
-    return make_trainer(folder, **(PPO | {"critic": {"lr": 1e-2, "r": 4}} | settings))
+def ppo(folder, **settings: Any) -> Any:
+    fields: dict[str, Any] = PPO | {"critic": {"lr": 1e-2, "r": 4}} | settings
+    return make_trainer(folder, **fields)
 
 
 def move_critic(trainer, seed=6):
