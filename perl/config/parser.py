@@ -69,6 +69,10 @@ class Parser(ArgumentParser):
         word = _last(flag)
         # The same field of another group, or what other programs call it; else the nearest in spelling.
         same = [known for known in self.known_flags() if _last(known) in (word, *OTHER_NAMES.get(word, ()))]
+        group = flag.rpartition(".")[0]
+        # A field of the flag's own group first; the critic's fields are named as the policy's, and seldom meant.
+        of_group = [known for known in same if known.rpartition(".")[0] == group]
+        same = of_group or [known for known in same if not known.startswith("--config.critic.")] or same
         guess = (nearest(flag, same) or same[0]) if same else nearest(flag, self.known_flags())
         return f"unknown flag {flag}; " + (f"did you mean {guess}?" if guess else "--help lists the known ones")
 

@@ -29,7 +29,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerCallback
-from trl.trainer.utils import FusedCausalLMOutput
+from transformers.utils import ModelOutput
 
 from perl.algorithms.ppo import gae, whiten
 from perl.errors import UserError
@@ -88,8 +88,12 @@ class CriticWeights(nn.Module):
 
 
 @dataclass
-class ValuedOutput(FusedCausalLMOutput):
+class ValuedOutput(ModelOutput):
     """What the policy's forward returns where a sequence has a part of the critic's."""
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    """Both [1, tokens], of TRL's fused head."""
 
     state_values: torch.Tensor | None = None
     """float32 [1, N]: of the hidden states at CriticsPart.valued."""
@@ -194,7 +198,7 @@ class Critic:
         if not isinstance(layout, Packing) or (layout.critics is None and layout.apart is None):
             return None
         values = layout.values if layout.apart is None else self._of_own_base(layout.apart)
-        return ValuedOutput(**output, state_values=values)
+        return ValuedOutput(output.get("log_probs"), output.get("entropy"), values)
 
     def _of_own_base(self, packed: Packed) -> torch.Tensor:
         arguments = forward_arguments(packed)
