@@ -113,7 +113,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
         ({"training.num_generations": 3}, "does not divide the 16 completions"),
         ({"peft.type": "lorra"}, "did you mean 'lora'"),
         ({"reward.functions": '["acuracy"]'}, "did you mean 'accuracy'"),
-        ({"training.num_generations": 1}, "a group needs at least 2 completions"),
+        ({"training.num_generations": 1}, "algorithm grpo compares the completions of a prompt; write 2 or more"),
         ({"training.loss_type": "ppo"}, "unknown loss 'ppo'"),
         ({"training.importance_sampling_level": "row"}, "importance_sampling_level: unknown"),
         (
@@ -121,7 +121,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
             "use colocate, or --config.rollout.engine fast",
         ),
         ({"training.max_steps": 0}, "max_steps 0: no step to train"),
-        ({"training.sync_ref_model": "true"}, "its base, which never changes"),
+        ({"training.sync_ref_model": "true"}, "the model that the run begins with, and never changes"),
         ({"training.gradient_accumulation_steps": 32}, "8 prompts, but a generation batch takes"),
         ({"training.resume_from_checkpoint": "true"}, "no checkpoint in outputs"),
         ({"training.output_dir": "/dev/null/run"}, "/dev/null is no folder"),
