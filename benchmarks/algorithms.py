@@ -33,8 +33,12 @@ RESULTS = ROOT / "docs" / "results" / "algorithms.jsonl"
 PAGES = (ROOT / "docs" / "algorithms.md", ROOT / "docs" / "algorithms_zh.md")
 CURVES = ROOT / "assets" / "algorithms.svg"
 BEGIN, END = "<!-- algorithms:begin -->", "<!-- algorithms:end -->"
-SCORED = {"dapo": ["--config.reward.functions", '["accuracy"]']}
-"""Further flags of an algorithm: the quickstart's completions are too short for a punishment of long ones."""
+FLAGS = {
+    "dapo": ["--config.reward.functions", '["accuracy"]'],
+    "ppo": ["--config.training.num_generations", "1", "--config.critic.lr", "1e-3"],
+}
+"""Further flags of an algorithm: the quickstart's completions are too short for a punishment of long ones; PPO's
+critic needs no group, and with 60 steps a larger learning rate than its default."""
 WIDTH, HEIGHT, LEFT, COLUMNS = 200, 96, 28, 4
 """Of a curve's panel, in pixels; the margin at its left; panels in a row."""
 
@@ -44,7 +48,7 @@ def run(name: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     console, started = Console(quiet=True), time.monotonic()
     how = Evaluation(model=BASE_FOLDER, held_out=HELD_OUT, sampled=SAMPLED, greedy=GREEDY, engine="hf", seed=seed)
     before = evaluate(how, folder / "before", console)
-    flags = ["--config.common.seed", str(seed), "--config.algorithm.name", name, *SCORED.get(name, [])]
+    flags = ["--config.common.seed", str(seed), "--config.algorithm.name", name, *FLAGS.get(name, [])]
     flags += ["--config.training.max_steps", str(steps)]
     adapter = train("perl.train", RECIPE, flags, folder / "train", console)
     after = evaluate(how, folder / "after", console, adapter)
