@@ -87,8 +87,11 @@ def decoded(file: bytes) -> Image:
     except ImportError as error:
         raise UserError("the rows have images, and Pillow is not installed: pip install pillow") from error
 
-    image = Image.open(io.BytesIO(file))
-    image.load()
+    try:
+        image = Image.open(io.BytesIO(file))
+        image.load()
+    except Image.DecompressionBombError as error:  # an Exception of its own, of more pixels than fit into memory
+        raise ValueError(str(error)) from error
     return image
 
 
