@@ -1,5 +1,6 @@
 """--config.peft.type none: all weights are trained, and everything around a training knows that there is no adapter."""
 
+import contextlib
 import json
 import shutil
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from perl.training.preflight import check_engine
 from perl.training.run import train
 from perl.training.setup import load_model
 from perl.training.sft import fine_tune
+from perl.training.vllm_sync import merged_weights
 from tests.tiny import save_tiny, tiny_model
 
 NONE = ["--config.peft.type", "none"]
@@ -201,6 +203,13 @@ def test_vllm_on_a_cpu_takes_adapters_alone(folder):
     config.training.vllm_mode = "colocate"
     with pytest.raises(UserError, match=r"takes the adapter alone, but all weights are trained .*rollout.engine fast"):
         check_engine(config)
+
+
+def test_vllm_is_sent_every_weight():
+    model = tiny_model()
+    sent = dict(merged_weights(model, contextlib.nullcontext, set()))
+    assert sent.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(sent[name], weight) for name, weight in model.named_parameters())
 
 
 def test_memory_that_runs_out_is_answered_by_an_adapter(folder):
