@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. Only this file knows TRL's internals.
+"""TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. This file and passes.py, the passes
+through the policy, alone know TRL's internals.
 
 One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these methods, and where each thing is done:
 
@@ -8,7 +9,7 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
             -> _generate_and_score_…      advantages    KL in the reward; perl.algorithms, or TRL's; + old
                                                         log-probabilities of the noisy policy, on request
             -> _prepare_inputs            micro-batches microbatches.MicroBatcher
-            -> _compute_loss              loss          packing: log-probabilities; loss: ratio, KL; TRL's loss; with a
+            -> _compute_loss              loss          passes: log-probabilities; loss: ratio, KL; TRL's loss; with a
                                                         critic: its values, of the same pass, and their loss
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
     log, _save_checkpoint                               measurements, aqn/…; rollout_state: rollouts still to be used
@@ -23,7 +24,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,12 +36,9 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import GRPOTrainer
 from trl.data_utils import is_conversational
 from trl.generation import vllm_generation
-from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import use_adapter
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
@@ -59,7 +57,7 @@ from perl.prompts import truncated
 from perl.records import Sampling
 from perl.rewards import GradeEarly
 from perl.training import rollout_state
-from perl.training.adapter_trainer import AdapterTrainer, WriteCard
+from perl.training.adapter_trainer import WriteCard
 from perl.training.critic import Critic, prepare_own_base
 from perl.training.dynamic_sampling import Collected, Collection, Cost, DynamicSampling, Hooks, Judged, collected, draw
 from perl.training.loss import (
@@ -75,7 +73,8 @@ from perl.training.loss import (
 from perl.training.measurements import Measurements
 from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
-from perl.training.packing import enable_packing, log_probs
+from perl.training.packing import enable_packing
+from perl.training.passes import PolicyPasses, tokens_of
 from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import (
     Completions,
@@ -88,7 +87,7 @@ from perl.training.rollout import (
     sampling_weights,
 )
 from perl.training.validation import Validation
-from perl.training.vision import IMAGE_FIELDS, in_chunks, rollout_images, trl_fields
+from perl.training.vision import rollout_images, trl_fields
 from perl.training.vllm_sampler import VLLMSampler
 from perl.training.vllm_sync import VLLMSync
 
@@ -116,64 +115,7 @@ class Rollout:
     """Entered when the rewards are known, left when the advantages are."""
 
 
-@contextlib.contextmanager
-def _on_this_process_alone() -> Iterator[None]:
-    """TRL's `_calculate_rewards` gathers nothing inside."""
-    theirs = grpo_trainer.gather
-    setattr(grpo_trainer, "gather", lambda rewards: rewards)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(grpo_trainer, "gather", theirs)  # noqa: B010
-
-
-@contextlib.contextmanager
-def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
-    """The engine that TRL starts inside is the one of `sync`. TRL has no LLM where vLLM is not installed."""
-    theirs = getattr(vllm_generation, "LLM", None)
-    setattr(vllm_generation, "LLM", sync.start)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(vllm_generation, "LLM", theirs)  # noqa: B010
-
-
-def _tokens_of(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Token ids and mask, int64 [rows, prompt width + completion width], and the completion width."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    return ids, mask, batch["completion_ids"].size(1)
-
-
-@contextlib.contextmanager
-def _reference_loaded_like(model: Any) -> Iterator[None]:
-    """Where all weights of `model` are trained TRL loads the reference of beta > 0 inside. It is loaded as `model` was:
-    of the same configuration, and to the CPU; TRL's own would be spread over several NPUs."""
-    theirs = grpo_trainer.create_model_from_path
-
-    def load(folder: str, *, dtype: torch.dtype, attn_implementation: str, **_: Any) -> Any:
-        own = {"dtype": dtype, "attn_implementation": attn_implementation, "config": copy.deepcopy(model.config)}
-        return type(model).from_pretrained(folder, **own)
-
-    setattr(grpo_trainer, "create_model_from_path", load)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(grpo_trainer, "create_model_from_path", theirs)  # noqa: B010
-
-
-@contextlib.contextmanager
-def _reference_kept(args: TrainingConfig, wanted: bool) -> Iterator[None]:
-    """TRL keeps a reference policy where the loss has a KL divergence: with beta above 0 while it is made."""
-    beta = args.beta
-    args.beta = 1.0 if wanted and beta == 0.0 else beta
-    try:
-        yield
-    finally:
-        args.beta = beta
-
-
-class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
+class PerlGRPOTrainer(PolicyPasses):
     """GRPO on a LoRA adapter or on all weights, sampled with noise on the norm weights.
 
     Args (besides GRPOTrainer's):
@@ -191,9 +133,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         write_card: writes the model card into a folder that holds what was trained, given the log history; None: TRL's
             card.
     """
-
-    args: TrainingConfig
-    model: Any
 
     def __init__(
         self,
@@ -258,124 +197,26 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             if callback is not None:
                 self.add_callback(callback)
 
-    def _noise_injector(self, config: NoiseConfig) -> NoiseInjector | None:
-        if not config.enabled:
-            return None
-        assert config.seed is not None
-        chosen = config.target_modules, config.exclude_patterns
-        return NoiseInjector(self._policy(), *chosen, config.seed, config.relative)
+    # One update
 
-    def _plan_update(self) -> UpdatePlan:
-        return plan_update(
-            self._policy(),
-            self.args,
-            entropy_bonus=self._entropy_bonus_enabled,
-            aux_loss=self.aux_loss_enabled,
-            critic=self.algorithm.critic,
-            size=model_size(self.model),
-            autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
-        )
-
-    def _make_critic(self, config: CriticConfig, base: Any) -> Critic:
-        if not self.plan.packed:
-            raise UserError(
-                f"--config.algorithm.name {self.algorithm_config.name}: the critic's values are computed in packed"
-                " micro-batches, which this model can't have (the log says why); use --config.algorithm.name grpo"
-            )
-        dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
-        if base is not None:
-            prepare_own_base(base, self.args, split=is_deepspeed_zero3_enabled() or self.is_fsdp_enabled)
-        critic = Critic(self._policy(), config, self.plan.kernel, dtype, base, self.args.seed)
-        self.add_callback(critic.warm_up)
-        return critic
-
-    def _rollout_policy(self) -> Sampler:
-        kwargs_of_user: Any = self.args.generation_kwargs or {}
-        return RolloutPolicy(
-            self._policy(),
-            self.rollout_config,
-            self.noise,
-            self.generation_config,
-            kwargs_of_user,
-            self.continuous_batching_config,
-            self.args.attention_kernels,
-            self._gathered,
-            self.compute_dtype(),
-        )
-
-    def _sampling(self) -> Sampling:
-        """As the user's generation_kwargs leave it, where this process generates."""
-        if not self.use_vllm:
-            return sampling_of(self.generation_config)
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty,
-            max_new_tokens=self.max_completion_length or 256,  # None: set by GRPOConfig
-        )
-
-    def _vllm_sampler(self, sync: VLLMSync) -> Sampler:
-        return VLLMSampler(
-            self.vllm_generation,
-            sync,
-            policy=self._policy(),
-            gather=self._whole,
-            of_all_processes=self._of_all_processes,
-            generation_kwargs=self.args.generation_kwargs or {},  # type: ignore[arg-type]
-            folder=Path(self.args.output_dir or ".") / "adapter_for_vllm",
-            noise=self.noise,
-        )
-
-    @contextlib.contextmanager
-    def _whole(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """ZeRO-3's and FSDP1's parameters, gathered to be read."""
-        with (
-            self._dist.gather_params(parameters),
-            self._dist.summon_full_params(self.model_wrapped, writeback=False),
-        ):
-            yield
-
-    # Noise
-
-    def _require_measurable_kl(self) -> None:
-        if why := self.sampler.not_comparable(self._sampling()):
-            raise UserError(
-                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
-                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
-            )
-
-    def _measure_weights(self) -> None:
-        """How large are the weights that get noise? Relative noise is scaled by it; one warning where the noise is
-        large for them."""
-        assert self.noise is not None
-        with self._whole([target.weight for target in self.noise.targets]):
-            self.noise.measure()
-        names = [target.name for target in self.noise.targets]
-        if self.accelerator.is_main_process and (said := size_warning(self.noise_config, names, self.noise.rms)):
-            log.warning("%s", said)
-
-    def _take_noise_kl(self) -> float | None:
-        """Measurements.take_noise_kl, which is logged."""
-
-        def add_up(sums: torch.Tensor) -> torch.Tensor:
-            return self._of_all_processes(sums.tolist()).sum(dim=0)
-
-        kl = self.measured.take_noise_kl(add_up)
-        if kl is not None:
-            self._metrics["train"]["aqn/kl"].append(kl)
-        return kl
-
-    # Rollout
-
-    def _tokenize_prompts(self, prompts: list) -> tuple:
-        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
-        if self.truncate_prompts_to is not None:
-            prompt_ids = [truncated(ids, self.truncate_prompts_to, self.truncation) for ids in prompt_ids]
-        if images is not None:
-            images = [row or [] for row in images]  # TRL's None for a row without one is more than a processor takes
-        return prompt_ids, images, multimodal_fields
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.rollout = rollout = Rollout(self.rollout.weights, inputs)
+        if self.dynamic_sampling and self.model.training:
+            rollout.collected = self._collect(self.dynamic_sampling)
+            rollout.rows = rollout.collected.rows  # of the data loader's nothing is used
+        with rollout.after_rewards:
+            output: dict[str, Any] = super()._generate_and_score_completions(rollout.rows)
+        reference = self._reference_logps(output, bool(self.own_beta or self.kl_coefficient.value))
+        output["advantages"] = self._advantages(output, self._penalty(output, reference))
+        if self.own_beta and reference is not None:
+            output["ref_per_token_logps"] = reference
+        if self.model.training and rollout.rewards is not None:
+            self.measured.add_rollout(output, rollout.rewards)
+        if self.sampler.noise and self.model.training:
+            self._metrics["train"]["aqn/sigma_realized"].append(self.sampler.noise.realized_sigma)
+            if self.noise_config.old_logps == "noisy":
+                output["old_per_token_logps"] = self._noisy_logps(output, rollout.weights)
+        return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         buffered = self._buffered_inputs
@@ -392,6 +233,30 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.model.training:
             self.clock.count_trained(inputs[TOKENS])
         return inputs
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        scored, value_loss = self._score_by_both(model, inputs) if self.critic else (self._score(model, inputs), 0.0)
+        if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
+            return (scored.logps * 0.0).sum() + value_loss
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
+        loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
+        if self.own_beta:
+            loss = loss + self.own_beta * self._kl_loss(inputs, scored.logps, mask)
+        loss = loss * inputs[SCALE]
+        return loss if self.critic is None else loss * self.critic.policy_learns(self.state.global_step) + value_loss
+
+    # Rollout
+
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
+        if self.truncate_prompts_to is not None:
+            prompt_ids = [truncated(ids, self.truncate_prompts_to, self.truncation) for ids in prompt_ids]
+        if images is not None:
+            images = [row or [] for row in images]  # TRL's None for a row without one is more than a processor takes
+        return prompt_ids, images, multimodal_fields
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
         if (chosen := self.rollout.collected) is not None:
@@ -417,25 +282,23 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         )
         return completions.token_ids, completions.logprobs
 
-    def _count_rollout(self, lengths: list[int], metrics: dict[str, float]) -> None:
-        """Of sequences of these lengths, prompts included."""
-        for name, value in metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
-        if not self.sampler.elsewhere:
-            self.clock.count_forward(sequences(lengths))
-
-    def _grade_early(self, place: int, token_ids: list[int]) -> None:
-        self._start_grading(token_ids, self.rollout.rows[place])
-
-    def _start_grading(self, token_ids: list[int], row: dict[str, Any]) -> Future[Any] | None:
-        assert self.grade_early is not None
-        tokenizer: Any = self.processing_class
-        return self.grade_early(tokenizer.decode(token_ids, skip_special_tokens=True), row)  # decoded as TRL does
-
     def _next_weights(self) -> Weights:
         step, last = self.state.global_step, self.rollout.weights
         number = last.number + 1 if last.step == step else 0
         return Weights(step, number, self.noise_stage.stage.sigma if self.noise and self.model.training else 0.0)
+
+    def _sampling(self) -> Sampling:
+        """As the user's generation_kwargs leave it, where this process generates."""
+        if not self.use_vllm:
+            return sampling_of(self.generation_config)
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            max_new_tokens=self.max_completion_length or 256,  # None: set by GRPOConfig
+        )
 
     @torch.no_grad()
     def _compare_first(self, request: RolloutRequest, completions: Completions) -> None:
@@ -469,20 +332,20 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if found is not None:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", found.absolute)
 
-    @contextlib.contextmanager
-    def _gathered(self) -> Iterator[Any]:
-        """The policy without its wrappers, ZeRO-3's and FSDP's weights gathered as TRL gathers them to generate."""
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,  # type: ignore[arg-type]
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                generation_kwargs=None if self.use_vllm else self.generation_kwargs,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
-            ) as policy,
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-        ):
-            yield policy
+    def _count_rollout(self, lengths: list[int], metrics: dict[str, float]) -> None:
+        """Of sequences of these lengths, prompts included."""
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        if not self.sampler.elsewhere:
+            self.clock.count_forward(sequences(lengths))
+
+    def _grade_early(self, place: int, token_ids: list[int]) -> None:
+        self._start_grading(token_ids, self.rollout.rows[place])
+
+    def _start_grading(self, token_ids: list[int], row: dict[str, Any]) -> Future[Any] | None:
+        assert self.grade_early is not None
+        tokenizer: Any = self.processing_class
+        return self.grade_early(tokenizer.decode(token_ids, skip_special_tokens=True), row)  # decoded as TRL does
 
     # Dynamic sampling
 
@@ -555,6 +418,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self._pending_extra_logs.clear()  # those of the groups that are chosen come back in `_calculate_rewards`
         return Judged(rewards.cpu(), extras)
 
+    # Rewards and advantages
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any):
         chosen = self.rollout.collected
         with self.clock("reward"):
@@ -573,42 +438,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.rollout.after_rewards.enter_context(self.clock("advantages"))
         return rewards
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self.rollout = rollout = Rollout(self.rollout.weights, inputs)
-        if self.dynamic_sampling and self.model.training:
-            rollout.collected = self._collect(self.dynamic_sampling)
-            rollout.rows = rollout.collected.rows  # of the data loader's nothing is used
-        with rollout.after_rewards:
-            output: dict[str, Any] = super()._generate_and_score_completions(rollout.rows)
-        reference = self._reference_logps(output)
-        output["advantages"] = self._advantages(output, self._penalty(output, reference))
-        if self.own_beta and reference is not None:
-            output["ref_per_token_logps"] = reference
-        if self.model.training and rollout.rewards is not None:
-            self.measured.add_rollout(output, rollout.rewards)
-        if self.sampler.noise and self.model.training:
-            self._metrics["train"]["aqn/sigma_realized"].append(self.sampler.noise.realized_sigma)
-            if self.noise_config.old_logps == "noisy":
-                output["old_per_token_logps"] = self._noisy_logps(output)
-        return output
-
-    @torch.no_grad()
-    def _reference_logps(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        """Of the completions by the reference policy, [rows, tokens], in nats: TRL's, or computed as TRL does where it
-        has no need of them; None where nobody has."""
-        if "ref_per_token_logps" in batch or not (self.own_beta or self.kl_coefficient.value):
-            return batch.get("ref_per_token_logps")
-        if self.ref_model is not None:
-            return self._logps(self.ref_model, batch)
-        policy = self._policy()
-        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
-            return self._logps(self.model, batch)
-
-    def _logps(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        """Of the completions of a generation batch by `model`, [rows, tokens], in nats; where no gradient is taken."""
-        kwargs: Any = self.args.gradient_checkpointing_kwargs
-        with disable_gradient_checkpointing(self.model, kwargs):  # type: ignore[arg-type]
-            return self._score(model, batch, self.args.per_device_train_batch_size).logps
+    def _group_size(self) -> int:
+        return (self.num_generations if self.model.training else self.num_generations_eval) or 1
 
     @torch.no_grad()
     def _penalty(self, batch: dict[str, Any], reference: torch.Tensor | None) -> torch.Tensor | None:
@@ -668,121 +499,36 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self._logs["advantages"].extend(everywhere.tolist())  # in the place of TRL's
         return advantages
 
-    def _values(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The critic's values of a generation batch before its updates, float32 [rows, tokens]; there is no noise."""
-        assert self.critic is not None
-        kwargs: Any = self.args.gradient_checkpointing_kwargs
-        unchecked = disable_gradient_checkpointing(self.model, kwargs)  # type: ignore[arg-type]
-        with self.clock("old_logps"), unchecked, self.accelerator.autocast():
-            values, work = self.critic.values(self.model, *_tokens_of(batch), self.args.per_device_train_batch_size)
-        self.clock.count_forward(work)
-        return values
-
-    def _group_size(self) -> int:
-        return (self.num_generations if self.model.training else self.num_generations_eval) or 1
-
-    @torch.no_grad()
-    def _noisy_logps(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities of the sampled tokens under the noisy policy, (batch, completion length), float32."""
-        with (
-            self.clock("old_logps"),
-            self._gathered() as policy,
-            sampling_weights(policy, self.noise, self.rollout.weights),
-        ):
-            return self._score(policy, batch, self.args.per_device_train_batch_size).logps
-
-    def _policy(self) -> Any:
-        return self.accelerator.unwrap_model(self.model)
-
-    # Update
-
-    def _of_all_processes(self, numbers: list) -> torch.Tensor:
-        """[processes, numbers]: the same numbers of every process."""
-        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))  # type: ignore[return-value]
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **inputs: Any,
-    ):
-        if isinstance(model, TokenLogProbs):  # of `_compute_loss`, computed already
-            return model
-        training = torch.is_grad_enabled()  # the loss's own pass
-        parts = []
-        with contextlib.nullcontext() if training else self.clock("old_logps"), self.accelerator.autocast():
-            size = batch_size or len(input_ids)
-            further = in_chunks(inputs | {"compute_entropy": compute_entropy}, len(input_ids), size)
-            for ids, mask, fields in zip(input_ids.split(size), attention_mask.split(size), further, strict=True):
-                part, work = log_probs(
-                    model,
-                    ids,
-                    mask,
-                    logits_to_keep,
-                    functools.partial(self._padded, model, fields),
-                    pack_rows=self.plan.packed,
-                    compute_entropy=compute_entropy,
-                    kernel=self.plan.kernel,
-                )
-                parts.append(part)
-                (self.clock.count_update if training else self.clock.count_forward)(work)
-        logps, entropies, aux_losses = zip(*parts, strict=True)
-        return TokenLogProbs(
-            torch.cat(logps),
-            torch.cat(entropies) if compute_entropy else None,
-            torch.stack(aux_losses).mean() if inputs.get("compute_aux_loss") else None,
-        )
-
-    def _padded(self, model: Any, fields: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor, width: int):
-        """TRL's own forward, of these columns."""
-        if "num_images" in fields:
-            image: Any = self._image_pad_token_id
-            fields = fields | {"mm_token_type_ids": ids.eq(image).int()}
-        return super()._get_per_token_logps_and_entropies(model, ids, mask, width, **fields)
-
-    def _score(self, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> TokenLogProbs:
-        """What a forward pass of `model` says of the completions of a micro-batch."""
-        return self._get_per_token_logps_and_entropies(
-            model,
-            *_tokens_of(inputs),
-            batch_size=batch_size,
-            compute_entropy=batch_size is None,
-            compute_aux_loss=self.aux_loss_enabled and batch_size is None,
-            **{name: inputs[name] for name in IMAGE_FIELDS if name in inputs},
-        )
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        if not self.model.training:
-            return super()._compute_loss(model, inputs)
-        scored, value_loss = self._score_by_both(model, inputs) if self.critic else (self._score(model, inputs), 0.0)
-        if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
-            return (scored.logps * 0.0).sum() + value_loss
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
-        loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
-        if self.own_beta:
-            loss = loss + self.own_beta * self._kl_loss(inputs, scored.logps, mask)
-        loss = loss * inputs[SCALE]
-        return loss if self.critic is None else loss * self.critic.policy_learns(self.state.global_step) + value_loss
+    # Loss
 
     def _score_by_both(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
         """`_score`, and the critic's loss, of one pass."""
         assert self.critic is not None
         with self.accelerator.autocast():
-            logps, entropies, values, work = self.critic.score(model, *_tokens_of(inputs))
+            logps, entropies, values, work = self.critic.score(model, *tokens_of(inputs))
         self.clock.count_update(work)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         value_loss = self.critic.loss(values, inputs, mask, self._window_tokens(inputs))
         return TokenLogProbs(logps, entropies, None), value_loss
 
-    def _window_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """[]: tokens that count in an optimizer update, of a mean process."""
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        return tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+    def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
+        """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
+        by the importance ratio, on request: both for no further pass."""
+        if (sampler := inputs.get("sampling_per_token_logps")) is None:
+            return inputs
+        old = inputs.get("old_per_token_logps", logps).detach()
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        clean = self.noise and self.rollout.weights.step == self.state.global_step  # `logps`, before an update
+        self.measured.add_sampler(sampler, old, logps if clean else None, mask)
+        level = self.rollout_config.importance_correction
+        if level == "none" or self.use_vllm:  # for vLLM TRL does it
+            return inputs
+        bounds = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
+        ratio = importance_ratio(old, sampler, mask, level, *bounds)
+        if self.loss_type == "vespo":  # not linear in the advantage: it takes the ratio itself
+            return inputs | {"importance_sampling_ratio": ratio}
+        advantages = inputs["advantages"]
+        return inputs | {"advantages": (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio}
 
     def _kl_loss(self, inputs: dict[str, Any], logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The KL divergence in the loss of a micro-batch, as TRL adds its own up and logs it."""
@@ -803,24 +549,99 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             window_tokens=self._window_tokens(inputs),
         )
 
-    def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
-        """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
-        by the importance ratio, on request: both for no further pass."""
-        if (sampler := inputs.get("sampling_per_token_logps")) is None:
-            return inputs
-        old = inputs.get("old_per_token_logps", logps).detach()
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        clean = self.noise and self.rollout.weights.step == self.state.global_step  # `logps`, before an update
-        self.measured.add_sampler(sampler, old, logps if clean else None, mask)
-        level = self.rollout_config.importance_correction
-        if level == "none" or self.use_vllm:  # for vLLM TRL does it
-            return inputs
-        bounds = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
-        ratio = importance_ratio(old, sampler, mask, level, *bounds)
-        if self.loss_type == "vespo":  # not linear in the advantage: it takes the ratio itself
-            return inputs | {"importance_sampling_ratio": ratio}
-        advantages = inputs["advantages"]
-        return inputs | {"advantages": (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio}
+    def _window_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """[]: tokens that count in an optimizer update, of a mean process."""
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        return tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+
+    # Parts that __init__ makes
+
+    def _noise_injector(self, config: NoiseConfig) -> NoiseInjector | None:
+        if not config.enabled:
+            return None
+        assert config.seed is not None
+        chosen = config.target_modules, config.exclude_patterns
+        return NoiseInjector(self._policy(), *chosen, config.seed, config.relative)
+
+    def _rollout_policy(self) -> Sampler:
+        kwargs_of_user: Any = self.args.generation_kwargs or {}
+        return RolloutPolicy(
+            self._policy(),
+            self.rollout_config,
+            self.noise,
+            self.generation_config,
+            kwargs_of_user,
+            self.continuous_batching_config,
+            self.args.attention_kernels,
+            self._gathered,
+            self.compute_dtype(),
+        )
+
+    def _vllm_sampler(self, sync: VLLMSync) -> Sampler:
+        return VLLMSampler(
+            self.vllm_generation,
+            sync,
+            policy=self._policy(),
+            gather=self._whole,
+            of_all_processes=self._of_all_processes,
+            generation_kwargs=self.args.generation_kwargs or {},  # type: ignore[arg-type]
+            folder=Path(self.args.output_dir or ".") / "adapter_for_vllm",
+            noise=self.noise,
+        )
+
+    def _plan_update(self) -> UpdatePlan:
+        return plan_update(
+            self._policy(),
+            self.args,
+            entropy_bonus=self._entropy_bonus_enabled,
+            aux_loss=self.aux_loss_enabled,
+            critic=self.algorithm.critic,
+            size=model_size(self.model),
+            autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
+        )
+
+    def _make_critic(self, config: CriticConfig, base: Any) -> Critic:
+        if not self.plan.packed:
+            raise UserError(
+                f"--config.algorithm.name {self.algorithm_config.name}: the critic's values are computed in packed"
+                " micro-batches, which this model can't have (the log says why); use --config.algorithm.name grpo"
+            )
+        dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
+        if base is not None:
+            prepare_own_base(base, self.args, split=is_deepspeed_zero3_enabled() or self.is_fsdp_enabled)
+        critic = Critic(self._policy(), config, self.plan.kernel, dtype, base, self.args.seed)
+        self.add_callback(critic.warm_up)
+        return critic
+
+    # Noise
+
+    def _require_measurable_kl(self) -> None:
+        if why := self.sampler.not_comparable(self._sampling()):
+            raise UserError(
+                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
+                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
+            )
+
+    def _measure_weights(self) -> None:
+        """How large are the weights that get noise? Relative noise is scaled by it; one warning where the noise is
+        large for them."""
+        assert self.noise is not None
+        with self._whole([target.weight for target in self.noise.targets]):
+            self.noise.measure()
+        names = [target.name for target in self.noise.targets]
+        if self.accelerator.is_main_process and (said := size_warning(self.noise_config, names, self.noise.rms)):
+            log.warning("%s", said)
+
+    def _take_noise_kl(self) -> float | None:
+        """Measurements.take_noise_kl, which is logged."""
+
+        def add_up(sums: torch.Tensor) -> torch.Tensor:
+            return self._of_all_processes(sums.tolist()).sum(dim=0)
+
+        kl = self.measured.take_noise_kl(add_up)
+        if kl is not None:
+            self._metrics["train"]["aqn/kl"].append(kl)
+        return kl
 
     # Validation
 
@@ -915,3 +736,56 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 self.noise_stage.adapted = Adapted(**state.adapted)
             if self.dynamic_sampling and state.stream is not None:
                 self.dynamic_sampling.stream.restore(state.stream)
+
+
+# TRL's own, replaced for a moment
+
+
+@contextlib.contextmanager
+def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
+    """The engine that TRL starts inside is the one of `sync`. TRL has no LLM where vLLM is not installed."""
+    theirs = getattr(vllm_generation, "LLM", None)
+    setattr(vllm_generation, "LLM", sync.start)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(vllm_generation, "LLM", theirs)  # noqa: B010
+
+
+@contextlib.contextmanager
+def _reference_loaded_like(model: Any) -> Iterator[None]:
+    """Where all weights of `model` are trained TRL loads the reference of beta > 0 inside. It is loaded as `model` was:
+    of the same configuration, and to the CPU; TRL's own would be spread over several NPUs."""
+    theirs = grpo_trainer.create_model_from_path
+
+    def load(folder: str, *, dtype: torch.dtype, attn_implementation: str, **_: Any) -> Any:
+        own = {"dtype": dtype, "attn_implementation": attn_implementation, "config": copy.deepcopy(model.config)}
+        return type(model).from_pretrained(folder, **own)
+
+    setattr(grpo_trainer, "create_model_from_path", load)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, "create_model_from_path", theirs)  # noqa: B010
+
+
+@contextlib.contextmanager
+def _reference_kept(args: TrainingConfig, wanted: bool) -> Iterator[None]:
+    """TRL keeps a reference policy where the loss has a KL divergence: with beta above 0 while it is made."""
+    beta = args.beta
+    args.beta = 1.0 if wanted and beta == 0.0 else beta
+    try:
+        yield
+    finally:
+        args.beta = beta
+
+
+@contextlib.contextmanager
+def _on_this_process_alone() -> Iterator[None]:
+    """TRL's `_calculate_rewards` gathers nothing inside."""
+    theirs = grpo_trainer.gather
+    setattr(grpo_trainer, "gather", lambda rewards: rewards)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, "gather", theirs)  # noqa: B010
