@@ -131,8 +131,7 @@ def test_what_is_not_there_yet_is_not_there(page):
     text = page.read_text(encoding="utf-8")
     settings = re.findall(r"`([\w.]+=\w+)`", text)
     assert len(settings) == 5
-    for setting in [*settings, *(f"algorithm.adv_estimator={e}" for e in ("rloo", "remax", "reinforce_plus_plus"))]:
-        assert setting.partition("=")[2] in text
+    for setting in settings:
         refused = translate(read_command(None, [setting]), Choices()).refused
         assert setting.partition("=")[0] in refused, setting
 
