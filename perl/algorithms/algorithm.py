@@ -49,10 +49,6 @@ class Scored:
         highest = rewards.masked_fill(unknown, -math.inf).amax(dim=1, keepdim=True)
         return unknown | ((rewards == highest) | unknown).all(dim=1, keepdim=True)
 
-    def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Of this process's sums [n] those of all processes, [n]."""
-        return self.gather(sums).view(-1, len(sums)).sum(dim=0)
-
     def mine(self, everywhere: torch.Tensor) -> torch.Tensor:
         """Of a tensor [rows of all processes, or groups, group_size] the rows [rows] of this process."""
         return everywhere.flatten()[self.first : self.first + len(self.rewards)]

@@ -9,8 +9,6 @@ The values come from perl.training.critic; the policy's loss is TRL's clipped on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from perl.algorithms.algorithm import Algorithm
@@ -38,23 +36,6 @@ def gae(
         advantages[:, place] = found
     advantages = advantages.masked_fill(~mask, 0.0)
     return advantages, (advantages + values).masked_fill(~mask, 0.0)
-
-
-def whiten(
-    advantages: torch.Tensor, mask: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """`advantages` with mean 0 and variance 1 over the tokens of all processes (verl's masked_whiten: by the root of
-    the unbiased variance plus 1e-8): float32 [rows, tokens], 0 where `mask` is not.
-
-    Args:
-        advantages: float [rows, tokens], 0 where `mask` is not.
-        mask: bool [rows, tokens].
-        gather: from [1, numbers] of this process to [processes, numbers].
-    """
-    count, total = gather(torch.stack([mask.sum().float(), advantages.sum()])[None]).sum(dim=0)
-    centred = (advantages - total / count.clamp(min=1.0)).masked_fill(~mask, 0.0)
-    squares = gather(centred.square().sum()[None, None]).sum()
-    return centred * (squares / (count - 1.0).clamp(min=1.0) + 1e-8).rsqrt()
 
 
 PPO = Algorithm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from perl.algorithms.algorithm import Algorithm, Scored
+from perl.algorithms.whitening import whiten
 
 
 def whitened_returns(scored: Scored) -> torch.Tensor:
@@ -28,21 +29,9 @@ def whitened_baseline(scored: Scored) -> torch.Tensor:
 
 
 def whitened(scored: Scored, values: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) over the trained tokens, of rows that have a reward, of all processes: float32
-    [rows, tokens], 0 elsewhere, and everywhere where all of them are the same. The variance has Bessel's correction.
-
-    Args:
-        values: float32 [rows, tokens].
-    """
-    counted = scored.mask & ~scored.rewards.isnan()[:, None]
-    ends = torch.stack(
-        [values.masked_fill(~counted, -torch.inf).max(), (-values).masked_fill(~counted, -torch.inf).max()]
-    )
-    high, low = scored.gather(ends).view(-1, 2).amax(dim=0)
-    total, count = scored.total(torch.stack([values.masked_fill(~counted, 0.0).sum(), counted.sum().float()]))
-    apart = (values - total / count.clamp(min=1)).masked_fill(~counted, 0.0)
-    variance = scored.total(apart.square().sum()[None]) / (count - 1).clamp(min=1)
-    return (apart * (variance + 1e-8).rsqrt()).masked_fill(high <= -low, 0.0)
+    """`values` [rows, tokens], white over the trained tokens of all processes, of rows that have a reward: float32
+    [rows, tokens], 0 elsewhere."""
+    return whiten(values, scored.mask & ~scored.rewards.isnan()[:, None], scored.gather)
 
 
 REINFORCE_PLUS_PLUS = Algorithm(

@@ -349,6 +349,12 @@ def check_critic(values: Namespace) -> None:
             if own_base
             else "--config.critic.share_base false: name the critic's own base, --config.critic.model_name_or_path"
         )
+    if algorithm.critic and 0 < values.training.max_steps <= values.critic.warmup_steps:
+        raise UserError(
+            f"--config.critic.warmup_steps {values.critic.warmup_steps}: the training ends after step"
+            f" {values.training.max_steps}, before the policy would learn; write less, or raise"
+            " --config.training.max_steps"
+        )
     if algorithm.critic and values.training.torch_compile:
         raise UserError(
             f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"
@@ -360,6 +366,11 @@ def check_dynamic_sampling(values: Namespace) -> None:
     algorithm = values.algorithm
     if not algorithm.dynamic_sampling:
         return
+    if values.training.num_generations == 1:
+        raise UserError(
+            "--config.algorithm.dynamic_sampling true: one completion of a prompt is always equal to itself, so that no"
+            " group would be kept; write false, or --config.training.num_generations 2 or more"
+        )
     if algorithm.max_resample_factor < 1:
         raise UserError(
             f"--config.algorithm.max_resample_factor {algorithm.max_resample_factor:g}: a batch has to be drawn once;"

@@ -31,7 +31,8 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import ModelOutput
 
-from perl.algorithms.ppo import gae, whiten
+from perl.algorithms.ppo import gae
+from perl.algorithms.whitening import whiten
 from perl.errors import UserError
 from perl.sharding import local, resharded, shard_of, whole
 from perl.training.packing import Packed, Packing, Reader, Work, enable_packing, forward_arguments, pack, split_rows

@@ -331,15 +331,26 @@ class DynamicSampling(TrainerCallback):
             )
         return cost
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        """A resumed run may have used up its epochs: it trains no further, as one that has made all its steps."""
+        if state.global_step:
+            self._ends(args, state)
+
     def on_step_end(self, args, state, control, **kwargs):
         state.epoch = self.stream.epoch
+        if self._ends(args, state):
+            control.should_training_stop = True
+            control.should_save = control.should_save or args.save_strategy == "steps"
+
+    def _ends(self, args: Any, state: Any) -> bool:
+        """Whether the stream ends the training here, before its steps are made: then this step is the last, for all
+        that asks."""
         if self.stream.left >= self.batch or not self.window_done() or state.global_step >= state.max_steps:
-            return
+            return False
         if state.is_world_process_zero:
             log.info(
                 "dynamic sampling: the prompts of %g epochs are used up after step %d of at most %d: the training ends",
                 args.num_train_epochs, state.global_step, state.max_steps,
             )  # fmt: skip
-        state.max_steps = state.global_step  # the last step, for all that asks
-        control.should_training_stop = True
-        control.should_save = control.should_save or args.save_strategy == "steps"
+        state.max_steps = state.global_step
+        return True

@@ -22,6 +22,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from perl import __version__
+from perl.algorithms import ALGORITHMS
 from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
 from perl.config.schema import data_sets
 from perl.errors import UserError
@@ -39,7 +40,8 @@ NOT_EVALUATED = (
 UNKNOWN_BASE = "an unknown base"
 CURVE_ROWS = 8
 """Steps that the card shows of the reward's curve."""
-ALGORITHMS = {"grpo": "[GRPO](https://arxiv.org/abs/2402.03300)", "sft": "supervised fine-tuning"}
+SFT = "sft"
+"""In the place of an algorithm's name, of what perl.sft has trained."""
 CURVE: dict[str, tuple[str, Callable[[float], str]]] = {
     "reward": ("reward", "{:.3f}".format),
     "loss": ("loss", "{:.4f}".format),
@@ -59,7 +61,7 @@ class RunFacts:
     steps: int
     dataset: str
     algorithm: str
-    """Key of ALGORITHMS."""
+    """Key of ALGORITHMS, or SFT."""
     noise: bool
     first: str
     """Mean of the first tenth of the logged steps (of one step at least), of the reward or, without one, the loss."""
@@ -94,7 +96,7 @@ def run_facts(
 ) -> RunFacts:
     """From config.yaml, environment.json and the trainer's logs."""
     algorithm = algorithm_of(config)
-    told, left_out = ("reward", {"loss"}) if algorithm == "grpo" else ("loss", set())
+    told, left_out = ("loss", set()) if algorithm == SFT else ("reward", {"loss"})
     logs = [row for row in history if told in row]
     values = [row[told] for row in logs]
     ends = max(1, len(values) // 10)
@@ -104,7 +106,7 @@ def run_facts(
         steps=max((row["step"] for row in history), default=0),
         dataset=", ".join(_linked(spec, "datasets/") for spec in data_sets(config["dataset"]["dataset_name_or_path"])),
         algorithm=algorithm,
-        noise=algorithm == "grpo" and config["noise_injection"]["enabled"],
+        noise=algorithm != SFT and config["noise_injection"]["enabled"],
         first=f"{statistics.fmean(values[:ends]):.3f}" if values else "–",
         last=f"{statistics.fmean(values[-ends:]):.3f}" if values else "–",
         curve_columns=["step", *(CURVE[name][0] for name in columns)],
@@ -118,14 +120,25 @@ def run_facts(
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str:
-    """Key of ALGORITHMS: of perl.train, whose configuration has rewards, or of perl.sft."""
-    return "grpo" if "reward" in config else "sft"
+    """Key of ALGORITHMS: of perl.train, whose configuration has rewards; SFT of perl.sft."""
+    if "reward" not in config:
+        return SFT
+    return config["algorithm"]["name"] if "algorithm" in config else "grpo"  # of a run older than the group
+
+
+def algorithm_text(name: str) -> str:
+    """What the card calls an algorithm, with a link to its paper."""
+    if name == SFT:
+        return "supervised fine-tuning"
+    paper = re.search(r"arXiv (\d{4}\.\d{5})", ALGORITHMS[name].paper) if name in ALGORITHMS else None
+    title = "GRPO" if name == "grpo" else name
+    return f"[{title}](https://arxiv.org/abs/{paper[1]})" if paper else title
 
 
 def _settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
     training, processes = config["training"], environment["num_processes"]
     batch = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * processes
-    own = _settings_of_grpo(config, batch) if algorithm_of(config) == "grpo" else _settings_of_sft(config, batch)
+    own = _settings_of_sft(config, batch) if algorithm_of(config) == SFT else _settings_of_rewards(config, batch)
     return {
         **own,
         "adapter": _adapter(config["peft"]),
@@ -157,7 +170,7 @@ def _settings_of_sft(config: Mapping[str, Any], batch: int) -> dict[str, str]:
     }
 
 
-def _settings_of_grpo(config: Mapping[str, Any], completions: int) -> dict[str, str]:
+def _settings_of_rewards(config: Mapping[str, Any], completions: int) -> dict[str, str]:
     training, noise = config["training"], config["noise_injection"]
     rewards = [Path(name).name for name in config["reward"]["functions"]]  # no path of this machine
     return {
@@ -350,7 +363,7 @@ def new_card(
         version=__version__,
         results=NOT_EVALUATED,
         run=run,
-        algorithm=ALGORITHMS[run.algorithm] if run else "",
+        algorithm=algorithm_text(run.algorithm) if run else "",
     )
 
 
@@ -362,7 +375,7 @@ def metadata(
     Args:
         folder: the adapter's, or the whole model's.
         dataset: what perl trained it on, as the user wrote it; None where another program trained it.
-        algorithm: key of ALGORITHMS, where perl trained it.
+        algorithm: key of ALGORITHMS, or SFT, where perl trained it.
         base: of a whole model, the model that was trained, where it is known.
     """
     whole = is_whole(folder)

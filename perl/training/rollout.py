@@ -191,7 +191,8 @@ class RolloutPolicy:
         if request.rules is not None:
             return self._complete_by(request.rules, request)
         sequences = request.sequences(lambda _, most: most)
-        with self.gathered(), sampling_weights(self.model, self.noise, request.weights), self.copies.applied():
+        # The copies first: noise is added to the weights that compute, and what rounding leaves of it is measured.
+        with self.gathered(), self.copies.applied(), sampling_weights(self.model, self.noise, request.weights):
             if self.config.engine == "continuous_batching":
                 return self._generate_batch(request.prompt_ids)
             with self.merge.applied():
@@ -215,8 +216,8 @@ class RolloutPolicy:
         run = decoder.run if self.config.engine != "generate" else functools.partial(_stock_batches, decoder)
         with (
             self.gathered(),
-            sampling_weights(self.model, None, request.weights),
             self.copies.applied(),
+            sampling_weights(self.model, None, request.weights),
             self.merge.applied(),
         ):
             for sequence in run(sequences, sampling):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset, Features, Image, List
 
+from perl.algorithms import ALGORITHMS
 from perl.config.schema import PeftConfig
 from perl.errors import UserError
 from perl.images import has_images
@@ -46,7 +47,7 @@ def check_images(config: Config, processing: Any) -> None:
         )
     algorithm = config.algorithm
     further = {"dynamic_sampling": algorithm.dynamic_sampling, "kl_in_reward": algorithm.kl_in_reward > 0}
-    further |= {"name ppo": algorithm.name == "ppo"}
+    further |= {f"name {algorithm.name}": ALGORITHMS[algorithm.name].critic}
     if asked := [name for name, on in further.items() if on]:
         raise UserError(
             f"--config.algorithm.{asked[0]}: its passes see prompts without their images; name a model of texts, or"

@@ -233,9 +233,11 @@ def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tu
                 )
         merged: dict[str, torch.Tensor] = {}
         for full_name, parameter in model.named_parameters():
-            if has_adapter(model) and (model.prefix in full_name or "original_module" in full_name):
-                continue
-            if not _own_name(full_name).startswith("base_model."):  # the critic's
+            if has_adapter(model) and (
+                model.prefix in full_name
+                or "original_module" in full_name
+                or not _own_name(full_name).startswith("base_model.")  # the critic's
+            ):
                 continue
             name = _own_name(full_name).removeprefix("base_model.model.").replace(".base_layer", "")
             module, _, own = name.replace("modules_to_save.default.", "").rpartition(".")

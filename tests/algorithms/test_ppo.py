@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from perl.algorithms.ppo import gae, whiten
+from perl.algorithms.ppo import gae
+from perl.algorithms.whitening import whiten
 
 
 def test_gae_by_hand():
@@ -60,9 +61,9 @@ def test_whitening_is_over_the_tokens_of_all_processes():
     passes = []
 
     def of_both(mine):
-        """What the other process, which has the second row, gives: its sums, then its squares around the mean 3."""
+        """What the other process, with the second row, gives: sums and ends, then its squares around the mean 3."""
         passes.append(mine)
-        other = torch.tensor([[2.0, 9.0]]) if len(passes) == 1 else torch.tensor([[9.0]])
+        other = torch.tensor([[2.0, 9.0, 6.0, -3.0]]) if len(passes) == 1 else torch.tensor([[9.0]])
         return torch.cat([mine, other])
 
     found = whiten(rows[:1], mask, of_both)
@@ -72,4 +73,7 @@ def test_whitening_is_over_the_tokens_of_all_processes():
 def test_equal_advantages_whiten_to_zero_and_one_token_too():
     mask = torch.ones(2, 2, dtype=torch.bool)
     assert whiten(torch.full((2, 2), 0.5), mask, lambda numbers: numbers).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    many = torch.full((5, 7), 0.9)
+    assert many.sum() / 35 != 0.9  # what is left over what is left would be 6e-4
+    assert not whiten(many, torch.ones(5, 7, dtype=torch.bool), lambda numbers: numbers).any()
     assert whiten(torch.tensor([[0.5]]), mask[:1, :1], lambda numbers: numbers).tolist() == [[0.0]]

@@ -73,6 +73,14 @@ def test_every_algorithm_sets_fields_that_there_are_and_agrees_with_itself(name)
             "algorithm.name or multi_objective_aggregation has a scale",
         ),
         (
+            "training.scale_rewards batch algorithm.name ppo",
+            "algorithm.name or multi_objective_aggregation has a scale",
+        ),
+        (
+            "training.multi_objective_aggregation normalize_then_sum algorithm.name ppo",
+            "the advantages of algorithm.name are made of the weighted sum",
+        ),
+        (
             "training.multi_objective_aggregation normalize_then_sum algorithm.name rloo",
             "the advantages of algorithm.name are made of the weighted sum",
         ),

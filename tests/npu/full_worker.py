@@ -45,8 +45,10 @@ def main() -> None:
 
     def look(module, _):
         if torch.is_grad_enabled():
-            weight = whole(module.weight).cpu()  # FSDP2 casts it under mixed precision
-            seen.append(torch.equal(weight, clean[-1].to(weight.dtype)))
+            weight = whole(module.weight).cpu()
+            # Under mixed precision FSDP2 casts it, and with DDP rollouts have a copy in bfloat16.
+            coarse = min(weight.dtype, clean[-1].dtype, key=lambda dtype: dtype.itemsize)
+            seen.append(torch.equal(weight.to(coarse), clean[-1].to(coarse)))
 
     target.module.register_forward_pre_hook(look)
     trainer.train()

@@ -240,6 +240,13 @@ def test_a_run_of_all_weights_says_that_it_becomes_lora():
     assert values(tenfold)["training.learning_rate"] == pytest.approx(1e-5)
 
 
+def test_full_is_refused_where_a_critic_needs_a_frozen_base():
+    ppo = [*GOOD[1:], "algorithm.adv_estimator=gae"]
+    with pytest.raises(UserError, match=r"--full: PPO's critic computes on a frozen base"):
+        of(None, *ppo, full=True)
+    assert not [note for note in of(None, *ppo).notes if "--full" in note]
+
+
 def test_full_keeps_all_weights_and_verls_rate():
     full = of(None, *GOOD, "actor_rollout_ref.actor.fsdp_config.param_offload=True", full=True)
     assert values(full)["peft.type"] == "none"
@@ -361,6 +368,13 @@ def test_estimators_of_kl_in_the_loss(verls, ours):
     assert "write mse" in straight.refused[f"{actor}.kl_loss_type"]
 
 
+def test_an_estimator_of_kl_that_is_not_there():
+    actor = "actor_rollout_ref.actor"
+    result = of(None, *GOOD, f"{actor}.use_kl_loss=True", f"{actor}.kl_loss_type=gae")
+    known = "kl, k1, abs, mse, k2, low_var_kl, k3 are there"
+    assert result.refused == {f"{actor}.kl_loss_type": f"gae: {known}"}
+
+
 def test_only_estimators_that_discount_have_gamma():
     word = "algorithm.gamma=0.99"
     assert "algorithm.gamma" not in values(of(None, *GOOD, word))
@@ -445,6 +459,11 @@ def test_accuracy_weighs_as_verls_score_of_the_rows(tmp_path, source, weight):
     unscaled = values(of(None, *GOOD, files, "algorithm.norm_adv_by_std_in_grpo=False"))
     assert unscaled.get("reward.weights", [1.0]) == [weight]
     assert "reward.weights" not in values(of(None, *GOOD, files))  # divided by the group's standard deviation
+    rloo, whitened = (f"algorithm.adv_estimator={name}" for name in ("rloo", "reinforce_plus_plus"))
+    assert values(of(None, *GOOD[1:], rloo, files)).get("reward.weights", [1.0]) == [weight]
+    assert "reward.weights" not in values(of(None, *GOOD[1:], whitened, files))
+    with_kl = of(None, *GOOD[1:], whitened, files, "algorithm.use_kl_in_reward=True")
+    assert values(with_kl).get("reward.weights", [1.0]) == [weight]
 
 
 def test_only_the_reward_manager_dapo_punishes_long_completions():

@@ -327,3 +327,10 @@ def test_flags_of_a_critic_that_is_not_there_are_told():
     warnings = parse(["--config.critic.lr", "1e-3"]).warnings
     assert warnings == ["--config.critic.lr has no effect: only algorithm.name ppo has a critic"]
     assert parse(["--config.algorithm.name", "ppo", "--config.critic.lr", "1e-3"]).warnings == []
+
+
+def test_a_warm_up_as_long_as_the_training_is_refused():
+    words = ["--config.algorithm.name", "ppo", "--config.critic.warmup_steps", "10", "--config.training.max_steps"]
+    with pytest.raises(UserError, match=r"warmup_steps 10: the training ends after step 10, before the policy"):
+        parse([*words, "10"])
+    assert parse([*words, "11"]).warnings == []

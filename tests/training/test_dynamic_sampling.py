@@ -238,12 +238,20 @@ def test_the_epochs_end_the_training_and_no_prompt_is_lost(tmp_path):
     assert sorted(rows) == list(range(40))
 
 
-def test_nothing_left_to_draw_is_one_line(tmp_path):
+def test_a_finished_run_that_is_resumed_ends_with_its_adapter(tmp_path):
     trainer, _ = train(tmp_path, max_steps=-1, num_train_epochs=1, save_strategy="steps", save_steps=100)
     last = tmp_path / f"checkpoint-{trainer.state.global_step}"
     assert last.is_dir()  # the last step's, as with max_steps
-    with pytest.raises(UserError, match=r"num_train_epochs: [01] prompts are left of its epochs, .* takes 2"):
-        train(tmp_path / "again", max_steps=-1, num_train_epochs=1, resume=str(last))
+    again, rest = train(tmp_path / "again", max_steps=-1, num_train_epochs=1, resume=str(last))
+    assert rest.chosen == []
+    assert again.state.global_step == again.state.max_steps == trainer.state.global_step
+    mine, theirs = adapter_of(again), adapter_of(trainer)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_nothing_left_to_draw_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"num_train_epochs: 1 prompts are left of its epochs, .* takes 2"):
+        train(tmp_path, max_steps=-1, num_train_epochs=0.02)
 
 
 @pytest.mark.parametrize("engine", ["fast", "generate"])
@@ -412,6 +420,13 @@ def test_dapo_samples_dynamically_unless_told_otherwise():
 def test_values_that_no_rollout_can_heed(flag, value, said):
     with pytest.raises(UserError, match=said):
         parse(["--config.algorithm.name", "dapo", f"--config.algorithm.{flag}", value])
+
+
+def test_a_group_of_one_has_nothing_that_could_differ():
+    words = ["--config.algorithm.name", "ppo", "--config.algorithm.dynamic_sampling", "true"]
+    with pytest.raises(UserError, match=r"dynamic_sampling true: one completion .*num_generations 2 or more"):
+        parse(words)
+    assert parse([*words, "--config.training.num_generations", "4"]).values.algorithm.dynamic_sampling is True
 
 
 def test_flags_without_dynamic_sampling():

@@ -1,5 +1,6 @@
 """--config.peft.type none: all weights are trained, and everything around a training knows that there is no adapter."""
 
+import contextlib
 import json
 import shutil
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from perl.adapters.none import RolloutCopies, loses_updates, store_as, trained_d
 from perl.checkpoints import content_hash
 from perl.config.evaluation import parse as parse_eval
 from perl.config.load import parse
+from perl.config.schema import NoiseConfig
 from perl.config.sft import parse as parse_sft
 from perl.errors import UserError
 from perl.evaluation.run import evaluate
@@ -23,7 +25,9 @@ from perl.training.preflight import check_engine
 from perl.training.run import train
 from perl.training.setup import load_model
 from perl.training.sft import fine_tune
+from perl.training.vllm_sync import merged_weights
 from tests.tiny import save_tiny, tiny_model
+from tests.trainers import make_trainer
 
 NONE = ["--config.peft.type", "none"]
 
@@ -203,6 +207,13 @@ def test_vllm_on_a_cpu_takes_adapters_alone(folder):
         check_engine(config)
 
 
+def test_vllm_is_sent_every_weight():
+    model = tiny_model()
+    sent = dict(merged_weights(model, contextlib.nullcontext, set()))
+    assert sent.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(sent[name], weight) for name, weight in model.named_parameters())
+
+
 def test_memory_that_runs_out_is_answered_by_an_adapter(folder):
     config = parse(flags(folder, "x")).build()
     assert "--config.peft.type lora (now none" in [*out_of_memory.changes("setup", config)][-1]
@@ -248,6 +259,16 @@ def test_mixed_precision_samples_with_copies_that_hold_the_noise():
             assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
         assert all(weight is own[name] for name, weight in model.named_parameters())
         assert model.model.norm.weight.tolist() == [number + 2**-12] * 64
+
+
+def test_noise_that_the_copies_round_away_is_not_reported(tmp_path):
+    """1e-3 is less than half a spacing of bfloat16 around the norms' 1."""
+    noise = NoiseConfig(enabled=True, seed=3, sigma_start=1e-3, sigma_end=1e-4)
+    trainer = make_trainer(tmp_path, adapter="none", bf16=True, engine="fast", noise=noise, learning_rate=1e-6)
+    trainer.train()
+    noisy = [row for row in trainer.state.log_history if "aqn/sigma_realized" in row]
+    assert [row["aqn/sigma"] > 0 for row in noisy] == [True, True]
+    assert noisy[1]["aqn/sigma_realized"] < 0.1 * noisy[1]["aqn/sigma"]
 
 
 def test_mixed_precision_on_a_cpu_ends_in_its_dtype(folder):

@@ -5,7 +5,16 @@ import json
 from huggingface_hub import ModelCard
 
 from perl.checkpoints import content_hash
-from perl.training.model_card import add_results, hub_dataset, license_of, metadata, run_facts, with_results
+from perl.training.model_card import (
+    add_results,
+    algorithm_text,
+    hub_dataset,
+    license_of,
+    metadata,
+    new_card,
+    run_facts,
+    with_results,
+)
 
 
 def adapter(folder, **changes):
@@ -51,6 +60,16 @@ def test_names_of_the_hub_are_metadata_and_local_ones_are_not(tmp_path):
     assert several.datasets == ["openai/gsm8k", "my/hub-set"]
     of_others = metadata(adapter(tmp_path))
     assert of_others.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B"]
+
+
+def test_the_card_names_the_algorithm(tmp_path):
+    facts = run_facts(config() | {"algorithm": {"name": "ppo"}}, ENVIRONMENT, [{"step": 1, "reward": 0.5, "loss": 1.0}])
+    assert facts.settings["rewards"] == "accuracy, mine.py:mine"
+    card = new_card(adapter(tmp_path), "run", "gsm8k", facts)
+    assert "trained with [ppo](https://arxiv.org/abs/1707.06347) for 1 steps" in card.text
+    assert card.data.tags[-3:] == ["ppo", "trl", "perl"]
+    older = run_facts(config(), ENVIRONMENT, [])  # than the group
+    assert algorithm_text(older.algorithm) == "[GRPO](https://arxiv.org/abs/2402.03300)"
 
 
 def test_the_licence_of_a_base_whose_card_says_nothing_is_unknown_without_a_warning(tmp_path, caplog):

@@ -115,6 +115,15 @@ def by_group(verl: Verl) -> bool:
     return verl["algorithm.adv_estimator"] in ("grpo", "grpo_vectorized", "grpo_passk")
 
 
+def scale_matters(verl: Verl) -> bool:
+    """Whether twice the score is another run: a KL divergence is taken from it, or no deviation divides it."""
+    whitened = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    divided = (
+        verl["algorithm.norm_adv_by_std_in_grpo"] if by_group(verl) else verl["algorithm.adv_estimator"] in whitened
+    )
+    return verl["algorithm.use_kl_in_reward"] or not divided
+
+
 def discounted(verl: Verl) -> bool:
     """Whether gamma has an effect."""
     return verl["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus")
@@ -147,7 +156,6 @@ def adaptive(verl: Verl) -> bool:
 
 
 KL_ESTIMATORS = {
-    "gae": "ppo",
     "kl": "k1",
     "k1": "k1",
     "abs": "abs",
@@ -186,7 +194,10 @@ def policy_loss(value: Any, verl: Verl) -> Outcome:
     if value == "sapo":
         return Translated({"training.importance_sampling_level": "token", "training.loss_type": "sapo"})
     if value == "cispo":
-        return Refused("TRL's cispo has no lower bound, and adds up tokens of the whole batch: --config.algorithm.name")
+        return Refused(
+            "TRL's cispo has no lower bound, and adds up tokens of the whole batch; write vanilla, and"
+            " --config.training.loss_type cispo behind the printed command for TRL's"
+        )
     if value not in levels:
         return Refused(f"{shown(value)}: this loss is not there; vanilla, gspo and sapo are")
     return Translated({"training.importance_sampling_level": levels[value]})
@@ -265,12 +276,8 @@ def learning_rate(value: Any, verl: Verl) -> Outcome:
     return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
 
 
-def has_critic(verl: Verl) -> bool:
-    return verl["algorithm.adv_estimator"] == "gae"
-
-
 def with_critic(handler: Handler) -> Handler:
-    return where(has_critic, handler, "only PPO (adv_estimator=gae) has it")
+    return where(lambda verl: verl.has_critic, handler, "only PPO (adv_estimator=gae) has it")
 
 
 def critic_rate(value: Any, verl: Verl) -> Outcome:
@@ -531,7 +538,7 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
     else:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
     buffer, weight = _overlong(verl), 1.0
-    if functions == ["accuracy"] and (buffer or not verl["algorithm.norm_adv_by_std_in_grpo"]):
+    if functions == ["accuracy"] and (buffer or scale_matters(verl)):
         weight = 2.0 if files and all(map(_is_signed, files)) else 1.0
         scores = "-1 or 1, accuracy 0 or 1" if weight == 2 else "0 or 1, as accuracy is (-1 or 1 for DAPO's and AIME's)"
         note += f"; it weighs {weight:g}: verl's score of these rows is {scores}"
@@ -667,7 +674,7 @@ def total_steps(value: Any, verl: Verl) -> Outcome:
 def critic_warmup(value: Any, verl: Verl) -> Outcome:
     if value == 0:
         return NoEffect("the policy is trained from the first step")
-    if has_critic(verl):
+    if verl.has_critic:
         return Translated({"critic.warmup_steps": updates(value, verl)})
     return Refused("verl does not train the policy in these steps, without a critic either; write 0")
 

@@ -85,6 +85,11 @@ class Verl:
         return self.choices.full and not self.is_lora
 
     @property
+    def has_critic(self) -> bool:
+        """PPO."""
+        return self["algorithm.adv_estimator"] == "gae"
+
+    @property
     def devices(self) -> Any:
         if self.choices.processes is not None:
             return self.choices.processes

@@ -74,6 +74,8 @@ def translate(command: Command, choices: Choices) -> Translation:
     verl, result = Verl(command, choices), Translation()
     if choices.full and verl.is_lora:
         raise UserError("--full: this command of verl trains a LoRA adapter; leave --full out")
+    if verl.is_full and verl.has_critic:
+        raise UserError("--full: PPO's critic computes on a frozen base, and an adapter is trained; leave --full out")
     for key in ALWAYS:
         if key not in command.given and f"~{key}" not in command.read:
             outcome = _outcome(key, command.value(key), verl)
@@ -161,7 +163,8 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
         notes.append(
             "verl would train all weights; here a LoRA adapter (r 16 on all linear layers) is trained. LoRA's best"
             f" learning rate is about ten times that of full training (LoRA Without Regret, 2025); {rate:g} is written:"
-            " --learning_rate_factor 10 writes ten times verl's, --full trains all weights"
+            " --learning_rate_factor 10 writes ten times verl's"
+            + ("" if verl.has_critic else ", --full trains all weights")
         )
     if verl["trainer.noise_injection.enabled"] is True:
         meanings = {
@@ -181,7 +184,7 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
             "verl validates by custom_reward_function too; here validation grades by the task of each row's"
             " data_source, and rows of none are refused: leave their file out of data.val_files"
         )
-    if verl["algorithm.adv_estimator"] == "gae":
+    if verl.has_critic:
         notes.append(
             "the critic is LoRA of its own on the frozen base, with a head that starts at 0, where verl trains a whole"
             " model"
