@@ -314,6 +314,11 @@ def check_values(values: Namespace) -> None:
             "--config.algorithm.kl_in_reward: there is no one reward to take it from where"
             " multi_objective_aggregation is normalize_then_sum; --config.training.beta puts KL into the loss"
         )
+    if training.beta < 0.0:
+        raise UserError(
+            f"--config.training.beta {training.beta:g}: a coefficient below 0 drives the policy away from the"
+            " reference; write a number from 0"
+        )
     if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
         raise UserError(
             "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"
@@ -349,6 +354,12 @@ def check_critic(values: Namespace) -> None:
             if own_base
             else "--config.critic.share_base false: name the critic's own base, --config.critic.model_name_or_path"
         )
+    warmup, steps = values.critic.warmup_steps, values.training.max_steps
+    if algorithm.critic and 0 < steps <= warmup:
+        raise UserError(
+            f"--config.critic.warmup_steps {warmup}: the critic alone would be trained in all of"
+            f" --config.training.max_steps {steps}; write a smaller number"
+        )
     if algorithm.critic and values.training.torch_compile:
         raise UserError(
             f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"
@@ -360,6 +371,11 @@ def check_dynamic_sampling(values: Namespace) -> None:
     algorithm = values.algorithm
     if not algorithm.dynamic_sampling:
         return
+    if values.training.num_generations == 1:
+        raise UserError(
+            "--config.algorithm.dynamic_sampling true: with --config.training.num_generations 1 every group has equal"
+            " rewards; write 2 or more, or --config.algorithm.dynamic_sampling false"
+        )
     if algorithm.max_resample_factor < 1:
         raise UserError(
             f"--config.algorithm.max_resample_factor {algorithm.max_resample_factor:g}: a batch has to be drawn once;"

@@ -26,11 +26,15 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 NO_EVALUATION = "it is of TRL's own evaluation; validation.datasets and perl/eval.py score"
 
 
+def trls_advantages(v: Namespace) -> bool:
+    """Neither an estimator of ours nor a critic."""
+    algorithm = ALGORITHMS[v.algorithm.name]
+    return algorithm.advantages is None and not algorithm.critic
+
+
 def relative_to_group(v: Namespace) -> bool:
     """Advantages are GRPO's own."""
-    return ALGORITHMS[v.algorithm.name].advantages is None and (
-        v.training.multi_objective_aggregation == "sum_then_normalize"
-    )
+    return trls_advantages(v) and v.training.multi_objective_aggregation == "sum_then_normalize"
 
 
 OF_ANY_TRAINING: tuple[Rule, ...] = (
@@ -62,7 +66,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "training.multi_objective_aggregation",
-        lambda v: ALGORITHMS[v.algorithm.name].advantages is None,
+        trls_advantages,
         "the advantages of algorithm.name are made of the weighted sum of the rewards",
     ),
     Rule(
