@@ -34,6 +34,13 @@ BEST, BEST_FILE = "best", "best.json"
 
 Row = dict[str, Any]
 """What a step of a training logged: value by the metric's name."""
+TITLES = {
+    "dr_grpo": "Dr. GRPO",
+    "grpo_passk": "GRPO for pass@k",
+    "reinforce_plus_plus": "REINFORCE++",
+    "reinforce_plus_plus_baseline": "REINFORCE++ baseline",
+}
+"""As their papers write them; all other algorithms are their names in capitals."""
 
 
 class SampleRecord(TypedDict):
@@ -278,6 +285,19 @@ def last_attempt(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
             kept.pop()
         kept.append((step, row))
     return kept
+
+
+def algorithm_of(config: Mapping[str, Any]) -> str:
+    """What trained the run with this config.yaml: the algorithm's name (grpo where the run is older than the field), or
+    sft for a run of perl.sft, which has no rewards."""
+    if "reward" not in config:
+        return "sft"
+    return (config.get("algorithm") or {}).get("name", "grpo")
+
+
+def title_of(algorithm: str) -> str:
+    """GRPO, Dr. GRPO, REINFORCE++, … for what algorithm_of has found."""
+    return TITLES.get(algorithm, algorithm.upper())
 
 
 def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -180,7 +180,7 @@ def python_code(words: Sequence[str]) -> None:
 
 def log_file(words: Sequence[str]) -> None:
     """tail and grep: their pattern matches the log of a run that the guide's default configuration makes."""
-    log = str(default_run_dir("Qwen/Qwen2.5-7B", "npu") / "output.log")
+    log = str(default_run_dir(parse_training([]).values, "npu") / "output.log")
     assert fnmatch(log, words[-1]), words[-1]
 
 

@@ -54,7 +54,7 @@ def test_an_image_is_the_same_however_a_row_holds_it(tmp_path):
 
 def test_an_image_of_more_pixels_than_pil_opens_is_one_line(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # its own limit is 89 million
-    with pytest.raises(UserError, match="^a:1: image 1 can't be decoded: Image size"):
+    with pytest.raises(UserError, match=r"^a:1: image 1 can't be decoded: Image size"):
         read_images({"images": [noise_png(16, 24)]}, "a:1")
 
 

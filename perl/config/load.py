@@ -314,6 +314,11 @@ def check_values(values: Namespace) -> None:
             "--config.algorithm.kl_in_reward: there is no one reward to take it from where"
             " multi_objective_aggregation is normalize_then_sum; --config.training.beta puts KL into the loss"
         )
+    if training.beta < 0.0:
+        raise UserError(
+            f"--config.training.beta {training.beta:g}: a coefficient below 0 drives the policy away from the"
+            " reference; write a number from 0"
+        )
     if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
         raise UserError(
             "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"

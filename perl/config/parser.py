@@ -59,11 +59,19 @@ class Parser(ArgumentParser):
             return self._unknown(flag.split("=")[0])
         if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
             return self._unknown(f"--{found[1]}.{found[2]}")
+        if found := re.search(r"[Pp]arser key \"([\w.]+)\": Unable to load config \"(.*?)\"", message):
+            return self._no_field(found[1], found[2])
         if found := re.search(r"Parser key \"([\w.]+)\":\s*(.*)", message, flags=re.DOTALL):
             if one := re.match(r"Expected a <class 'list'>. Got value: (.*)", found[2], flags=re.DOTALL):
                 return f"--{found[1]}: expected a list, not {one[1]}; write '{_as_list(one[1])}'"
             return f"--{found[1]}: {_expected(found[2]) or found[2].replace('<class ', '').replace('>.', '.')}"
         return message
+
+    def _no_field(self, group: str, value: str) -> str:
+        """--config.algorithm ppo: the group of --config.algorithm.name."""
+        own = [known for known in self.known_flags() if known.startswith(f"--{group}.")]
+        first = next((known for known in own if _last(known) in ("name", "type", "enabled")), own[0])
+        return f"--{group} {value}: is a group of fields; write --{group}.FIELD VALUE, such as {first}"
 
     def _unknown(self, flag: str) -> str:
         word = _last(flag)

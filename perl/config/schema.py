@@ -296,7 +296,8 @@ class LoggingConfig:
     """Where metrics go besides metrics.jsonl.
 
     Args:
-        wandb_project: Weights & Biases project; null is made of the model's and the device's names.
+        wandb_project: Weights & Biases project; null is made of what is trained how (grpo-lora), the model's and the
+            device's names.
     """
 
     wandb_project: str | None = None

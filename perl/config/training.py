@@ -76,7 +76,7 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
             raise ValueError(f"max_tokens_per_microbatch must be at least 1, not {self.max_tokens_per_microbatch}")
         try:
             self._check_trls()
-        except ValueError:
+        except (ValueError, ZeroDivisionError):
             self._check_groups()
             raise
 

@@ -66,6 +66,29 @@ OVER_STEPS = (
         span=(0.0,),
     ),
     OverSteps(
+        title="KL divergence",
+        note="From the reference policy: in the loss (training.beta), and taken from the rewards"
+        " (algorithm.kl_in_reward).",
+        unit="nats a token",
+        lines={"kl": "in the loss", "kl_in_reward": "in the reward"},
+        span=(0.0,),
+    ),
+    OverSteps(
+        title="Critic",
+        note="Explained variance: 0 is a constant, 1 is perfect. Value loss: mean over the tokens of an update.",
+        unit="share; squared reward",
+        lines={"critic/explained_variance": "explained variance", "critic/vf_loss": "value loss"},
+        span=(0.0,),
+    ),
+    OverSteps(
+        title="Dynamic sampling",
+        note="Tokens of all completions over those of the batch: 1 is none for nothing.",
+        unit="ratio",
+        lines={"dapo/rollout_tokens_per_used_token": "tokens drawn for a token used"},
+        span=(1.0,),
+        smooth=False,
+    ),
+    OverSteps(
         title="Noise of the rollouts (AQN)",
         note="σ of the schedule, the root mean square of what the weights really changed by, and σ over that of the"
         " weights, mean over the layers.",

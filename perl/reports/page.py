@@ -209,7 +209,7 @@ def training_heading(run: TrainingRun) -> str:
         return run.folder.resolve().name
     noise = " and AQN" if run.setting("noise_injection", "enabled") else ""
     return (
-        f"{Path(model).name or model}: {'GRPO' if training_run.reinforced(run) else 'SFT'}"
+        f"{Path(model).name or model}: {training_run.algorithm(run)}"
         + (f" with {ADAPTER_NAMES.get(adapter, adapter)}" if adapter else "")
         + noise
     )

@@ -15,7 +15,7 @@ import yaml
 
 from perl.errors import UserError
 from perl.records import clock
-from perl.results import METRICS, read_metrics
+from perl.results import METRICS, algorithm_of, read_metrics, title_of
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,8 @@ def settings(run: TrainingRun) -> dict[str, str]:
     rows = {
         "model": run.setting("model", "model_name_or_path"),
         "dataset": plain(run.setting("dataset", "dataset_name_or_path") or ""),
+        "algorithm": _named(run, "algorithm", "name", "dynamic_sampling", "kl_in_reward"),
+        "critic": _named(run, "critic", "lr", "r", "warmup_steps", "value_clip") if has_critic(run) else None,
         "adapter": _named(run, "peft", "type", "r", "lora_alpha", "lora_dropout", "target_modules"),
         "reward": _named(run, "reward", "functions", "weights"),
         "rollout": _named(run, "rollout", "engine", "importance_correction"),
@@ -159,6 +161,15 @@ def settings(run: TrainingRun) -> dict[str, str]:
         "machine": made.get("machine"),
     }  # fmt: skip
     return {name: str(value) for name, value in rows.items() if value not in (None, "")}
+
+
+def algorithm(run: TrainingRun) -> str:
+    """GRPO, PPO, REINFORCE++, …, or SFT; of a folder without config.yaml, GRPO where there are rewards."""
+    return title_of(algorithm_of(run.config)) if run.config else "GRPO" if reinforced(run) else "SFT"
+
+
+def has_critic(run: TrainingRun) -> bool:
+    return "critic/vf_loss" in run.metrics
 
 
 def reinforced(run: TrainingRun) -> bool:

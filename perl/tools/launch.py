@@ -44,7 +44,7 @@ def plan(argv: list[str]) -> dict[str, str]:
     devices = device.detect()
     processes = requested_processes(devices)
     config = parsed.build(processes)
-    run_dir = values.training.output_dir or default_run_dir(values.model.model_name_or_path, devices.kind)
+    run_dir = values.training.output_dir or default_run_dir(values, devices.kind)
     check_run(config, Path(run_dir))
     variable = device.VISIBILITY_VARIABLE[devices.kind]
     visible = device.worker_environment(0).get(variable, "") if variable and processes == 1 else ""

@@ -26,6 +26,7 @@ from perl.algorithms import ALGORITHMS
 from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
 from perl.config.schema import data_sets
 from perl.errors import UserError
+from perl.results import algorithm_of, title_of
 from perl.tasks import TASKS
 from perl.tasks.files import SUFFIXES
 
@@ -40,8 +41,6 @@ NOT_EVALUATED = (
 UNKNOWN_BASE = "an unknown base"
 CURVE_ROWS = 8
 """Steps that the card shows of the reward's curve."""
-SFT = "sft"
-"""In the place of an algorithm's name, of what perl.sft has trained."""
 CURVE: dict[str, tuple[str, Callable[[float], str]]] = {
     "reward": ("reward", "{:.3f}".format),
     "loss": ("loss", "{:.4f}".format),
@@ -61,7 +60,7 @@ class RunFacts:
     steps: int
     dataset: str
     algorithm: str
-    """Key of ALGORITHMS, or SFT."""
+    """Key of ALGORITHMS, or sft."""
     noise: bool
     first: str
     """Mean of the first tenth of the logged steps (of one step at least), of the reward or, without one, the loss."""
@@ -96,7 +95,7 @@ def run_facts(
 ) -> RunFacts:
     """From config.yaml, environment.json and the trainer's logs."""
     algorithm = algorithm_of(config)
-    told, left_out = ("loss", set()) if algorithm == SFT else ("reward", {"loss"})
+    told, left_out = ("loss", set()) if algorithm == "sft" else ("reward", {"loss"})
     logs = [row for row in history if told in row]
     values = [row[told] for row in logs]
     ends = max(1, len(values) // 10)
@@ -106,7 +105,7 @@ def run_facts(
         steps=max((row["step"] for row in history), default=0),
         dataset=", ".join(_linked(spec, "datasets/") for spec in data_sets(config["dataset"]["dataset_name_or_path"])),
         algorithm=algorithm,
-        noise=algorithm != SFT and config["noise_injection"]["enabled"],
+        noise=algorithm != "sft" and config["noise_injection"]["enabled"],
         first=f"{statistics.fmean(values[:ends]):.3f}" if values else "–",
         last=f"{statistics.fmean(values[-ends:]):.3f}" if values else "–",
         curve_columns=["step", *(CURVE[name][0] for name in columns)],
@@ -119,26 +118,18 @@ def run_facts(
     )
 
 
-def algorithm_of(config: Mapping[str, Any]) -> str:
-    """Key of ALGORITHMS: of perl.train, whose configuration has rewards; SFT of perl.sft."""
-    if "reward" not in config:
-        return SFT
-    return config["algorithm"]["name"] if "algorithm" in config else "grpo"  # of a run older than the group
-
-
-def algorithm_text(name: str) -> str:
-    """What the card calls an algorithm, with a link to its paper."""
-    if name == SFT:
+def linked_algorithm(name: str) -> str:
+    """Its title with a link to its paper."""
+    if name == "sft":
         return "supervised fine-tuning"
-    paper = re.search(r"arXiv (\d{4}\.\d{5})", ALGORITHMS[name].paper) if name in ALGORITHMS else None
-    title = "GRPO" if name == "grpo" else name
-    return f"[{title}](https://arxiv.org/abs/{paper[1]})" if paper else title
+    paper = ALGORITHMS[name].paper.removeprefix("arXiv ")
+    return f"[{title_of(name)}](https://arxiv.org/abs/{paper})"
 
 
 def _settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, str]:
     training, processes = config["training"], environment["num_processes"]
     batch = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * processes
-    own = _settings_of_sft(config, batch) if algorithm_of(config) == SFT else _settings_of_rewards(config, batch)
+    own = _settings_of_sft(config, batch) if algorithm_of(config) == "sft" else _settings_of_rewarded(config, batch)
     return {
         **own,
         "adapter": _adapter(config["peft"]),
@@ -170,17 +161,32 @@ def _settings_of_sft(config: Mapping[str, Any], batch: int) -> dict[str, str]:
     }
 
 
-def _settings_of_rewards(config: Mapping[str, Any], completions: int) -> dict[str, str]:
+def _settings_of_rewarded(config: Mapping[str, Any], completions: int) -> dict[str, str]:
     training, noise = config["training"], config["noise_injection"]
     rewards = [Path(name).name for name in config["reward"]["functions"]]  # no path of this machine
     return {
         "rewards": ", ".join(rewards),
         "loss": f"{training['loss_type']}, beta {training['beta']}",
+        **_settings_of_algorithm(config),
         "completions a step": f"{completions}, {training['num_generations']} of each prompt",
         "longest completion": f"{training['max_completion_length']} tokens",
         "sampling": f"temperature {training['temperature']}, top_p {training['top_p']}",
         "noise (AQN)": _noise(noise) if noise["enabled"] else "none",
     }
+
+
+def _settings_of_algorithm(config: Mapping[str, Any]) -> dict[str, str]:
+    """What is not GRPO's: dynamic sampling, KL in the reward, the critic."""
+    said, critic = config.get("algorithm", {}), config.get("critic", {})
+    found = {}
+    if said.get("dynamic_sampling"):
+        found["dynamic sampling"] = f"at most {said['max_resample_factor']:g} times the groups of a batch"
+    if said.get("kl_in_reward"):
+        found["KL in the reward"] = f"{said['kl_in_reward']}, {said['kl_in_reward_estimator']}"
+    if ALGORITHMS[algorithm_of(config)].critic:
+        found["critic"] = f"learning rate {critic['lr']}, LoRA r {critic['r']}, warmup {critic['warmup_steps']} steps"
+        found["gamma, lambda"] = f"{said['gamma']}, {said['lam']}"
+    return found
 
 
 def _noise(noise: Mapping[str, Any]) -> str:
@@ -363,7 +369,7 @@ def new_card(
         version=__version__,
         results=NOT_EVALUATED,
         run=run,
-        algorithm=algorithm_text(run.algorithm) if run else "",
+        algorithm=linked_algorithm(run.algorithm) if run else "",
     )
 
 
@@ -375,7 +381,7 @@ def metadata(
     Args:
         folder: the adapter's, or the whole model's.
         dataset: what perl trained it on, as the user wrote it; None where another program trained it.
-        algorithm: key of ALGORITHMS, or SFT, where perl trained it.
+        algorithm: key of ALGORITHMS or sft, where perl trained it.
         base: of a whole model, the model that was trained, where it is known.
     """
     whole = is_whole(folder)

@@ -141,18 +141,16 @@ def set_up_logging(config: Config | SFTRunConfig) -> None:
         print(f"num_processes: {world_size}", flush=True)
 
 
-def agree_on_folder(config: Config | SFTRunConfig, parsed: Parsed, method: str = "grpo") -> Path:
-    """The run's folder, the same on every process; `method` begins the name of one that the user has not named."""
-    default = rundir.default_run_dir(config.model.model_name_or_path, device.detect().kind, method=method)
+def agree_on_folder(config: Config | SFTRunConfig, parsed: Parsed) -> Path:
+    """The run's folder, the same on every process."""
+    default = rundir.default_run_dir(config, device.detect().kind)
     name = [parsed.values.training.output_dir or str(default)]
     broadcast_object_list(name)  # every process has its own clock
     config.training.output_dir = name[0]
     return Path(name[0])
 
 
-def open_run(
-    run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked | CheckedRows, method: str = "grpo"
-) -> None:
+def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked | CheckedRows) -> None:
     """Make the folder with its config.yaml, environment.json and trained_problems.json, and settle where metrics go."""
     if config.training.process_index == 0:
         rundir.prepare(run_dir, parsed, config.training.world_size)
@@ -161,7 +159,7 @@ def open_run(
         before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
         write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
         log.info("run folder: %s", run_dir.resolve())
-    tracking.configure(config, run_dir, device.detect().kind, method)
+    tracking.configure(config, run_dir, device.detect().kind)
     if config.training.hub_token:
         # the hub reads the token from the environment too, and the arguments go to trackers and, pushed, to a pickle.
         os.environ.setdefault("HF_TOKEN", config.training.hub_token)

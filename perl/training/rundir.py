@@ -37,9 +37,21 @@ def model_slug(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", Path(model.rstrip("/")).name.lower()).strip("_")
 
 
-def default_run_dir(model: str, kind: str, root: Path = Path("outputs"), method: str = "grpo") -> Path:
-    """outputs/grpo_lora_<model>_<device>_<date>, the name that the guides' `tail -f` looks for."""
-    return root / f"{method}_lora_{model_slug(model)}_{kind}_{time.strftime('%Y%m%d_%H%M%S')}"
+def method_of(config: Any) -> str:
+    """grpo_lora, ppo_lora, grpo_full, sft_lora, …: how a configuration, or its parsed values, trains, and what."""
+    algorithm = getattr(config, "algorithm", None)  # perl.sft has none
+    return f"{algorithm.name if algorithm else 'sft'}_{'full' if config.peft.type == 'none' else 'lora'}"
+
+
+def default_run_dir(config: Any, kind: str, root: Path = Path("outputs")) -> Path:
+    """outputs/grpo_lora_<model>_<device>_<date>, the name that the guides' `tail -f` looks for.
+
+    Args:
+        config: a Config, an SFTRunConfig, or the parsed values of one.
+        kind: of the device.
+    """
+    name = f"{method_of(config)}_{model_slug(config.model.model_name_or_path)}_{kind}"
+    return root / f"{name}_{time.strftime('%Y%m%d_%H%M%S')}"
 
 
 def check_folder(run_dir: Path, resuming: bool) -> None:

@@ -50,12 +50,12 @@ def fine_tune(argv: Sequence[str]) -> Path:
     set_up_logging(config)
     for warning in parsed.warnings:
         log.warning(warning)
-    run_dir = agree_on_folder(config, parsed, "sft")
+    run_dir = agree_on_folder(config, parsed)
     checked = check_rows(config, run_dir)
 
     trainer_class = import_trainer()
     with StopOnSignal() as stop, explain_out_of_memory(config) as watch:
-        open_run(run_dir, config, parsed, checked, "sft")
+        open_run(run_dir, config, parsed, checked)
         with users_error("--config"):  # TRL checks combinations of its own arguments
             trainer = trainer_class(
                 model=load_model(config),

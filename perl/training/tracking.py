@@ -14,7 +14,7 @@ from perl.config.load import Config
 from perl.errors import lookup
 from perl.redact import hide_secrets_in_output
 from perl.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
-from perl.training.rundir import model_slug
+from perl.training.rundir import method_of, model_slug
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
@@ -39,7 +39,7 @@ def trackers(training: TrainingArguments) -> list[str]:
     return [name for name in training.report_to or () if name not in dropped]
 
 
-def configure(config: Config | SFTRunConfig, run_dir: Path, kind: str, method: str = "grpo") -> None:
+def configure(config: Config | SFTRunConfig, run_dir: Path, kind: str) -> None:
     """Settle `config.training.report_to` and what the trackers read from the environment.
 
     A run that goes on in its own folder goes on in its W&B run too.
@@ -47,7 +47,7 @@ def configure(config: Config | SFTRunConfig, run_dir: Path, kind: str, method: s
     training, wanted = config.training, trackers(config.training)
     if "wandb" in (training.report_to or ()) and wandb_is_disabled():
         log.info("WANDB_DISABLED is set: nothing is sent to W&B")
-    project = f"{method}-lora-{model_slug(config.model.model_name_or_path).replace('_', '-')}-{kind}"
+    project = f"{method_of(config)}_{model_slug(config.model.model_name_or_path)}-{kind}".replace("_", "-")
     if "wandb" in wanted:
         os.environ["WANDB_MODE"] = mode = wandb_mode()
         os.environ.setdefault("WANDB_DIR", str(run_dir))

@@ -356,3 +356,47 @@ def test_trackers_are_given_no_secret():
     assert config.training.generation_kwargs["api_key"] == "s3cret"
     assert config.training.to_dict()["generation_kwargs"] == {"top_k": 3, "url": "https://<secret>@host"}
     assert "s3cret" not in config.training.to_json_string()
+
+
+ALGORITHM = "--config.algorithm.name"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--config.training.beta", "-0.1"], "beta -0.1: a coefficient below 0"),
+        (
+            [ALGORITHM, "ppo", "--config.algorithm.dynamic_sampling", "true"],
+            "dynamic_sampling true: one completion of a prompt is always equal to itself",
+        ),
+        (
+            [ALGORITHM, "ppo", "--config.critic.warmup_steps", "3", "--config.training.max_steps", "3"],
+            "warmup_steps 3: the training ends after step 3, before the policy would learn",
+        ),
+        (
+            ["--config.algorithm", "ppo"],
+            "--config.algorithm ppo: is a group of fields; .*such as --config.algorithm.na",
+        ),
+        (["--config.critic", "null"], "--config.critic null: is a group of fields; .*such as --config.critic.lr"),
+    ],
+)
+def test_mistakes_with_an_algorithm_are_one_line(flags, told):
+    with pytest.raises(UserError, match=told) as error:
+        parse(flags)
+    assert "\n" not in str(error.value)
+
+
+def test_no_completion_of_a_prompt_is_a_mistake_also_where_one_would_do():
+    with pytest.raises(UserError, match="num_generations 0: a prompt needs at least 1 completion"):
+        parse([ALGORITHM, "ppo", "--config.training.num_generations", "0"]).build(processes=1)
+
+
+def test_what_shapes_trls_advantages_has_no_effect_where_a_critic_makes_them():
+    flags = ["--config.training.scale_rewards", "none"]
+    further = ["--config.training.multi_objective_aggregation", "normalize_then_sum"]
+    assert parse(flags).warnings == []
+    warnings = parse([ALGORITHM, "ppo", *flags, *further]).warnings
+    assert [line.partition(":")[0] for line in warnings] == [
+        "--config.training.multi_objective_aggregation has no effect",
+        "--config.training.scale_rewards has no effect",
+    ]

@@ -23,7 +23,7 @@ from perl.reports.page import render
 from perl.reports.sources import read_material
 from perl.reports.training_run import TrainingRun, facts, read_training_run, settings, time_in_steps
 from perl.tools.report import compared
-from tests.reports.conftest import logged, record, write_results, write_training
+from tests.reports.conftest import CONFIG, logged, record, write_results, write_training
 
 ROOT = Path(__file__).parents[2]
 WRONG = {"score": 0.0, "scores": {"flexible": 0.0}, "extracted": "17", "reason": "wrong"}
@@ -264,6 +264,29 @@ def test_the_quickstarts_folder_is_one_page(tmp_path):
         "Result", "Training", "Scores", "Compared with tiny", "Samples", "How it was made",
     ]  # fmt: skip
     assert "Problem by problem: after/greedy with before/greedy; after/sampled with before/sampled." in text
+
+
+def test_a_page_names_the_algorithm_and_draws_what_it_logs(tmp_path):
+    made = CONFIG | {
+        "algorithm": {"name": "reinforce_plus_plus", "dynamic_sampling": False, "kl_in_reward": 0.1},
+        "critic": {"lr": 1e-3, "r": 8, "warmup_steps": 2, "value_clip": 0.5},
+    }
+    run = tmp_path / "run"
+    write_training(run, [logged(1, kl_in_reward=0.01), logged(2, kl_in_reward=0.02)], made)
+    material = compared(read_material([run]))
+    assert "<h1>tiny: REINFORCE++ with DoRA and AQN</h1>" in render(material)
+    assert material.training is not None
+    found = settings(material.training)
+    assert found["algorithm"] == "name reinforce_plus_plus, dynamic_sampling false, kl_in_reward 0.1"
+    assert "critic" not in found
+    titles = [figure.title for figure in figures.of_training(material.training)]
+    assert "KL divergence" in titles
+    assert not {"Critic", "Dynamic sampling"} & set(titles)
+    of_ppo = {"critic/vf_loss": 0.1, "critic/explained_variance": -0.5, "dapo/rollout_tokens_per_used_token": 1.5}
+    write_training(tmp_path / "ppo", [logged(1, **of_ppo)], made | {"algorithm": {"name": "ppo"}})
+    ppo = read_training_run(tmp_path / "ppo")
+    assert settings(ppo)["critic"] == "lr 0.001, r 8, warmup_steps 2, value_clip 0.5"
+    assert {"Critic", "Dynamic sampling"} < {figure.title for figure in figures.of_training(ppo)}
 
 
 def test_folders_are_given_in_any_way(tmp_path):

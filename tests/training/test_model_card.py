@@ -1,15 +1,17 @@
 """What a card says, from records made by hand; tests/tools/test_card.py looks at those of real runs."""
 
 import json
+import re
 
 from huggingface_hub import ModelCard
 
+from perl.algorithms import ALGORITHMS
 from perl.checkpoints import content_hash
 from perl.training.model_card import (
     add_results,
-    algorithm_text,
     hub_dataset,
     license_of,
+    linked_algorithm,
     metadata,
     new_card,
     run_facts,
@@ -66,10 +68,10 @@ def test_the_card_names_the_algorithm(tmp_path):
     facts = run_facts(config() | {"algorithm": {"name": "ppo"}}, ENVIRONMENT, [{"step": 1, "reward": 0.5, "loss": 1.0}])
     assert facts.settings["rewards"] == "accuracy, mine.py:mine"
     card = new_card(adapter(tmp_path), "run", "gsm8k", facts)
-    assert "trained with [ppo](https://arxiv.org/abs/1707.06347) for 1 steps" in card.text
+    assert "trained with [PPO](https://arxiv.org/abs/1707.06347) for 1 steps" in card.text
     assert card.data.tags[-3:] == ["ppo", "trl", "perl"]
     older = run_facts(config(), ENVIRONMENT, [])  # than the group
-    assert algorithm_text(older.algorithm) == "[GRPO](https://arxiv.org/abs/2402.03300)"
+    assert linked_algorithm(older.algorithm) == "[GRPO](https://arxiv.org/abs/2402.03300)"
 
 
 def test_the_licence_of_a_base_whose_card_says_nothing_is_unknown_without_a_warning(tmp_path, caplog):
@@ -159,3 +161,25 @@ def test_an_evaluation_that_has_not_ended_is_left_out_with_a_line(tmp_path, capl
     assert "| gsm8k | this adapter | accuracy | 50.00 | 25.00 – 75.00 |" in card.text
     assert "greedy, at most 512 tokens, seed 0; engine vllm, dtype auto; truncated 10.0%" in card.text
     assert "## Training" not in card.text  # nothing is known of it
+
+
+def test_a_card_names_the_algorithm_and_what_it_has_beyond_grpo(tmp_path):
+    said = {"gamma": 1.0, "lam": 0.95, "kl_in_reward": 0.01, "kl_in_reward_estimator": "k1", "dynamic_sampling": False}
+    made = config() | {"algorithm": said | {"name": "ppo"}, "critic": {"lr": 1e-3, "r": 8, "warmup_steps": 2}}
+    facts = run_facts(made, ENVIRONMENT, [{"step": 1, "reward": 0.5, "loss": 0.1}])
+    assert facts.settings["critic"] == "learning rate 0.001, LoRA r 8, warmup 2 steps"
+    assert (facts.settings["gamma, lambda"], facts.settings["KL in the reward"]) == ("1.0, 0.95", "0.01, k1")
+    assert facts.curve_columns == ["step", "reward"]  # as of every algorithm with rewards
+    card = new_card(adapter(tmp_path), "run", "gsm8k", facts)
+    assert "trained with [PPO](https://arxiv.org/abs/1707.06347) for 1 steps" in card.text
+    assert "ppo" in card.data.to_dict()["tags"]
+    of_dapo = said | {"name": "dapo", "dynamic_sampling": True, "max_resample_factor": 10.0}
+    settings = run_facts(config() | {"algorithm": of_dapo}, ENVIRONMENT, []).settings
+    assert settings["dynamic sampling"] == "at most 10 times the groups of a batch"
+    assert "critic" not in settings
+
+
+def test_every_algorithm_links_its_paper():
+    links = [linked_algorithm(name) for name in ALGORITHMS]
+    assert linked_algorithm("reinforce_plus_plus") == "[REINFORCE++](https://arxiv.org/abs/2501.03262)"
+    assert all(re.fullmatch(r"\[.+\]\(https://arxiv.org/abs/\d{4}\.\d{5}\)", link) for link in links)

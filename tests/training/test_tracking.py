@@ -9,9 +9,11 @@ import sqlite3
 import pytest
 
 from perl.config.load import parse
+from perl.config.sft import parse as parse_sft
 from perl.errors import UserError
 from perl.tracking import WandbRun, wandb_mode
 from perl.training.run import train
+from perl.training.rundir import default_run_dir, method_of
 from perl.training.tracking import check_trackers, configure, trackers
 from tests.training.small_run import small_run
 
@@ -64,6 +66,22 @@ def test_several_trackers_share_a_run(tmp_path, monkeypatch):
     assert of_run.training.project == os.environ["WANDB_PROJECT"] == "grpo-lora-b-7b-cpu"
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "tensorboard")
     assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]) == ("abc12345", "allow")
+
+
+def test_the_run_is_named_after_what_it_trains():
+    """A run of PPO, or of all weights, is no grpo_lora."""
+    flags = ["--config.model.model_name_or_path", "a/B-7B"]
+    names = {
+        "grpo_lora": [],
+        "ppo_lora": ["--config.algorithm.name", "ppo"],
+        "dapo_full": ["--config.algorithm.name", "dapo", "--config.peft.type", "none"],
+        "rloo_lora": ["--config.algorithm.name", "rloo", "--config.peft.type", "dora"],
+    }
+    for name, further in names.items():
+        values = parse([*flags, *further]).values
+        assert default_run_dir(values, "npu").name.startswith(f"{name}_b_7b_npu_")
+    for name, further in (("sft_lora", []), ("sft_full", ["--config.peft.type", "none"])):
+        assert method_of(parse_sft([*flags, *further]).values) == name
 
 
 def test_wandb_mode(monkeypatch, tmp_path):
