@@ -158,10 +158,11 @@ class Collection:
         self._undecided = [group for group in self._undecided if group.judged is None]
 
     def _is_equal(self, rewards: torch.Tensor) -> bool:
-        if self.equal_by is not None:
-            rewards = rewards[:, [self.equal_by]]
-        weights = self.weights if self.equal_by is None else torch.ones(1)
-        return bool(equal_rewards(rewards, weights, self.size).all())
+        """By the function that is asked, or where it gives this group no reward, by the sum."""
+        asked = self.equal_by
+        if asked is None or rewards[:, asked].isnan().all():
+            return bool(equal_rewards(rewards, self.weights, self.size).all())
+        return bool(equal_rewards(rewards[:, [asked]], torch.ones(1), self.size).all())
 
     def chosen(self) -> list[Group]:
         """`needed` groups in the order of their prompts: the unequal ones, and where these are too few the first equal

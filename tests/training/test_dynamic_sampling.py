@@ -147,6 +147,16 @@ def test_what_must_differ(equal_by, equal):
     assert [group.equal for group in collection.groups] == [equal]
 
 
+def test_a_group_without_the_reward_that_is_asked_for_is_judged_by_the_sum():
+    nan = float("nan")
+    rewards = Judged(torch.tensor([[nan, 0.0], [nan, -0.5]]), {})
+    hooks = Hooks(row=lambda p: {}, tokenize=lambda row: [1], grade_early=None, judge=lambda row, ids: rewards)
+    numbers = {"needed": 1, "most": 1, "size": 2, "seed": 0}
+    collection = Collection(itertools.count(), hooks, **numbers, equal_by=0, weights=torch.ones(2))
+    run(collection, random.Random(0))
+    assert [group.equal for group in collection.groups] == [False]
+
+
 # Trainings
 
 

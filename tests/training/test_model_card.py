@@ -64,8 +64,14 @@ def test_names_of_the_hub_are_metadata_and_local_ones_are_not(tmp_path):
     assert of_others.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B"]
 
 
+PPO = {
+    "algorithm": {"name": "ppo", "gamma": 1.0, "lam": 0.95},
+    "critic": {"lr": 1e-4, "r": 16, "warmup_steps": 0},
+}
+
+
 def test_the_card_names_the_algorithm(tmp_path):
-    facts = run_facts(config() | {"algorithm": {"name": "ppo"}}, ENVIRONMENT, [{"step": 1, "reward": 0.5, "loss": 1.0}])
+    facts = run_facts(config() | PPO, ENVIRONMENT, [{"step": 1, "reward": 0.5, "loss": 1.0}])
     assert facts.settings["rewards"] == "accuracy, mine.py:mine"
     card = new_card(adapter(tmp_path), "run", "gsm8k", facts)
     assert "trained with [PPO](https://arxiv.org/abs/1707.06347) for 1 steps" in card.text
