@@ -251,6 +251,24 @@ def test_full_keeps_all_weights_and_verls_rate():
         of(None, *GOOD, "actor_rollout_ref.model.lora_rank=32", full=True)
 
 
+def test_full_is_refused_where_there_is_a_critic_and_no_note_offers_it():
+    ppo = SCRIPTS / "ascend_quickstart_ppo.sh"
+    with pytest.raises(UserError, match=r"--full: the critic of PPO .* computes on a frozen base; leave --full out"):
+        of(ppo, full=True)
+    (note,) = (note for note in of(ppo).notes if "LoRA Without Regret" in note)
+    assert note.endswith(
+        "; 1e-06 is written, and 1e-05 for the critic: --learning_rate_factor 10 writes ten times verl's"
+    )
+    assert values(of(None, *GOOD))["training.learning_rate"] == 1e-6
+
+
+def test_a_tenfold_rate_is_written_without_rounding_errors_and_told_as_such():
+    tenfold = of(SCRIPTS / "ascend_quickstart_ppo.sh", learning_rate_factor=10.0)
+    assert "  learning_rate: 1.0e-05 " in recipe_text(tenfold)
+    (note,) = (note for note in tenfold.notes if "LoRA Without Regret" in note)
+    assert note.endswith("; 1e-05 is written, and 0.0001 for the critic, 10 times verl's")
+
+
 # Any key
 
 
