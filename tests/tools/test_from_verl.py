@@ -240,13 +240,6 @@ def test_a_run_of_all_weights_says_that_it_becomes_lora():
     assert values(tenfold)["training.learning_rate"] == pytest.approx(1e-5)
 
 
-def test_full_is_refused_where_a_critic_needs_a_frozen_base():
-    ppo = [*GOOD[1:], "algorithm.adv_estimator=gae"]
-    with pytest.raises(UserError, match=r"--full: PPO's critic computes on a frozen base"):
-        of(None, *ppo, full=True)
-    assert not [note for note in of(None, *ppo).notes if "--full" in note]
-
-
 def test_full_keeps_all_weights_and_verls_rate():
     full = of(None, *GOOD, "actor_rollout_ref.actor.fsdp_config.param_offload=True", full=True)
     assert values(full)["peft.type"] == "none"
@@ -256,6 +249,24 @@ def test_full_keeps_all_weights_and_verls_rate():
     assert "splits weights and optimizer" in full.no_effect["actor_rollout_ref.actor.fsdp_config.param_offload"]
     with pytest.raises(UserError, match="--full: this command of verl trains a LoRA adapter; leave --full out"):
         of(None, *GOOD, "actor_rollout_ref.model.lora_rank=32", full=True)
+
+
+def test_full_is_refused_where_there_is_a_critic_and_no_note_offers_it():
+    ppo = SCRIPTS / "ascend_quickstart_ppo.sh"
+    with pytest.raises(UserError, match=r"--full: the critic of PPO .* computes on a frozen base; leave --full out"):
+        of(ppo, full=True)
+    (note,) = (note for note in of(ppo).notes if "LoRA Without Regret" in note)
+    assert note.endswith(
+        "; 1e-06 is written, and 1e-05 for the critic: --learning_rate_factor 10 writes ten times verl's"
+    )
+    assert values(of(None, *GOOD))["training.learning_rate"] == 1e-6
+
+
+def test_a_tenfold_rate_is_written_without_rounding_errors_and_told_as_such():
+    tenfold = of(SCRIPTS / "ascend_quickstart_ppo.sh", learning_rate_factor=10.0)
+    assert "  learning_rate: 1.0e-05 " in recipe_text(tenfold)
+    (note,) = (note for note in tenfold.notes if "LoRA Without Regret" in note)
+    assert note.endswith("; 1e-05 is written, and 0.0001 for the critic, 10 times verl's")
 
 
 # Any key

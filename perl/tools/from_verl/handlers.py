@@ -273,7 +273,12 @@ def corrected(level: str, limit: Any, verl: Verl) -> Outcome:
 def learning_rate(value: Any, verl: Verl) -> Outcome:
     if number(value) < 0:
         raise ValueError(f"{shown(value)} is below 0")
-    return Translated({"training.learning_rate": number(value) * verl.choices.learning_rate_factor})
+    return Translated({"training.learning_rate": multiplied(value, verl)})
+
+
+def multiplied(rate: Any, verl: Verl) -> float:
+    """By --learning_rate_factor, to twelve digits: 1e-6 tenfold is 1e-5."""
+    return float(f"{number(rate) * verl.choices.learning_rate_factor:.12g}")
 
 
 def with_critic(handler: Handler) -> Handler:
@@ -283,7 +288,7 @@ def with_critic(handler: Handler) -> Handler:
 def critic_rate(value: Any, verl: Verl) -> Outcome:
     if number(value) <= 0:
         raise ValueError(f"{shown(value)} is not above 0")
-    return Translated({"critic.lr": number(value) * verl.choices.learning_rate_factor})
+    return Translated({"critic.lr": multiplied(value, verl)})
 
 
 def critic_model(value: Any, verl: Verl) -> Outcome:

@@ -74,8 +74,8 @@ def translate(command: Command, choices: Choices) -> Translation:
     verl, result = Verl(command, choices), Translation()
     if choices.full and verl.is_lora:
         raise UserError("--full: this command of verl trains a LoRA adapter; leave --full out")
-    if verl.is_full and verl.has_critic:
-        raise UserError("--full: PPO's critic computes on a frozen base, and an adapter is trained; leave --full out")
+    if choices.full and verl["algorithm.adv_estimator"] == "gae":
+        raise UserError("--full: the critic of PPO (adv_estimator=gae) computes on a frozen base; leave --full out")
     for key in ALWAYS:
         if key not in command.given and f"~{key}" not in command.read:
             outcome = _outcome(key, command.value(key), verl)
@@ -155,16 +155,26 @@ def _rewards(result: Translation) -> list[str]:
     return result.recipe().get("reward.functions", ([], ""))[0]
 
 
+def _rates(verl: Verl, result: Translation) -> str:
+    """The learning rates that are written, and what else there is."""
+    recipe, factor, ppo = result.recipe(), verl.choices.learning_rate_factor, verl["algorithm.adv_estimator"] == "gae"
+    written = f"{recipe.get('training.learning_rate', (0.0, ''))[0]:g} is written"
+    if ppo:
+        written += f", and {recipe.get('critic.lr', (0.0, ''))[0]:g} for the critic"
+    if factor != 1.0:
+        return f"{written}, {factor:g} times verl's"
+    full = "" if ppo else ", --full trains all weights"
+    return f"{written}: --learning_rate_factor 10 writes ten times verl's{full}"
+
+
 def _notes(verl: Verl, result: Translation) -> list[str]:
     """What a user should know of the whole, one line each."""
     notes = []
-    rate = result.recipe().get("training.learning_rate", (0.0, ""))[0]
     if not verl.is_lora and not verl.is_full:
         notes.append(
             "verl would train all weights; here a LoRA adapter (r 16 on all linear layers) is trained. LoRA's best"
-            f" learning rate is about ten times that of full training (LoRA Without Regret, 2025); {rate:g} is written:"
-            " --learning_rate_factor 10 writes ten times verl's"
-            + ("" if verl.has_critic else ", --full trains all weights")
+            " learning rate is about ten times that of full training (LoRA Without Regret, 2025);"
+            f" {_rates(verl, result)}"
         )
     if verl["trainer.noise_injection.enabled"] is True:
         meanings = {
