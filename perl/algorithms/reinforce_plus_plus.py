@@ -35,9 +35,10 @@ def whitened(scored: Scored, values: torch.Tensor) -> torch.Tensor:
 
 
 REINFORCE_PLUS_PLUS = Algorithm(
-    paper="arXiv 2501.03262", advantages=whitened_returns, uses=frozenset({"algorithm.gamma"})
+    paper="arXiv 2501.03262", advantages=whitened_returns, groups=False, uses=frozenset({"algorithm.gamma"})
 )
-"""The paper takes a KL divergence (k1) from the rewards: algorithm.kl_in_reward."""
+"""No group is compared: one completion of each prompt will do, as in the paper, which takes a KL divergence (k1) from
+the rewards: algorithm.kl_in_reward."""
 
 REINFORCE_PLUS_PLUS_BASELINE = Algorithm(paper="arXiv 2501.03262", advantages=whitened_baseline)
 """The paper puts the KL divergence into the loss as k2: training.beta with algorithm.kl_estimator mse."""

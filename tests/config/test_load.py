@@ -391,6 +391,14 @@ def test_no_completion_of_a_prompt_is_a_mistake_also_where_one_would_do():
         parse([ALGORITHM, "ppo", "--config.training.num_generations", "0"]).build(processes=1)
 
 
+def test_one_completion_of_a_prompt_where_no_group_is_compared():
+    one = ["--config.training.num_generations", "1"]
+    assert parse([ALGORITHM, "reinforce_plus_plus", *one]).values.training.num_generations == 1
+    for name in ("rloo", "reinforce_plus_plus_baseline"):
+        with pytest.raises(UserError, match=f"algorithm {name} compares the completions of a prompt"):
+            parse([ALGORITHM, name, *one])
+
+
 def test_what_shapes_trls_advantages_has_no_effect_where_a_critic_makes_them():
     flags = ["--config.training.scale_rewards", "none"]
     further = ["--config.training.multi_objective_aggregation", "normalize_then_sum"]

@@ -262,6 +262,14 @@ def test_full_is_refused_where_there_is_a_critic_and_no_note_offers_it():
     assert values(of(None, *GOOD))["training.learning_rate"] == 1e-6
 
 
+def test_one_completion_of_a_prompt_without_a_critic():
+    one = [word for word in GOOD if "adv_estimator" not in word and "rollout.n=" not in word]
+    result = of(None, *one, "algorithm.adv_estimator=reinforce_plus_plus", "actor_rollout_ref.rollout.n=1")
+    assert not result.refused
+    assert values(result)["training.num_generations"] == 1
+    assert "rollout.n" in str(of(None, *one, "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1").refused)
+
+
 def test_a_tenfold_rate_is_written_without_rounding_errors_and_told_as_such():
     tenfold = of(SCRIPTS / "ascend_quickstart_ppo.sh", learning_rate_factor=10.0)
     assert "  learning_rate: 1.0e-05 " in recipe_text(tenfold)

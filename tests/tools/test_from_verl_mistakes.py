@@ -59,7 +59,7 @@ WORDS = {
     "no micro batch": (["--", *GOOD.split()[:2]], "verl has no default"),
     "a group of one": (
         ["--", GOOD.split()[0], GOOD.split()[2], "actor_rollout_ref.rollout.n=1"],
-        "GRPO needs 2 or more",
+        "a group has 2 or more",
     ),
     "a critic that is updated otherwise": (
         ["--", "algorithm.adv_estimator=gae", *GOOD.split()[1:], "critic.ppo_epochs=2"],

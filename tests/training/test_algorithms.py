@@ -235,6 +235,16 @@ def test_importance_ratios_weigh_advantages_of_tokens(monkeypatch, tmp_path):
     assert any(abs(loss) > 1e-4 for loss in losses[0])
 
 
+def test_one_completion_of_each_prompt_is_compared_with_the_batch(tmp_path):
+    trainer = make_trainer(
+        tmp_path, rewards=[reward_tokens], algorithm={"name": "reinforce_plus_plus"}, num_generations=1, max_steps=1
+    )
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["advantages/min"] < 0 < log["advantages/max"]
+    assert log["grad_norm"] > 0
+
+
 def test_every_algorithm_trains(tmp_path):
     """A step of each, with what it sets."""
     from perl.config.load import parse

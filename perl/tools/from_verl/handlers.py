@@ -53,8 +53,8 @@ def batch_field(field: str, meaning: str) -> Handler:
 
 
 def group_size(value: Any, verl: Verl) -> Outcome:
-    if verl["algorithm.adv_estimator"] != "gae" and value == 1:
-        return Refused("1 completion has no others to be compared with; GRPO needs 2 or more: rollout.n=8")
+    if verl["algorithm.adv_estimator"] not in ("gae", "reinforce_plus_plus") and value == 1:
+        return Refused("1 completion has no others to be compared with; a group has 2 or more: rollout.n=8")
     return to("training.num_generations", positive)(value, verl)
 
 
