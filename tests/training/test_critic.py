@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from perl.config.load import parse
 from perl.errors import UserError
 from perl.training.critic import SCALE, value_loss
+from perl.training.passes import tokens_of
 from perl.training.rundir import check_critic
 from perl.training.setup import check_critic_base, load_critic_base
-from perl.training.trainer import _tokens_of
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 
@@ -75,7 +75,7 @@ def test_values_are_those_of_the_base_with_the_critics_weights_in_it(tmp_path):
         for linear, update in zip(linears, weights.updates, strict=True):
             linear.weight += SCALE * update.b @ update.a
     rows = batch()
-    values, _ = trainer.critic.values(trainer.model, *_tokens_of(rows), rows=2)
+    values, _ = trainer.critic.values(trainer.model, *tokens_of(rows), rows=2)
     for row in range(3):
         prompt = rows["prompt_ids"][row][rows["prompt_mask"][row].bool()]
         completion = rows["completion_ids"][row][rows["completion_mask"][row].bool()]
@@ -99,8 +99,8 @@ def test_a_critic_with_a_base_of_its_own_learns_and_both_bases_stay(tmp_path, ch
     assert not [name for name, _ in trainer.model.named_parameters() if "critic" in name and ".layers." in name]
     rows = batch()
     trainer.model.train()
-    _, _, together, _ = trainer.critic.score(trainer.model, *_tokens_of(rows))
-    alone, _ = trainer.critic.values(trainer.model, *_tokens_of(rows), rows=1)
+    _, _, together, _ = trainer.critic.score(trainer.model, *tokens_of(rows))
+    alone, _ = trainer.critic.values(trainer.model, *tokens_of(rows), rows=1)
     assert alone.abs().max() > 0
     torch.testing.assert_close(together.detach(), alone, rtol=1e-4, atol=1e-5)
 
@@ -138,13 +138,13 @@ def test_one_pass_gives_the_policys_numbers_and_gradients_and_the_critics(tmp_pa
     move_adapter(trainer.model, 0.05)
     move_critic(trainer)
     rows = batch()
-    logps, entropies, values, work = trainer.critic.score(trainer.model, *_tokens_of(rows))
+    logps, entropies, values, work = trainer.critic.score(trainer.model, *tokens_of(rows))
     both = gradients(logps.square().sum() + values.square().sum(), trainer)
 
     plain = make_trainer(tmp_path / "plain", engine="fast")
     plain.model.train()
     move_adapter(plain.model, 0.05)
-    scored = plain._get_per_token_logps_and_entropies(plain.model, *_tokens_of(rows), compute_entropy=True)
+    scored = plain._get_per_token_logps_and_entropies(plain.model, *tokens_of(rows), compute_entropy=True)
     torch.testing.assert_close(logps, scored.logps)
     torch.testing.assert_close(entropies, scored.entropies)
     policys = gradients(scored.logps.square().sum(), plain)
@@ -155,7 +155,7 @@ def test_one_pass_gives_the_policys_numbers_and_gradients_and_the_critics(tmp_pa
     alone = ppo(tmp_path / "alone")
     move_critic(alone)
     with torch.enable_grad():
-        packed, output = alone.critic._forward(alone.model, *_tokens_of(rows), ("critic",))
+        packed, output = alone.critic._forward(alone.model, *tokens_of(rows), ("critic",))
     torch.testing.assert_close(values, packed.unpack(output.state_values))
     critics = gradients(output.state_values.square().sum(), alone)
     assert critics.keys() == {name for name in both if "lora_" not in name}
@@ -170,14 +170,14 @@ def test_nothing_of_the_critic_stays_in_the_layers_after_a_pass(tmp_path):
     move_critic(trainer)
     ids = torch.tensor([[6, 7, 8, 9]])
     before = trainer.model(ids).logits
-    trainer.critic.values(trainer.model, *_tokens_of(batch()), rows=3)
+    trainer.critic.values(trainer.model, *tokens_of(batch()), rows=3)
     assert torch.equal(trainer.model(ids).logits, before)
     assert not any("forward" in vars(module) for module in trainer.model.base_model.model.model.layers.modules())
 
 
 def test_the_head_starts_at_zero_and_computes_in_float32(tmp_path):
     trainer = ppo(tmp_path, model=tiny_model(dtype=torch.bfloat16))
-    values, _ = trainer.critic.values(trainer.model, *_tokens_of(batch()), rows=3)
+    values, _ = trainer.critic.values(trainer.model, *tokens_of(batch()), rows=3)
     assert values.dtype == torch.float32
     assert not values.any()
     assert {p.dtype for p in trainer.critic.parameters()} == {torch.float32}
