@@ -4,7 +4,7 @@
     _score                                of a batch by a model, with entropies where it is the loss's
     _reference_logps, _noisy_logps, _values    of a generation batch, before its updates
 
-This file and trainer.py alone know TRL's internals.
+This file, trainer.py and trl_patches.py alone know TRL's internals.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. This file and passes.py, the passes
-through the policy, alone know TRL's internals.
+"""TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. This file, passes.py
+(the passes through the policy) and trl_patches.py alone know TRL's internals.
 
 One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these methods, and where each thing is done:
 
@@ -20,11 +20,9 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import math
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,8 +35,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.data_utils import is_conversational
-from trl.generation import vllm_generation
-from trl.trainer import grpo_trainer
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
@@ -46,7 +42,6 @@ from perl.algorithms.algorithm import Scored
 from perl.algorithms.grpo import group_relative
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
-from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
 from perl.noise.callback import NoiseStage
@@ -86,6 +81,7 @@ from perl.training.rollout import (
     sampling_of,
     sampling_weights,
 )
+from perl.training.trl_patches import on_this_process_alone, reference_kept, reference_loaded_like, vllm_started_by
 from perl.training.validation import Validation
 from perl.training.vision import rollout_images, trl_fields
 from perl.training.vllm_sampler import VLLMSampler
@@ -155,8 +151,8 @@ class PerlGRPOTrainer(PolicyPasses):
         peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
         self.algorithm_config = algorithm or AlgorithmConfig()
-        reference = _reference_kept(kwargs["args"], self.algorithm_config.kl_in_reward > 0.0)
-        with _vllm_started_by(vllm_sync), reference, _reference_loaded_like(kwargs["model"]):
+        reference = reference_kept(kwargs["args"], self.algorithm_config.kl_in_reward > 0.0)
+        with vllm_started_by(vllm_sync), reference, reference_loaded_like(kwargs["model"]):
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
         if self.accelerator.num_processes > 1 or not self.log_completions:
             self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
@@ -412,7 +408,7 @@ class PerlGRPOTrainer(PolicyPasses):
         texts: list[Any] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         if is_conversational({"prompt": row["prompt"]}):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
-        with self.clock("reward"), _on_this_process_alone():
+        with self.clock("reward"), on_this_process_alone():
             rewards = super()._calculate_rewards([row] * count, [row["prompt"]] * count, texts, token_ids)
         extras = {name: list(values) for name, values in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()  # those of the groups that are chosen come back in `_calculate_rewards`
@@ -736,56 +732,3 @@ class PerlGRPOTrainer(PolicyPasses):
                 self.noise_stage.adapted = Adapted(**state.adapted)
             if self.dynamic_sampling and state.stream is not None:
                 self.dynamic_sampling.stream.restore(state.stream)
-
-
-# TRL's own, replaced for a moment
-
-
-@contextlib.contextmanager
-def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
-    """The engine that TRL starts inside is the one of `sync`. TRL has no LLM where vLLM is not installed."""
-    theirs = getattr(vllm_generation, "LLM", None)
-    setattr(vllm_generation, "LLM", sync.start)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(vllm_generation, "LLM", theirs)  # noqa: B010
-
-
-@contextlib.contextmanager
-def _reference_loaded_like(model: Any) -> Iterator[None]:
-    """Where all weights of `model` are trained TRL loads the reference of beta > 0 inside. It is loaded as `model` was:
-    of the same configuration, and to the CPU; TRL's own would be spread over several NPUs."""
-    theirs = grpo_trainer.create_model_from_path
-
-    def load(folder: str, *, dtype: torch.dtype, attn_implementation: str, **_: Any) -> Any:
-        own = {"dtype": dtype, "attn_implementation": attn_implementation, "config": copy.deepcopy(model.config)}
-        return type(model).from_pretrained(folder, **own)
-
-    setattr(grpo_trainer, "create_model_from_path", load)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(grpo_trainer, "create_model_from_path", theirs)  # noqa: B010
-
-
-@contextlib.contextmanager
-def _reference_kept(args: TrainingConfig, wanted: bool) -> Iterator[None]:
-    """TRL keeps a reference policy where the loss has a KL divergence: with beta above 0 while it is made."""
-    beta = args.beta
-    args.beta = 1.0 if wanted and beta == 0.0 else beta
-    try:
-        yield
-    finally:
-        args.beta = beta
-
-
-@contextlib.contextmanager
-def _on_this_process_alone() -> Iterator[None]:
-    """TRL's `_calculate_rewards` gathers nothing inside."""
-    theirs = grpo_trainer.gather
-    setattr(grpo_trainer, "gather", lambda rewards: rewards)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(grpo_trainer, "gather", theirs)  # noqa: B010
