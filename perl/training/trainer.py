@@ -26,7 +26,7 @@ import math
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -34,7 +34,6 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.data_utils import is_conversational
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
@@ -54,7 +53,7 @@ from perl.rewards import GradeEarly
 from perl.training import rollout_state
 from perl.training.adapter_trainer import WriteCard
 from perl.training.critic import Critic, prepare_own_base
-from perl.training.dynamic_sampling import Collected, Collection, Cost, DynamicSampling, Hooks, Judged, collected, draw
+from perl.training.dynamic_sampling import Collected, DynamicSampling, Hooks, Judged, as_batch, compared_reward
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
@@ -348,11 +347,22 @@ class PerlGRPOTrainer(PolicyPasses):
     def _dynamic_sampling(self) -> DynamicSampling:
         args: Any = self.args
         epochs = None if args.max_steps > 0 else args.num_train_epochs
+        stream = PromptStream(len(self.train_dataset), args.seed, epochs, self.shuffle_dataset)  # type: ignore[arg-type]
+        hooks = Hooks(
+            row=lambda position: self.train_dataset[stream.row(position)],  # type: ignore[index]
+            tokenize=lambda row: list(self._tokenize_prompts([row["prompt"]])[0][0]),
+            grade_early=self._start_grading if self.grade_early else None,
+            judge=self._judge,
+        )
         return DynamicSampling(
-            PromptStream(len(self.train_dataset), args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
-            args.generation_batch_size // self.num_generations,
-            self.algorithm_config.max_resample_factor,
-            lambda: self._step % (args.steps_per_generation * self.num_iterations) == 0,
+            stream,
+            hooks,
+            batch=args.generation_batch_size // self.num_generations,
+            max_resample_factor=self.algorithm_config.max_resample_factor,
+            seed=self.sampling_seed,
+            equal_by=compared_reward(self.algorithm_config.dynamic_sampling_metric, self.reward_func_names),
+            weights=self.reward_weights,
+            window_done=lambda: self._step % (args.steps_per_generation * self.num_iterations) == 0,
         )
 
     def _collect(self, dynamic: DynamicSampling) -> Collected:
@@ -360,56 +370,18 @@ class PerlGRPOTrainer(PolicyPasses):
         must come here."""
         self.rollout.weights = weights = self._next_weights()
         size = self._group_size()
-        positions, needed, most = dynamic.begin(self.args.process_index, self.accelerator.num_processes)
-        hooks = Hooks(
-            row=lambda position: self.train_dataset[dynamic.stream.row(position)],  # type: ignore[index]
-            tokenize=self._tokenize_row,
-            grade_early=self._start_grading if self.grade_early else None,
-            judge=self._judge,
-        )
-        collection = Collection(
-            positions,
-            hooks,
-            needed=needed,
-            most=most,
-            size=size,
-            seed=self.sampling_seed,
-            equal_by=self._equal_by(),
-            weights=self.reward_weights,
-        )
         request = RolloutRequest(prompt_ids=[], seeds=[], sampling=self._sampling(), weights=weights, group_size=size)
+        process = self.args.process_index, self.accelerator.num_processes
         with self.clock("rollout"):
-            tokens, metrics = draw(
-                collection, self.sampler, request, lambda count: int(self._of_all_processes([count]).max())
-            )
-            chosen = collected(collection.chosen(), metrics)
+            chosen = dynamic.collect(self.sampler, request, self._of_all_processes, *process)
             self._compare_first(replace(request, prompt_ids=chosen.prompt_ids, seeds=chosen.seeds), chosen.completions)
-        lengths = [len(group.prompt_ids) + len(ids) for group in collection.groups for ids in group.token_ids]
-        self._count_rollout(lengths, metrics)
-        mine = Cost.of(collection, collection.chosen(), tokens, self.reward_weights)
-        cost = dynamic.end(self._of_all_processes([float(number) for number in mine]))
-        for name, value in cost.metrics(dynamic.batch).items():
-            self._metrics["train"][name].append(value)
+        self._count_rollout(chosen.drawn, chosen.completions.metrics)
         return chosen
-
-    def _equal_by(self) -> int | None:
-        """Which reward function must differ within a group; None: the weighted sum of all."""
-        asked, names = self.algorithm_config.dynamic_sampling_metric, self.reward_func_names
-        if asked is None:
-            return names.index("accuracy") if "accuracy" in names else None
-        return None if asked == "sum" else names.index(asked.rpartition(":")[2])
-
-    def _tokenize_row(self, row: dict[str, Any]) -> list[int]:
-        return list(self._tokenize_prompts([row["prompt"]])[0][0])
 
     def _judge(self, row: dict[str, Any], token_ids: list[list[int]]) -> Judged:
         """The rewards of one group of this process, as TRL makes those of a batch."""
-        count, tokenizer = len(token_ids), cast("Any", self.processing_class)
-        texts: list[Any] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        if is_conversational({"prompt": row["prompt"]}):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
         with self.clock("reward"), on_this_process_alone():
-            rewards = super()._calculate_rewards([row] * count, [row["prompt"]] * count, texts, token_ids)
+            rewards = super()._calculate_rewards(*as_batch(row, token_ids, self.processing_class))
         extras = {name: list(values) for name, values in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()  # those of the groups that are chosen come back in `_calculate_rewards`
         return Judged(rewards.cpu(), extras)
