@@ -20,7 +20,6 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 from concurrent.futures import Future
@@ -68,7 +67,7 @@ from perl.training.measurements import Measurements
 from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
 from perl.training.packing import enable_packing
-from perl.training.passes import PolicyPasses, tokens_of
+from perl.training.passes import PolicyPasses
 from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import (
     Completions,
@@ -232,16 +231,21 @@ class PerlGRPOTrainer(PolicyPasses):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        scored, value_loss = self._score_by_both(model, inputs) if self.critic else (self._score(model, inputs), 0.0)
+        if self.critic is None:
+            return self._policy_loss(inputs, self._score(model, inputs))
+        scored, values = self._score_and_value(model, inputs)
+        value_loss = self.critic.loss(values, inputs, _trained_tokens(inputs), self._window_tokens(inputs))
+        return self._policy_loss(inputs, scored) * self.critic.policy_learns(self.state.global_step) + value_loss
+
+    def _policy_loss(self, inputs: dict[str, Any], scored: TokenLogProbs) -> torch.Tensor:
         if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
-            return (scored.logps * 0.0).sum() + value_loss
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            return (scored.logps * 0.0).sum()
+        mask = _trained_tokens(inputs)
         self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
         loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
         if self.own_beta:
             loss = loss + self.own_beta * self._kl_loss(inputs, scored.logps, mask)
-        loss = loss * inputs[SCALE]
-        return loss if self.critic is None else loss * self.critic.policy_learns(self.state.global_step) + value_loss
+        return loss * inputs[SCALE]
 
     # Rollout
 
@@ -419,7 +423,7 @@ class PerlGRPOTrainer(PolicyPasses):
         policy = batch.get("old_per_token_logps")
         if policy is None:
             policy = self._logps(self.model, batch)
-        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        mask = _trained_tokens(batch)
         kl = kl_divergence(policy.float(), reference.float(), self.algorithm_config.kl_in_reward_estimator)
         kl = kl.masked_fill(~mask.bool(), 0.0)
         penalty = coefficient.value * kl
@@ -440,13 +444,11 @@ class PerlGRPOTrainer(PolicyPasses):
         """
         trls, rollout = batch["advantages"], self.rollout
         estimate = self.algorithm.advantages or (None if penalty is None else group_relative)
-        if self.critic is not None:
-            estimate = functools.partial(self.critic.judge, batch, self._values(batch))
         if estimate is None or rollout.rewards is None:
             return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
         first = len(trls) * self.accelerator.process_index
         rewards = rollout.rewards[first : first + len(trls)]
-        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        mask = _trained_tokens(batch).bool()
         scored = Scored(
             rewards=rewards if penalty is None else rewards - penalty.sum(dim=1),
             token_rewards=token_rewards(rewards, mask, penalty),
@@ -456,8 +458,10 @@ class PerlGRPOTrainer(PolicyPasses):
             first=first,
             gamma=self.algorithm_config.gamma,
             lam=self.algorithm_config.lam,
+            values=self._values(batch),
             scale=self.scale_rewards,  # type: ignore[arg-type]
         )
+        batch |= self.critic.targets(scored) if self.critic else {}
         with self.clock("advantages"):
             advantages = estimate(scored)
             shown = (
@@ -469,23 +473,13 @@ class PerlGRPOTrainer(PolicyPasses):
 
     # Loss
 
-    def _score_by_both(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
-        """`_score`, and the critic's loss, of one pass."""
-        assert self.critic is not None
-        with self.accelerator.autocast():
-            logps, entropies, values, work = self.critic.score(model, *tokens_of(inputs))
-        self.clock.count_update(work)
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        value_loss = self.critic.loss(values, inputs, mask, self._window_tokens(inputs))
-        return TokenLogProbs(logps, entropies, None), value_loss
-
     def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
         """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
         by the importance ratio, on request: both for no further pass."""
         if (sampler := inputs.get("sampling_per_token_logps")) is None:
             return inputs
         old = inputs.get("old_per_token_logps", logps).detach()
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        mask = _trained_tokens(inputs)
         clean = self.noise and self.rollout.weights.step == self.state.global_step  # `logps`, before an update
         self.measured.add_sampler(sampler, old, logps if clean else None, mask)
         level = self.rollout_config.importance_correction
@@ -704,3 +698,8 @@ class PerlGRPOTrainer(PolicyPasses):
                 self.noise_stage.adapted = Adapted(**state.adapted)
             if self.dynamic_sampling and state.stream is not None:
                 self.dynamic_sampling.stream.restore(state.stream)
+
+
+def _trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
+    """[rows, tokens]: 1 at the completions' tokens that are trained on, which a tool's output is not."""
+    return batch["completion_mask"] * batch.get("tool_mask", 1)
