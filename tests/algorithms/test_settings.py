@@ -1,11 +1,14 @@
 """What --config.algorithm.name sets, and what goes before it."""
 
+import re
+
 import pytest
 import yaml
 
 from perl.algorithms import ALGORITHMS
 from perl.config.load import parse
 from perl.errors import UserError
+from tests.docs_commands import ROOT
 
 
 def test_the_algorithm_sets_what_nobody_has_said():
@@ -54,6 +57,24 @@ def test_an_unknown_algorithm_is_named_with_the_nearest():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_sets_fields_that_there_are_and_agrees_with_itself(name):
     assert parse(["--config.algorithm.name", name]).warnings == []
+
+
+@pytest.mark.parametrize("page", ["algorithms.md", "algorithms_zh.md"])
+def test_the_recipe_lines_of_the_page_are_those_of_the_algorithms(tmp_path, page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(algorithm: \{name: (\w+)\})` \| (.*) \|$", text, flags=re.MULTILINE)
+    assert [name for _, name, _ in rows] == list(ALGORITHMS)
+    for line, name, sets in rows:
+        recipe = tmp_path / f"{name}.yaml"
+        recipe.write_text(line + "\n")
+        parsed = parse(["--recipe", str(recipe)])
+        assert parsed.warnings == []
+        groups = {
+            group: fields for cell in re.findall("`(.*?)`", sets) for group, fields in yaml.safe_load(cell).items()
+        }
+        written = {f"{group}.{field}": value for group, fields in groups.items() for field, value in fields.items()}
+        assert written == ALGORITHMS[name].settings, name
+        assert {field: parsed.values[field] for field in written} == written, name
 
 
 @pytest.mark.parametrize(
