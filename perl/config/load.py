@@ -30,7 +30,7 @@ from perl.config.schema import (
     RolloutConfig,
     ValidationConfig,
 )
-from perl.config.unused_flags import RULES, Rule, flags_without_effect
+from perl.config.unused_flags import RULES, Rule, flags_without_effect, recipe_without_effect
 from perl.errors import UserError, nearest
 from perl.redact import drop_secrets
 
@@ -152,6 +152,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)
     warnings += flags_without_effect(values, given, program.rules)
+    warnings += recipe_without_effect(values, written, given, program.groups, program.rules)
     return Parsed(values=values, warnings=warnings, parser=parser, program=program)
 
 
@@ -360,11 +361,12 @@ def check_critic(values: Namespace) -> None:
             f" {values.training.max_steps}, before the policy would learn; write less, or raise"
             " --config.training.max_steps"
         )
-    if algorithm.critic and values.training.torch_compile:
-        raise UserError(
-            f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"
-            " packed sequence, which torch_compile can't have; leave it out"
-        )
+    for flag in ("torch_compile", "use_liger_kernel"):
+        if algorithm.critic and values.training[flag]:
+            raise UserError(
+                f"--config.training.{flag} true: algorithm {values.algorithm.name} computes policy and critic in one"
+                f" packed sequence, which {flag} can't have; leave it out"
+            )
 
 
 def check_dynamic_sampling(values: Namespace) -> None:

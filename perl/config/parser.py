@@ -12,14 +12,28 @@ from jsonargparse import ArgumentParser
 from perl.errors import UserError, nearest
 
 OTHER_NAMES = {
+    "adv_estimator": ("name",),
     "batch_size": ("per_device_train_batch_size",),
+    "clip_ratio": ("epsilon",),
+    "clip_ratio_high": ("epsilon_high",),
+    "clip_ratio_low": ("epsilon",),
+    "cliprange_value": ("value_clip",),
+    "entropy_coeff": ("entropy_coef",),
     "epochs": ("num_train_epochs",),
+    "filter_groups": ("dynamic_sampling",),
+    "kl_coef": ("kl_in_reward",),
+    "kl_loss_coef": ("beta",),
+    "kl_loss_type": ("kl_estimator",),
+    "kl_penalty": ("kl_in_reward_estimator",),
+    "learning_rate": ("lr",),
     "limit": ("example_numbers",),
+    "loss_agg_mode": ("loss_type",),
     "lr": ("learning_rate",),
+    "max_num_gen_batches": ("max_resample_factor",),
     "model": ("model_name_or_path",),
     "rank": ("r",),
 }
-"""What other programs call a field -> ours, of which each parser knows one."""
+"""What other programs, verl among them, call a field -> ours."""
 
 
 WORDS = {

@@ -74,10 +74,17 @@ OVER_STEPS = (
         span=(0.0,),
     ),
     OverSteps(
-        title="Critic",
-        note="Explained variance: 0 is a constant, 1 is perfect. Value loss: mean over the tokens of an update.",
-        unit="share; squared reward",
-        lines={"critic/explained_variance": "explained variance", "critic/vf_loss": "value loss"},
+        title="Explained variance of the critic",
+        note="0 is a constant, 1 is perfect.",
+        unit="share",
+        lines={"critic/explained_variance": "explained variance"},
+        span=(0.0,),
+    ),
+    OverSteps(
+        title="Value loss of the critic",
+        note="Mean over the tokens of an update.",
+        unit="squared reward",
+        lines={"critic/vf_loss": "value loss"},
         span=(0.0,),
     ),
     OverSteps(

@@ -65,6 +65,13 @@ def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group_size: int)
     return (highest <= lowest).repeat_interleave(group_size)
 
 
+def each_equal(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
+    """`equal_rewards` of every function by itself, where each is normalized before they are added up (TRL's
+    normalize_then_sum)."""
+    functions = zip(rewards.split(1, dim=1), weights.split(1), strict=True)
+    return torch.stack([equal_rewards(*function, group_size) for function in functions]).all(dim=0)
+
+
 def importance_ratio(
     trainer: torch.Tensor,
     sampler: torch.Tensor,

@@ -193,7 +193,7 @@ class RolloutPolicy:
         sequences = request.sequences(lambda _, most: most)
         # The copies first: noise is added to the weights that compute, and what rounding leaves of it is measured.
         with self.gathered(), self.copies.applied(), sampling_weights(self.model, self.noise, request.weights):
-            if self.config.engine == "continuous_batching":
+            if self.config.engine == "continuous_batching":  # which takes no noise
                 return self._generate_batch(request.prompt_ids)
             with self.merge.applied():
                 if self.config.engine == "generate":
@@ -205,6 +205,7 @@ class RolloutPolicy:
         self.decoder.release_if_short()
         error = self.merge.rounding_error
         metrics = {} if error is None else {"rollout/merge_rounding_error": error}
+        metrics |= realized(self.noise)
         return Completions([s.token_ids for s in sequences], [s.logprobs for s in sequences], metrics)
 
     def _complete_by(self, rules: EvaluatorRules, request: RolloutRequest) -> Completions:
@@ -281,6 +282,11 @@ def sampling_weights(model: Any, noise: NoiseInjector | None, weights: Weights) 
     noisy = noise.applied(weights.sigma, (weights.step, weights.number)) if noise else contextlib.nullcontext()
     with evaluation_mode(model), noisy:
         yield
+
+
+def realized(noise: NoiseInjector | None) -> dict[str, float]:
+    """What the noise of the rollout that has just been drawn came to, by the name that is logged."""
+    return {} if noise is None else {"aqn/sigma_realized": noise.realized_sigma}
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ from perl.training.loss import (
     SamplerDifference,
     TokenLogProbs,
     add_up_tokens,
+    each_equal,
     equal_rewards,
     importance_ratio,
     pad_right,
@@ -102,7 +103,7 @@ class Rollout:
     collected: Collected | None = None
     """What dynamic sampling has chosen for TRL, sampled and rewarded; None without it."""
     no_advantage: torch.Tensor | None = None
-    """bool [rows]: this process's rows whose group has equal rewards; None where TRL does not sum rewards."""
+    """bool [rows]: this process's rows whose group has equal rewards; None before there are any."""
     rewards: torch.Tensor | None = None
     """float [rows of all processes]: weighted sums, NaN where a row has none."""
     after_rewards: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -200,16 +201,16 @@ class PerlGRPOTrainer(PolicyPasses):
             rollout.rows = rollout.collected.rows  # of the data loader's nothing is used
         with rollout.after_rewards:
             output: dict[str, Any] = super()._generate_and_score_completions(rollout.rows)
+        if self._group_size() == 1:
+            self._metrics["train" if self.model.training else "eval"].pop("frac_reward_zero_std", None)  # no group
         reference = self._reference_logps(output, bool(self.own_beta or self.kl_coefficient.value))
         output["advantages"] = self._advantages(output, self._penalty(output, reference))
         if self.own_beta and reference is not None:
             output["ref_per_token_logps"] = reference
         if self.model.training and rollout.rewards is not None:
             self.measured.add_rollout(output, rollout.rewards)
-        if self.sampler.noise and self.model.training:
-            self._metrics["train"]["aqn/sigma_realized"].append(self.sampler.noise.realized_sigma)
-            if self.noise_config.old_logps == "noisy":
-                output["old_per_token_logps"] = self._noisy_logps(output, rollout.weights)
+        if self.noise and self.noise_config.old_logps == "noisy" and self.model.training:
+            output["old_per_token_logps"] = self._noisy_logps(output, rollout.weights)
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -400,12 +401,11 @@ class PerlGRPOTrainer(PolicyPasses):
             else:
                 self._pending_extra_logs.update(chosen.extras)
                 rewards: Any = self.accelerator.gather(chosen.rewards.to(self.accelerator.device))
-        if self.multi_objective_aggregation == "sum_then_normalize":
-            rows = len(rewards) // self.accelerator.num_processes
-            mine = slice(rows * self.accelerator.process_index, rows * (self.accelerator.process_index + 1))
-            equal = equal_rewards(rewards, self.reward_weights.to(rewards.device), self._group_size())
-            self.rollout.no_advantage = equal[mine]
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        weights = self.reward_weights.to(rewards.device)
+        together = self.multi_objective_aggregation == "sum_then_normalize"
+        equal = (equal_rewards if together else each_equal)(rewards, weights, self._group_size())
+        self.rollout.no_advantage = equal.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
+        total = (rewards * weights).nansum(dim=1)
         self.rollout.rewards = total.masked_fill(rewards.isnan().all(dim=1), math.nan)
         self.rollout.after_rewards.enter_context(self.clock("advantages"))
         return rewards

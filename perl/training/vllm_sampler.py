@@ -16,7 +16,7 @@ import torch
 from perl.engines.base import warn_once
 from perl.noise.injector import NoiseInjector
 from perl.records import Sampling
-from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest, Weights
+from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest, Weights, realized
 from perl.training.vllm_sync import Gather, VLLMSync
 
 OfAllProcesses = Callable[[list[int]], torch.Tensor]
@@ -128,7 +128,8 @@ class VLLMSampler:
         _, token_ids, logprobs, _ = self.client.generate(
             prompts=request.prompt_ids, images=None, num_generations=request.group_size
         )
-        return Completions(token_ids, [[drawn for drawn, *_ in of_tokens] for of_tokens in logprobs])
+        drawn = [[logprob for logprob, *_ in of_tokens] for of_tokens in logprobs]
+        return Completions(token_ids, drawn, realized(self.noise))
 
     def _complete_by(self, rules: EvaluatorRules, request: RolloutRequest) -> Completions:
         """As the evaluator's vLLM draws. TRL's client draws with its own fields: they have other values meanwhile. A

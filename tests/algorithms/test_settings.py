@@ -1,11 +1,14 @@
 """What --config.algorithm.name sets, and what goes before it."""
 
+import re
+
 import pytest
 import yaml
 
 from perl.algorithms import ALGORITHMS
 from perl.config.load import parse
 from perl.errors import UserError
+from tests.docs_commands import ROOT
 
 
 def test_the_algorithm_sets_what_nobody_has_said():
@@ -56,6 +59,24 @@ def test_every_algorithm_sets_fields_that_there_are_and_agrees_with_itself(name)
     assert parse(["--config.algorithm.name", name]).warnings == []
 
 
+@pytest.mark.parametrize("page", ["algorithms.md", "algorithms_zh.md"])
+def test_the_recipe_lines_of_the_page_are_those_of_the_algorithms(tmp_path, page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(algorithm: \{name: (\w+)\})` \| (.*) \|$", text, flags=re.MULTILINE)
+    assert [name for _, name, _ in rows] == list(ALGORITHMS)
+    for line, name, sets in rows:
+        recipe = tmp_path / f"{name}.yaml"
+        recipe.write_text(line + "\n")
+        parsed = parse(["--recipe", str(recipe)])
+        assert parsed.warnings == []
+        groups = {
+            group: fields for cell in re.findall("`(.*?)`", sets) for group, fields in yaml.safe_load(cell).items()
+        }
+        written = {f"{group}.{field}": value for group, fields in groups.items() for field, value in fields.items()}
+        assert written == ALGORITHMS[name].settings, name
+        assert {field: parsed.values[field] for field in written} == written, name
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -101,6 +122,30 @@ def test_flags_without_effect_under_an_algorithm_are_told(flags, said):
     warnings = [line for line in parse(words).warnings if "has no effect" in line]
     assert len(warnings) == (said is not None)
     assert said is None or said in warnings[0]
+
+
+def test_what_a_recipe_sets_for_another_algorithm_is_told(tmp_path):
+    """What differs from the defaults alone: a run's own config.yaml holds all of them."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "algorithm: {name: ppo, max_resample_factor: 4, gamma: 0.9, lam: 1.0}\n"
+        "critic: {lr: 1e-3, r: 16}\ntraining: {vespo_k_pos: 2.5}\n"
+    )
+    said = "the recipe's algorithm.max_resample_factor has no effect: algorithm.dynamic_sampling is false"
+    assert parse(["--recipe", str(recipe)]).warnings == [said]
+    words = ["--recipe", str(recipe), "--config.algorithm.name", "grpo", "--config.critic.lr", "1e-4"]
+    assert parse(words).warnings == [
+        "--config.critic.lr has no effect: only algorithm.name ppo has a critic",
+        "the recipe's algorithm.gamma has no effect: algorithm.name discounts no reward",
+        said,
+    ]
+
+
+@pytest.mark.parametrize("flag", ["torch_compile", "use_liger_kernel"])
+def test_what_a_critic_cannot_have_is_refused(flag):
+    words = ["--config.algorithm.name", "ppo", f"--config.training.{flag}", "true"]
+    with pytest.raises(UserError, match=f"--config.training.{flag} true: algorithm ppo computes policy and critic"):
+        parse(words)
 
 
 def test_kl_in_the_reward_needs_one_reward():

@@ -129,6 +129,12 @@ def test_a_value_of_none_of_several_types_is_told_what_they_are(flag, value, exp
         ("training.lora_alpha", "--config.peft.lora_alpha"),
         ("training.batch_size", "--config.training.per_device_train_batch_size"),
         ("training.lr", "--config.training.learning_rate"),
+        ("critic.learning_rate", "--config.critic.lr"),
+        ("algorithm.adv_estimator", "--config.algorithm.name"),
+        ("algorithm.kl_ctrl.kl_coef", "--config.algorithm.kl_in_reward"),
+        ("actor.kl_loss_coef", "--config.training.beta"),
+        ("algorithm.clip_ratio_high", "--config.training.epsilon_high"),
+        ("algorithm.filter_groups", "--config.algorithm.dynamic_sampling"),
     ],
 )
 def test_a_field_of_another_group_or_by_another_name_is_found(flag, meant):

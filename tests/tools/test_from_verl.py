@@ -485,6 +485,32 @@ def test_accuracy_weighs_as_verls_score_of_the_rows(tmp_path, source, weight):
     assert values(with_kl).get("reward.weights", [1.0]) == [weight]
 
 
+def test_a_run_that_is_dapo_has_its_name_and_each_note_once(tmp_path):
+    script = SCRIPTS / "wild" / "dapo_7b_ray.sh"
+    result = of(script)
+    assert values(result)["algorithm.name"] == "dapo"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe_text(result))))
+    # token-mean of that script's verl; what else dapo sets the script says itself
+    assert [line for line in parse(["--recipe", str(recipe)]).warnings if "algorithm dapo" in line] == [
+        "the recipe's training.loss_type bnpo goes before algorithm dapo, which sets dapo"
+    ]
+    texts = [note.partition(": ")[2] for note in result.notes if note.startswith("reward_model.")]
+    assert len(texts) == len(set(texts)) == 1
+    for change in ("actor_rollout_ref.actor.clip_ratio_high=0.2", "algorithm.filter_groups.enable=False"):
+        assert "algorithm.name" not in values(of(script, change)), change
+
+
+def test_gpg_on_rows_that_verl_scores_with_minus_one_has_a_factor_of_one():
+    """Its factor is rows over rows whose score is not 0: all of them there, the right ones here."""
+    words = [*GOOD[1:], "algorithm.adv_estimator=gpg"]
+    found = values(of(None, *words, "data.train_files=dapo.parquet"))
+    assert "algorithm.name" not in found
+    assert (found["training.scale_rewards"], found["reward.weights"]) == ("none", [2.0])
+    own = values(of(None, *words, "data.train_files=dapo.parquet", "custom_reward_function.path=r.py"))
+    assert own["algorithm.name"] == "gpg"
+
+
 def test_only_the_reward_manager_dapo_punishes_long_completions():
     result = of(None, *GOOD, *OVERLONG[1:])
     assert values(result)["reward.functions"] == ["accuracy"] or values(result)["reward.functions"] == ["strict"]

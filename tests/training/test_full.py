@@ -262,13 +262,14 @@ def test_mixed_precision_samples_with_copies_that_hold_the_noise():
 
 
 def test_noise_that_the_copies_round_away_is_not_reported(tmp_path):
-    """1e-3 is less than half a spacing of bfloat16 around the norms' 1."""
-    noise = NoiseConfig(enabled=True, seed=3, sigma_start=1e-3, sigma_end=1e-4)
+    """5e-4 is a quarter of half a spacing of bfloat16 below the norms' 1. The first rollout is compared with the
+    trainer, which puts the noise on the float32 weights too."""
+    noise = NoiseConfig(enabled=True, seed=3, sigma_start=5e-4, sigma_end=1e-4)
     trainer = make_trainer(tmp_path, adapter="none", bf16=True, engine="fast", noise=noise, learning_rate=1e-6)
     trainer.train()
     noisy = [row for row in trainer.state.log_history if "aqn/sigma_realized" in row]
     assert [row["aqn/sigma"] > 0 for row in noisy] == [True, True]
-    assert noisy[1]["aqn/sigma_realized"] < 0.1 * noisy[1]["aqn/sigma"]
+    assert all(row["aqn/sigma_realized"] < 0.1 * row["aqn/sigma"] for row in noisy)
 
 
 def test_mixed_precision_on_a_cpu_ends_in_its_dtype(folder):

@@ -89,6 +89,9 @@ def updates(value: Any, verl: Verl) -> int:
 def estimator(value: Any, verl: Verl) -> Outcome:
     if value in ("grpo", "grpo_vectorized"):
         return Translated({"training.scale_rewards": "group" if verl["algorithm.norm_adv_by_std_in_grpo"] else "none"})
+    if value == "gpg" and _scored_with_signs(verl):
+        note = "gpg's factor is 1 where verl scores rows -1 or 1, as none of them is 0: grpo without the deviation"
+        return Translated({"training.scale_rewards": "none"}, note)
     if value in ESTIMATORS:
         return Translated({"algorithm.name": ESTIMATORS[value]})
     if value == "remax":
@@ -544,7 +547,7 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
         functions, note = ["accuracy"], "the rule of the rows' own task, as verl chooses by data_source"
     buffer, weight = _overlong(verl), 1.0
     if functions == ["accuracy"] and (buffer or scale_matters(verl)):
-        weight = 2.0 if files and all(map(_is_signed, files)) else 1.0
+        weight = 2.0 if _scored_with_signs(verl) else 1.0
         scores = "-1 or 1, accuracy 0 or 1" if weight == 2 else "0 or 1, as accuracy is (-1 or 1 for DAPO's and AIME's)"
         note += f"; it weighs {weight:g}: verl's score of these rows is {scores}"
     if not buffer:
@@ -566,6 +569,13 @@ SIGNED = re.compile(r"dapo|(?<![a-z])aime(?![a-z])|^math$")
 def _files(verl: Verl) -> list[str]:
     files = verl["data.train_files"]
     return [path(name) for name in (files if isinstance(files, list) else [files]) if name]
+
+
+def _scored_with_signs(verl: Verl) -> bool:
+    """Whether verl's own rules score all rows with -1 or 1, which accuracy scores with 0 or 1."""
+    own = not any(verl.first(key) for key in ("custom_reward_function.path", "reward.custom_reward_function.path"))
+    files = _files(verl)
+    return own and bool(files) and all(map(_is_signed, files))
 
 
 def _is_signed(file: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from perl.algorithms.dapo import DAPO
 from perl.errors import UserError, nearest
 from perl.redact import HIDDEN, drop_secrets, is_secret
 from perl.tools.from_verl.batch import Batch
@@ -88,6 +90,8 @@ def translate(command: Command, choices: Choices) -> Translation:
         secret = is_secret(key, value)
         result.values[key] = "?" if isinstance(value, Unreadable) else HIDDEN if secret else shown(drop_secrets(value))
         _note(result, key, _outcome(key, value, verl))
+    if _is_dapo(recipe := result.recipe()):
+        result.translated[recipe["algorithm.dynamic_sampling"][1]]["algorithm.name"] = "dapo"
     result.no_effect |= command.read
     if command.before:
         result.no_effect[command.before] = "accelerate starts the processes here"
@@ -98,6 +102,18 @@ def translate(command: Command, choices: Choices) -> Translation:
     result.device = str(device)
     result.notes += _notes(verl, result)
     return result
+
+
+def _is_dapo(recipe: Mapping[str, tuple[Any, str]]) -> bool:
+    """Whether a run is DAPO, so that its name says so. How the loss adds up tokens differs between verl's versions."""
+    own = {name: value for name, (value, _) in recipe.items()}
+    alike = DAPO.settings.keys() - {"reward.functions", "training.loss_type"}
+    return (
+        "algorithm.name" not in own
+        and all(own.get(name) == DAPO.settings[name] for name in alike)
+        and own.get("training.loss_type") in ("dapo", "bnpo")
+        and "overlong" in own.get("reward.functions", ())
+    )
 
 
 def _outcome(key: str, value: Any, verl: Verl) -> Outcome:
@@ -122,8 +138,8 @@ def _note(result: Translation, key: str, outcome: Outcome) -> None:
         if written != outcome.fields:
             result.notes.append(f"{key}: {LEFT_OUT}")
         result.translated[key] = written
-        if outcome.note:
-            result.notes.append(f"{key}: {outcome.note}")
+        if outcome.note and not any(note.endswith(f": {outcome.note}") for note in result.notes):
+            result.notes.append(f"{key}: {outcome.note}")  # once, where several keys come to the same
     elif isinstance(outcome, NoEffect):
         result.no_effect[key] = outcome.why
     else:
