@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from perl.errors import Stopped
 from perl.records import PROGRESS, clock
+from perl.training.together import fail_with_rank_0
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -33,7 +34,8 @@ SHOWN = {
 
 
 class MetricsWriter(TrainerCallback):
-    """Appends every log of the trainer to metrics.jsonl, one object a line, from the main process."""
+    """Appends every log of the trainer to metrics.jsonl, one object a line, from the main process. A disk that is full
+    ends all processes."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -44,11 +46,15 @@ class MetricsWriter(TrainerCallback):
                 file.write(b"\n")  # its last line is torn: the run was killed while it was written
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
-        if not state.is_world_process_zero or not logs:
-            return
-        row = {"step": state.global_step, "time": time.time(), **finite(logs)}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        failure = None
+        if state.is_world_process_zero and logs:
+            row = {"step": state.global_step, "time": time.time(), **finite(logs)}
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                failure = f"{self.path} cannot be written: {error.strerror}"
+        fail_with_rank_0(failure, args.device)
 
 
 class ProgressLine(TrainerCallback):

@@ -44,7 +44,7 @@ def test_a_torn_last_line_does_not_take_the_resumed_runs_first_with_it(tmp_path)
     writer = MetricsWriter(file)
     writer.on_train_begin(None, state, None)
     state.global_step = 2
-    writer.on_log(None, state, None, logs={"loss": 0.25})
+    writer.on_log(SimpleNamespace(device="cpu"), state, None, logs={"loss": 0.25})
     first, torn, second = file.read_text().splitlines()
     assert torn == '{"step": 2, "lo'
     assert [json.loads(line)["loss"] for line in (first, second)] == [0.5, 0.25]
