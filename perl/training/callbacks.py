@@ -33,9 +33,13 @@ SHOWN = {
 """What the line shows, in this order; a metric that this device has not is left out."""
 
 
+HISTORY = ("step", "epoch", "loss", "reward", "eval_loss", "grad_norm", "learning_rate")
+"""What stays of a log in the trainer's own history. It grows with every step, and each checkpoint writes all of it."""
+
+
 class MetricsWriter(TrainerCallback):
     """Appends every log of the trainer to metrics.jsonl, one object a line, from the main process. A disk that is full
-    ends all processes."""
+    ends all processes. What the file holds the trainer's history need not hold too: HISTORY alone stays there."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -55,6 +59,9 @@ class MetricsWriter(TrainerCallback):
             except OSError as error:
                 failure = f"{self.path} cannot be written: {error.strerror}"
         fail_with_rank_0(failure, args.device)
+        if state.log_history:
+            last = state.log_history[-1]
+            state.log_history[-1] = {name: last[name] for name in HISTORY if name in last}
 
 
 class ProgressLine(TrainerCallback):

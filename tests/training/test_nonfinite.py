@@ -76,7 +76,7 @@ def rewards_of(*numbers):
 def test_a_reward_that_is_not_finite_stops_the_run_and_names_the_row(tmp_path):
     """math.inf is what perl.reward_files makes of NaN too."""
     trainer = make_trainer(tmp_path, rewards=[rewards_of(0.0, 1.0, math.inf, 0.0, *[0.5] * 4)])
-    with pytest.raises(RunError, match="^step 2: a reward is not finite: reward on completion 2 .prompt 'What is .*"):
+    with pytest.raises(RunError, match=r"^step 2: a reward is not finite: reward on completion 2 .prompt 'What is .*"):
         trainer.train()
     rows = json.loads((tmp_path / "nonfinite_step_2" / "rank-0.json").read_text())
     assert [row["reward"] for row in rows[:4]] == [0.0, 1.0, "inf", 0.0]
@@ -95,7 +95,7 @@ def test_a_rollout_without_finite_rewards_makes_no_update(tmp_path, numbers):
 
 def test_no_reward_at_all_says_which_functions_gave_none(tmp_path):
     trainer = make_trainer(tmp_path, rewards=[rewards_of(*[None] * 8)])
-    with pytest.raises(RunError, match="^step 2: no reward of reward for any of the 8 completions; the batch is in"):
+    with pytest.raises(RunError, match=r"^step 2: no reward of reward for any of the 8 completions; the batch is in"):
         trainer.train()
 
 

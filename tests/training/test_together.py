@@ -19,7 +19,7 @@ from perl.training.together import failing_together
 state = PartialState(cpu=True)
 first = state.process_index == 0
 args = SimpleNamespace(device=state.device)
-logged = SimpleNamespace(global_step=1, is_world_process_zero=first)
+logged = SimpleNamespace(global_step=1, is_world_process_zero=first, log_history=[])
 MetricsWriter(Path("metrics.jsonl")).on_log(args, logged, None, logs={"loss": 0.5})
 try:
     MetricsWriter(Path("/dev/full")).on_log(args, logged, None, logs={"loss": 0.5})
