@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from perl.errors import Stopped
 from perl.records import PROGRESS, clock
+from perl.training.model_card import CURVE
 from perl.training.together import fail_with_rank_0
 
 SHOWN = {
@@ -33,8 +34,9 @@ SHOWN = {
 """What the line shows, in this order; a metric that this device has not is left out."""
 
 
-HISTORY = ("step", "epoch", "loss", "reward", "eval_loss", "grad_norm", "learning_rate")
-"""What stays of a log in the trainer's own history. It grows with every step, and each checkpoint writes all of it."""
+HISTORY = ("step", "epoch", "grad_norm", "learning_rate", *CURVE)
+"""What stays of a log in the trainer's own history: the model card's part, and little else. It grows with every step,
+and each checkpoint writes all of it."""
 
 
 class MetricsWriter(TrainerCallback):
