@@ -25,6 +25,15 @@ EXIT_BROKEN_PIPE = 141
 """128 + SIGPIPE, as any program that writes into `| head`."""
 RANK_0_SPEAKS_S = 30.0
 RANKS_APART_S = 1.0
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Broken pipe",
+    "Socket closed",
+    "remote process exit",
+)
+"""Parts of what gloo, torch's store and NCCL raise in the others when a process has ended."""
 
 
 class UserError(Exception):
@@ -42,12 +51,24 @@ class RankError(UserError):
     exit_code = 1
 
 
+class RunError(UserError):
+    """What ends a training that is under way, on every process alike; exit code 1."""
+
+    exit_code = 1
+
+
 class Stopped(Exception):
     """A signal ends the run in good order; exit code 128 and the signal's number, as a shell has it (SIGTERM: 143)."""
 
     def __init__(self, message: str, signum: int):
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+def lost_a_peer(error: Exception) -> bool:
+    """Whether a collective of one of several processes has failed because another process has ended."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return several and isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -96,9 +117,11 @@ def report_errors() -> Iterator[None]:
     A package that is not installed for this Python is one line too.
 
     Of several launched processes only rank 0 prints. The others wait for the launcher to end them: the first to exit
-    would have rank 0 killed before it has said what is wrong. A RankError is printed by the process that meets it,
-    and later by a higher rank, so that the launcher ends those that meet it at the same time. Where the reader of
-    stdout has gone (`| head`) the process ends quietly, as with SIGPIPE.
+    would have rank 0 killed before it has said what is wrong; one that nobody ends speaks after all. A RankError is
+    printed by the process that meets it, and later by a higher rank, so that the launcher ends those that meet it at
+    the same time. A process that has lost another one waits for the launcher too: the other's error is the one to see,
+    and its exit code that of the run. Where the reader of stdout has gone (`| head`) the process ends quietly, as with
+    SIGPIPE.
     """
     try:
         try:
@@ -122,15 +145,13 @@ def report_errors() -> Iterator[None]:
         )
         sys.exit(EXIT_USER_ERROR)
     except UserError as error:
-        alone = isinstance(error, RankError)
-        if alone:
+        if isinstance(error, RankError):
             time.sleep(int(os.environ.get("LOCAL_RANK", "0")) * RANKS_APART_S)
-        if alone or os.environ.get("RANK", "0") == "0":
-            # One write: unbuffered, print writes the newline apart, and the ranks share a terminal.
-            sys.stderr.write(f"error: {hide(str(error))}\n")
-            sys.stderr.flush()
-        else:
+        elif os.environ.get("RANK", "0") != "0":
             time.sleep(RANK_0_SPEAKS_S)
+        # One write: unbuffered, print writes the newline apart, and the ranks share a terminal.
+        sys.stderr.write(f"error: {hide(str(error))}\n")
+        sys.stderr.flush()
         sys.exit(error.exit_code)
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
@@ -144,6 +165,10 @@ def report_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if lost_a_peer(error):
+            time.sleep(RANK_0_SPEAKS_S)
+        raise
 
 
 def _stdout_is_closed() -> bool:

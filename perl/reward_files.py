@@ -5,20 +5,21 @@
     def compute_score(data_sources, solution_strs, ground_truths, extra_infos)      verl's batch reward manager
 
 Which of them a function is, its parameters say, before a model is loaded. Each becomes what TRL calls, and whatever it
-does wrong is one line that names the file, the function and, where one completion is scored at a time, the row.
+does wrong is one line that names the file, the function and the row. A number that is not finite becomes NOT_FINITE,
+which the trainer looks for: common.on_nonfinite says what then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import json
 import logging
 import math
+import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -37,6 +38,12 @@ FLAG = "--config.reward.functions"
 KWARGS_FLAG = "--config.reward.kwargs"
 ROW = "row"
 """Column of `row_of`."""
+NOT_FINITE = math.inf
+"""In the place of a reward that is NaN or infinite: NaN is TRL's for a row without a reward."""
+SEARCH_S = 10.0
+"""Seconds in which the row is looked for on which a function of lists raises."""
+SHOWN = 40
+"""Characters of a prompt or a completion in an error."""
 GIVEN = ("completions", "completion_ids", "prompts", "gold", "task", "trainer_state", "log_extra", "log_metric", ROW)
 """What TRL calls a reward with: our data set's columns and TRL's own."""
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -62,6 +69,26 @@ def row_of(problem: Problem) -> str:
 def text_of(completion: str | Sequence[dict[str, Any]]) -> str:
     """The generated text: TRL gives a list of messages where the prompt was one."""
     return completion if isinstance(completion, str) else (completion[-1]["content"] or "" if completion else "")
+
+
+def row_name(place: int, completion: Any, prompt: Any = None, row: str | None = None) -> str:
+    """How an error names a completion: where its row stands, how its prompt and itself begin.
+
+    Args:
+        place: of the completion among those of this call.
+        completion, prompt: a text, or messages.
+        row: what `row_of` gave.
+    """
+    where = json.loads(row)["where"] if row else f"completion {place}"
+    asked = "" if prompt is None else f"prompt {_beginning(text_of(prompt))!r}, "
+    return f"{where} ({asked}completion {_beginning(text_of(completion))!r})"
+
+
+def _beginning(text: Any) -> str:
+    if isinstance(text, list):  # of a row with images: the texts among its parts
+        text = " ".join(part["text"] for part in text if part.get("type") == "text")
+    words = " ".join(str(text)[: 4 * SHOWN].split())
+    return words if len(words) <= SHOWN else words[:SHOWN] + "…"
 
 
 def load_reward(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
@@ -93,31 +120,37 @@ def load_reward(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
 
 def _of_one(name: str, function: RewardFunction, taken: Sequence[str], kwargs: Mapping[str, Any]) -> RewardFunction:
     def reward(
-        completions: Texts, row: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **_: Any
+        completions: Texts, row: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
     ) -> list[float]:
-        results = []
-        for completion, text in zip(completions, row, strict=True):
-            facts = json.loads(text)
-            given = facts | {"solution_str": text_of(completion)}
-            with _explained(name, function, facts["where"]):
-                result = function(**({key: given[key] for key in taken} | dict(kwargs)))
-            results.append((result, facts["where"]))
-        return _scores(name, results, log_metric)
+        results, where = [], _row_names(completions, {ROW: row, **columns})
+        for place, (completion, text) in enumerate(zip(completions, row, strict=True)):
+            given = json.loads(text) | {"solution_str": text_of(completion)}
+            try:
+                results.append(function(**({key: given[key] for key in taken} | dict(kwargs))))
+            except Exception as error:
+                _explain(name, function, error, where(place))
+                raise
+        return _scores(name, results, where, log_metric)
 
     return reward
 
 
 def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs: Mapping[str, Any]) -> RewardFunction:
-    def reward(
-        completions: Texts, row: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **_: Any
-    ) -> list[float]:
+    def call(completions: Texts, row: Sequence[str], **_: Any) -> Any:
         facts = [json.loads(text) for text in row]
         given = {plural: [one.get(single) for one in facts] for single, plural in zip(SINGLE, BATCH, strict=True)}
         given["solution_strs"] = [text_of(completion) for completion in completions]
-        with _explained(name, function):
-            results = function(**({key: given[key] for key in taken} | dict(kwargs)))
-        rows = [one["where"] for one in facts]
-        return _scores(name, list(zip(_as_list(name, results, len(rows)), rows, strict=True)), log_metric)
+        return function(**({key: given[key] for key in taken} | dict(kwargs)))
+
+    def reward(
+        completions: Texts, log_metric: Callable[[str, float], None] | None = None, **columns: Any
+    ) -> list[float]:
+        try:
+            results = call(completions, **columns)
+        except Exception as error:
+            _explain(name, function, error, _found_row(call, completions, columns, error))
+            raise
+        return _scores(name, _as_list(name, results, len(completions)), _row_names(completions, columns), log_metric)
 
     return reward
 
@@ -125,41 +158,75 @@ def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs:
 def _of_trl(name: str, function: RewardFunction) -> RewardFunction:
     """None is TRL's own way to say that a row has no reward of this function."""
 
-    def check(rewards: Any, completions: Texts) -> list[Any]:
-        found = _as_list(name, rewards, len(completions))
-        for place, score in enumerate(found):
-            if score is not None:
-                _number(name, score, f"completion {place}")
-        return found
+    def check(rewards: Any, completions: Texts, columns: Mapping[str, Any]) -> list[Any]:
+        where = _row_names(completions, columns)
+        found = enumerate(_as_list(name, rewards, len(completions)))
+        return [None if score is None else _number(name, score, where, place) for place, score in found]
 
     def reward(completions: Texts, **columns: Any) -> list[Any]:
-        with _explained(name, function):
+        try:
             rewards = function(completions=completions, **columns)
-        return check(rewards, completions)
+        except Exception as error:
+            _explain(name, function, error, _found_row(function, completions, columns, error))
+            raise
+        return check(rewards, completions, columns)
 
     async def asynchronous(completions: Texts, **columns: Any) -> list[Any]:
-        with _explained(name, function):
+        try:
             rewards = await function(completions=completions, **columns)
-        return check(rewards, completions)
+        except Exception as error:
+            _explain(name, function, error, f"one of {len(completions)} completions")
+            raise
+        return check(rewards, completions, columns)
 
     return asynchronous if inspect.iscoroutinefunction(function) else reward
 
 
+def _row_names(completions: Texts, columns: Mapping[str, Any]) -> Callable[[int], str]:
+    """`row_name` of a place."""
+    prompts, rows = columns.get("prompts"), columns.get(ROW)
+    return lambda place: row_name(place, completions[place], prompts and prompts[place], rows and rows[place])
+
+
+def _found_row(function: RewardFunction, completions: Texts, columns: Mapping[str, Any], error: Exception) -> str:
+    """The row that a function of lists raised `error` on: the first that alone makes it raise the same. None may be
+    found: the function compares rows, or asks somebody who answers now."""
+    until, count, where = time.monotonic() + SEARCH_S, len(completions), _row_names(completions, columns)
+    for place in range(count if count > 1 and not device.is_out_of_memory(error) else 0):
+        own = {k: [v[place]] if isinstance(v, list) and len(v) == count else v for k, v in columns.items()}
+        own |= {name: _nothing for name in ("log_extra", "log_metric") if name in own}
+        try:
+            function(completions=[completions[place]], **own)
+        except Exception as again:  # noqa: BLE001  # the function is the user's
+            if (type(again), str(again)) == (type(error), str(error)):
+                return where(place)
+        if time.monotonic() > until:
+            break
+    return where(0) if count == 1 else f"one of {count} completions"
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
 def _scores(
-    name: str, results: Sequence[tuple[Any, str]], log_metric: Callable[[str, float], None] | None
+    name: str,
+    results: Sequence[Any],
+    where: Callable[[int], str],
+    log_metric: Callable[[str, float], None] | None,
 ) -> list[float]:
     """One float a result, which is a number or a dict with "score"; the dict's other numbers are logged, as means."""
     scores: list[float] = []
     others: dict[str, list[float]] = defaultdict(list)
-    for result, where in results:
+    for place, result in enumerate(results):
         if not isinstance(result, Mapping):
-            scores.append(_number(name, result, where))
+            scores.append(_number(name, result, where, place))
             continue
         if "score" not in result:
             raise RankError(
-                f"{FLAG}: {name}: on {where} it gave a dict without score, of {', '.join(map(str, result))}"
+                f"{FLAG}: {name}: on {where(place)} it gave a dict without score, of {', '.join(map(str, result))}"
             )
-        scores.append(_number(name, result["score"], where))
+        scores.append(_number(name, result["score"], where, place))
         for key, value in result.items():
             if key != "score" and isinstance(value, bool | int | float) and math.isfinite(value):
                 others[str(key)].append(float(value))
@@ -181,35 +248,32 @@ def _as_list(name: str, rewards: Any, length: int) -> list[Any]:
     return found
 
 
-def _number(name: str, score: Any, where: str) -> float:
+def _number(name: str, score: Any, where: Callable[[int], str], place: int) -> float:
     try:
-        number = math.nan if isinstance(score, str) else float(score)
+        number = None if isinstance(score, str) else float(score)
     except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RankError(f"{FLAG}: {name}: on {where} it gave {score!r:.60}, which is no number; write 0.0 or another")
-    return number
-
-
-@contextlib.contextmanager
-def _explained(name: str, function: RewardFunction, where: str = "") -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if device.is_out_of_memory(error):
-            raise  # perl.training.out_of_memory says what to change
-        log.debug("what %s raised", name, exc_info=error)  # --config.common.debug true shows it
-        file = name.rpartition(":")[0]
-        lines = [
-            f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name
-        ]
-        line = f":{lines[-1]}" if lines else ""
-        on = f" on {where}" if where else ""
+        number = None
+    except OverflowError:  # an integer that no float holds
+        number = math.inf
+    if number is None:
         raise RankError(
-            f"{FLAG}: {file}{line}: {_name(function)} raised {type(error).__name__}{on}: {error}"
-        ) from error
+            f"{FLAG}: {name}: on {where(place)} it gave {score!r:.60}, which is no number; write 0.0 or another"
+        )
+    return number if math.isfinite(number) else NOT_FINITE
+
+
+def _explain(name: str, function: RewardFunction, error: Exception, where: str) -> None:
+    """RankError for what a function raised on a row, with the last line of its file that ran. None for what explains
+    itself: another UserError, or memory that ran out (perl.training.out_of_memory)."""
+    if isinstance(error, UserError) or device.is_out_of_memory(error):
+        return
+    log.debug("what %s raised", name, exc_info=error)  # --config.common.debug true shows it
+    file = name.rpartition(":")[0]
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]
+    line = f":{lines[-1]}" if lines else ""
+    raise RankError(
+        f"{FLAG}: {file}{line}: {_name(function)} raised {type(error).__name__} on {where}: {error}"
+    ) from error
 
 
 # ----------------------------------------------------------------------------------------------- import and signature

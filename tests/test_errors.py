@@ -1,5 +1,6 @@
 """How every entry point ends."""
 
+import os
 import re
 import subprocess
 import sys
@@ -88,3 +89,30 @@ def test_a_python_without_the_packages_is_one_line(command):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert re.match(r"error: \w+ is not installed for .*python\S*; run make quickstart", line)
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("errors.UserError('on this rank alone')", "error: on this rank alone\n"),
+        ("RuntimeError('[pair.cc:537] Connection closed by peer [::1]:1')", "Connection closed by peer"),
+        ("RuntimeError('shapes differ')", "shapes differ"),
+    ],
+)
+def test_what_one_of_several_processes_raises_is_shown_at_last(error, shown):
+    """It waits for the launcher, as the error of another process is the one to see; a defect of its own does not."""
+    program = f"""if True:
+        import time
+        from perl import errors
+        waited = []
+        time.sleep = waited.append
+        try:
+            with errors.report_errors():
+                raise {error}
+        finally:
+            print(waited, flush=True)
+    """
+    environment = os.environ | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == ("[]\n" if "shapes" in error else "[30.0]\n")
+    assert shown in done.stderr

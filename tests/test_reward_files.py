@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -185,20 +187,32 @@ def test_kwargs_without_a_function_of_ones_own():
     [
         (
             f"{ONE}    a = 1\n    return {{}}['x']\n",
-            r"mine\.py:3: compute_score raised KeyError on data\.parquet:0: 'x'",
+            r"mine\.py:3: compute_score raised KeyError on data\.parquet:0 .prompt '\?', completion 'a'.: 'x'",
         ),
-        (f"{BATCH}    return [1 / 0]\n", r"mine\.py:2: compute_score raised ZeroDivisionError: division by zero"),
-        ("def f(completions, **_):\n    return int('x')\n", r"mine\.py:2: f raised ValueError: invalid literal"),
-        (f"{ONE}    pass\n", "mine.py:compute_score: on data.parquet:0 it gave None, which is no number"),
-        (f"{ONE}    return float('nan') if ground_truth == '1' else 0\n", "on data.parquet:1 it gave nan, which is no"),
+        (
+            f"{BATCH}    return [1 / (s != 'b') for s in solution_strs]\n",
+            r"mine\.py:2: compute_score raised ZeroDivisionError on data\.parquet:1 .*'b'.: division by zero",
+        ),
+        (
+            "def f(completions, gold, **_):\n    return [int(c[0]['content'] or gold) for c in completions]\n",
+            r"mine\.py:2: f raised ValueError on data\.parquet:0 .*: invalid literal for int\(\) with base 10: 'a'",
+        ),
+        (
+            "def f(completions, **_):\n    raise KeyError(len(completions))\n",
+            r"mine\.py:2: f raised KeyError on one of 2 completions: 2",
+        ),
+        (
+            f"{ONE}    pass\n",
+            r"mine.py:compute_score: on data.parquet:0 .*'a'. it gave None, which is no num",
+        ),
         (f"{ONE}    return '1.0'\n", "it gave '1.0', which is no number"),
-        (f"{ONE}    return {{'acc': 1}}\n", "on data.parquet:0 it gave a dict without score, of acc"),
+        (f"{ONE}    return {{'acc': 1}}\n", r"on data.parquet:0 .*'a'. it gave a dict without score, of acc"),
         (f"{BATCH}    return [1.0]\n", "mine.py:compute_score: it gave 1 rewards for 2 completions"),
         (f"{BATCH}    return 1.0\n", "it gave 1.0, not a list of 2 numbers"),
-        (f"{BATCH}    return [0, None]\n", "on data.parquet:1 it gave None"),
+        (f"{BATCH}    return [0, None]\n", r"on data.parquet:1 .*completion 'b'. it gave None"),
         ("def f(completions, **_):\n    return None\n", "it gave None, not a list of 2 numbers"),
         ("def f(completions, **_):\n    return [1.0]\n", "it gave 1 rewards for 2 completions"),
-        ("def f(completions, **_):\n    return [1.0, float('nan')]\n", "on completion 1 it gave nan"),
+        ("def f(completions, **_):\n    return [1.0, 'good']\n", r"on data.parquet:1 .* it gave 'good', which is no"),
     ],
 )
 def test_what_goes_wrong_while_scoring_is_one_line(reward, code, said):
@@ -208,6 +222,23 @@ def test_what_goes_wrong_while_scoring_is_one_line(reward, code, said):
     with pytest.raises(RankError, match=said) as caught:
         reward(code)(**rows)
     assert str(caught.value).startswith("--config.reward.functions: ")
+
+
+@pytest.mark.parametrize("number", ["float('nan')", "float('-inf')", "10**400", "__import__('numpy').float32('inf')"])
+def test_a_number_that_is_not_finite_is_the_trainers_to_judge(reward, number):
+    """NaN would be TRL's for a row without a reward."""
+    assert reward(f"def f(completions, **_):\n    return [{number}, None]\n")(**given("a", "b")) == [math.inf, None]
+    assert reward(f"{ONE}    return {number}\n", "one.py")(**given("a", "b")) == [math.inf, math.inf]
+
+
+def test_a_long_prompt_and_completion_are_shown_by_their_beginning(reward):
+    rows = given("x" * 100)
+    rows["prompts"] = [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why \n\n " + "y " * 99}]
+    ]
+    said = "prompt 'Why " + "y " * 18 + "…', completion '" + "x" * 40 + "…'"
+    with pytest.raises(RankError, match=re.escape(said)):
+        reward("def f(completions, **_):\n    return 1 / 0\n")(**rows)
 
 
 def test_memory_that_runs_out_in_a_reward_is_not_the_rewards_mistake(reward):

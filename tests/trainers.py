@@ -71,6 +71,7 @@ def make_trainer(
     critic: dict[str, Any] | None = None,
     critic_base: Any = None,
     callbacks: Sequence[Any] = (),
+    on_nonfinite: str = "stop",
     **args: Any,
 ) -> Any:
     """PerlGRPOTrainer with an adapter of rank 4 on `tiny_model(scale=4.0)`, without noise.
@@ -85,6 +86,7 @@ def make_trainer(
         noise, adapter, peft, engine, rollout, algorithm, critic: as in a run's configuration; the last three have the
             fields of their groups.
         critic_base: the critic's own base model.
+        on_nonfinite: as in the group `common`.
         args: fields of GRPOConfig that differ from SETTINGS.
     """
     config = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
@@ -101,6 +103,7 @@ def make_trainer(
             "algorithm": AlgorithmConfig(**(algorithm or {})),
             "critic": CriticConfig(**(critic or {})),
             "critic_base": critic_base,
+            "on_nonfinite": on_nonfinite,
         }
     return kind(
         model=model or tiny_model(scale=4.0),

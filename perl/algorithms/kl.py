@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,6 @@ class KLCoefficient:
 
     def adapt(self, kl: float, completions: int) -> None:
         """After a rollout of so many completions of all processes, whose mean KL divergence a token was `kl`."""
-        if self.target is not None:
+        if self.target is not None and not math.isnan(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.value *= 1 + error * completions / self.horizon

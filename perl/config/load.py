@@ -286,6 +286,11 @@ def check_values(values: Namespace) -> None:
         )
     if not reward.functions:
         raise UserError("--config.reward.functions is empty; give at least one, e.g. '[\"accuracy\"]'")
+    if reward.function_deadline_s is not None and reward.function_deadline_s >= training.ddp_timeout:
+        raise UserError(
+            f"--config.reward.function_deadline_s {reward.function_deadline_s:g}: other processes wait for a reward for"
+            f" --config.training.ddp_timeout {training.ddp_timeout} s; write less, or raise ddp_timeout"
+        )
     adaptive = noise.schedule == "target_kl"
     if noise.enabled and not adaptive and noise.sigma_end > noise.sigma_start:
         raise UserError(

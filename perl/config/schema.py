@@ -18,10 +18,13 @@ class CommonConfig:
     Args:
         seed: seed of data order, adapter initialisation, sampling and noise (also written `training.seed`).
         debug: log at level DEBUG.
+        on_nonfinite: what to do where a reward, the loss or the gradient's norm is NaN or infinite: stop saves the
+            batch and ends the run, skip makes no update, and ends it after 10 in a row.
     """
 
     seed: int = 42
     debug: bool = False
+    on_nonfinite: Literal["stop", "skip"] = "stop"
 
 
 @dataclass
@@ -254,6 +257,8 @@ class RewardConfig:
         kwargs: further keyword arguments of your own functions in verl's form (its reward_kwargs).
         overlong_cache_length: last tokens of max_completion_length over which `overlong` falls from 0 to -1.
         deadline_s: seconds that the verification of one completion may take before it counts as wrong.
+        function_deadline_s: seconds that one call of a reward function may take before the run ends; null is half of
+            training.ddp_timeout, which must be longer.
     """
 
     functions: list[str] = field(default_factory=lambda: ["accuracy"])
@@ -261,6 +266,7 @@ class RewardConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     overlong_cache_length: NonNegativeInt = 64
     deadline_s: NonNegativeFloat = 5.0
+    function_deadline_s: PositiveFloat | None = None
 
 
 @dataclass

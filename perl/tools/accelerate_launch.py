@@ -1,11 +1,12 @@
 """`accelerate launch`, with the exit code of the training process that failed first and no traceback of its own.
 
 accelerate itself ends with code 1 and a traceback whatever its processes end with, so that a user's mistake (2), a
-signal (143) and a crash could not be told apart.
+signal (143) and a crash could not be told apart. A process that was killed could say nothing: its line is said here.
 """
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -17,11 +18,16 @@ def main(argv: list[str]) -> int:
     try:
         launch_command(launch_command_parser().parse_args(argv))
     except subprocess.CalledProcessError as error:
-        code = error.returncode
+        rank, code = 0, error.returncode
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
     else:
-        code = 0
+        rank, code = 0, 0
+    if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
+        name = signal.Signals(-code).name
+        why = "; the kernel sends it where the machine's memory is used up (dmesg)" if name == "SIGKILL" else ""
+        print(f"error: the process of rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code  # ended by a signal: as a shell says it
 
 

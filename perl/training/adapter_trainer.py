@@ -1,5 +1,5 @@
-"""What every trainer of an adapter, or of all weights, adds to TRL's: the method's own optimizer, whole
-models as other programs read them, and our model card."""
+"""What every trainer of an adapter, or of all weights, adds to TRL's: the method's own optimizer, a stop where numbers
+are not finite, whole models as other programs read them, and our model card."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from perl.adapters import Adapter
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
 from perl.config.schema import PeftConfig
+from perl.sharding import whole
+from perl.training.nonfinite import NonFinite
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +28,13 @@ class AdapterTrainer:
         adapter: the PEFT method; its optimizer replaces the default one when it has its own.
         adapter_config: the group `peft` of the configuration.
         write_card: None: TRL's card.
+        nonfinite: what is done where loss or gradient are not finite.
     """
 
     adapter: Adapter
     adapter_config: PeftConfig
     write_card: WriteCard | None
+    nonfinite: NonFinite
     accelerator: Any
     args: Any
     model: Any
@@ -45,6 +49,30 @@ class AdapterTrainer:
             optimizer_class, optimizer_kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = self.adapter.optimizer(self.model, self.adapter_config, optimizer_class, optimizer_kwargs)
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.nonfinite.add(loss)
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """transformers comes here once an update, before the optimizer's step (with DeepSpeed after it, which has made
+        none where the norm is not finite)."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        scaled = self.accelerator.mixed_precision == "fp16"
+        if what := self.nonfinite.found(None if scaled else whole(norm)):
+            self.nonfinite.settle(self.state.global_step + 1, what, self._save_batch)
+            model.zero_grad()
+        return norm
+
+    def _save_batch(self, folder: Path) -> None:
+        """This process's part of the batch under way."""
+        raise NotImplementedError
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.nonfinite.policy == "skip" and "loss" in logs:
+            logs["nonfinite/skipped"] = float(self.nonfinite.skipped)
+        super().log(logs, start_time)  # type: ignore[misc]
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """transformers looks after a step whether it was the last one: a resumed run that has made all its steps would

@@ -18,6 +18,8 @@ from transformers import TrainerCallback
 
 from perl.errors import Stopped
 from perl.records import PROGRESS, clock
+from perl.training.model_card import CURVE
+from perl.training.together import fail_with_rank_0
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -32,8 +34,14 @@ SHOWN = {
 """What the line shows, in this order; a metric that this device has not is left out."""
 
 
+HISTORY = ("step", "epoch", "grad_norm", "learning_rate", *CURVE)
+"""What stays of a log in the trainer's own history: the model card's part, and little else. It grows with every step,
+and each checkpoint writes all of it."""
+
+
 class MetricsWriter(TrainerCallback):
-    """Appends every log of the trainer to metrics.jsonl, one object a line, from the main process."""
+    """Appends every log of the trainer to metrics.jsonl, one object a line, from the main process. A disk that is full
+    ends all processes. What the file holds the trainer's history need not hold too: HISTORY alone stays there."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -44,11 +52,18 @@ class MetricsWriter(TrainerCallback):
                 file.write(b"\n")  # its last line is torn: the run was killed while it was written
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
-        if not state.is_world_process_zero or not logs:
-            return
-        row = {"step": state.global_step, "time": time.time(), **finite(logs)}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        failure = None
+        if state.is_world_process_zero and logs:
+            row = {"step": state.global_step, "time": time.time(), **finite(logs)}
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                failure = f"{self.path} cannot be written: {error.strerror}"
+        fail_with_rank_0(failure, args.device)
+        if state.log_history:
+            last = state.log_history[-1]
+            state.log_history[-1] = {name: last[name] for name in HISTORY if name in last}
 
 
 class ProgressLine(TrainerCallback):

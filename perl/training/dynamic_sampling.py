@@ -159,7 +159,10 @@ class Collection:
         self._undecided = [group for group in self._undecided if group.judged is None]
 
     def _is_equal(self, rewards: torch.Tensor) -> bool:
-        """By the function that is asked, or where it gives this group no reward, by the sum."""
+        """By the function that is asked, or where it gives this group no reward, by the sum. What is not
+        finite is the trainer's to see."""
+        if rewards.isinf().any():
+            return False
         asked = self.equal_by
         if asked is None or rewards[:, asked].isnan().all():
             return bool(equal_rewards(rewards, self.weights, self.size).all())

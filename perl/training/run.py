@@ -31,6 +31,7 @@ from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
+from perl.training.reward_deadline import RewardDeadline
 from perl.training.rollout_state import NOT_DATA
 from perl.training.setup import load_critic_base, load_model
 from perl.training.validation import Validation
@@ -66,9 +67,10 @@ def train(argv: Sequence[str]) -> Path:
         StopOnSignal() as stop,
         explain_out_of_memory(config) as watch,
         Grader(deadline_s=config.reward.deadline_s) as grader,
+        reward_deadline(config) as deadline,
     ):
         context = reward_context(config, grader)
-        rewards = build_rewards(config.reward.functions, context)
+        rewards = deadline.over(config.reward.functions, build_rewards(config.reward.functions, context))
         open_run(run_dir, config, parsed, checked)
         with users_error("--config"):  # TRL checks combinations of its own arguments
             trainer = trainer_class(
@@ -89,6 +91,7 @@ def train(argv: Sequence[str]) -> Path:
                 grade_early=grade_early(config.reward.functions, context),
                 validation=open_validation(config, run_dir, checked, grader),
                 write_card=functools.partial(write_training_card, run_dir),
+                on_nonfinite=config.common.on_nonfinite,
                 callbacks=[
                     MetricsWriter(run_dir / METRICS),
                     ProgressLine(),
@@ -104,6 +107,16 @@ def train(argv: Sequence[str]) -> Path:
         save_result(trainer, run_dir)
         trainer.save_critic(run_dir)
     return run_dir
+
+
+def reward_deadline(config: Config) -> RewardDeadline:
+    """Shorter than the time that other processes wait for the rewards."""
+    seconds = config.reward.function_deadline_s or config.training.ddp_timeout / 2
+    return RewardDeadline(
+        seconds,
+        "if it needs longer, raise --config.reward.function_deadline_s, and --config.training.ddp_timeout, which must"
+        " be longer",
+    )
 
 
 def import_trainer(config: Config) -> type[PerlGRPOTrainer]:

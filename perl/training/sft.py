@@ -66,6 +66,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
                 adapter=ADAPTERS[config.peft.type],
                 adapter_config=config.peft,
                 write_card=functools.partial(write_training_card, run_dir),
+                on_nonfinite=config.common.on_nonfinite,
                 callbacks=[
                     MetricsWriter(run_dir / METRICS),
                     ProgressLine(),

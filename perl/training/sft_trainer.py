@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 from datasets import Dataset
 from peft import PeftModel
 from trl import SFTTrainer
@@ -16,6 +19,7 @@ from perl.config.sft_training import SFTTrainingConfig
 from perl.errors import UserError
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
 from perl.training.metrics import StepClock, add_step, model_size, sequences
+from perl.training.nonfinite import NonFinite, save_batch
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +31,7 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         adapter: the PEFT method.
         adapter_config: the group `peft` of the configuration.
         write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
+        on_nonfinite: common.on_nonfinite.
     """
 
     args: SFTTrainingConfig
@@ -38,11 +43,15 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         adapter: Adapter,
         adapter_config: PeftConfig,
         write_card: WriteCard | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         super().__init__(*args, peft_config=None if wrapped else adapter.build(adapter_config), **kwargs)
         self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
+        self.nonfinite = NonFinite(on_nonfinite, Path(self.args.output_dir or "."), self.accelerator)
+        self._micro_batches: deque[dict[str, Any]] = deque(maxlen=self.args.gradient_accumulation_steps)
+        """Of the update under way, and of the one before where that has begun."""
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
 
@@ -61,10 +70,22 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
+            self._micro_batches.append(inputs)
             lengths = lengths_of(inputs)
             self.clock.count_trained(sum(lengths))
             self.clock.count_update(sequences(lengths))
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _save_batch(self, folder: Path) -> None:
+        tokenizer: Any = self.processing_class
+        rows = [{"text": text} for batch in self._micro_batches for text in tokenizer.batch_decode(batch["input_ids"])]
+        tensors = {
+            f"{index}.{name}": value
+            for index, batch in enumerate(self._micro_batches)
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor)
+        }
+        save_batch(folder, self.args.process_index, rows, tensors)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         own = {k: v for k, v in metrics.items() if k == "timing/step" or k.startswith("perf/")}  # no other phases here

@@ -25,10 +25,10 @@ import math
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
@@ -48,6 +48,7 @@ from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.prompts import truncated
 from perl.records import Sampling
+from perl.reward_files import ROW, row_name
 from perl.rewards import GradeEarly
 from perl.training import rollout_state
 from perl.training.adapter_trainer import WriteCard
@@ -67,6 +68,7 @@ from perl.training.loss import (
 from perl.training.measurements import Measurements
 from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
+from perl.training.nonfinite import NonFinite, save_batch
 from perl.training.packing import enable_packing
 from perl.training.passes import PolicyPasses
 from perl.training.prompt_stream import PromptStream
@@ -106,6 +108,8 @@ class Rollout:
     """bool [rows]: this process's rows whose group has equal rewards; None before there are any."""
     rewards: torch.Tensor | None = None
     """float [rows of all processes]: weighted sums, NaN where a row has none."""
+    unusable: bool = False
+    """Whether a reward was not finite, so that no update is made of it."""
     after_rewards: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Entered when the rewards are known, left when the advantages are."""
 
@@ -127,6 +131,7 @@ class PerlGRPOTrainer(PolicyPasses):
         validation: what is asked for scores while the model trains.
         write_card: writes the model card into a folder that holds what was trained, given the log history; None: TRL's
             card.
+        on_nonfinite: common.on_nonfinite.
     """
 
     def __init__(
@@ -144,6 +149,7 @@ class PerlGRPOTrainer(PolicyPasses):
         grade_early: GradeEarly | None = None,
         validation: Validation | None = None,
         write_card: WriteCard | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
@@ -179,6 +185,7 @@ class PerlGRPOTrainer(PolicyPasses):
         self.rollout = Rollout(Weights(-1, 0, 0.0))
         """The last one."""
         self.measured = Measurements(self.accelerator)
+        self.nonfinite = NonFinite(on_nonfinite, Path(self.args.output_dir or "."), self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
         self.dynamic_sampling = self._dynamic_sampling() if self.algorithm_config.dynamic_sampling else None
@@ -211,6 +218,8 @@ class PerlGRPOTrainer(PolicyPasses):
             self.measured.add_rollout(output, rollout.rewards)
         if self.noise and self.noise_config.old_logps == "noisy" and self.model.training:
             output["old_per_token_logps"] = self._noisy_logps(output, rollout.weights)
+        if rollout.unusable:
+            output["advantages"] = torch.full_like(output["advantages"], math.nan)  # and so the loss
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -393,14 +402,15 @@ class PerlGRPOTrainer(PolicyPasses):
 
     # Rewards and advantages
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any):
+    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids: list):
         chosen = self.rollout.collected
         with self.clock("reward"):
             if chosen is None:
-                rewards = super()._calculate_rewards(*args, **kwargs)
+                rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
             else:
                 self._pending_extra_logs.update(chosen.extras)
                 rewards: Any = self.accelerator.gather(chosen.rewards.to(self.accelerator.device))
+            rewards = self._finite_rewards(rewards, inputs, prompts, completions)
         weights = self.reward_weights.to(rewards.device)
         together = self.multi_objective_aggregation == "sum_then_normalize"
         equal = (equal_rewards if together else each_equal)(rewards, weights, self._group_size())
@@ -409,6 +419,36 @@ class PerlGRPOTrainer(PolicyPasses):
         self.rollout.rewards = total.masked_fill(rewards.isnan().all(dim=1), math.nan)
         self.rollout.after_rewards.enter_context(self.clock("advantages"))
         return rewards
+
+    def _finite_rewards(self, rewards: torch.Tensor, inputs: list, prompts: list, completions: list) -> torch.Tensor:
+        """Those of all processes, NaN where a row has none of a function; where a number was not finite, or none was
+        given at all, the run stops, or makes no update of this rollout. Every process must come here."""
+        wrong = rewards.isinf()
+        if not wrong.any() and not rewards.isnan().all():
+            return rewards
+        first, names = len(prompts) * self.accelerator.process_index, self.reward_func_names
+        mine = rewards[first : first + len(prompts)]
+        own = [
+            f"{names[function]} on {row_name(row, completions[row], prompts[row], inputs[row].get(ROW))}"
+            for row, function in wrong[first : first + len(prompts)].nonzero().tolist()
+        ]
+        found = gather_object(own)
+        what = f"no reward of {', '.join(names)} for any of the {len(rewards)} completions"
+        if found:
+            more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+            what = f"a reward is not finite: {found[0]}{more}"
+
+        def save(folder: Path) -> None:
+            scores = [dict(zip(names, scores, strict=True)) for scores in mine.tolist()]
+            texts = zip(prompts, completions, scores, strict=True)
+            save_batch(folder, self.args.process_index, [{"prompt": p, "completion": c, **s} for p, c, s in texts])
+
+        step = self.state.global_step + 1
+        if self.nonfinite.policy == "stop":
+            self.nonfinite.stop(step, what, save)
+        log.warning("step %d: %s", step, what)
+        self.rollout.unusable = True
+        return rewards.masked_fill(wrong, math.nan)
 
     def _group_size(self) -> int:
         return (self.num_generations if self.model.training else self.num_generations_eval) or 1
@@ -635,6 +675,23 @@ class PerlGRPOTrainer(PolicyPasses):
         return self.critic.clip_apart(self.accelerator, model, self.args.max_grad_norm)
 
     # Logging and checkpoints
+
+    def _save_batch(self, folder: Path) -> None:
+        """The rollout that the update is of: what TRL logs of each completion, and the tensors of each micro-batch."""
+        rank, logged = self.args.process_index, self._logs
+        columns = {"prompt": logged["prompt"], "completion": logged["completion"], **logged["rewards"]}
+        columns["advantage"] = logged["advantages"]
+        count = len(logged["prompt"]) // self.accelerator.num_processes  # TRL logs those of all processes
+        mine = [list(column)[count * rank : count * (rank + 1)] for column in columns.values()]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*mine, strict=True)]
+        buffered: Any = self._buffered_inputs or []
+        tensors = {
+            f"{index}.{name}": value
+            for index, batch in enumerate(buffered)
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor)
+        }
+        save_batch(folder, rank, rows, tensors)
 
     def _save_adapter(self, folder: Path) -> None:
         """The adapter, or the model, and the tokenizer. Every process must come here."""

@@ -14,25 +14,22 @@ Nothing of the training changes by it: samples bring their own seeds, and the en
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from perl import checkpoints, device
-from perl.errors import UserError
 from perl.grading import Grader, rules_hash
 from perl.pixels import make_images
 from perl.provenance import provenance, text_hash
@@ -57,6 +54,7 @@ from perl.scoring.samples import record_of
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
 from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
+from perl.training.together import failing_together
 from perl.training.validation_setup import ValidationSetup
 
 log = logging.getLogger(__name__)
@@ -119,12 +117,12 @@ class Validation(TrainerCallback):
         records = {each.name: self._records(step, each, sampler) for each in self.setup.problem_sets}
         seconds = time.perf_counter() - started
         found = self.metrics(records)
-        with failing_together():
+        with failing_together("validation: what it leaves"):
             if self.rank == 0:
                 for each in self.setup.problem_sets:
                     self.write(step, each, records[each.name], seconds)
         if self.setup.config.save_best and (step > 0 or self.setup.start):  # a new adapter without a step is the base
-            with failing_together():
+            with failing_together("validation: what it leaves"):
                 self.keep_best(step, found, save_adapter)
         self.done.add(step)
         return found | {"timing/validation": time.perf_counter() - started}
@@ -298,19 +296,6 @@ def completion_of(
         finish_reason="stop" if stopped else "length",
         seconds=seconds,
     )
-
-
-@contextlib.contextmanager
-def failing_together() -> Iterator[None]:
-    """What one process cannot write (a full disk) is a UserError of all: none is left waiting for it in a collective.
-    Every process must come here."""
-    failure = None
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        failure = str(error)
-    if failures := [each for each in gather_object([failure]) if each]:
-        raise UserError(f"validation: what it leaves cannot be written: {failures[0]}")
 
 
 def labels(problem_sets: Sequence[ProblemSet]) -> dict[tuple[str, str], str]:

@@ -63,3 +63,9 @@ def test_a_fixed_coefficient_stays():
     coefficient = KLCoefficient(0.2)
     coefficient.adapt(5.0, completions=8)
     assert coefficient.value == 0.2
+
+
+def test_a_divergence_that_is_nan_leaves_the_coefficient():
+    coefficient = KLCoefficient(0.5, target=0.1, horizon=100)
+    coefficient.adapt(math.nan, 10)
+    assert coefficient.value == 0.5

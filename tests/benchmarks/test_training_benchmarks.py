@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import reward_curves, scaling
+from benchmarks import reward_curves, scaling, soak
 from benchmarks._workload import EOS, FIRST_MARKER, FIRST_WORD, VOCABULARY, ForcedLengths, Workload, draw_lengths
 from benchmarks.train_step import flat_groups
 
@@ -156,3 +156,31 @@ def test_memory_is_what_was_planned():
     result = run_module("memory_plan", "--shapes", "checkpointing")
     assert result["benchmark"] == "memory_plan"
     assert result["ratio"] == pytest.approx(1, abs=0.15)
+
+
+def soak_step(number, at, rss):
+    return soak.Step(number, at, 0.5, rss)
+
+
+def test_soak_finds_the_slope_the_slowdown_and_the_lost_step():
+    """1 MB in 100 steps; the last hundred take 1.1 s, the others 1 s; step 250 is lost and 300 is there twice. The
+    step behind a checkpoint takes a minute, and does not count."""
+    steps, at = [], 0.0
+    for number in range(1, 501):
+        at += 60.0 if number % 100 == 1 else 1.0 if number <= 400 else 1.1
+        steps.append(soak_step(number, at, 900 + number / 100))
+    found = soak.result(steps, 500, warm_up=100)
+    assert found["lost"] == found["doubled"] == 0
+    assert (found["steps"], found["rss_mb_per_100_steps"]) == (500, 1.0)
+    assert (found["rss_mb_first"], found["rss_mb_last"]) == (901.0, 905.0)
+    assert (found["step_s_first"], found["step_s_last"], found["last_over_first"]) == (1.0, 1.1, 1.1)
+    found = soak.result([*steps[:249], *steps[250:300], *steps[299:]], 500, warm_up=100)
+    assert (found["steps"], found["lost"], found["doubled"]) == (499, 1, 1)
+    assert soak.result(steps[:150], 500, warm_up=100)["last_over_first"] is None  # too early to tell
+
+
+@pytest.mark.slow
+def test_soak():
+    result = run_module("soak", "--steps", "3")
+    assert (result["steps"], result["lost"], result["doubled"]) == (3, 0, 0)
+    assert result["rss_mb_last"] > 100

@@ -234,6 +234,12 @@ def test_two_names_of_one_thing_may_not_contradict(ours, trls, values):
     parse([f"--config.{ours}", values[0], f"--config.{trls}", values[0]])
 
 
+def test_a_rewards_deadline_is_shorter_than_that_of_the_processes_that_wait_for_it():
+    deadline = ["--config.reward.function_deadline_s", "60"]
+    assert "raise ddp_timeout" in message(*deadline, "--config.training.ddp_timeout", "60")
+    parse([*deadline, "--config.training.ddp_timeout", "61"])
+
+
 def test_a_recipe_may_not_contradict_itself(tmp_path):
     recipe = write(tmp_path / "r.yaml", "common: {seed: 1}\ntraining: {seed: 2}\n")
     assert "training.seed" in message("--recipe", recipe)

@@ -40,11 +40,24 @@ def test_every_logged_step_has_a_line_and_the_summary_none(capsys):
 def test_a_torn_last_line_does_not_take_the_resumed_runs_first_with_it(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
-    state = SimpleNamespace(global_step=1, max_steps=4, is_world_process_zero=True)
+    state = SimpleNamespace(global_step=1, max_steps=4, is_world_process_zero=True, log_history=[])
     writer = MetricsWriter(file)
     writer.on_train_begin(None, state, None)
     state.global_step = 2
-    writer.on_log(None, state, None, logs={"loss": 0.25})
+    writer.on_log(SimpleNamespace(device="cpu"), state, None, logs={"loss": 0.25})
     first, torn, second = file.read_text().splitlines()
     assert torn == '{"step": 2, "lo'
     assert [json.loads(line)["loss"] for line in (first, second)] == [0.5, 0.25]
+
+
+def test_the_trainers_history_keeps_little_of_what_metrics_jsonl_holds(tmp_path):
+    """transformers keeps every log for the whole run, and writes all of them into each checkpoint."""
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True, log_history=[])
+    writer, args = MetricsWriter(tmp_path / "metrics.jsonl"), SimpleNamespace(device="cpu")
+    for step in (1, 2):
+        logs = {"loss": 0.5, "reward": 0.25, "timing/step": 3.0, **{f"rewards/{i}": 1.0 for i in range(50)}}
+        state.log_history.append(logs | {"step": step})
+        writer.on_log(args, state, None, logs=logs)
+    assert state.log_history == [{"step": step, "loss": 0.5, "reward": 0.25} for step in (1, 2)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [len(row) for row in rows] == [55, 55]  # the logs, the step and the time

@@ -157,6 +157,15 @@ def test_a_group_without_the_reward_that_is_asked_for_is_judged_by_the_sum():
     assert [group.equal for group in collection.groups] == [False]
 
 
+def test_a_group_whose_rewards_are_not_finite_is_kept_for_the_trainer_to_see():
+    rewards = Judged(torch.tensor([[float("inf"), 0.0], [float("inf"), 0.0]]), {})
+    hooks = Hooks(row=lambda p: {}, tokenize=lambda row: [1], grade_early=None, judge=lambda row, ids: rewards)
+    numbers = {"needed": 1, "most": 1, "size": 2, "seed": 0}
+    collection = Collection(itertools.count(), hooks, **numbers, equal_by=0, weights=torch.ones(2))
+    run(collection, random.Random(0))
+    assert [group.equal for group in collection.groups] == [False]
+
+
 # Trainings
 
 

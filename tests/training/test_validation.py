@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -567,42 +565,3 @@ def test_a_servers_context_must_hold_the_longest_prompt_and_completion(made, fla
     said = rf"^--config.validation.max_new_tokens: the vLLM server takes {longest + 23} tokens.* needs {longest + 24}"
     with pytest.raises(UserError, match=said):
         setup.require_room(longest + 23)
-
-
-WRITES = """
-from pathlib import Path
-
-from accelerate import PartialState
-from perl.errors import report_errors
-from perl.training.validation import failing_together
-
-state = PartialState(cpu=True)
-with report_errors():
-    with failing_together():
-        if state.process_index == 0:
-            Path("/dev/full").write_text("x")
-    state.wait_for_everyone()
-    print("went on")
-"""
-
-
-def test_what_rank_0_cannot_write_ends_all_processes_at_once(tmp_path):
-    """Else the others wait in the next collective for as long as its timeout is."""
-    (tmp_path / "writes.py").write_text(WRITES)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "writes.py",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode != 0
-    assert "went on" not in done.stdout
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert said == "error: validation: what it leaves cannot be written: [Errno 28] No space left on device"

@@ -1,0 +1,25 @@
+"""A loss and a gradient that are NaN on one of two emulated NPUs: both skip the update, or both stop."""
+
+import json
+
+import pytest
+
+from tests.npu.test_training import CONFIGS, launch
+
+pytestmark = [pytest.mark.npu, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "npu_fsdp2"])  # DDP, ZeRO-2, FSDP2
+def test_both_ranks_skip_the_same_updates_and_stop_at_the_same_one(run_npu, tmp_path, strategy):
+    ranks = launch(run_npu, tmp_path, CONFIGS / f"{strategy}.yaml", {}, worker="nonfinite_worker")
+    for rank in ranks:
+        assert rank["moved"] == [False, False, True]
+        assert rank["skipped"] == 2
+        folder = tmp_path / "stops" / "nonfinite_step_2"
+        assert rank["said"].startswith("step 2: the loss and the norm of the gradient are not finite; the batch is in")
+        assert str(folder) in rank["said"]
+    assert ranks[0]["sum"] == ranks[1]["sum"]
+    rows = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(rows[0]) == len(rows[1]) == 4
+    assert rows[0] != rows[1]
+    assert all((folder / f"rank-{rank}.safetensors").stat().st_size > 1000 for rank in (0, 1))

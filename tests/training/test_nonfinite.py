@@ -1,0 +1,106 @@
+"""Rewards, losses and gradients that are NaN or infinite: the run stops with its batch saved, or makes no update."""
+
+import json
+import math
+
+import pytest
+from safetensors.torch import load_file
+
+from perl.errors import RunError
+from perl.training.nonfinite import MOST_IN_A_ROW
+from tests.trainers import make_trainer, reward_digits
+from tests.training.poison import Steps, poison
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("loss", "the loss and the norm of the gradient are not finite"), ("gradient", "the norm of the gradient is not")],
+)
+def test_the_run_stops_before_the_update_and_leaves_the_batch(tmp_path, what, said):
+    steps = Steps()
+    trainer = make_trainer(tmp_path, max_steps=3, callbacks=[steps])
+    poison(trainer, what, {2})
+    with pytest.raises(
+        RunError, match=f"^step 2: {said}.*; the batch is in {tmp_path}/nonfinite_step_2; --config"
+    ) as e:
+        trainer.train()
+    assert e.value.exit_code == 1
+    assert len(steps.weights) == 1
+    last = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert all((last[name] == weight).all() for name, weight in steps.weights[0].items())
+
+    folder = tmp_path / "nonfinite_step_2"
+    rows = json.loads((folder / "rank-0.json").read_text())
+    assert len(rows) == 8  # two groups of four
+    assert rows[0]["prompt"][0]["content"].startswith("What is ")
+    assert rows[0].keys() == {"prompt", "completion", "reward_digits", "advantage"}
+    texts = [row["completion"] for row in rows]
+    assert [row["reward_digits"] for row in rows] == pytest.approx(reward_digits(texts))
+    tensors = load_file(folder / "rank-0.safetensors")
+    assert {"0.prompt_ids", "0.completion_ids", "0.advantages", "0.sampling_per_token_logps"} <= tensors.keys()
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_an_update_is_skipped_and_counted(tmp_path, what):
+    steps = Steps()
+    trainer = make_trainer(tmp_path, max_steps=4, callbacks=[steps], on_nonfinite="skip")
+    poison(trainer, what, {2, 3})
+    trainer.train()
+    assert steps.moved() == [False, False, True]
+    logged = [row["nonfinite/skipped"] for row in trainer.state.log_history if "loss" in row]
+    assert logged == [0, 1, 2, 2]
+    (updates,) = {int(state["step"]) for state in trainer.optimizer.state.values()}
+    assert updates == 2  # Adam's moments have not seen the others
+    assert not (tmp_path / "nonfinite_step_2").exists()
+
+
+def test_after_so_many_skipped_updates_in_a_row_the_run_stops(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=20, gradient_accumulation_steps=1, on_nonfinite="skip")
+    poison(trainer, "loss", {1, *range(3, 20)})
+    said = f"^step {2 + MOST_IN_A_ROW}: .* as in 9 updates before, which were skipped; the batch is in [^;]*$"
+    with pytest.raises(RunError, match=said):
+        trainer.train()
+
+
+def rewards_of(*numbers):
+    """A reward that gives these numbers to the rows of its second call, and an irregular one to all others."""
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(1)
+        return list(numbers) if len(calls) == 2 else reward_digits(completions)
+
+    return reward
+
+
+def test_a_reward_that_is_not_finite_stops_the_run_and_names_the_row(tmp_path):
+    """math.inf is what perl.reward_files makes of NaN too."""
+    trainer = make_trainer(tmp_path, rewards=[rewards_of(0.0, 1.0, math.inf, 0.0, *[0.5] * 4)])
+    with pytest.raises(RunError, match=r"^step 2: a reward is not finite: reward on completion 2 .prompt 'What is .*"):
+        trainer.train()
+    rows = json.loads((tmp_path / "nonfinite_step_2" / "rank-0.json").read_text())
+    assert [row["reward"] for row in rows[:4]] == [0.0, 1.0, "inf", 0.0]
+
+
+@pytest.mark.parametrize("numbers", [[0.0, 1.0, math.inf, 0.0, *[0.5] * 4], [None] * 8])
+def test_a_rollout_without_finite_rewards_makes_no_update(tmp_path, numbers):
+    steps = Steps()
+    trainer = make_trainer(
+        tmp_path, max_steps=3, rewards=[rewards_of(*numbers)], callbacks=[steps], on_nonfinite="skip"
+    )
+    trainer.train()
+    assert steps.moved() == [False, True]
+    assert trainer.nonfinite.skipped == 1
+
+
+def test_no_reward_at_all_says_which_functions_gave_none(tmp_path):
+    trainer = make_trainer(tmp_path, rewards=[rewards_of(*[None] * 8)])
+    with pytest.raises(RunError, match=r"^step 2: no reward of reward for any of the 8 completions; the batch is in"):
+        trainer.train()
+
+
+def test_a_row_without_a_reward_is_no_mistake(tmp_path):
+    """TRL's None: the function does not apply to the row."""
+    trainer = make_trainer(tmp_path, rewards=[rewards_of(None, 1.0, 0.0, 0.5, *[None] * 4)])
+    trainer.train()
+    assert trainer.state.global_step == 2
