@@ -42,7 +42,8 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     ):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         super().__init__(*args, peft_config=None if wrapped else adapter.build(adapter_config), **kwargs)
-        self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
+        self.write_card = write_card
+        self.start_adapter(adapter, adapter_config)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.add_callback(self.clock)
 
