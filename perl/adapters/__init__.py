@@ -15,7 +15,7 @@ from perl.adapters import svd
 from perl.adapters.adalora import RankSchedule, adalora, check_schedule
 from perl.adapters.lora import dora, lora, lora_plus_optimizer, only_b_learns, rslora
 from perl.adapters.none import no_adapter
-from perl.adapters.other_methods import check_hra, hra, ia3, ln_tuning, miss, oft, vera
+from perl.adapters.other_methods import check_hra, hra, ia3, ln_tuning, miss, oft, start_ln_tuning, vera
 from perl.config.schema import PeftConfig
 
 if TYPE_CHECKING:
@@ -87,20 +87,18 @@ ADAPTERS: dict[str, Adapter] = {
         trains=("lora_A", "lora_B", "lora_E"),
         schedule=RankSchedule,
         check=check_schedule,
-        refused={name: "its ranks are allocated by whole gradients, which are split" for name in ("zero3", "fsdp2")},
+        refused=dict.fromkeys(("zero3", "fsdp2"), "its ranks are allocated by whole gradients, which are split"),
     ),
-    "vera": Adapter(
-        vera, reads=("r", "lora_dropout", "target_modules"), trains=("vera_lambda_b", "vera_lambda_d")
-    ),
+    "vera": Adapter(vera, reads=("r", "lora_dropout", "target_modules"), trains=("vera_lambda_b", "vera_lambda_d")),
     "miss": Adapter(miss, reads=("r", "lora_dropout", *TARGETS), trains=("miss_block",)),
     "ia3": Adapter(ia3, reads=TARGETS, trains=("ia3_l",)),
-    "ln_tuning": Adapter(ln_tuning, reads=TARGETS, trains=("ln_tuning_layers",)),
+    "ln_tuning": Adapter(ln_tuning, reads=TARGETS, trains=("ln_tuning_layers",), start=start_ln_tuning),
     "hra": Adapter(
         hra,
         reads=("r", *TARGETS),
         trains=("hra_u",),
         check=check_hra,
-        refused={name: "PEFT multiplies the base's weight, which is split" for name in ("zero3", "fsdp2")},
+        refused=dict.fromkeys(("zero3", "fsdp2"), "PEFT multiplies the base's weight, which is split"),
     ),
     "oft": Adapter(oft, reads=("oft_block_size", *TARGETS), trains=("oft_R",)),
     "none": Adapter(no_adapter, result="model", reads=(), trains=()),

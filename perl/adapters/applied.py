@@ -69,8 +69,8 @@ def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
     strategy = strategy_of(training)
     if strategy in adapter.refused:
         raise UserError(
-            f"--config.peft.type {config.type}: can't be trained with {STRATEGIES[strategy]}: {adapter.refused[strategy]};"
-            " start with DDP or ZeRO-2 (scripts/accelerate), or write --config.peft.type lora"
+            f"--config.peft.type {config.type}: can't be trained with {STRATEGIES[strategy]}:"
+            f" {adapter.refused[strategy]}; start with DDP or ZeRO-2 (scripts/accelerate), or write --config.peft.type lora"
         )
     return adapter
 
@@ -106,11 +106,13 @@ def applied(model: Any, adapter: Adapter, config: PeftConfig) -> Applied:
             " trainable"
         )
     prefix = model.base_model.prefix
+    method = model.peft_config["default"].peft_type
+    own = [p for name, p in model.named_parameters() if prefix not in name and "ranknum" not in name]
     return Applied(
         type=config.type,
-        method=str(getattr(model.peft_config["default"].peft_type, "value", model.peft_config["default"].peft_type)),
+        method=str(getattr(method, "value", method)),
         trained=int(sum(_count(p) for p in trainable.values()) * adapter.trained_share),
-        parameters=sum(_count(p) for name, p in model.named_parameters() if prefix not in name and "ranknum" not in name),
+        parameters=sum(_count(p) for p in own),
         tensors=dict(kinds),
         modules=dict(Counter(layer.rpartition(".")[2] for layer in layers)),
     )

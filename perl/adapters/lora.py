@@ -67,13 +67,15 @@ def only_b_learns(model: Any, config: PeftConfig, gather: Any) -> None:
     """
     from peft.tuners.lora import LoraLayer
 
-    for layer in model.modules():
-        if not isinstance(layer, LoraLayer):
+    for module in model.modules():
+        if not isinstance(module, LoraLayer):
             continue
+        layer: Any = module
         for name in layer.lora_A:
             layer.lora_A[name].weight.requires_grad_(False)
             projection = _Projection(layer, name)
-            layer.lora_B[name].weight.register_hook(projection)
+            b: torch.Tensor = layer.lora_B[name].weight
+            b.register_hook(projection)
 
 
 class _Projection:

@@ -72,6 +72,29 @@ def ln_tuning(config: PeftConfig) -> peft.PeftConfig:
     )
 
 
+def start_ln_tuning(model: Any, config: PeftConfig, gather: Any) -> None:
+    """PEFT trains copies of the norms in the base's own dtype, and in bfloat16 an update smaller than 1/512 of a weight
+    is lost. They are raised to float32, as the weights of other adapters are; ZeRO-3 gathers weights of one dtype."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if not is_deepspeed_zero3_enabled():
+        float32_norms(model)
+
+
+def float32_norms(model: Any) -> None:
+    """The trained norms in `model` in float32; what they compute keeps the dtype of their input."""
+    from peft.tuners.ln_tuning.layer import LNTuningLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LNTuningLayer):
+            for norm in layer.ln_tuning_layers.values():
+                norm.float().register_forward_hook(_dtype_of_input)
+
+
+def _dtype_of_input(module: Any, inputs: Any, output: Any) -> Any:
+    return output.to(inputs[0].dtype)
+
+
 def hra(config: PeftConfig) -> peft.PeftConfig:
     """HRA (arXiv 2405.17484): r trained Householder reflections of a layer's input."""
     from peft import HRAConfig, TaskType

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from perl import device
 from perl.adapters.lora import lora
 from perl.errors import UserError
 
@@ -122,7 +123,7 @@ def _layers(model: Any, gather: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
         with gather([base.weight]):
             weight = base.weight.detach().float()
             weight = weight.T if layer.fan_in_fan_out else weight
-            yield own, layer, weight if weight.device.type in ("cpu", "cuda") else weight.cpu()
+            yield own, layer, weight.to(device.for_decompositions(weight.device))
 
 
 def _require_rank(name: str, weight: torch.Tensor, rank: int) -> None:
@@ -137,8 +138,8 @@ def _largest(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tenso
     """The same numbers in every process: the random start of the iteration has a seed of its own."""
     import torch
 
-    devices = [weight.device] if weight.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    where = weight.device
+    with torch.random.fork_rng([] if where.type == "cpu" else [where], device_type=where.type):
         torch.manual_seed(0)
         u, s, v = torch.svd_lowrank(weight, rank, niter=ITERATIONS)
     return u, s, v.T

@@ -50,6 +50,7 @@ class AdapterTrainer:
     save_model: Callable[..., None]
     get_optimizer_cls_and_kwargs: Callable[..., tuple[type, dict[str, Any]]]
     add_callback: Callable[[TrainerCallback], None]
+    _get_output_dir: Callable[..., str]
 
     def start_adapter(self, adapter: Adapter, config: PeftConfig) -> None:
         """Once PEFT has wrapped the model: the method's own start, what is trained, and its schedule."""
@@ -127,7 +128,7 @@ class AllocateRanks(TrainerCallback):
 
     def __init__(self, trainer: Any, ranks: RankSchedule):
         self.trainer, self.ranks = trainer, ranks
-        self._gradients: dict[str, torch.Tensor] | None = None
+        self._gradients: dict[str, Any] | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.ranks.begin(state.max_steps)
