@@ -70,7 +70,8 @@ def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
     if strategy in adapter.refused:
         raise UserError(
             f"--config.peft.type {config.type}: can't be trained with {STRATEGIES[strategy]}:"
-            f" {adapter.refused[strategy]}; start with DDP or ZeRO-2 (scripts/accelerate), or write --config.peft.type lora"
+            f" {adapter.refused[strategy]}; start with DDP or ZeRO-2 (scripts/accelerate), or write"
+            " --config.peft.type lora"
         )
     return adapter
 
