@@ -392,3 +392,8 @@ def _where_wanted(kernel: Kernel, wanted: bool | Literal["auto"]) -> Kernel | No
     if wanted == "auto":
         wanted = detect().kind == "cuda" and kernel.absent() is None
     return kernel if wanted else None
+
+
+def for_decompositions(where: torch.device) -> torch.device:
+    """Where the singular values of a tensor on `where` are computed: CANN has no operator for them."""
+    return torch.device("cpu") if where.type == "npu" else where

@@ -1,4 +1,4 @@
-"""PEFT methods, and training without one: how each is configured and optimised. Merging is the same for all
+"""PEFT methods, and training without one: how each is configured, started and optimised. Merging is the same for all
 (perl/adapters/merge.py).
 
 To add one: a builder, and its line in ADAPTERS.
@@ -6,16 +6,29 @@ To add one: a builder, and its line in ADAPTERS.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from perl.adapters import svd
+from perl.adapters.adalora import RankSchedule, adalora, check_schedule
+from perl.adapters.lora import dora, lora, lora_plus_optimizer, only_b_learns, rslora
 from perl.adapters.none import no_adapter
+from perl.adapters.other_methods import check_hra, hra, ia3, ln_tuning, miss, oft, start_ln_tuning, vera
 from perl.config.schema import PeftConfig
 
 if TYPE_CHECKING:
     import peft
     import torch
+
+Gather = Callable[[Any], AbstractContextManager[Any]]
+"""Inside the context ZeRO-3's parameters are whole."""
+
+TARGETS = ("target_modules", "exclude_modules")
+LORA_FIELDS = ("r", "lora_alpha", "lora_dropout", *TARGETS)
+HALF_TRAINED = {"fsdp2": "it puts other parameters in the place of those whose gradients are masked"}
+"""Why FSDP2 can't have a method that changes the gradients of a parameter on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,53 +41,65 @@ class Adapter:
     """(model, config, optimizer class, its keyword arguments incl. lr) -> optimizer; None is the trainer's own."""
     result: str = "adapter"
     """Name of the folder in the run's that holds what was trained."""
-
-
-def _lora(config: PeftConfig, **method: Any) -> peft.PeftConfig:
-    from peft import LoraConfig, TaskType
-
-    return LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=int(config.r),
-        lora_alpha=int(config.lora_alpha),
-        lora_dropout=float(config.lora_dropout),
-        target_modules=config.target_modules,
-        exclude_modules=config.exclude_modules or None,
-        bias="none",
-        **method,
-    )
-
-
-def _rslora(config: PeftConfig) -> peft.PeftConfig:
-    """Rank-stabilised LoRA (arXiv 2312.03732): scale lora_alpha / sqrt(r)."""
-    return _lora(config, use_rslora=True)
-
-
-def _dora(config: PeftConfig) -> peft.PeftConfig:
-    """Weight-decomposed LoRA (arXiv 2402.09353): a trained magnitude for each output."""
-    return _lora(config, use_dora=True)
-
-
-def _lora_plus_optimizer(
-    model: torch.nn.Module, config: PeftConfig, optimizer_class: type, kwargs: dict[str, Any]
-) -> torch.optim.Optimizer:
-    """LoRA+ (arXiv 2402.12354): B learns lora_plus_lr_ratio times faster than A."""
-    from peft.optimizers import create_loraplus_optimizer
-
-    kwargs = dict(kwargs)
-    return create_loraplus_optimizer(
-        model,  # type: ignore[arg-type]
-        optimizer_class,
-        lr=kwargs.pop("lr"),
-        loraplus_lr_ratio=float(config.lora_plus_lr_ratio),
-        **kwargs,
-    )
+    reads: tuple[str, ...] = LORA_FIELDS
+    """Fields of the group `peft` that it reads, besides type, adapter and adapter_mode."""
+    trains: tuple[str, ...] = ("lora_A", "lora_B")
+    """PEFT's names of what it trains in each adapted layer; nothing else may be trainable."""
+    start: Callable[[Any, PeftConfig, Gather], None] | None = None
+    """(model wrapped by PEFT, config, gather): what PEFT's own initialisation leaves to do, before the first step and
+    before a checkpoint is loaded."""
+    schedule: Callable[[Any, PeftConfig], RankSchedule] | None = None
+    """(model wrapped by PEFT, config) -> what changes the adapter after each optimizer step."""
+    check: Callable[[PeftConfig, Any], None] | None = None
+    """(config, training arguments): a UserError for values that PEFT would refuse later, or heed silently."""
+    trained_share: float = 1.0
+    """Of the numbers in the trainable tensors, those that the optimizer moves."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Where it can't be trained ("zero3", "fsdp2") -> why."""
 
 
 ADAPTERS: dict[str, Adapter] = {
-    "lora": Adapter(_lora),
-    "rslora": Adapter(_rslora),
-    "dora": Adapter(_dora),
-    "lora_plus": Adapter(_lora, _lora_plus_optimizer),
-    "none": Adapter(no_adapter, result="model"),
+    "lora": Adapter(lora),
+    "rslora": Adapter(rslora),
+    "dora": Adapter(dora, trains=("lora_A", "lora_B", "lora_magnitude_vector")),
+    "lora_plus": Adapter(lora, lora_plus_optimizer, reads=(*LORA_FIELDS, "lora_plus_lr_ratio")),
+    "lora_fa": Adapter(lora, trains=("lora_B",), start=only_b_learns, refused=HALF_TRAINED),
+    "pissa": Adapter(
+        svd.doubled,
+        reads=("r", "lora_alpha", *TARGETS),
+        start=svd.principal,
+        check=svd.check_optimizer,
+        trained_share=0.5,
+        refused=HALF_TRAINED,
+    ),
+    "milora": Adapter(
+        svd.doubled,
+        reads=("r", "lora_alpha", *TARGETS),
+        start=svd.minor,
+        check=svd.check_optimizer,
+        trained_share=0.5,
+        refused=HALF_TRAINED,
+    ),
+    "milora_plus": Adapter(lora, start=svd.minor_directions),
+    "adalora": Adapter(
+        adalora,
+        reads=(*LORA_FIELDS, "adalora_target_r", "adalora_tinit", "adalora_tfinal"),
+        trains=("lora_A", "lora_B", "lora_E"),
+        schedule=RankSchedule,
+        check=check_schedule,
+        refused=dict.fromkeys(("zero3", "fsdp2"), "its ranks are allocated by whole gradients, which are split"),
+    ),
+    "vera": Adapter(vera, reads=("r", "lora_dropout", "target_modules"), trains=("vera_lambda_b", "vera_lambda_d")),
+    "miss": Adapter(miss, reads=("r", "lora_dropout", *TARGETS), trains=("miss_block",)),
+    "ia3": Adapter(ia3, reads=TARGETS, trains=("ia3_l",)),
+    "ln_tuning": Adapter(ln_tuning, reads=TARGETS, trains=("ln_tuning_layers",), start=start_ln_tuning),
+    "hra": Adapter(
+        hra,
+        reads=("r", *TARGETS),
+        trains=("hra_u",),
+        check=check_hra,
+        refused=dict.fromkeys(("zero3", "fsdp2"), "PEFT multiplies the base's weight, which is split"),
+    ),
+    "oft": Adapter(oft, reads=("oft_block_size", *TARGETS), trains=("oft_R",)),
+    "none": Adapter(no_adapter, result="model", reads=(), trains=()),
 }

@@ -82,6 +82,7 @@ def adapted_layers(model: torch.nn.Module) -> list[AdaptedLayer]:
 def merged_in_float32(module: torch.nn.Module) -> Iterator[None]:
     """As `in_float32`, with PEFT's active adapters inside `module` merged into the float32 copies, by PEFT's own merge.
     The copies are thrown away: nothing is unmerged."""
+    from peft.tuners.ln_tuning.layer import LNTuningLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
@@ -92,6 +93,8 @@ def merged_in_float32(module: torch.nn.Module) -> Iterator[None]:
             yield
         finally:
             for layer in layers:
+                if isinstance(layer, LNTuningLayer) and layer.merged:
+                    layer.unmerge()  # it exchanges modules
                 layer.merged_adapters.clear()
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError
+from perl.adapters.other_methods import float32_norms
 from perl.adapters.probe import float32_logits, probe_tokens
 from perl.checkpoints import (
     ADAPTER_WEIGHTS,
@@ -170,7 +171,8 @@ def load_adapter(base: Any, adapter: Path, flag: str = "--adapter", trainable: b
 
     Raises a UserError, which names `flag`, for another base's adapter: other shapes, other modules, or other layers.
     """
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft.utils.save_and_load import load_peft_weights
     from safetensors import safe_open
 
     own = {id(p) for p in base.parameters()}
@@ -194,7 +196,15 @@ def load_adapter(base: Any, adapter: Path, flag: str = "--adapter", trainable: b
     for parameter in wrapped.parameters():
         if id(parameter) not in own and parameter.is_floating_point():
             parameter.data = parameter.data.float()
+    if config_of(wrapped).peft_type == "LN_TUNING":  # PEFT has made its layers in the base's dtype
+        set_peft_model_state_dict(wrapped, load_peft_weights(str(adapter), device="cpu"))
+        float32_norms(wrapped)
     return wrapped
+
+
+def config_of(wrapped: Any) -> Any:
+    """PEFT's configuration of the adapter that is in use."""
+    return wrapped.peft_config[wrapped.active_adapter]
 
 
 def merged_weights(wrapped: Any) -> dict[str, Callable[[], torch.Tensor]]:

@@ -21,7 +21,8 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     run's records say what is trained. One line for what the recipe says otherwise.
 
     Raises:
-        UserError: no LoRA adapter lies there, a flag says otherwise, or no adapter is trained at all.
+        UserError: no adapter lies there, none of LoRA that could be trained further, a flag says otherwise, or no
+            adapter is trained at all.
     """
     peft = values.peft
     if peft.adapter is None:
@@ -33,12 +34,13 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
         )
     peft.adapter = str(Path(peft.adapter).expanduser())
     adapter = require_adapter(Path(peft.adapter), FLAG)
-    if adapter.get("peft_type") != "LORA":
-        raise UserError(
-            f"{FLAG} {peft.adapter}: is of method {adapter.get('peft_type')}; write the folder of a LoRA one"
-        )
     if peft.adapter_mode == "merge":
         return []
+    if adapter.get("peft_type") != "LORA":
+        raise UserError(
+            f"{FLAG} {peft.adapter}: is of method {adapter.get('peft_type')}, which is not trained further; write"
+            f" {FLAG}_mode merge for a new adapter on top of it, or the folder of a LoRA one"
+        )
     own = {name: adapter.get(name) for name in OWN[1:]} | {"type": _type(adapter, peft.type)}
     for name, value in own.items():
         if f"peft.{name}" in flags and not _same(flags[f"peft.{name}"], value):
@@ -54,12 +56,12 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
 
 
 def _type(adapter: dict[str, Any], wanted: str) -> str:
-    """The adapter's method by its name in ADAPTERS; lora and lora_plus differ in the optimizer alone."""
+    """The adapter's method by its name in ADAPTERS; lora, lora_plus and lora_fa differ in how they learn alone."""
     if adapter.get("use_dora"):
         return "dora"
     if adapter.get("use_rslora"):
         return "rslora"
-    return "lora_plus" if wanted == "lora_plus" else "lora"
+    return wanted if wanted in ("lora_plus", "lora_fa") else "lora"
 
 
 def _same(one: Any, other: Any) -> bool:

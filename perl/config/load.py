@@ -352,6 +352,11 @@ def check_critic(values: Namespace) -> None:
             f"--config.peft.type none: the critic of algorithm {values.algorithm.name} computes on a frozen base; write"
             " lora, or --config.algorithm.name grpo"
         )
+    if algorithm.critic and values.peft.type == "ln_tuning":
+        raise UserError(
+            f"--config.peft.type ln_tuning: the critic of algorithm {values.algorithm.name} would compute with the"
+            " policy's norms; write lora, or --config.algorithm.name grpo"
+        )
     own_base = values.critic.model_name_or_path is not None
     if algorithm.critic and own_base == values.critic.share_base:
         raise UserError(

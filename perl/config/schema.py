@@ -161,14 +161,20 @@ class PeftConfig:
     """The adapter, or none.
 
     Args:
-        type: a key of ADAPTERS (lora, rslora, dora, lora_plus; none trains all weights).
-        r: rank.
+        type: a key of ADAPTERS (docs/peft.md); none trains all weights. A field that the method does not read stays at
+            its default.
+        r: rank (adalora: of each layer at first; vera: of the shared matrices; hra: number of reflections).
         lora_alpha: scale; the update is scaled by lora_alpha / r (rslora: / sqrt(r)).
         lora_dropout: dropout on the adapter's input while training.
-        target_modules: names of the linear layers that get an adapter, or "all-linear".
+        target_modules: names of the layers that get an adapter, or "all-linear", which for ia3 is keys, values and
+            down_proj, and for ln_tuning every norm.
         exclude_modules: names of layers that get none all the same, or a regular expression of them; null is the vision
             tower of a model that takes images, and [] nothing.
         lora_plus_lr_ratio: learning rate of B over that of A (lora_plus only).
+        adalora_target_r: mean rank of a layer in the end; null is two thirds of r (adalora only).
+        adalora_tinit: first optimizer steps, in which all ranks stay (adalora only).
+        adalora_tfinal: last optimizer steps, in which the ranks no longer change (adalora only).
+        oft_block_size: inputs of a layer that are rotated together (oft only).
         adapter: folder of a trained adapter that the training starts from.
         adapter_mode: continue trains that adapter further (type, r, lora_alpha, lora_dropout, target_modules and
             exclude_modules are its own); merge writes it into the base's weights, to base/ in the run's folder, and
@@ -182,6 +188,10 @@ class PeftConfig:
     target_modules: str | list[str] = "all-linear"
     exclude_modules: str | list[str] | None = None
     lora_plus_lr_ratio: NonNegativeFloat = 16.0
+    adalora_target_r: PositiveInt | None = None
+    adalora_tinit: NonNegativeInt = 0
+    adalora_tfinal: NonNegativeInt = 0
+    oft_block_size: PositiveInt = 32
     adapter: str | None = None
     adapter_mode: Literal["continue", "merge"] = "continue"
 

@@ -24,6 +24,7 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
+from perl.adapters.titles import TITLES
 from perl.errors import UserError
 from perl.reports import charts, embed, figures, training_run
 from perl.reports.results import Run
@@ -35,8 +36,6 @@ STYLES = ("palette.css", "charts.css", "report.css")
 STEPS_SCRIPTS = ("steps.js",)
 SAMPLES_SCRIPTS = ("temml.min.js", "formulas.js", "samples.js", "page.js")
 NAME = "report.html"
-ADAPTER_NAMES = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "lora_plus": "LoRA+", "none": "all weights"}
-"""As their papers write them; others stand as `config.peft.type` has them."""
 
 
 def write_report(folder: Path) -> Path:
@@ -210,7 +209,7 @@ def training_heading(run: TrainingRun) -> str:
     noise = " and AQN" if run.setting("noise_injection", "enabled") else ""
     return (
         f"{Path(model).name or model}: {training_run.algorithm(run)}"
-        + (f" with {ADAPTER_NAMES.get(adapter, adapter)}" if adapter else "")
+        + (f" with {TITLES.get(adapter, adapter)}" if adapter else "")
         + noise
     )
 

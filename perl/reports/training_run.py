@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from perl.adapters import ADAPTERS
 from perl.errors import UserError
 from perl.records import clock
 from perl.results import METRICS, algorithm_of, read_metrics, title_of
@@ -141,7 +142,7 @@ def settings(run: TrainingRun) -> dict[str, str]:
         "dataset": plain(run.setting("dataset", "dataset_name_or_path") or ""),
         "algorithm": _named(run, "algorithm", "name", "dynamic_sampling", "kl_in_reward"),
         "critic": _named(run, "critic", "lr", "r", "warmup_steps", "value_clip") if has_critic(run) else None,
-        "adapter": _named(run, "peft", "type", "r", "lora_alpha", "lora_dropout", "target_modules"),
+        "adapter": _named(run, "peft", "type", *_fields_read(run)),
         "reward": _named(run, "reward", "functions", "weights"),
         "rollout": _named(run, "rollout", "engine", "importance_correction"),
         "noise": _noise(run),
@@ -180,6 +181,12 @@ def reinforced(run: TrainingRun) -> bool:
 def _named(run: TrainingRun, group: str, *names: str) -> str:
     found = {name: run.setting(group, name) for name in names}
     return ", ".join(f"{name} {plain(value)}" for name, value in found.items() if value is not None)
+
+
+def _fields_read(run: TrainingRun) -> list[str]:
+    """Of the group `peft`, by the run's method; a method that is not known here is shown as LoRA."""
+    adapter = ADAPTERS.get(str(run.setting("peft", "type")), ADAPTERS["lora"])
+    return [name for name in adapter.reads if name != "exclude_modules"]
 
 
 def _noise(run: TrainingRun) -> str | None:

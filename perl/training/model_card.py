@@ -22,6 +22,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from perl import __version__
+from perl.adapters import ADAPTERS
+from perl.adapters.titles import TITLES
 from perl.algorithms import ALGORITHMS
 from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
 from perl.config.schema import data_sets
@@ -29,6 +31,7 @@ from perl.errors import UserError
 from perl.results import algorithm_of, title_of
 from perl.tasks import TASKS
 from perl.tasks.files import SUFFIXES
+from perl.training.rundir import APPLIED
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,10 @@ CURVE: dict[str, tuple[str, Callable[[float], str]]] = {
     "aqn/sigma": ("σ of the noise", "{:.3g}".format),
 }
 """Metric -> (head, format) of its column; a metric that the run did not log has none."""
+
+
+SHORT = {"lora_alpha": "alpha", "lora_dropout": "dropout", "lora_plus_lr_ratio": "learning rate of B over A's"}
+"""Fields of the group `peft` as the card calls them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +94,8 @@ def write_training_card(run_dir: Path, folder: Path, history: Sequence[Mapping[s
     name = (config["training"].get("hub_model_id") or run_dir.resolve().name).rpartition("/")[2]
     dataset = config["dataset"]["dataset_name_or_path"]
     facts = run_facts(config, environment, history)
+    if (run_dir / APPLIED).is_file() and config["peft"]["type"] != "none":
+        facts.settings["adapter"] += f"; {trained(_read_json(run_dir / APPLIED))}"
     new_card(folder, name, dataset, facts, config["model"]["model_name_or_path"]).save(folder / CARD)
 
 
@@ -140,11 +149,19 @@ def _settings(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict
     }
 
 
+def trained(applied: Mapping[str, Any]) -> str:
+    """How much of the model a run has trained, from its peft.json."""
+    share = applied["trained"] / max(applied["parameters"], 1)
+    return f"{applied['trained']:,} of {applied['parameters']:,} parameters trained ({share:.3%})"
+
+
 def _adapter(peft: Mapping[str, Any]) -> str:
     if peft["type"] == "none":
         start = "" if peft.get("adapter") is None else ", on the base merged with an earlier adapter"
         return f"none: all weights are trained{start}"
-    made = f"{peft['type']}, r {peft['r']}, alpha {peft['lora_alpha']}, dropout {peft['lora_dropout']}"
+    reads = ADAPTERS.get(peft["type"], ADAPTERS["lora"]).reads
+    settings = {SHORT.get(name, name): peft.get(name) for name in reads if not name.endswith("_modules")}
+    made = ", ".join([peft["type"], *(f"{name} {value}" for name, value in settings.items() if value is not None)])
     if peft.get("adapter") is None:
         return made
     how = "continues" if peft["adapter_mode"] == "continue" else "on the base merged with"
@@ -419,12 +436,13 @@ def license_of(base: str) -> str | None:
 
 
 def method(adapter_config: Mapping[str, Any]) -> str:
-    """LoRA, rsLoRA, DoRA, or PEFT's own name."""
+    """LoRA, rsLoRA, DoRA, AdaLoRA, …, or PEFT's own name."""
     if adapter_config.get("use_dora"):
         return "DoRA"
     if adapter_config.get("use_rslora"):
         return "rsLoRA"
-    return "LoRA" if adapter_config["peft_type"] == "LORA" else str(adapter_config["peft_type"])
+    own = str(adapter_config["peft_type"])
+    return TITLES.get(own.lower(), own)
 
 
 def base_of(adapter_config: Mapping[str, Any]) -> str:

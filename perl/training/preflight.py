@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
+from perl.adapters.applied import check_method
 from perl.adapters.none import NO_ADAPTER
 from perl.algorithms import ALGORITHMS
 from perl.config.load import Config
@@ -85,7 +86,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
 
     Raises UserError for the first mistake found. Nothing is written.
     """
-    lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
+    check_method(config.peft, config.training)
     check_training(config.training)
     check_sampling(config.training)
     check_trackers(config.training)

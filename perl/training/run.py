@@ -99,6 +99,8 @@ def train(argv: Sequence[str]) -> Path:
                     stop,
                 ],
             )
+        if config.training.process_index == 0:
+            rundir.write_applied(run_dir, trainer.applied)
         watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
         with plain_checkpoint(checked.checkpoint):

@@ -9,8 +9,9 @@ import platform
 import re
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -21,12 +22,17 @@ from perl.provenance import git_commit, versions
 from perl.redact import hide, redact
 from perl.results import METRICS
 
+if TYPE_CHECKING:
+    from perl.adapters.applied import Applied
+
 log = logging.getLogger(__name__)
 
 TRAINER_STATE, ROLLOUT_STATE = "trainer_state.json", "rollout_state_0.pt"
 """What transformers writes last into a checkpoint, and what GRPO writes after it."""
 CRITIC = Path("critic") / "critic.safetensors"
 """Where the critic lies in a checkpoint and in a run's folder, if there is one."""
+APPLIED = "peft.json"
+"""What is trained, of which layers (perl.adapters.applied.Applied)."""
 
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "PYTORCH_", "VLLM_", "ACCELERATE_", "PERL_")
 SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
@@ -119,6 +125,12 @@ def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:
     (run_dir / "config.yaml").write_text(parsed.dump(), encoding="utf-8")
     environment = json.dumps(describe_environment(world_size), indent=2, ensure_ascii=False)
     (run_dir / "environment.json").write_text(environment + "\n", encoding="utf-8")
+
+
+def write_applied(run_dir: Path, applied: Applied) -> None:
+    """Say in the log and in the run's folder what is trained (main process only)."""
+    log.info("%s", applied.line())
+    (run_dir / APPLIED).write_text(json.dumps(asdict(applied), indent=2) + "\n", encoding="utf-8")
 
 
 def describe_environment(world_size: int) -> dict[str, Any]:

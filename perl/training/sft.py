@@ -13,7 +13,7 @@ from transformers import PrinterCallback
 from perl.adapters import ADAPTERS
 from perl.config.sft import parse
 from perl.results import METRICS
-from perl.training import tracking
+from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
@@ -74,6 +74,8 @@ def fine_tune(argv: Sequence[str]) -> Path:
                     stop,
                 ],
             )
+        if config.training.process_index == 0:
+            rundir.write_applied(run_dir, trainer.applied)
         watch.clock = trainer.clock
         trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
         with plain_checkpoint(checked.checkpoint):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, Features, Json, List, Value, disable_progress_bars
 from transformers import PreTrainedTokenizerBase
 
-from perl.adapters import ADAPTERS
+from perl.adapters.applied import check_method
 from perl.errors import UserError, lookup
 from perl.images import has_images
 from perl.prompts import build_messages
@@ -63,7 +63,7 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     Raises UserError for the first mistake found. Nothing is written.
     """
     data, training = config.dataset, config.training
-    lookup(ADAPTERS, config.peft.type, "adapter type", "--config.peft.type")
+    check_method(config.peft, training)
     check_length(training)
     check_trackers(training)
     model_dtype(config)

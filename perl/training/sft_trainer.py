@@ -48,7 +48,8 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     ):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         super().__init__(*args, peft_config=None if wrapped else adapter.build(adapter_config), **kwargs)
-        self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
+        self.write_card = write_card
+        self.start_adapter(adapter, adapter_config)
         self.nonfinite = NonFinite(on_nonfinite, Path(self.args.output_dir or "."), self.accelerator)
         self._micro_batches: deque[dict[str, Any]] = deque(maxlen=self.args.gradient_accumulation_steps)
         """Of the update under way, and of the one before where that has begun."""

@@ -161,7 +161,8 @@ class PerlGRPOTrainer(PolicyPasses):
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
         if self.accelerator.num_processes > 1 or not self.log_completions:
             self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
-        self.adapter, self.adapter_config, self.write_card = adapter, adapter_config, write_card
+        self.write_card = write_card
+        self.start_adapter(adapter, adapter_config)
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
         self.rollout_config = rollout or RolloutConfig()
         self.algorithm, self.sampling_seed = ALGORITHMS[self.algorithm_config.name], self.args.seed

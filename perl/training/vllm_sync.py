@@ -236,6 +236,7 @@ def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tu
             if has_adapter(model) and (
                 model.prefix in full_name
                 or "original_module" in full_name
+                or ".ranknum." in full_name  # AdaLoRA's scale
                 or not _own_name(full_name).startswith("base_model.")  # the critic's
             ):
                 continue

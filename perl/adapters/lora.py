@@ -1,0 +1,98 @@
+"""LoRA and what differs from it by a scale, a magnitude, an optimizer or a frozen A: PEFT's LoraConfig for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import peft
+    import torch
+
+    from perl.config.schema import PeftConfig
+
+AAT_JITTER = 1e-8
+"""What PEFT's LoraFAOptimizer adds to the diagonal of A A^T before it inverts it."""
+
+
+def lora(config: PeftConfig, **method: Any) -> peft.PeftConfig:
+    """LoRA (arXiv 2106.09685): lora_alpha / r * B A on top of each weight, B zero at first."""
+    from peft import LoraConfig, TaskType
+
+    return LoraConfig(
+        **{
+            "task_type": TaskType.CAUSAL_LM,
+            "r": int(config.r),
+            "lora_alpha": int(config.lora_alpha),
+            "lora_dropout": float(config.lora_dropout),
+            "target_modules": config.target_modules,
+            "exclude_modules": config.exclude_modules or None,
+            "bias": "none",
+        }
+        | method
+    )
+
+
+def rslora(config: PeftConfig) -> peft.PeftConfig:
+    """Rank-stabilised LoRA (arXiv 2312.03732): scale lora_alpha / sqrt(r)."""
+    return lora(config, use_rslora=True)
+
+
+def dora(config: PeftConfig) -> peft.PeftConfig:
+    """Weight-decomposed LoRA (arXiv 2402.09353): a trained magnitude for each output."""
+    return lora(config, use_dora=True)
+
+
+def lora_plus_optimizer(
+    model: torch.nn.Module, config: PeftConfig, optimizer_class: type, kwargs: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """LoRA+ (arXiv 2402.12354): B learns lora_plus_lr_ratio times faster than A."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    kwargs = dict(kwargs)
+    return create_loraplus_optimizer(
+        model,  # type: ignore[arg-type]
+        optimizer_class,
+        lr=kwargs.pop("lr"),
+        loraplus_lr_ratio=float(config.lora_plus_lr_ratio),
+        **kwargs,
+    )
+
+
+def only_b_learns(model: Any, config: PeftConfig, gather: Any) -> None:
+    """LoRA-FA (arXiv 2308.03303): A keeps its initial values, and B's gradient is multiplied by
+    (A A^T)^-1 / scale^2, which makes the step of the weight B A the closest to full fine-tuning's.
+
+    PEFT's LoraFAOptimizer does the same with an Adam of its own, which knows parameters by their names: neither
+    DeepSpeed nor the user's choice of an optimizer can have it. Here the gradient is changed on its way, for any.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        layer: Any = module
+        for name in layer.lora_A:
+            layer.lora_A[name].weight.requires_grad_(False)
+            projection = _Projection(layer, name)
+            b: torch.Tensor = layer.lora_B[name].weight
+            b.register_hook(projection)
+
+
+class _Projection:
+    """g -> g (A A^T + 1e-8)^-1 / scale^2, float32 inside; of the A that the layer has then."""
+
+    def __init__(self, layer: Any, name: str):
+        self.layer, self.name = layer, name
+        self._of: tuple[int, int] | None = None
+        self._matrix: Any = None
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        a = self.layer.lora_A[self.name].weight
+        if self._of != (a.data_ptr(), a._version) or self._matrix.device != gradient.device:
+            a32 = a.detach().float()
+            jitter = AAT_JITTER * torch.eye(len(a32), device=a32.device)
+            self._matrix = torch.linalg.pinv(a32 @ a32.T + jitter) / self.layer.scaling[self.name] ** 2
+            self._of = a.data_ptr(), a._version
+        return (gradient.float() @ self._matrix).to(gradient.dtype)

@@ -1,0 +1,128 @@
+"""Methods that are no LoRA: vectors, shared shards, norms and rotations. PEFT's own, each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from perl.errors import UserError
+
+if TYPE_CHECKING:
+    import peft
+
+    from perl.config.schema import PeftConfig
+
+EVERY = "all-linear"
+IA3_LAYERS = ["k_proj", "v_proj", "down_proj"]
+"""Keys, values and what the feed-forward network has inside: where (IA)^3 scales activations."""
+FEED_FORWARD = ("down_proj", "fc2", "w2", "dense_4h_to_h")
+"""Layers whose input is scaled, not their output."""
+EVERY_NORM = r"(.*\.)?[^.]*norm[^.]*"
+"""Modules whose own name holds "norm"."""
+
+
+def vera(config: PeftConfig) -> peft.PeftConfig:
+    """VeRA (arXiv 2310.11454): two trained vectors a layer scale one pair of frozen random matrices, which are saved
+    with them."""
+    from peft import TaskType, VeraConfig
+
+    return VeraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=int(config.r),
+        vera_dropout=float(config.lora_dropout),
+        target_modules=config.target_modules,
+        save_projection=True,
+    )
+
+
+def miss(config: PeftConfig) -> peft.PeftConfig:
+    """MiSS (arXiv 2409.15371): one trained matrix [r, out] a layer, shared by blocks of r inputs."""
+    from peft import MissConfig, TaskType
+
+    return MissConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=int(config.r),
+        miss_dropout=float(config.lora_dropout),
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules or None,
+    )
+
+
+def ia3(config: PeftConfig) -> peft.PeftConfig:
+    """(IA)^3 (arXiv 2205.05638): one trained vector a layer scales its output, of a feed-forward layer its input."""
+    from peft import IA3Config, TaskType
+
+    named = config.target_modules
+    targets: Any = IA3_LAYERS if named == EVERY else named
+    return IA3Config(
+        task_type=TaskType.CAUSAL_LM,
+        target_modules=targets,
+        exclude_modules=config.exclude_modules or None,
+        feedforward_modules=[name for name in FEED_FORWARD if isinstance(targets, str) or name in targets],
+    )
+
+
+def ln_tuning(config: PeftConfig) -> peft.PeftConfig:
+    """The weights of norm layers (arXiv 2312.11420), which AQN perturbs while completions are sampled."""
+    from peft import LNTuningConfig, TaskType
+
+    return LNTuningConfig(
+        task_type=TaskType.CAUSAL_LM,
+        target_modules=EVERY_NORM if config.target_modules == EVERY else config.target_modules,
+        exclude_modules=config.exclude_modules or None,
+    )
+
+
+def start_ln_tuning(model: Any, config: PeftConfig, gather: Any) -> None:
+    """PEFT trains copies of the norms in the base's own dtype, and in bfloat16 an update smaller than 1/512 of a weight
+    is lost. They are raised to float32, as the weights of other adapters are; ZeRO-3 gathers weights of one dtype."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if not is_deepspeed_zero3_enabled():
+        float32_norms(model)
+
+
+def float32_norms(model: Any) -> None:
+    """The trained norms in `model` in float32; what they compute keeps the dtype of their input."""
+    from peft.tuners.ln_tuning.layer import LNTuningLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LNTuningLayer):
+            for norm in layer.ln_tuning_layers.values():
+                norm.float().register_forward_hook(_dtype_of_input)
+
+
+def _dtype_of_input(module: Any, inputs: Any, output: Any) -> Any:
+    return output.to(inputs[0].dtype)
+
+
+def hra(config: PeftConfig) -> peft.PeftConfig:
+    """HRA (arXiv 2405.17484): r trained Householder reflections of a layer's input."""
+    from peft import HRAConfig, TaskType
+
+    return HRAConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=int(config.r),
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules or None,
+    )
+
+
+def check_hra(config: PeftConfig, training: Any) -> None:
+    if config.r % 2:
+        raise UserError(
+            f"--config.peft.r {config.r}: hra starts from pairs of equal reflections, which cancel; write an even"
+            f" number, {config.r + 1}"
+        )
+
+
+def oft(config: PeftConfig) -> peft.PeftConfig:
+    """OFT (arXiv 2306.07280): a trained rotation of each block of oft_block_size inputs of a layer."""
+    from peft import OFTConfig, TaskType
+
+    return OFTConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=0,
+        oft_block_size=int(config.oft_block_size),
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules or None,
+    )

@@ -1,0 +1,88 @@
+"""One rank that trains every PEFT method, one after the other: python -m tests.npu.methods_worker OUT [SETTINGS].
+
+Three steps each, with AQN and gradient checkpointing. Writes OUT/rank<N>.json: of each method what has moved, a sum of
+what is trained, and its checkpoint's and result's logits; or the line with which it is refused.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from perl.adapters import ADAPTERS
+from perl.adapters.applied import check_method
+from perl.adapters.start import whole_weights
+from perl.config.schema import NoiseConfig, PeftConfig
+from perl.config.training import TrainingConfig
+from perl.errors import UserError
+from perl.sharding import whole
+from tests.trainers import SETTINGS, make_trainer, reward_tokens
+
+OWN = {"r": 4, "lora_alpha": 8, "oft_block_size": 8, "adalora_target_r": 2}
+TOKENS = torch.arange(6, 22).reshape(1, 16)
+
+
+def report_of(name: str, out: Path, settings: dict) -> dict:
+    peft = PeftConfig(type=name, **{key: value for key, value in OWN.items() if key in ADAPTERS[name].reads})
+    fixed = {"max_steps": 3, "gradient_accumulation_steps": 1, "max_completion_length": 4, "logging_steps": 3}
+    settings = {"gradient_checkpointing": True} | fixed | settings
+    try:
+        check_method(peft, TrainingConfig(output_dir=str(out / name), **(SETTINGS | settings)))
+    except UserError as error:
+        return {"refused": str(error)}
+    noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.05, sigma_end=0.01, num_stages=2)
+    model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32).train()
+    trainer = make_trainer(
+        out / name,
+        model=model,
+        adapter=name,
+        peft=peft,
+        noise=noise,
+        engine="fast",
+        rewards=(reward_tokens,),
+        **settings,
+    )
+    trainer.train()
+    trainer.save_model(str(out / name / "adapter"))
+    with trainer._gathered() as policy:
+        weights = {key: whole(p).float().cpu().clone() for key, p in policy.named_parameters()}
+        trained = {key for key, p in policy.named_parameters() if p.requires_grad}
+    found = {
+        "sums": {key: weights[key].double().sum().item() for key in sorted(trained)},
+        "frozen": {key: weight.double().sum().item() for key, weight in weights.items() if key not in trained},
+        "device": str(trainer.args.device),
+        "merged": trainer.sampler.merge._said,
+        "ranks": trainer.ranks and trainer.ranks.ranks,
+        "zeros": sum(int((weights[key] == 0).sum()) for key in trained if "lora_E" in key),
+    }
+    if trainer.args.process_index == 0 and name != "none":
+        with whole_weights(), torch.no_grad():
+            base = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
+            loaded = PeftModel.from_pretrained(base, str(out / name / "adapter"))
+            shown = loaded.eval()(input_ids=TOKENS).logits
+            with loaded.disable_adapter():
+                found["effect"] = (shown - loaded(input_ids=TOKENS).logits).abs().max().item()
+    return found
+
+
+def main() -> None:
+    out, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    methods = settings.pop("methods", None) or list(ADAPTERS)
+    found = {}
+    for name in methods:
+        found[name] = report_of(name, out, settings)
+        AcceleratorState._reset_state(reset_partial_state=False)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    (out / f"rank{rank}.json").write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
