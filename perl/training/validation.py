@@ -18,7 +18,6 @@ import contextlib
 import functools
 import json
 import logging
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -57,6 +56,7 @@ from perl.scoring.samples import record_of
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
 from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
+from perl.training.run_checkpoints import SAVING, put_in_place
 from perl.training.validation_setup import ValidationSetup
 
 log = logging.getLogger(__name__)
@@ -239,19 +239,12 @@ class Validation(TrainerCallback):
         if self.best is not None and value <= self.best:
             return
         self.best = value
-        folder, made = self.run_dir / BEST, self.run_dir / f".{BEST}.partial"
-        if self.rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
+        folder, made = self.run_dir / BEST, self.run_dir / SAVING / BEST
         save_adapter(made)
         if self.rank == 0:
             core = {name: number for name, number in metrics.items() if name.startswith("val-")}
             write_json(made / BEST_FILE, {"step": step, "metric": self.chosen_by, "value": value, "metrics": core})
-            before = self.run_dir / f".{BEST}.before"
-            shutil.rmtree(before, ignore_errors=True)
-            if folder.exists():
-                folder.rename(before)
-            made.rename(folder)
-            shutil.rmtree(before, ignore_errors=True)
+            put_in_place(made, folder)
         log.info(
             "validation: the best %s so far is that of step %d (%.4f): %s", self.setup.trained, step, value, folder
         )
