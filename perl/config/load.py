@@ -148,6 +148,11 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     # A second parse, now over recipe and defaults, types everything that neither of them gave.
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
     given, written = flags.get("config") or Namespace(), recipe.get("config") or Namespace()
+    if str(values.training.resume_from_checkpoint).lower() == "auto" and values.training.output_dir is None:
+        raise UserError(
+            "--config.training.resume_from_checkpoint auto: a run without --config.training.output_dir has a new folder"
+            " each time, with nothing to go on from; name its folder"
+        )
     warnings = program.resolve(values, given, written)
     warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)

@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import json
 import random
-import shutil
 import signal
 import sys
 import time
@@ -33,7 +32,6 @@ from perl.results import write_json
 from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
 from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, evaluate, read_scores, report, train
-from perl.training import rundir
 
 MODEL = "smollm2"
 DATA = ROOT.parent / "shared" / "data" / "svamp"
@@ -186,12 +184,7 @@ def get_model(model: str, folder: Path, console: Console) -> Path:
 
 def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console) -> Path:
     """Train from the start, or from the last checkpoint of an attempt that was interrupted."""
-    last_file = rundir.TRAINER_STATE if module == "perl.sft" else rundir.ROLLOUT_STATE
-    if folder.is_dir() and rundir.last_whole_checkpoint(folder, last_file) is not None:
-        flags = [*flags, "--config.training.resume_from_checkpoint", "true"]
-    elif folder.is_dir():
-        shutil.rmtree(folder)  # ended before its first checkpoint
-    return train(module, recipe, flags, folder, console)
+    return train(module, recipe, [*flags, "--config.training.resume_from_checkpoint", "auto"], folder, console)
 
 
 def data_flags(folder: Path, name: str) -> list[str]:

@@ -1,17 +1,19 @@
 """What every trainer of an adapter, or of all weights, adds to TRL's: the method's own start, optimizer and schedule,
-what it has been applied to, a stop where numbers are not finite, whole models as other programs read them, and our
-model card."""
+what it has been applied to, a stop where numbers are not finite, whole models as other programs read them, our model
+card, and checkpoints that are written whole and resumed exactly."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import rotate_checkpoints
 from trl.distributed import DistributedBackend
+from trl.trainer.utils import RepeatSampler
 
 from perl.adapters import Adapter
 from perl.adapters.adalora import RankSchedule
@@ -19,7 +21,9 @@ from perl.adapters.applied import Applied, applied
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
 from perl.config.schema import PeftConfig
 from perl.sharding import whole
+from perl.training import run_state
 from perl.training.nonfinite import NonFinite
+from perl.training.run_checkpoints import SAVING, TRAINER_STATE, made_by, put_in_place
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +56,17 @@ class AdapterTrainer:
     optimizer: Any
     state: Any
     control: Any
+    _metrics: dict[str, dict[str, list[float]]]
+    _tr_loss: torch.Tensor
+    _total_loss_scalar: float
+    _globalstep_last_logged: int
+    _total_train_tokens: int
+    _get_output_dir: Callable[[Any], str]
+    _push_from_checkpoint: Callable[[str], None]
     save_model: Callable[..., None]
-    get_optimizer_cls_and_kwargs: Callable[..., tuple[type, dict[str, Any]]]
+    push_to_hub: Callable[..., Any]
     add_callback: Callable[[TrainerCallback], None]
-    _get_output_dir: Callable[..., str]
+    get_optimizer_cls_and_kwargs: Callable[..., tuple[type, dict[str, Any]]]
 
     def start_adapter(self, adapter: Adapter, config: PeftConfig) -> None:
         """Once PEFT has wrapped the model: the method's own start, what is trained, and its schedule."""
@@ -93,18 +104,99 @@ class AdapterTrainer:
         """This process's part of the batch under way."""
         raise NotImplementedError
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.nonfinite.policy == "skip" and "loss" in logs:
-            logs["nonfinite/skipped"] = float(self.nonfinite.skipped)
-        super().log(logs, start_time)  # type: ignore[misc]
+    # Resume
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is not None:
+            self.add_callback(GoOn(lambda: self._restore_run_state(Path(resume_from_checkpoint))))
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and self.ranks is not None:
+            self.ranks.load(Path(checkpoint))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """transformers looks after a step whether it was the last one: a resumed run that has made all its steps would
-        make one more."""
+        make one more. And its samplers begin with the first epoch's order, whichever epoch the run goes on in."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
+        if kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]:
+            begin_with_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _run_state(self) -> dict[str, Any]:
+        """What this process has measured for the next log, and counted over the run, that is in no file of
+        transformers and TRL: tensors and plain values."""
+        return {
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+            "loss": self._tr_loss,
+            "total_loss": self._total_loss_scalar,
+            "last_logged": self._globalstep_last_logged,
+            "tokens": self._total_train_tokens,
+            "skipped": self.nonfinite.skipped,
+        }
+
+    def _restore_run_state(self, checkpoint: Path) -> dict[str, Any] | None:
+        """What `_run_state` was in `checkpoint`, put back; None where it has none (an older version's, TRL's own). Of
+        another number of processes only what all have counted."""
+        state = run_state.load(checkpoint, self.args.process_index, self.args.world_size, self.args.device)
+        if state is None:
+            return None
+        self._total_loss_scalar, self._total_train_tokens = state["total_loss"], state["tokens"]
+        self.nonfinite.skipped = state["skipped"]
+        if "loss" in state:
+            self._tr_loss, self._globalstep_last_logged = state["loss"], state["last_logged"]
+            self._metrics["train"].update(state["metrics"])
+        return state
+
+    # Logged and saved
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self.ranks.metrics() if self.ranks is not None else {}
+            logs |= {"nonfinite/skipped": float(self.nonfinite.skipped)} if self.nonfinite.policy == "skip" else {}
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Aside, and put in its place when every process has written all of its files: what is named checkpoint-N is
+        whole."""
+        run_dir, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        with _written_into(self, run_dir / SAVING):
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            self._save_own(run_dir / SAVING / name)
+        if self.state.best_global_step:
+            self._name_best(run_dir, run_dir / SAVING / name)
+        self.put_in_place(run_dir / SAVING / name, run_dir / name, made_by(self.args))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best, use_mtime=True)
+
+    def _save_own(self, checkpoint: Path) -> None:
+        """What is perl's in a checkpoint. Every process must come here."""
+        run_state.save(checkpoint, self.args.process_index, self._run_state() | {"processes": self.args.world_size})
+        if self.ranks is not None and self.args.process_index == 0:
+            self.ranks.save(checkpoint)
+
+    def _name_best(self, run_dir: Path, made: Path) -> None:
+        """transformers looks for the best checkpoint among those that are being written."""
+        best = run_dir / f"checkpoint-{self.state.best_global_step}"
+        if best.name == made.name or best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        if self.args.should_save:
+            self.state.save_to_json(str(made / TRAINER_STATE))
+
+    def put_in_place(self, made: Path, folder: Path, contents: dict[str, int] | None = None) -> None:
+        """run_checkpoints.put_in_place, when every process has written its files into `made`; on each node, as it may
+        have a disk of its own. Every process must come here."""
+        for mine in (self.args.process_index == 0, self.args.local_process_index == 0):
+            self.accelerator.wait_for_everyone()
+            if mine:
+                put_in_place(made, folder, contents)
+        self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
@@ -121,22 +213,6 @@ class AdapterTrainer:
         self.write_card(folder, self.state.log_history)  # over PEFT's
         if self.args.push_to_hub and folder != pushed:
             shutil.copyfile(folder / "README.md", pushed / "README.md")
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        if self.ranks is not None and self.args.process_index == 0:
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.ranks.save(Path(self._get_output_dir(trial=trial)) / name)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None and self.ranks is not None:
-            self.ranks.load(Path(checkpoint))
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.ranks is not None and "loss" in logs:
-            logs |= self.ranks.metrics()
-        super().log(logs, start_time)  # type: ignore[misc]
 
     def compute_dtype(self) -> torch.dtype:
         """What the model computes in: mixed precision's dtype, or that of its weights."""
@@ -180,3 +256,36 @@ class AllocateRanks(TrainerCallback):
 
             for parameter in self.ranks.masked():
                 safe_set_full_fp32_param(parameter, parameter.detach().float())
+
+
+class GoOn(TrainerCallback):
+    """A resumed run takes up what it had counted. (transformers sets it to 0 just before this event.)"""
+
+    def __init__(self, restore: Callable[[], Any]):
+        self.restore = restore
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.restore()
+
+
+def begin_with_epoch(loader: Any, epoch: int) -> None:
+    """Put the sampler of a data loader, which no epoch was drawn from yet, where it stands at the start of `epoch`."""
+    sampler: Any = loader
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner
+    if isinstance(sampler, RepeatSampler) and sampler.shuffle:
+        for _ in range(epoch):
+            next(iter(sampler), None)  # draws the order of an epoch
+    elif hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+
+
+@contextlib.contextmanager
+def _written_into(trainer: Any, folder: Path) -> Iterator[None]:
+    """transformers and TRL write a checkpoint into `folder` inside, and push it nowhere."""
+    trainer._get_output_dir = lambda trial: str(folder)
+    trainer._push_from_checkpoint = lambda checkpoint: None
+    try:
+        yield
+    finally:
+        del trainer._get_output_dir, trainer._push_from_checkpoint

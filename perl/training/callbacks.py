@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -18,8 +19,12 @@ from transformers import TrainerCallback
 
 from perl.errors import Stopped
 from perl.records import PROGRESS, clock
+from perl.results import atomic_write
 from perl.training.model_card import CURVE
+from perl.training.run_checkpoints import AUTO, LEFT_BEHIND
 from perl.training.together import fail_with_rank_0
+
+log = logging.getLogger(__name__)
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -40,16 +45,16 @@ and each checkpoint writes all of it."""
 
 
 class MetricsWriter(TrainerCallback):
-    """Appends every log of the trainer to metrics.jsonl, one object a line, from the main process. A disk that is full
-    ends all processes. What the file holds the trainer's history need not hold too: HISTORY alone stays there."""
+    """Appends every log of the trainer to metrics.jsonl, one object a line, from the main process. Of a run that goes
+    on it keeps the rows up to its checkpoint. A disk that is full ends all processes. What the file holds the trainer's
+    history need not hold too: HISTORY alone stays there."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and self.path.is_file() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
-            with self.path.open("ab") as file:
-                file.write(b"\n")  # its last line is torn: the run was killed while it was written
+        if state.is_world_process_zero and self.path.is_file():
+            cut(self.path, state.global_step)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         failure = None
@@ -64,6 +69,30 @@ class MetricsWriter(TrainerCallback):
         if state.log_history:
             last = state.log_history[-1]
             state.log_history[-1] = {name: last[name] for name in HISTORY if name in last}
+
+
+def cut(path: Path, step: int) -> None:
+    """Move the rows of metrics.jsonl after `step` to left_behind/, with a line: an attempt has logged them that goes on
+    from `step` now. So are its summary, which stands at its end alone, and a line that was torn by a kill."""
+    rows = path.read_bytes().splitlines(keepends=True)
+    kept = [row for row in rows if _stays(row, step)]
+    if len(kept) == len(rows):
+        return
+    left = path.parent / LEFT_BEHIND / path.name
+    left.parent.mkdir(exist_ok=True)
+    with left.open("ab") as file:
+        file.writelines(row.rstrip(b"\n") + b"\n" for row in rows if not _stays(row, step))
+    with atomic_write(path, "wb") as file:
+        file.writelines(kept)
+    log.info("%s: %d rows after step %d are moved to %s", path, len(rows) - len(kept), step, left)
+
+
+def _stays(row: bytes, step: int) -> bool:
+    try:
+        found = json.loads(row)
+        return row.endswith(b"\n") and found["step"] <= step and "train_runtime" not in found
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 class ProgressLine(TrainerCallback):
@@ -177,11 +206,13 @@ class StopOnSignal(TrainerCallback):
             return
         if args.world_size > 1:
             torch.distributed.barrier()  # the launcher ends all processes as soon as one ends
-        name = signal.Signals(self.received).name
+        name, more = signal.Signals(self.received).name, f" and --config.training.output_dir {run_dir}"
+        how = f"the same flags{more} --config.training.resume_from_checkpoint {AUTO}"
+        if args.resume_from_checkpoint == AUTO:
+            how = "the same command"
         raise Stopped(
             f"{name} after step {state.global_step} of {state.max_steps}, checkpoint-{state.global_step} is saved;"
-            f" go on with the same flags and --config.training.output_dir {run_dir}"
-            " --config.training.resume_from_checkpoint true",
+            f" run again to go on: {how}",
             self.received,
         )
 

@@ -36,7 +36,7 @@ from perl.errors import UserError
 from perl.sharding import local, resharded, shard_of, whole
 from perl.training.packing import Packed, Packing, Reader, Work, enable_packing, forward_arguments, pack, split_rows
 from perl.training.rollout import evaluation_mode
-from perl.training.rundir import CRITIC
+from perl.training.run_checkpoints import CRITIC
 
 if TYPE_CHECKING:
     from perl.algorithms.algorithm import Scored
@@ -263,7 +263,7 @@ class Critic:
         return self.measured.take(accelerator.reduce, accelerator.device)
 
     def save(self, folder: Path, gather: Gather, write: bool) -> None:
-        """To rundir.CRITIC in `folder`. Every process must come here; the one with `write` writes."""
+        """To run_checkpoints.CRITIC in `folder`. Every process must come here; the one with `write` writes."""
         with resharded(self.policy), gather(self.parameters()):
             tensors = {name: whole(p).cpu().contiguous() for name, p in self.weights.named_parameters()}
         if write:

@@ -26,6 +26,22 @@ class Measurements:
         self._noise = SamplerDifference()
         """Of the clean policy and the noisy one that sampled, over the step's rollouts."""
 
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What has been added since the last `take`: tensors, for `restore` in another process."""
+        return {name: dict(vars(part)) for name, part in self._parts().items()}
+
+    def restore(self, state: dict[str, dict[str, Any]]) -> None:
+        for name, part in self._parts().items():
+            vars(part).update(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "rollouts": self._rollouts,
+            "drift": self._drift,
+            "difference": self._difference,
+            "noise": self._noise,
+        }
+
     def add_rollout(self, batch: dict[str, Any], rewards: torch.Tensor) -> None:
         """A generation batch, and the rewards of all processes, NaN where a row has none."""
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)

@@ -26,7 +26,7 @@ from perl.engines.vllm import cannot_serve
 from perl.errors import UserError, lookup
 from perl.grading import Grader
 from perl.rewards import build_rewards, check_tasks, grades_rows, reward_context
-from perl.training import rundir
+from perl.training import run_checkpoints, rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
 from perl.training.setup import PROBLEM, build_dataset, check_critic_base, load_tokenizer, model_dtype
@@ -94,9 +94,10 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     model_dtype(config)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
         build_rewards(config.reward.functions, reward_context(config, grader))
-    checkpoint = rundir.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
-    rundir.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
-    rundir.check_folder(run_dir, resuming=checkpoint is not None)
+    checkpoint = run_checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
+    run_checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
+    run_checkpoints.check_made(checkpoint, config.training)
+    rundir.check_folder(run_dir, resuming=run_checkpoints.goes_on(config.training.resume_from_checkpoint))
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_critic_base(config, tokenizer)
     check_images(config, tokenizer)

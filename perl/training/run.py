@@ -13,7 +13,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
 from transformers import PrinterCallback
 
 from perl import device
@@ -33,6 +34,7 @@ from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.reward_deadline import RewardDeadline
 from perl.training.rollout_state import NOT_DATA
+from perl.training.run_checkpoints import SAVING, goes_on, leave_behind
 from perl.training.setup import load_critic_base, load_model
 from perl.training.validation import Validation
 from perl.training.vision import language_part
@@ -167,7 +169,10 @@ def agree_on_folder(config: Config | SFTRunConfig, parsed: Parsed) -> Path:
 
 def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked | CheckedRows) -> None:
     """Make the folder with its config.yaml, environment.json and trained_problems.json, and settle where metrics go."""
+    agree_on_checkpoint(checked.checkpoint)
     if config.training.process_index == 0:
+        if goes_on(config.training.resume_from_checkpoint):
+            leave_behind(run_dir, checked.checkpoint)
         rundir.prepare(run_dir, parsed, config.training.world_size)
         data = config.dataset
         # What is trained has seen the problems of those runs too.
@@ -179,6 +184,17 @@ def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, check
         # the hub reads the token from the environment too, and the arguments go to trackers and, pushed, to a pickle.
         os.environ.setdefault("HF_TOKEN", config.training.hub_token)
         config.training.hub_token = None
+
+
+def agree_on_checkpoint(checkpoint: str | None) -> None:
+    """A UserError of every process where they would go on from different ones: each may see a disk of its own."""
+    found = gather_object([checkpoint])
+    if len(set(found)) > 1:
+        said = ", ".join(f"process {rank} {each or 'none'}" for rank, each in enumerate(found))
+        raise UserError(
+            f"--config.training.resume_from_checkpoint: the processes find different checkpoints ({said}); name one"
+            " that all of them see"
+        )
 
 
 def open_validation(config: Config, run_dir: Path, checked: Checked, grader: Grader) -> Validation | None:
@@ -201,20 +217,29 @@ def users_error(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_checkpoint(checkpoint: str | None) -> Iterator[None]:
-    """What torch.load, which reads tensors and plain values alone, refuses of a checkpoint's files is one line."""
+    """What torch.load, which reads tensors and plain values alone, refuses of a checkpoint's files is one line, and so
+    is a file that is cut off (in a checkpoint of an older version, which does not say how long it should be)."""
+    where = f"--config.training.resume_from_checkpoint {checkpoint}: a file in it"
     try:
         yield
     except UnpicklingError as error:
         log.debug("what torch.load refused", exc_info=error)
-        raise UserError(f"--config.training.resume_from_checkpoint {checkpoint}: a file in it {NOT_DATA}") from error
+        raise UserError(f"{where} {NOT_DATA}") from error
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        raise UserError(f"{where} is not whole ({str(error).splitlines()[0]}); name an earlier checkpoint") from error
 
 
 def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
-    """The adapter, or the whole model in the dtype that it computes in, and the tokenizer."""
-    name = trainer.adapter.result
-    folder = run_dir / name
-    trainer.save_model(str(folder))
-    if trainer.args.process_index == 0:
-        if name == "model":
-            store_as(folder, trainer.compute_dtype())
+    """The adapter, or the whole model in the dtype that it computes in, and the tokenizer: whole, or not there."""
+    name, args = trainer.adapter.result, trainer.args
+    made, folder = run_dir / SAVING / name, run_dir / name
+    trainer.save_model(str(made), _internal_call=True)
+    if args.process_index == 0 and name == "model":
+        store_as(made, trainer.compute_dtype())
+    trainer.put_in_place(made, folder)
+    if args.process_index == 0:
         log.info("%s: %s", name, folder.resolve())
+    if args.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)

@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from perl import device
 from perl.config.load import Parsed
 from perl.errors import UserError
@@ -27,13 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRAINER_STATE, ROLLOUT_STATE = "trainer_state.json", "rollout_state_0.pt"
-"""What transformers writes last into a checkpoint, and what GRPO writes after it."""
-CRITIC = Path("critic") / "critic.safetensors"
-"""Where the critic lies in a checkpoint and in a run's folder, if there is one."""
 APPLIED = "peft.json"
 """What is trained, of which layers (perl.adapters.applied.Applied)."""
-
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "PYTORCH_", "VLLM_", "ACCELERATE_", "PERL_")
 SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 
@@ -66,57 +59,12 @@ def check_folder(run_dir: Path, resuming: bool) -> None:
     if (run_dir / METRICS).exists() and not resuming:
         raise UserError(
             f"--config.training.output_dir {run_dir} already holds a run; give another folder,"
-            " or go on with --config.training.resume_from_checkpoint true"
+            " or go on with --config.training.resume_from_checkpoint auto"
         )
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         why = "can't be written to" if there.is_dir() else "is no folder"
         raise UserError(f"--config.training.output_dir {run_dir}: {there} {why}; give another folder")
-
-
-def find_checkpoint(wanted: str | None, run_dir: Path, last_file: str = ROLLOUT_STATE) -> str | None:
-    """The checkpoint to go on from: `true` is the last one in the run's folder, else a path. A UserError where it is
-    not there.
-
-    Args:
-        last_file: what the trainer writes last into a checkpoint.
-    """
-    if wanted is None or str(wanted).lower() in ("false", "none", "null", ""):
-        return None
-    flag = "--config.training.resume_from_checkpoint"
-    if str(wanted).lower() == "true":
-        last = last_whole_checkpoint(run_dir, last_file)
-        if last is None:
-            raise UserError(
-                f"{flag} true: no checkpoint in {run_dir}; name the run's folder with --config.training.output_dir,"
-                " or a checkpoint's path"
-            )
-        return str(last)
-    if not (Path(wanted) / TRAINER_STATE).is_file():
-        raise UserError(f"{flag}: {wanted} is no checkpoint (it has no trainer_state.json)")
-    return str(wanted)
-
-
-def check_critic(checkpoint: str | None, algorithm: str, has_critic: bool) -> None:
-    """Raise a UserError for a checkpoint of an algorithm with a critic where this one has none, and the other way
-    round."""
-    if checkpoint is not None and (Path(checkpoint) / CRITIC).is_file() != has_critic:
-        raise UserError(
-            f"--config.training.resume_from_checkpoint {checkpoint}: it holds {'no' if has_critic else 'a'} critic, and"
-            f" --config.algorithm.name {algorithm} has {'one' if has_critic else 'none'}; go on with the algorithm of"
-            " the run's config.yaml"
-        )
-
-
-def last_whole_checkpoint(run_dir: Path, last_file: str = ROLLOUT_STATE) -> Path | None:
-    """The checkpoint of the highest step that was written to its end; one that a crash left half-written is passed
-    over with a line."""
-    folders = [f for f in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if f.name.rpartition("-")[2].isdigit()]
-    for folder in sorted(folders, key=lambda f: int(f.name.rpartition("-")[2]), reverse=True):
-        if (folder / TRAINER_STATE).is_file() and (folder / last_file).is_file():
-            return folder
-        log.warning("%s is incomplete: not resumed from", folder)
-    return None
 
 
 def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:

@@ -29,7 +29,7 @@ from perl.prompts import build_messages
 from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
 from perl.tasks.files import Row
 from perl.tasks.trained import problem_hash
-from perl.training import rundir
+from perl.training import run_checkpoints, rundir
 from perl.training.setup import PROBLEM, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
 
@@ -67,8 +67,9 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     check_length(training)
     check_trackers(training)
     model_dtype(config)
-    checkpoint = rundir.find_checkpoint(training.resume_from_checkpoint, run_dir, rundir.TRAINER_STATE)
-    rundir.check_folder(run_dir, resuming=checkpoint is not None)
+    checkpoint = run_checkpoints.find_checkpoint(training.resume_from_checkpoint, run_dir)
+    run_checkpoints.check_made(checkpoint, training)
+    rundir.check_folder(run_dir, resuming=run_checkpoints.goes_on(training.resume_from_checkpoint))
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     if has_images(tokenizer):
         raise UserError(

@@ -12,7 +12,7 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
             -> _compute_loss              loss          passes: log-probabilities; loss: ratio, KL; TRL's loss; with a
                                                         critic: its values, of the same pass, and their loss
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
-    log, _save_checkpoint                               measurements, aqn/…; rollout_state: rollouts still to be used
+    log, _save_own                                      measurements, aqn/…; rollout_state: rollouts still to be used
 
 `with self.clock(…)` marks the phases that perl/training/metrics.py measures; what is in none is the update.
 """
@@ -713,8 +713,27 @@ class PerlGRPOTrainer(PolicyPasses):
             logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
         super().log(logs, start_time)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+    def _run_state(self) -> dict[str, Any]:
+        state = super()._run_state() | {"measured": self.measured.state(), "weights": list(self.rollout.weights)}
+        if self.critic:
+            state["critic"] = dict(vars(self.critic.measured))
+        if self.noise:
+            state["rms"] = self.noise.rms
+        return state
+
+    def _restore_run_state(self, checkpoint: Path) -> dict[str, Any] | None:
+        state = super()._restore_run_state(checkpoint) or {}
+        if self.noise and "rms" in state:  # of the weights as the run began; norms may be trained
+            self.noise.rms[:] = state["rms"]
+        if "measured" in state:
+            self.measured.restore(state["measured"])
+            self.rollout.weights = Weights(*state["weights"])
+        if self.critic and "critic" in state:
+            vars(self.critic.measured).update(state["critic"])
+        return state
+
+    def _save_own(self, checkpoint: Path) -> None:
+        super()._save_own(checkpoint)
         window = self.args.steps_per_generation * self.num_iterations  # type: ignore[operator]  # set by GRPOConfig
         pending: Any = self._buffered_inputs
         state = rollout_state.RolloutState(
@@ -726,7 +745,6 @@ class PerlGRPOTrainer(PolicyPasses):
             kl_coefficient=self.kl_coefficient.value,
             stream=self.dynamic_sampling.stream.state() if self.dynamic_sampling else None,
         )
-        checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.save_critic(checkpoint)
         rollout_state.save(checkpoint, self.args.process_index, state)
 

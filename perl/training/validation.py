@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -54,6 +53,7 @@ from perl.scoring.samples import record_of
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
 from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
+from perl.training.run_checkpoints import SAVING, put_in_place
 from perl.training.together import failing_together
 from perl.training.validation_setup import ValidationSetup
 
@@ -237,19 +237,12 @@ class Validation(TrainerCallback):
         if self.best is not None and value <= self.best:
             return
         self.best = value
-        folder, made = self.run_dir / BEST, self.run_dir / f".{BEST}.partial"
-        if self.rank == 0:
-            shutil.rmtree(made, ignore_errors=True)
+        folder, made = self.run_dir / BEST, self.run_dir / SAVING / BEST
         save_adapter(made)
         if self.rank == 0:
             core = {name: number for name, number in metrics.items() if name.startswith("val-")}
             write_json(made / BEST_FILE, {"step": step, "metric": self.chosen_by, "value": value, "metrics": core})
-            before = self.run_dir / f".{BEST}.before"
-            shutil.rmtree(before, ignore_errors=True)
-            if folder.exists():
-                folder.rename(before)
-            made.rename(folder)
-            shutil.rmtree(before, ignore_errors=True)
+            put_in_place(made, folder)
         log.info(
             "validation: the best %s so far is that of step %d (%.4f): %s", self.setup.trained, step, value, folder
         )

@@ -1,0 +1,93 @@
+"""A resumed run is the run that was never interrupted: adapter, metrics and prompts, with every setting that keeps
+something from step to step."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from perl.config.schema import NoiseConfig, PeftConfig
+from perl.training.callbacks import MetricsWriter
+from tests.trainers import SUMS, make_trainer, reward_tokens
+
+STEPS, CUT = 7, 5
+"""Of three steps an epoch and a log: the cut lies in the second epoch, between two logs, and, where a rollout serves
+two updates, between these."""
+NOISE = {"enabled": True, "seed": 3, "sigma_start": 0.5, "sigma_end": 0.1, "num_stages": 3}
+TARGET_KL = NOISE | {"schedule": "target_kl", "target_kl_start": 0.05, "target_kl_end": 0.01, "sigma_start": 0.1}
+DAPO = {"name": "dapo", "dynamic_sampling": True, "max_resample_factor": 3.0}
+WINDOW = {"steps_per_generation": 4}
+SETTINGS = {
+    "plain": {"engine": "generate"},
+    "steps_per_generation": WINDOW,
+    "num_iterations": {"num_iterations": 2},
+    "noise": {"noise": NOISE | {"relative": True}, **WINDOW},
+    "noise on trained norms": {"adapter": "none", "noise": NOISE | {"relative": True}, "learning_rate": 0.1},
+    "target_kl": {"noise": TARGET_KL, **WINDOW},
+    "old_logps noisy": {"noise": NOISE | {"old_logps": "noisy"}, **WINDOW},
+    "dropout": {"peft": PeftConfig(r=4, lora_alpha=8, lora_dropout=0.3)},
+    "dapo": {"algorithm": DAPO, **WINDOW},
+    "ppo": {
+        "algorithm": {"name": "ppo"},
+        "engine": "fast",
+        "num_generations": 1,
+        "prompts": [*SUMS, *SUMS[:8]],
+        **WINDOW,
+    },
+    "kl in the reward": {"algorithm": {"kl_in_reward": 0.1, "kl_in_reward_target": 0.01, "kl_in_reward_horizon": 20}},
+}
+TIMES = ("timing/", "perf/", "time", "step_time", "train_runtime", "train_samples_per", "train_steps_per")
+
+
+def rows(folder):
+    """metrics.jsonl without what is a time."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in found]
+
+
+def run(folder, checkpoint=None, **settings):
+    """Train in `folder`; the trained weights, and which prompts each rollout was for."""
+    prompts = []
+
+    def reward(prompts_seen=prompts, **columns):
+        step = columns["trainer_state"].global_step
+        prompts_seen.append((step, [prompt[-1]["content"] for prompt in columns["prompts"]]))
+        return reward_tokens(columns["completion_ids"])
+
+    fixed = {
+        "engine": "fast",
+        "max_steps": STEPS,
+        "prompts": SUMS[:6],
+        "logging_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": CUT,
+    }
+    noise = settings.pop("noise", None)
+    trainer = make_trainer(
+        folder,
+        noise=noise and NoiseConfig(**noise),
+        rewards=[reward],
+        callbacks=[MetricsWriter(folder / "metrics.jsonl")],
+        **(fixed | settings),
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    if trainer.critic is not None:
+        weights |= {f"critic {name}": tensor for name, tensor in trainer.critic.weights.state_dict().items()}
+    return weights, prompts
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path, name):
+    whole, asked = run(tmp_path / "whole", **SETTINGS[name])
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    torch.manual_seed(123)  # whatever state a process is in must not matter
+    resumed, rest = run(tmp_path / "cut", str(tmp_path / "cut" / f"checkpoint-{CUT}"), **SETTINGS[name])
+    assert rest == asked[-len(rest) :]
+    assert len(rest) < len(asked)
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(tensor, resumed[parameter]) for parameter, tensor in whole.items())
+    expected = rows(tmp_path / "whole")
+    assert [row["step"] for row in expected] == [3, 6, 7]
+    assert rows(tmp_path / "cut") == expected
