@@ -186,12 +186,18 @@ def get_model(model: str, folder: Path, console: Console) -> Path:
 
 def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console) -> Path:
     """Train from the start, or from the last checkpoint of an attempt that was interrupted."""
+    return train(module, recipe, [*flags, *resume_flags(module, folder)], folder, console)
+
+
+def resume_flags(module: str, folder: Path) -> list[str]:
+    """What has a training go on from the last checkpoint in its folder; without one the folder is removed, and the
+    training starts again."""
     last_file = rundir.TRAINER_STATE if module == "perl.sft" else rundir.ROLLOUT_STATE
     if folder.is_dir() and rundir.last_whole_checkpoint(folder, last_file) is not None:
-        flags = [*flags, "--config.training.resume_from_checkpoint", "true"]
-    elif folder.is_dir():
+        return ["--config.training.resume_from_checkpoint", "true"]
+    if folder.is_dir():
         shutil.rmtree(folder)  # ended before its first checkpoint
-    return train(module, recipe, flags, folder, console)
+    return []
 
 
 def data_flags(folder: Path, name: str) -> list[str]:
