@@ -225,7 +225,9 @@ def curve_of(logs: Sequence[Sequence[tuple[int, float]]], metric: str) -> Curve 
     if not logs or not all(logs):
         return None
     size = window(min(map(len, logs)))
-    smooth = [dict(zip([step for step, _ in own], running_mean([v for _, v in own], size), strict=True)) for own in logs]
+    smooth = [
+        dict(zip([step for step, _ in own], running_mean([v for _, v in own], size), strict=True)) for own in logs
+    ]
     steps = sorted(set.intersection(*map(set, smooth)))
     if not steps:
         return None
@@ -250,7 +252,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     def nested(found: Mapping[Place, Any]) -> dict[str, dict[str, Any]]:
         made: dict[str, dict[str, Any]] = {}
         for place, value in found.items():
-            plain = value._asdict() if isinstance(value, tuple) else round(value, 6)
+            plain = value._asdict() if isinstance(value, Estimate | Change) else round(value, 6)
             made.setdefault(place.dataset, {})[place.kind] = plain
         return made
 
