@@ -29,11 +29,11 @@ from perl.reports.methods_page import write_comparison
 from perl.results import read_json, write_json
 from perl.scoring.problem_sets import named
 from perl.scoring.statistics import Change, Estimate
-from perl.tasks import data_name, load_problems, training_split
+from perl.tasks import TASKS, data_name, load_problems, training_split
 from perl.tools.launch import accelerate_config, requested_processes
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
 from perl.tools.stages import StageError
-from perl.tools.sweep.grid import Grid, check, make_grid, said, slug
+from perl.tools.sweep.grid import Grid, check, make_grid, slug
 from perl.tools.sweep.work import LOCK, STAGE_LOCK, Workshop, alone, surroundings, work
 
 OWN_EVAL_FLAGS = ("model", "adapter", "dataset", "result_dir", "n", "temperature", "compare", "rescore")
@@ -79,6 +79,7 @@ def run(args: Any) -> int:
     output = Path(args.output or f"outputs/sweep_{Path(args.recipe).stem}").expanduser().absolute()
     flags = given_flags(args)
     program, notes = program_of(args.recipe, flags[::2], args.method)
+    check_eval_flags(args.eval_flags)
     grid = make_grid(program, args.recipe, flags, args.vary or [], int(args.seeds), output)
     devices = device.detect()
     processes = requested_processes(devices)
@@ -89,7 +90,7 @@ def run(args: Any) -> int:
     settings = {
         "vary": list(grid.vary),
         "evaluation": {"flags": evaluator, "n": int(args.n)},
-        "config": {"program": program.name, **said(program, args.recipe, grid.flags)},
+        "config": {"program": program.name, **grid.said},
     }
     check_output(output, settings)
     console = Console(stderr=args.json)
@@ -184,8 +185,6 @@ def of_recipe(config: Config | SFTRunConfig) -> list[str]:
 
 def held_out(dataset: str) -> str | None:
     """The test split of a task whose training split is another one, or test.jsonl next to train.jsonl."""
-    from perl.tasks import TASKS
-
     path, name = Path(dataset).expanduser(), data_name(dataset)
     if name in TASKS:
         hub = TASKS[name].hub
@@ -201,19 +200,24 @@ def evaluator_flags(datasets: Mapping[str, str], further: str, configs: Sequence
     """Flags of perl/eval.py that all evaluations have. Completions may be as long as in training, unless `further` says
     otherwise; the same seed for all, so that equal models have equal scores."""
     words = shlex.split(further)
-    for name in OWN_EVAL_FLAGS:
-        if any(word.partition("=")[0] == f"--{name}" for word in words):
-            raise UserError(f"--eval_flags --{name}: the sweep sets it; leave it out")
     lengths = [config.training.max_completion_length for config in configs if isinstance(config, Config)]
     longest = max((length for length in lengths if length), default=None)
     flags = ["--dataset", ",".join(datasets.values()), "--seed", "0"]
     if longest and not any(word.startswith("--max_new_tokens") for word in words):
         flags += ["--max_new_tokens", str(longest)]
-    try:
-        parse_evaluation(["--model", "base", *flags, *words])
-    except UserError as error:
-        raise UserError(f"--eval_flags: {error}" if further else str(error)) from error
     return [*flags, *words]
+
+
+def check_eval_flags(further: str) -> None:
+    """A UserError for flags that perl/eval.py does not know, or that the sweep sets itself."""
+    try:
+        words = shlex.split(further)
+        for name in OWN_EVAL_FLAGS:
+            if any(word.partition("=")[0] == f"--{name}" for word in words):
+                raise UserError(f"--{name}: the sweep sets it; leave it out")
+        parse_evaluation(["--model", "base", "--dataset", "any", *words])
+    except (UserError, ValueError) as error:
+        raise UserError(f"--eval_flags {error}") from error
 
 
 # The folder

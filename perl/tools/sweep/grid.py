@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from perl.config.load import OF_ONE_RUN, Config, Program, build_parser, parse_for, read_recipe
+from perl.config.parser import Parser
 from perl.config.sft import SFTRunConfig
 from perl.errors import UserError, nearest
 from perl.redact import drop_secrets
@@ -32,8 +33,10 @@ class Grid:
     """Of all runs."""
     vary: Mapping[str, Sequence[str]]
     """Values by field."""
+    said: Mapping[str, Any]
+    """What recipe and flags say, by field, without secrets and seeds: what all runs have in common."""
     runs: Sequence[Run]
-    """All seeds of the first values first; perl.tools.sweep.work takes the first seed of all values first."""
+    """All seeds of the first values first."""
 
     def argv(self, run: Run) -> list[str]:
         """Flags of one run's training, without those that say where it is written."""
@@ -58,7 +61,8 @@ def make_grid(
     for name in fields:
         if f"--config.{name}" in flags:
             raise UserError(f"--config.{name}: --vary {name} has its values; leave the flag out")
-    seed = first_seed(program, recipe, flags)
+    said = what_is_said(parser, program, recipe, flags)
+    seed = int(said.get("common.seed", program.groups["common"]().seed))
     of_seeds = [f"--config.{name}" for name in SEEDS]
     pairs = zip(flags[::2], flags[1::2], strict=True)
     common = [word for pair in pairs if pair[0] not in of_seeds for word in pair]
@@ -68,7 +72,8 @@ def make_grid(
         for number in range(seed, seed + seeds):
             folder = output / "runs" / folder_of(chosen) / f"seed_{number}"
             runs.append(Run(values=chosen, seed=number, model="", folder=folder))
-    return Grid(program=program, recipe=recipe, flags=common, vary=fields, runs=runs)
+    kept = drop_secrets({name: said[name] for name in sorted(said) if name not in (*SEEDS, *ONE_RUN)})
+    return Grid(program=program, recipe=recipe, flags=common, vary=fields, said=kept, runs=runs)
 
 
 def read_vary(vary: Sequence[str], known: Sequence[str]) -> dict[str, list[str]]:
@@ -109,26 +114,14 @@ def split_values(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
-def said(program: Program, recipe: str, flags: Sequence[str]) -> dict[str, Any]:
-    """What recipe and flags say, by field, as plain values without secrets and seeds: what all runs have in common."""
-    parser = build_parser(program)
+def what_is_said(parser: Parser, program: Program, recipe: str, flags: Sequence[str]) -> dict[str, Any]:
+    """What the flags say, and else the recipe, by field: as plain values."""
     given = parser.parse_args(list(flags), defaults=False).get("config")
     written = read_recipe(recipe, parser, program).get("config")
     found = {name: value for source in (written, given) if source for name, value in source.items()}
-    kept = {name: value for name, value in sorted(found.items()) if name not in (*SEEDS, *ONE_RUN)}
-    return drop_secrets(json.loads(json.dumps(kept, default=str)))
-
-
-def first_seed(program: Program, recipe: str, flags: Sequence[str]) -> int:
-    """The seed that a flag gives, else the recipe's, else the default."""
-    parser = build_parser(program)
-    given = parser.parse_args(list(flags), defaults=False).get("config")
-    written = read_recipe(recipe, parser, program).get("config")
-    for source in (given, written):
-        for name in SEEDS:
-            if source and source.get(name) is not None:
-                return int(source[name])
-    return int(program.groups["common"]().seed)
+    if seeds := [source[name] for source in (given, written) if source for name in SEEDS if name in source]:
+        found["common.seed"] = seeds[0]
+    return json.loads(json.dumps(found, default=str))
 
 
 def folder_of(values: Mapping[str, str]) -> str:
