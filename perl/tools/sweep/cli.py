@@ -24,6 +24,7 @@ from perl.config.schema import data_sets
 from perl.config.sft import SFTRunConfig
 from perl.config.types import PositiveInt
 from perl.errors import Stopped, UserError
+from perl.redact import redact
 from perl.reports.methods import COMPARISON, PAGE, SAMPLED, SETTINGS, Comparison, Place, Run, as_json, compare
 from perl.reports.methods_page import write_comparison
 from perl.results import read_json, write_json
@@ -263,7 +264,7 @@ def show_runs(grid: Grid, runs: Sequence[Run], evaluator: Sequence[str], as_line
     ordered = sorted(runs, key=lambda run: run.seed)
     if as_line:
         rows = [
-            {"values": dict(r.values), "seed": r.seed, "finished": r.state.finished, "flags": grid.argv(r)}
+            {"values": dict(r.values), "seed": r.seed, "finished": r.state.finished, "flags": redact(grid.argv(r))}
             for r in ordered
         ]
         print(json.dumps({"program": grid.program.name, "runs": rows, "evaluation": list(evaluator)}))
@@ -271,7 +272,7 @@ def show_runs(grid: Grid, runs: Sequence[Run], evaluator: Sequence[str], as_line
     for number, each in enumerate(ordered, start=1):
         state = "  (finished before)" if each.state.finished else ""
         print(f"[{number}/{len(ordered)}] {each.name}{state}")
-        print(f"      python -m {grid.program.name} {shlex.join(grid.argv(each))}")
+        print(f"      python -m {grid.program.name} {shlex.join(redact(grid.argv(each)))}")
     print(f"each is scored by perl/eval.py {shlex.join(evaluator)}; one run at a time")
 
 
