@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from perl.errors import UserError
 from perl.reports.curves import NAMES, Curves, spacing
+from perl.scoring.statistics import CONFIDENCE, t_quantile, t_tails
 
 LIMITS = {"reward": 0.04, "loss": 0.02}
 """Of the relative MAE, as the guide has them; metrics without one are shown for information."""
@@ -32,7 +33,6 @@ THROUGHPUT_STEPS = 4
 """Rollouts whose mean throughput the guide compares: verl's first four steps."""
 NEAR_ZERO = 0.01
 """Mean of |A| below which, and in a curve that changes its sign at all, a relative error says nothing."""
-CONFIDENCE = 0.95
 SAMPLING_NOTE = (
     "one run a side: with another sampling seed the same run differs by up to 6 % in means of ten rollouts, and by more"
     " from rollout to rollout (docs/evaluation.md), so that 4 % decides nothing for sampled curves; write several seeds"
@@ -439,24 +439,6 @@ def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float, 
     degrees = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
     reach = t_quantile(degrees) * error
     return difference, difference - reach, difference + reach, t_tails(difference / error, degrees)
-
-
-def t_tails(t: float, degrees: float) -> float:
-    """Probability that Student's t with `degrees` of freedom lies beyond -|t| or |t|."""
-    import mpmath
-
-    return float(mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
-
-
-def t_quantile(degrees: float) -> float:
-    """The t beyond which lie 1 - CONFIDENCE of both tails."""
-    low, high = 0.0, 1.0
-    while t_tails(high, degrees) > 1 - CONFIDENCE:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tails(middle, degrees) > 1 - CONFIDENCE else (low, middle)
-    return high
 
 
 def throughput(runs: Sequence[Curves], count: int, axis: Axis) -> dict[str, Any] | None:

@@ -13,6 +13,8 @@ from markupsafe import Markup
 from perl.reports.svg import WIDTH, Scale, drawing, element, line, path, rect, text, ticks, title
 
 BINS = 28
+COLOURS = 8
+"""Of lines in one chart; a further line has the first one's again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Line:
     """What it is called in the legend."""
     points: Sequence[tuple[int, float]]
     """(step, value), ascending, at least one."""
+    band: Sequence[tuple[int, float, float]] = ()
+    """(step, low, high) of what is drawn behind the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +309,7 @@ def trend(
     top, right, bottom = 30, 14, 36
     x_word = x_name.split()[-1]
     values = [value for line in lines for _, value in line.points]
+    values += [value for line in lines for _, *reach in line.band for value in reach]
     steps = [step for line in lines for step, _ in line.points]
     levels = ticks(min([*values, *span]), max([*values, *span]), 5)
     labels = [f"{level:,.10g}".replace("-", "−") for level in levels]
@@ -323,7 +328,12 @@ def trend(
     middle = (left + WIDTH - right) / 2
     parts.append(text(x_name, middle, TREND_HEIGHT - 4, text_anchor="middle", class_="tick"))
     for number, each in enumerate(lines):
-        parts += trace(each, x, y, number, smooth)
+        if len(each.band) > 1:
+            upper = [(x(step), y(high)) for step, _, high in each.band]
+            lower = [(x(step), y(low)) for step, low, _ in reversed(each.band)]
+            parts.append(path([*upper, *lower], class_=f"band s{number % COLOURS}"))
+    for number, each in enumerate(lines):
+        parts += trace(each, x, y, number % COLOURS, smooth)
     parts.append(line(left, top, left, TREND_HEIGHT - bottom, class_="cursor", visibility="hidden"))
     return drawing(
         TREND_HEIGHT,

@@ -30,6 +30,18 @@ class Difference(NamedTuple):
     """none: no difference that this many problems could show."""
 
 
+class Change(NamedTuple):
+    """A mean of paired differences over seeds and problems."""
+
+    value: float
+    low: float
+    high: float
+    verdict: Literal["better", "worse", "none"]
+    """none: no difference that so many seeds and problems could show."""
+
+
+CONFIDENCE = 0.95
+"""Of the intervals over seeds."""
 FEWEST = 6
 """Clusters that have to differ before anything is shown: if signs were coins, five of five equal ones would still come
 up in 2 / 2^5 = 6 % of all cases, six of six in 3 %."""
@@ -149,3 +161,65 @@ def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable]
     shown = changed >= FEWEST and not low <= 0 <= high
     detectable = min(1.0, max((1.959964 + 0.841621) * error, FEWEST / count if error == 0 else 0.0))
     return Difference(value, low, high, detectable, ("better" if value > 0 else "worse") if shown else "none")
+
+
+def over_seeds(scores: Sequence[Sequence[float]], clusters: Sequence[Hashable]) -> Estimate:
+    """Mean score of trainings that differ in their seed alone, all scored on the same problems, with a 95 % interval.
+
+    A new seed and other problems would both move the mean: the reach of Student's t over the seeds' means and that of
+    `clustered_bootstrap` over the problems' are added as squares (the MOVER of Zou and Donner 2008, Statistics in
+    Medicine 27, for a sum of independent parts). One seed tells nothing of others: the interval is then the problems'.
+
+    Args:
+        scores: of each seed, one number a problem, in one order, each within [0, 1].
+        clusters: the cluster of each problem.
+    """
+    problems = clustered_bootstrap(np.mean(scores, axis=0).tolist(), clusters)
+    low, high = _widened(problems, seeds_reach([float(np.mean(of_seed)) for of_seed in scores]))
+    return Estimate(problems.value, max(low, 0.0), min(high, 1.0))
+
+
+def paired_over_seeds(differences: Sequence[Sequence[float]], clusters: Sequence[Hashable]) -> Change:
+    """Mean difference of two methods that were trained with the same seeds and scored on the same problems, with a
+    95 % interval as that of `over_seeds`. A difference is shown where the interval leaves out 0 and at least FEWEST
+    clusters differ.
+
+    Args:
+        differences: of each seed, score of the one minus score of the other, one number a problem, within [-1, 1].
+        clusters: the cluster of each problem.
+    """
+    problems = paired_difference(np.mean(differences, axis=0).tolist(), clusters)
+    low, high = _widened(problems, seeds_reach([float(np.mean(of_seed)) for of_seed in differences]))
+    shown = problems.verdict != "none" and not low <= 0 <= high
+    return Change(problems.value, max(low, -1.0), min(high, 1.0), problems.verdict if shown else "none")
+
+
+def _widened(interval: Estimate | Difference, reach: float) -> tuple[float, float]:
+    value = interval.value
+    return value - math.hypot(value - interval.low, reach), value + math.hypot(interval.high - value, reach)
+
+
+def seeds_reach(means: Sequence[float]) -> float:
+    """Half of Student's t interval of the mean of `means`; 0 of a single one, which tells nothing."""
+    if len(means) < 2:
+        return 0.0
+    error = float(np.std(means, ddof=1)) / math.sqrt(len(means))
+    return t_quantile(len(means) - 1) * error
+
+
+def t_tails(t: float, degrees: float) -> float:
+    """Probability that Student's t with `degrees` of freedom lies beyond -|t| or |t|."""
+    import mpmath
+
+    return float(mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
+
+
+def t_quantile(degrees: float) -> float:
+    """The t beyond which lie 1 - CONFIDENCE of both tails."""
+    low, high = 0.0, 1.0
+    while t_tails(high, degrees) > 1 - CONFIDENCE:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tails(middle, degrees) > 1 - CONFIDENCE else (low, middle)
+    return high

@@ -46,15 +46,21 @@ def plan(argv: list[str]) -> dict[str, str]:
     config = parsed.build(processes)
     run_dir = values.training.output_dir or default_run_dir(values, devices.kind)
     check_run(config, Path(run_dir))
-    variable = device.VISIBILITY_VARIABLE[devices.kind]
-    visible = device.worker_environment(0).get(variable, "") if variable and processes == 1 else ""
+    visible = visible_device(devices.kind, processes)
     return {
         "DEVICE": devices.kind,
         "NUM_PROCESSES": str(processes),
         "ACCELERATE_CONFIG": accelerate_config(devices.kind, processes),
         "RUN_DIR": str(Path(run_dir).absolute()),
-        "VISIBLE": f"{variable}={visible}" if visible else "",
+        "VISIBLE": "".join(f"{variable}={number}" for variable, number in visible.items()),
     }
+
+
+def visible_device(kind: device.Kind, processes: int) -> dict[str, str]:
+    """The variable that shows a single process a single device; empty where nothing is to be hidden."""
+    variable = device.VISIBILITY_VARIABLE[kind]
+    visible = device.worker_environment(0).get(variable, "") if variable and processes == 1 else ""
+    return {variable: visible} if variable and visible else {}
 
 
 def requested_processes(devices: device.Devices) -> int:

@@ -9,8 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
@@ -63,6 +63,20 @@ class Evaluation:
     seed: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What a stage runs in."""
+
+    folder: Path = ROOT
+    variables: Mapping[str, str] = field(default_factory=lambda: {"HF_HUB_OFFLINE": "1"})
+    """Of its environment, over this process's own."""
+    kept_open: tuple[int, ...] = ()
+    """File descriptors that the stage keeps open as long as it runs, such as that of a lock."""
+
+
+HERE = Where()
+
+
 def evaluate(how: Evaluation, folder: Path, console: Console, adapter: Path | None = None) -> Scores:
     """Score the base model, or the base with `adapter`: sampled and greedy at the same time, a core for each. The
     evaluator goes on with what an interrupted one has left in `folder`."""
@@ -70,18 +84,13 @@ def evaluate(how: Evaluation, folder: Path, console: Console, adapter: Path | No
     command += ["--dataset", str(how.held_out), "--seed", str(how.seed)]
     command += ["--adapter", str(adapter)] if adapter else []
     command += ["--use_vllm"] if how.engine == "vllm" else []
-    running = []
-    with contextlib.ExitStack() as stages, console.status("evaluating"):
-        for name, sampling in (("sampled", how.sampled), ("greedy", how.greedy)):
-            flags = {"n": sampling.n, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
-            words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-            log = folder / f"{name}.log"
-            process = stages.enter_context(start([*command, *words, "--result_dir", str(folder / name)], log))
-            running.append((process, log))
-        for process, _ in running:
-            process.wait()
-    for process, log in running:
-        finish(process, log, "evaluation")
+    commands = {}
+    for name, sampling in (("sampled", how.sampled), ("greedy", how.greedy)):
+        flags = {"n": sampling.n, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
+        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        commands[folder / f"{name}.log"] = [*command, *words, "--result_dir", str(folder / name)]
+    with console.status("evaluating"):
+        run_at_once(commands, "evaluation")
     scores = read_scores(how, folder)
     console.print(f"      avg@{how.sampled.n} {scores.sampled}  greedy {scores.greedy}", highlight=False, markup=False)
     return scores
@@ -110,15 +119,27 @@ def report(folders: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def run(command: Sequence[str], log: Path, stage: str) -> None:
+def run(command: Sequence[str], log: Path, stage: str, where: Where = HERE) -> None:
     """Run a stage to its end; raise a StageError when it failed."""
-    with start(command, log) as process:
+    with start(command, log, where=where) as process:
+        finish(process, log, stage)
+
+
+def run_at_once(commands: Mapping[Path, Sequence[str]], stage: str, where: Where = HERE) -> None:
+    """Run commands, each with its log, at the same time; raise a StageError when one failed."""
+    with contextlib.ExitStack() as stages:
+        running = {log: stages.enter_context(start(command, log, where=where)) for log, command in commands.items()}
+        for process in running.values():
+            process.wait()
+    for log, process in running.items():
         finish(process, log, stage)
 
 
 @contextlib.contextmanager
-def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """Start a stage in the repository's root. Its output goes to `log`, or to the caller with `pipe`.
+def start(
+    command: Sequence[str], log: Path, *, pipe: bool = False, where: Where = HERE
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a stage. Its output goes to `log`, or to the caller with `pipe`.
 
     What still runs when the block ends, as after Ctrl-C, gets SIGTERM, the processes that it started too, and is waited
     for: a training saves a checkpoint, and nothing goes on in a folder that the next attempt takes. A shell that waits
@@ -126,14 +147,15 @@ def start(command: Sequence[str], log: Path, *, pipe: bool = False) -> Iterator[
     death of its parent.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **where.variables}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with log.open("w", encoding="utf-8") as file:
         output: int | IO[str] = subprocess.PIPE if pipe else file
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=where.folder,
             env=environment,
+            pass_fds=where.kept_open,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -5,7 +5,18 @@ import math
 import numpy as np
 import pytest
 
-from perl.scoring.statistics import Estimate, clustered_bootstrap, majority_at_k, pass_at_k, powers_of_two
+from perl.scoring.statistics import (
+    Estimate,
+    clustered_bootstrap,
+    majority_at_k,
+    over_seeds,
+    paired_difference,
+    paired_over_seeds,
+    pass_at_k,
+    powers_of_two,
+    seeds_reach,
+    t_quantile,
+)
 
 
 def test_pass_at_k_is_chens_estimator():
@@ -83,3 +94,36 @@ def test_all_right_and_all_wrong_keep_an_interval():
 
 def test_no_problems_give_nan():
     assert np.isnan(clustered_bootstrap([], []).value)
+
+
+def test_students_t_by_the_tables():
+    assert t_quantile(1) == pytest.approx(12.7062, abs=1e-4)
+    assert t_quantile(2) == pytest.approx(4.30265, abs=1e-5)
+    assert seeds_reach([0.4, 0.5, 0.6]) == pytest.approx(4.30265 * 0.1 / 3**0.5, abs=1e-5)
+    assert seeds_reach([0.4]) == 0.0
+
+
+def test_over_seeds_widens_the_problems_interval_by_that_of_the_seeds():
+    problems = [str(i) for i in range(10)]
+    flat = over_seeds([[0.4] * 10, [0.5] * 10, [0.6] * 10], problems)  # no problem differs from another
+    assert flat.value == pytest.approx(0.5)
+    assert (flat.low, flat.high) == (pytest.approx(0.5 - 0.248414, abs=1e-5), pytest.approx(0.5 + 0.248414, abs=1e-5))
+    one = [[1.0] * 4 + [0.0] * 6]
+    assert over_seeds(one, problems) == pytest.approx(clustered_bootstrap(one[0], problems))
+    equal = over_seeds(one * 3, problems)  # seeds that agree leave the problems' interval
+    assert (equal.low, equal.high) == pytest.approx(clustered_bootstrap(one[0], problems)[1:])
+    far = over_seeds([[1.0] * 10, [0.5] * 10], problems)
+    assert (far.low, far.high) == (0.0, 1.0)
+
+
+def test_a_change_is_shown_by_seeds_and_problems_together():
+    problems = [str(i) for i in range(10)]
+    shown = paired_over_seeds([[0.2] * 10, [0.3] * 10, [0.4] * 10], problems)
+    assert shown.value == pytest.approx(0.3)
+    assert (shown.low, shown.verdict) == (pytest.approx(0.3 - 0.248414, abs=1e-5), "better")
+    assert paired_over_seeds([[-0.2] * 10, [-0.3] * 10, [-0.4] * 10], problems).verdict == "worse"
+    assert paired_over_seeds([[0.1] * 10, [0.3] * 10, [0.5] * 10], problems).verdict == "none"  # 0.3 - 0.497
+    few = [[0.3] * 5 + [0.0] * 5] * 3  # five problems differ
+    assert paired_over_seeds(few, problems).verdict == "none"
+    one = [0.5] * 8 + [-0.5] * 2
+    assert paired_over_seeds([one], problems)[:3] == pytest.approx(paired_difference(one, problems)[:3])

@@ -1,0 +1,98 @@
+"""comparison.html: the scores of trainings that were compared, their curves, and each run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from perl.reports import charts, embed
+from perl.reports.charts import COLOURS, Line, Point
+from perl.reports.figures import Figure
+from perl.reports.methods import Comparison, Setting
+from perl.reports.page import STEPS_SCRIPTS, document, part, write_html
+from perl.scoring.statistics import Change, Estimate
+
+
+def write_comparison(comparison: Comparison, output: Path) -> Path:
+    """Write the page; return `output`. A UserError where it cannot be written."""
+    return write_html(render(comparison), output)
+
+
+def render(comparison: Comparison) -> Markup:
+    """The scores of each dataset, the curves, and the runs."""
+    lines = curves(comparison)
+    smoothed = max((each.curve.smoothed for each in comparison.settings if each.curve), default=1)
+    datasets = list(dict.fromkeys(place.dataset for place in comparison.places))
+    section = part(
+        "methods",
+        comparison=comparison,
+        datasets=[(name, [p for p in comparison.places if p.dataset == name]) for name in datasets],
+        figures={name: score_figures(comparison, name) for name in datasets},
+        several_bases=len(comparison.bases) > 1,
+        curve=curve_figure(comparison, lines, smoothed) if lines else None,
+        steps=embed.json_for_html(columns(lines)),
+    )
+    models = " and ".join(dict.fromkeys(Path(each.model).name or each.model for each in comparison.settings))
+    compared = ", ".join(each.name for each in comparison.settings)
+    return document(f"{models}: {compared}", "Comparison of trainings", [section], STEPS_SCRIPTS if lines else ())
+
+
+def point(found: Estimate | Change) -> Point:
+    return Point(0.0, found.value, found.low, found.high)
+
+
+def score_figures(comparison: Comparison, dataset: str) -> list[Figure]:
+    """For each way of sampling: the accuracies, and the changes from the first values."""
+    made = []
+    for place in (place for place in comparison.places if place.dataset == dataset):
+        how = comparison.title(place)
+        rows = [(base_name(comparison, model), point(scores[place])) for model, scores in comparison.bases.items()]
+        rows += [(each.name, point(each.scores[place])) for each in comparison.settings if place in each.scores]
+        if rows:
+            made.append(Figure(f"Accuracy, {how}", "With 95 % intervals.", charts.accuracies(rows)))
+        changes = [(each.name, point(each.changes[place])) for each in comparison.settings if place in each.changes]
+        if changes:
+            note = "Percentage points, paired seed by seed and problem by problem, with 95 % intervals."
+            first = comparison.settings[0].name
+            made.append(Figure(f"Change from {first}, {how}", note, charts.differences(changes)))
+    return made
+
+
+def base_name(comparison: Comparison, model: str) -> str:
+    return "base" if len(comparison.bases) == 1 else f"base {Path(model).name}"
+
+
+def curves(comparison: Comparison) -> list[Line]:
+    """The curve of each set of values; those of one metric alone, which is the first one's."""
+    found = [each for each in comparison.settings if each.curve]
+    metric = found[0].curve.metric if found and found[0].curve else None
+    return [
+        Line(f"{number}", label(each), each.curve.points, each.curve.band)
+        for number, each in enumerate(found)
+        if each.curve and each.curve.metric == metric
+    ]
+
+
+def label(each: Setting) -> str:
+    return each.name if len(each.finished) == 1 else f"{each.name}, mean of {len(each.finished)}"
+
+
+def curve_figure(comparison: Comparison, lines: list[Line], smoothed: int) -> Figure:
+    metric = next(each.curve.metric for each in comparison.settings if each.curve)
+    note = "Mean over the seeds; the band reaches from the lowest seed to the highest."
+    if smoothed > 1:
+        note += f" Running means of {smoothed} logs."
+    span = (0.0,) if metric == "reward" else ()
+    chart = charts.trend(lines, metric.capitalize(), unit=metric, span=span, smooth=False)
+    legend = [(f"s{number % COLOURS}", line.name) for number, line in enumerate(lines)]
+    return Figure(metric.capitalize(), note, chart, legend)
+
+
+def columns(lines: list[Line]) -> dict[str, Any]:
+    """What steps.js reads."""
+    steps = sorted({step for line in lines for step, _ in line.points})
+    known = {line.metric: dict(line.points) for line in lines}
+    values = {name: [float(f"{own[s]:.5g}") if s in own else None for s in steps] for name, own in known.items()}
+    return {"step": steps, "values": values}

@@ -1,0 +1,316 @@
+"""The command: check everything, do what is left, show the comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from perl import device
+from perl.config.evaluation import parse as parse_evaluation
+from perl.config.load import Config
+from perl.config.parser import Parser
+from perl.config.schema import data_sets
+from perl.config.sft import SFTRunConfig
+from perl.config.types import PositiveInt
+from perl.errors import Stopped, UserError
+from perl.redact import redact
+from perl.reports.methods import COMPARISON, PAGE, SAMPLED, SETTINGS, Comparison, Place, Run, as_json, compare
+from perl.reports.methods_page import write_comparison
+from perl.results import read_json, write_json
+from perl.scoring.problem_sets import named
+from perl.scoring.statistics import Change, Estimate
+from perl.tasks import TASKS, data_name, load_problems, training_split
+from perl.tools.launch import accelerate_config, requested_processes
+from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
+from perl.tools.stages import StageError
+from perl.tools.sweep.grid import Grid, check, make_grid, slug
+from perl.tools.sweep.work import LOCK, STAGE_LOCK, Workshop, alone, surroundings, work
+
+OWN_EVAL_FLAGS = ("model", "adapter", "dataset", "result_dir", "n", "temperature", "compare", "rescore")
+AGAIN = "the same command goes on from here"
+
+
+def add_arguments(parser: Parser) -> None:
+    add_recipe_flags(parser, "every --config.… flag goes before it, for all runs")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=None,
+        metavar="FIELD=VALUE,…",
+        help="what to compare, e.g. peft.type=lora,dora; again for a further field: every combination is trained. The"
+        " first values are what the others are compared with",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=PositiveInt,
+        default=1,
+        help="trainings of each combination: with the recipe's common.seed, and those after it",
+    )
+    parser.add_argument(
+        "--evaluate",
+        nargs="+",
+        default=None,
+        metavar="DATASET",
+        help="what each is scored on, as perl/eval.py's --dataset; default: the recipe's validation.datasets, else what"
+        " belongs to its training data: a task's test split, or test.jsonl in the folder of train.jsonl",
+    )
+    parser.add_argument("--n", type=PositiveInt, default=8, help="completions of each problem at temperature 1")
+    parser.add_argument(
+        "--eval_flags", default="", help='further flags of perl/eval.py, as one word: "--use_vllm --dp_size 4"'
+    )
+    parser.add_argument("--output", default=None, help="folder for everything; default: outputs/sweep_<recipe>")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print the runs with their flags, end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line, and nothing else")
+
+
+def run(args: Any) -> int:
+    """Exit code 0; 1 where a run failed."""
+    logging.getLogger("perl").setLevel(logging.WARNING)  # of the checks; a run's own lines go to its log
+    output = Path(args.output or f"outputs/sweep_{Path(args.recipe).stem}").expanduser().absolute()
+    flags = given_flags(args)
+    program, notes = program_of(args.recipe, flags[::2], args.method)
+    check_eval_flags(args.eval_flags)
+    grid = make_grid(program, args.recipe, flags, args.vary or [], int(args.seeds), output)
+    devices = device.detect()
+    processes = requested_processes(devices)
+    accelerate_config(devices.kind, processes)
+    checked = check(grid, processes)
+    datasets = evaluated(args.evaluate, checked.configs)
+    evaluator = evaluator_flags(datasets, args.eval_flags, checked.configs)
+    settings = {
+        "vary": list(grid.vary),
+        "evaluation": {"flags": evaluator, "n": int(args.n)},
+        "config": {"program": program.name, **grid.said},
+    }
+    check_output(output, settings)
+    console = Console(stderr=args.json)
+    for line in [*notes, *checked.warnings]:
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+    if args.dry_run:
+        show_runs(grid, checked.runs, evaluator, args.json)
+        return 0
+    bases = {run.model: output / "base" / slug(run.model) for run in checked.runs}
+    output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, stopped)
+    with interruptible(), alone(output, console) as kept_open:
+        write_json(output / SETTINGS, settings)
+        console.print(f"everything goes to {output}", highlight=False, markup=False, soft_wrap=True)
+        shop = Workshop(
+            program=program.name,
+            argv=grid.argv,
+            processes=processes,
+            kind=devices.kind,
+            evaluator=evaluator,
+            n=int(args.n),
+            where=surroundings(devices.kind, processes, kept_open),
+            console=console,
+        )
+
+        def compared() -> Comparison:
+            made = compare(checked.runs, bases, list(datasets), args.recipe, list(grid.vary), int(args.n))
+            write_json(output / COMPARISON, as_json(made))
+            return made
+
+        try:
+            work(shop, checked.runs, bases, compared)
+        except StageError as error:
+            print(f"error: {error}; {AGAIN}", file=sys.stderr)
+            return 1
+        comparison = compared()
+        page = write_comparison(comparison, output / PAGE)
+    for dataset in datasets:
+        console.print(table(comparison, dataset))
+    failed = [run for run in checked.runs if not run.state.finished]
+    for one in failed:
+        console.print(f"failed: {one.name}: {one.state.error}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    if args.json:
+        print(json.dumps(as_json(comparison), ensure_ascii=False))
+    return 1 if failed else 0
+
+
+def stopped(signum: int, _: object) -> None:
+    """SIGTERM ends the stage that runs in good order, as Ctrl-C does."""
+    raise Stopped(AGAIN, signum)
+
+
+@contextlib.contextmanager
+def interruptible():
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Stopped(AGAIN, signal.SIGINT) from error
+
+
+# What is scored
+
+
+def evaluated(given: Sequence[str] | None, configs: Sequence[Config | SFTRunConfig]) -> dict[str, str]:
+    """The datasets that the runs are scored on, by the names of their folders.
+
+    Raises:
+        UserError: one cannot be read, or none is named and none belongs to the training data.
+    """
+    specs = [name.strip() for text in given or () for name in text.split(",") if name.strip()] or of_recipe(configs[0])
+    if not specs:
+        raise UserError(
+            "--evaluate: the recipe names no validation.datasets, and its training data has no test split of its own;"
+            " name what to score on, such as gsm8k or data/test.jsonl"
+        )
+    found = named(specs, "--evaluate", "score on one of them alone")
+    for spec in found.values():
+        try:
+            load_problems(spec)
+        except UserError as error:
+            raise UserError(f"--evaluate {error}") from error
+    return found
+
+
+def of_recipe(config: Config | SFTRunConfig) -> list[str]:
+    """validation.datasets, else what belongs to the training data: nothing that is trained on."""
+    if isinstance(config, Config) and config.validation.datasets:
+        return list(config.validation.datasets)
+    return [found for name in data_sets(config.dataset.dataset_name_or_path) if (found := held_out(name))]
+
+
+def held_out(dataset: str) -> str | None:
+    """The test split of a task whose training split is another one, or test.jsonl next to train.jsonl."""
+    path, name = Path(dataset).expanduser(), data_name(dataset)
+    if name in TASKS:
+        hub = TASKS[name].hub
+        return name if hub and hub.train_split and hub.train_split != hub.eval_split else None
+    if path.is_file() and (test := path.with_name(f"test{path.suffix}")).is_file() and test != path:
+        return str(test)
+    if path.is_dir() and training_split(dataset) == "train" and any(path.glob("test*")):
+        return dataset
+    return None
+
+
+def evaluator_flags(datasets: Mapping[str, str], further: str, configs: Sequence[Config | SFTRunConfig]) -> list[str]:
+    """Flags of perl/eval.py that all evaluations have. Completions may be as long as in training, unless `further` says
+    otherwise; the same seed for all, so that equal models have equal scores."""
+    words = shlex.split(further)
+    lengths = [config.training.max_completion_length for config in configs if isinstance(config, Config)]
+    longest = max((length for length in lengths if length), default=None)
+    flags = ["--dataset", ",".join(datasets.values()), "--seed", "0"]
+    if longest and not any(word.startswith("--max_new_tokens") for word in words):
+        flags += ["--max_new_tokens", str(longest)]
+    return [*flags, *words]
+
+
+def check_eval_flags(further: str) -> None:
+    """A UserError for flags that perl/eval.py does not know, or that the sweep sets itself."""
+    try:
+        words = shlex.split(further)
+        for name in OWN_EVAL_FLAGS:
+            if any(word.partition("=")[0] == f"--{name}" for word in words):
+                raise UserError(f"--{name}: the sweep sets it; leave it out")
+        parse_evaluation(["--model", "base", "--dataset", "any", *words])
+    except (UserError, ValueError) as error:
+        raise UserError(f"--eval_flags {error}") from error
+
+
+# The folder
+
+
+def check_output(folder: Path, settings: Mapping[str, Any]) -> None:
+    """A folder holds one comparison: more values and more seeds may be added to it, all else has to stay.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    if folder.is_file():
+        raise UserError(f"--output {folder}: is a file; write a folder")
+    if not (folder / SETTINGS).is_file():
+        if folder.is_dir() and {entry.name for entry in folder.iterdir()} - {LOCK, STAGE_LOCK}:
+            raise UserError(f"--output {folder}: holds something else; write a new folder")
+        return
+    there, wanted = flat(read_json(folder / SETTINGS, "--output")), flat(settings)
+    other = [
+        f"{name} {there.get(name, 'left open')}, not {wanted.get(name, 'left open')}"
+        for name in sorted({*there, *wanted})
+        if there.get(name) != wanted.get(name)
+    ]
+    if other:
+        raise UserError(f"--output {folder}: holds a sweep with {'; '.join(other)}; write another folder")
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    evaluation, config = settings["evaluation"], settings["config"]
+    return {
+        "--vary": " and ".join(settings["vary"]) or "nothing",
+        "--n": evaluation["n"],
+        "evaluation": shlex.join(evaluation["flags"]),
+        **config,
+    }
+
+
+# The screen
+
+
+def show_runs(grid: Grid, runs: Sequence[Run], evaluator: Sequence[str], as_line: bool) -> None:
+    """The runs in the order in which they are worked off, with the flags of their trainings."""
+    ordered = sorted(runs, key=lambda run: run.seed)
+    if as_line:
+        rows = [
+            {"values": dict(r.values), "seed": r.seed, "finished": r.state.finished, "flags": redact(grid.argv(r))}
+            for r in ordered
+        ]
+        print(json.dumps({"program": grid.program.name, "runs": rows, "evaluation": list(evaluator)}))
+        return
+    for number, each in enumerate(ordered, start=1):
+        state = "  (finished before)" if each.state.finished else ""
+        print(f"[{number}/{len(ordered)}] {each.name}{state}")
+        print(f"      python -m {grid.program.name} {shlex.join(redact(grid.argv(each)))}")
+    print(f"each is scored by perl/eval.py {shlex.join(evaluator)}; one run at a time")
+
+
+def table(comparison: Comparison, dataset: str) -> Table:
+    """A row a base, and a row a set of values, in percent."""
+    shown = Table(title=escape(f"{dataset}: accuracy in %  [95 % interval]"))
+    for name in comparison.fields or ["recipe"]:
+        shown.add_column(name.rpartition(".")[2], overflow="fold")
+    shown.add_column("seeds", justify="right")
+    places = [place for place in comparison.places if place.dataset == dataset]
+    for place in places:
+        shown.add_column(comparison.title(place), justify="right", no_wrap=True)
+    first = comparison.settings[0]
+    if len(comparison.settings) > 1:
+        shown.add_column(f"change from {first.name}", justify="right")
+    blanks = [""] * (max(len(comparison.fields), 1) - 1)
+    for model, scores in comparison.bases.items():
+        name = "base" if len(comparison.bases) == 1 else f"base {Path(model).name}"
+        shown.add_row(name, *blanks, "", *[estimate(scores[place]) for place in places])
+    for each in comparison.settings:
+        seeds = (
+            str(len(each.finished))
+            if len(each.finished) == len(each.runs)
+            else (f"{len(each.finished)}/{len(each.runs)}")
+        )
+        values = list(each.values.values()) or [each.name]
+        scores = [estimate(each.scores.get(place)) for place in places]
+        changed = each.changes.get(Place(dataset, SAMPLED))
+        shown.add_row(*map(escape, values), seeds, *scores, *([difference(changed)] if each is not first else []))
+    return shown
+
+
+def estimate(found: Estimate | None) -> str:
+    return escape(f"{100 * found.value:.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]") if found else "–"
+
+
+def difference(found: Change | None) -> str:
+    if found is None:
+        return "–"
+    verdict = {"none": ""}.get(found.verdict, f" {found.verdict}")
+    return escape(f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]{verdict}")
