@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
         ({"training.max_steps": 0}, "max_steps 0: no step to train"),
         ({"training.sync_ref_model": "true"}, "the model that the run begins with, and never changes"),
         ({"training.gradient_accumulation_steps": 32}, "8 prompts, but a generation batch takes"),
-        ({"training.resume_from_checkpoint": "true"}, "no checkpoint in outputs"),
+        ({"training.resume_from_checkpoint": "true"}, "no whole checkpoint in outputs"),
         ({"training.output_dir": "/dev/null/run"}, "/dev/null is no folder"),
         ({"reward.functions": '["overlong"]', "reward.overlong_cache_length": 64}, "must be between 1 and"),
         (
@@ -268,14 +268,12 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
     step = int(checkpoint.name.rpartition("-")[2])
     line = next(line for line in shown.splitlines() if line.startswith("stopped: "))
     assert f"{sent.name} after step {step} of 200" in line
-    assert f"--config.training.output_dir {folder} --config.training.resume_from_checkpoint true" in line
+    assert f"--config.training.output_dir {folder} --config.training.resume_from_checkpoint auto" in line
     assert {f"rollout_state_{rank}.pt" for rank in range(processes)} <= {file.name for file in checkpoint.iterdir()}
     assert not (folder / "adapter").exists()
     assert left_over(folder) == []
 
-    again = start(
-        0, 1, **{"training.resume_from_checkpoint": "true", "training.max_steps": step + 1}
-    )  # with another number of processes where there were two
+    again = start(0, processes, **{"training.resume_from_checkpoint": "auto", "training.max_steps": step + 1})
     assert again.wait(timeout=120) == 0, again.stdout.read()
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "reward" in row] == [*range(1, step + 2)]

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from perl.records import PROGRESS
@@ -27,6 +28,8 @@ SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
 LAUNCHERS_OWN = ("ChildFailedError", "SignalException")
 """A failed training process is reported by its own line; the launcher's about it is no news."""
+USER_ERROR = 2
+"""perl.errors.EXIT_USER_ERROR."""
 ONE_SIGNAL_S = 1.0
 """Signals within this time are one."""
 
@@ -132,6 +135,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def same_command(run_dir: Path, argv: list[str]) -> str:
+    """How to go on, for a user who has given the script the flags in `argv`."""
+    if any("resume_from_checkpoint" in word and "auto" in f"{word} {after}" for word, after in pairwise([*argv, ""])):
+        return "the same command"
+    return f"the same flags and --config.training.output_dir {run_dir} --config.training.resume_from_checkpoint auto"
+
+
 def main(run_dir: Path, argv: list[str]) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     screen, log = Screen(), run_dir / "output.log"
@@ -149,6 +159,8 @@ def main(run_dir: Path, argv: list[str]) -> int:
         screen.write(f"{name}: {run_dir}/{name}\n")
     elif not launcher.received:
         print(f"training ended with exit code {code}; the whole log is in {log}", file=sys.stderr)
+        if code != USER_ERROR and any(run_dir.glob("checkpoint-*")):
+            print(f"run again to go on from its last checkpoint: {same_command(run_dir, argv)}", file=sys.stderr)
     return code
 
 

@@ -111,25 +111,11 @@ def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
     assert real.read_stages(tmp_path) == noted
 
 
-@pytest.mark.parametrize(
-    ("module", "files"),
-    [("perl.sft", ["trainer_state.json"]), ("perl.train", ["trainer_state.json", "rollout_state_0.pt"])],
-)
-def test_a_training_goes_on_from_a_whole_checkpoint_and_else_starts_again(module, files, tmp_path, monkeypatch):
+def test_a_training_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(real, "train", lambda *arguments: called.append(arguments))
-    folder = tmp_path / "run"
-    (folder / "checkpoint-10").mkdir(parents=True)
-    for name in files[:-1]:
-        (folder / "checkpoint-10" / name).touch()
-    real.train_on(module, real.GRPO_RECIPE, ["--flag"], folder, quiet())
-    assert not folder.exists()
-    assert called[-1][2] == ["--flag"]
-    (folder / "checkpoint-10").mkdir(parents=True)
-    for name in files:
-        (folder / "checkpoint-10" / name).touch()
-    real.train_on(module, real.GRPO_RECIPE, ["--flag"], folder, quiet())
-    assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "true"]
+    real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet())
+    assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "auto"]
 
 
 def test_a_wrong_model_is_corrected(tmp_path):

@@ -37,17 +37,22 @@ def test_every_logged_step_has_a_line_and_the_summary_none(capsys):
     assert second.startswith("progress: step 2/4  loss 0.1250")
 
 
-def test_a_torn_last_line_does_not_take_the_resumed_runs_first_with_it(tmp_path):
+def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path):
+    """Stopped after step 2, gone on to step 4, killed in the middle of a row; now it goes on from step 3."""
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
-    state = SimpleNamespace(global_step=1, max_steps=4, is_world_process_zero=True, log_history=[])
+    rows = [{"step": step, "loss": step / 2} for step in range(1, 5)]
+    rows.insert(2, {"step": 2, "train_runtime": 9.0})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "lo')
+    state = SimpleNamespace(global_step=3, max_steps=9, is_world_process_zero=True, log_history=[])
     writer = MetricsWriter(file)
     writer.on_train_begin(None, state, None)
-    state.global_step = 2
+    state.global_step = 4
     writer.on_log(SimpleNamespace(device="cpu"), state, None, logs={"loss": 0.25})
-    first, torn, second = file.read_text().splitlines()
-    assert torn == '{"step": 2, "lo'
-    assert [json.loads(line)["loss"] for line in (first, second)] == [0.5, 0.25]
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in found] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 0.25)]
+    cut = (tmp_path / "left_behind" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in cut[:2]] == [2, 4]
+    assert cut[2:] == ['{"step": 5, "lo']
 
 
 def test_the_trainers_history_keeps_little_of_what_metrics_jsonl_holds(tmp_path):

@@ -12,7 +12,7 @@ from perl.config.load import parse
 from perl.errors import UserError
 from perl.training.critic import SCALE, value_loss
 from perl.training.passes import tokens_of
-from perl.training.rundir import check_critic
+from perl.training.run_checkpoints import check_critic
 from perl.training.setup import check_critic_base, load_critic_base
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.trainers import make_trainer, move_adapter, reward_tokens

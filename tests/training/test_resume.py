@@ -11,8 +11,8 @@ from perl.config.schema import NoiseConfig, PeftConfig
 from perl.training.callbacks import MetricsWriter
 from tests.trainers import SUMS, make_trainer, reward_tokens
 
-STEPS, CUT = 7, 5
-"""Of three steps an epoch and a log: the cut lies in the second epoch, between two logs, and, where a rollout serves
+STEPS, CUT = 4, 3
+"""Of two steps an epoch and four a log: the cut lies in the second epoch, between two logs, and, where a rollout serves
 two updates, between these."""
 NOISE = {"enabled": True, "seed": 3, "sigma_start": 0.5, "sigma_end": 0.1, "num_stages": 3}
 TARGET_KL = NOISE | {"schedule": "target_kl", "target_kl_start": 0.05, "target_kl_end": 0.01, "sigma_start": 0.1}
@@ -21,20 +21,14 @@ WINDOW = {"steps_per_generation": 4}
 SETTINGS = {
     "plain": {"engine": "generate"},
     "steps_per_generation": WINDOW,
-    "num_iterations": {"num_iterations": 2},
+    "num_iterations": {"num_iterations": 2, "prompts": SUMS[:2]},
     "noise": {"noise": NOISE | {"relative": True}, **WINDOW},
     "noise on trained norms": {"adapter": "none", "noise": NOISE | {"relative": True}, "learning_rate": 0.1},
     "target_kl": {"noise": TARGET_KL, **WINDOW},
     "old_logps noisy": {"noise": NOISE | {"old_logps": "noisy"}, **WINDOW},
     "dropout": {"peft": PeftConfig(r=4, lora_alpha=8, lora_dropout=0.3)},
     "dapo": {"algorithm": DAPO, **WINDOW},
-    "ppo": {
-        "algorithm": {"name": "ppo"},
-        "engine": "fast",
-        "num_generations": 1,
-        "prompts": [*SUMS, *SUMS[:8]],
-        **WINDOW,
-    },
+    "ppo": {"algorithm": {"name": "ppo"}, "engine": "fast", "num_generations": 1, "prompts": SUMS, **WINDOW},
     "kl in the reward": {"algorithm": {"kl_in_reward": 0.1, "kl_in_reward_target": 0.01, "kl_in_reward_horizon": 20}},
 }
 TIMES = ("timing/", "perf/", "time", "step_time", "train_runtime", "train_samples_per", "train_steps_per")
@@ -55,14 +49,8 @@ def run(folder, checkpoint=None, **settings):
         prompts_seen.append((step, [prompt[-1]["content"] for prompt in columns["prompts"]]))
         return reward_tokens(columns["completion_ids"])
 
-    fixed = {
-        "engine": "fast",
-        "max_steps": STEPS,
-        "prompts": SUMS[:6],
-        "logging_steps": 3,
-        "save_strategy": "steps",
-        "save_steps": CUT,
-    }
+    fixed = {"engine": "fast", "max_steps": STEPS, "prompts": SUMS[:4], "logging_steps": STEPS}
+    fixed |= {"save_strategy": "steps", "save_steps": CUT}
     noise = settings.pop("noise", None)
     trainer = make_trainer(
         folder,
@@ -89,5 +77,5 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path, name):
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[parameter]) for parameter, tensor in whole.items())
     expected = rows(tmp_path / "whole")
-    assert [row["step"] for row in expected] == [3, 6, 7]
+    assert [row["step"] for row in expected] == [STEPS, STEPS]  # the log, and the summary
     assert rows(tmp_path / "cut") == expected

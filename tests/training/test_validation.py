@@ -286,7 +286,7 @@ def test_the_best_adapter_is_kept(validated, made):
     assert best["value"] == max(scores.values())
     assert best["step"] == min(step for step, score in scores.items() if score == best["value"])
     assert not (validated / "best" / "training_args.bin").exists()
-    assert not (validated / ".best.partial").exists()
+    assert not (validated / ".saving").exists()
     (candidate,) = find_candidates([str(validated / "best")])
     assert candidate.step == best["step"]
 

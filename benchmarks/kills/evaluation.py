@@ -1,25 +1,18 @@
-"""Random kills: what an evaluation loses when workers, the command itself and Ray nodes are killed again and again.
-
-    python -m benchmarks.kills [--kills 20] [--seed 0] [--use_vllm]
+"""What an evaluation loses when workers, the command itself and Ray nodes are killed again and again.
 
 One evaluation of the quickstart's model and problems is disturbed with SIGKILL: of a worker, of the parent (the same
 command then goes on, here or in the Ray cluster, by chance) or of a Ray node (another one joins). Where it ends before
 all kills are done, more samples of each problem are asked for. Then its rows are compared with those of an undisturbed
-run. The last line is JSON: kills by kind, rows, lost, doubled, different, orphans (processes left 15 s after the parent
-was killed).
+run: kills by kind, rows, lost, doubled, different, orphans (processes left 15 s after the parent was killed).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -28,7 +21,7 @@ from typing import Any
 from benchmarks._nodes import add_node, alive, kill_node, ray_cluster, raylet, workers_below
 from perl.results import SAMPLES, read_samples
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MORE_SAMPLES = 8
 GONE_WITHIN_S = 15.0
 PATIENCE_S = 240.0
@@ -145,42 +138,24 @@ def disturb(evaluation: Evaluation, cluster: Any, kills: int, rng: random.Random
     return done, orphans
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--use_vllm", action="store_true")
-    arguments = parser.parse_args()
-    began = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="kills-"))
+def measure(folder: Path, kills: int, seed: int, use_vllm: bool) -> dict[str, Any]:
     with ray_cluster({"num_cpus": 0}, {"num_cpus": 1}, {"num_cpus": 1}) as cluster:
-        disturbed = Evaluation(folder / "disturbed", cluster.address, arguments.use_vllm)
-        done, orphans = disturb(disturbed, cluster, arguments.kills, random.Random(arguments.seed))
+        disturbed = Evaluation(folder / "disturbed", cluster.address, use_vllm)
+        done, orphans = disturb(disturbed, cluster, kills, random.Random(seed))
         if disturbed.process is None or disturbed.process.poll() is not None:
             disturbed.start("local")
         disturbed.finish()
-        quiet = Evaluation(folder / "quiet", cluster.address, arguments.use_vllm)
+        quiet = Evaluation(folder / "quiet", cluster.address, use_vllm)
         quiet.samples = disturbed.samples
-        quiet.start("local", **({} if arguments.use_vllm else {"max_batch_tokens": 65_536}))
+        quiet.start("local", **({} if use_vllm else {"max_batch_tokens": 65_536}))
         quiet.finish()
     expected, got = quiet.records(), disturbed.records()
-    print(
-        json.dumps(
-            {
-                "kills": dict(done),
-                "rows": len(expected),
-                "lost": len(expected.keys() - got.keys()),
-                "doubled": disturbed.rows() - len(got),
-                "different": sum(got[row] != expected[row] for row in expected.keys() & got.keys()),
-                "orphans": orphans,
-                "engine": "vllm" if arguments.use_vllm else "hf",
-                "seed": arguments.seed,
-                "seconds": round(time.monotonic() - began),
-            }
-        )
-    )
-    shutil.rmtree(folder)
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "kills": dict(done),
+        "rows": len(expected),
+        "lost": len(expected.keys() - got.keys()),
+        "doubled": disturbed.rows() - len(got),
+        "different": sum(got[row] != expected[row] for row in expected.keys() & got.keys()),
+        "orphans": orphans,
+        "engine": "vllm" if use_vllm else "hf",
+    }

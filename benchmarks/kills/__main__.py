@@ -1,0 +1,42 @@
+"""Random kills: what a run loses that is killed again and again, and goes on by the same command each time.
+
+    python -m benchmarks.kills [--kills 20] [--seed 0] [--use_vllm]
+    python -m benchmarks.kills --training [--kills 50] [--seed 0]
+
+An evaluation (evaluation.py), or a training (training.py), with the quickstart's model and problems, against one that
+nothing happens to. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, help="default: 20 of an evaluation, 50 of a training")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--use_vllm", action="store_true", help="of an evaluation")
+    parser.add_argument("--training", action="store_true")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="kills-"))
+    if arguments.training:
+        from benchmarks.kills.training import measure as measure_training
+
+        found = measure_training(folder, arguments.kills or 50, arguments.seed)
+    else:
+        from benchmarks.kills.evaluation import measure
+
+        found = measure(folder, arguments.kills or 20, arguments.seed, arguments.use_vllm)
+    print(json.dumps({**found, "seed": arguments.seed, "seconds": round(time.monotonic() - began)}))
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Which checkpoint a run goes on from: torn ones, other processes, and what it leaves behind."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from perl.errors import UserError
+from perl.training.run_checkpoints import (
+    BEFORE,
+    CONTENTS,
+    SAVING,
+    check_made,
+    find_checkpoint,
+    last_whole_checkpoint,
+    leave_behind,
+    put_in_place,
+    torn,
+)
+
+MADE = {"processes": 2, "rows of an optimizer step": 8}
+
+
+def checkpoint(run, step, made=MADE):
+    folder = run / SAVING / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    save_file({"lora_A": torch.ones(4)}, folder / "adapter_model.safetensors")
+    torch.save({"step": step}, folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (folder / "README.md").write_text("# A card")
+    put_in_place(folder, run / folder.name, made)
+    return run / folder.name
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+TEARS = {
+    "missing": (lambda c: (c / "optimizer.pt").unlink(), "optimizer.pt is missing"),
+    "safetensors": (lambda c: cut(c / "adapter_model.safetensors"), "adapter_model.safetensors has 85 bytes of 88"),
+    "pt": (lambda c: cut(c / "optimizer.pt"), "optimizer.pt has "),
+    "state": (lambda c: (c / "trainer_state.json").write_text(""), "trainer_state.json has 0 bytes of 19"),
+    "contents": (lambda c: cut(c / CONTENTS), "checkpoint.json is not readable"),
+    "no contents": (lambda c: (c / CONTENTS).unlink(), "no checkpoint.json, which is written last"),
+}
+
+
+@pytest.mark.parametrize("kind", TEARS)
+def test_a_torn_checkpoint_is_passed_over_with_its_reason(tmp_path, caplog, kind):
+    whole, later = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
+    assert last_whole_checkpoint(tmp_path) == later
+    tear, why = TEARS[kind]
+    tear(later)
+    for word in ("true", "auto"):
+        caplog.clear()
+        assert find_checkpoint(word, tmp_path) == str(whole)
+        (said,) = caplog.messages
+        assert f"checkpoint-10 is not whole: {why}" in said.replace("it has no", "no")
+    if kind != "no contents":  # an older version's, which is taken at its word
+        with pytest.raises(UserError, match=r"it is not whole: .*; name an earlier one"):
+            find_checkpoint(str(later), tmp_path)
+
+
+def test_where_there_is_none(tmp_path):
+    assert find_checkpoint("auto", tmp_path / "new") is None
+    with pytest.raises(UserError, match=r"true: no whole checkpoint in .*/new; .* or write auto to begin"):
+        find_checkpoint("true", tmp_path / "new")
+    with pytest.raises(UserError, match="has no trainer_state"):
+        find_checkpoint(str(tmp_path), tmp_path)
+
+
+def test_a_card_with_scores_tears_nothing(tmp_path):
+    folder = checkpoint(tmp_path, 1)
+    (folder / "README.md").write_text("# A card with scores")
+    assert torn(folder) is None
+
+
+def test_what_another_attempt_left_is_not_in_the_way(tmp_path, caplog):
+    """Killed while checkpoint-12 was written, and while best/ was replaced; checkpoint-10 has lost a file."""
+    checkpoint(tmp_path, 9)
+    (checkpoint(tmp_path, 10) / "optimizer.pt").unlink()
+    for name in ("checkpoint-12", f"{BEFORE}best"):
+        (tmp_path / SAVING / name).mkdir(parents=True)
+        (tmp_path / SAVING / name / "adapter_model.safetensors").touch()
+    leave_behind(tmp_path, find_checkpoint("auto", tmp_path))
+    assert ".saving/checkpoint-12: the run was ended while it was written: removed" in caplog.text
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*") if path.is_dir()}
+    assert found == {"left_behind/checkpoint-10"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "best", "left_behind"}
+
+
+def test_a_checkpoint_takes_the_place_of_another_attempts(tmp_path):
+    checkpoint(tmp_path, 9)
+    again = checkpoint(tmp_path, 9, MADE | {"processes": 3})
+    assert json.loads((again / CONTENTS).read_text())["made"]["processes"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-9"]
+
+
+def training(processes, rows):
+    return SimpleNamespace(world_size=processes, per_device_train_batch_size=rows, gradient_accumulation_steps=1)
+
+
+def test_another_number_of_processes_is_said_or_refused(tmp_path, caplog):
+    folder = checkpoint(tmp_path, 9)
+    check_made(str(folder), training(2, 4))
+    assert not caplog.messages
+    check_made(str(folder), training(1, 8))
+    (said,) = caplog.messages
+    assert "was written by 2 processes, now there are 1: prompts and seeds are the same" in said
+    with pytest.raises(UserError, match="processes 2, now 1; rows of an optimizer step 8, now 4: the place"):
+        check_made(str(folder), training(1, 4))
+    (folder / "global_step9").mkdir()
+    with pytest.raises(UserError, match="by 2 processes with DeepSpeed, now there are 1; start as many as then"):
+        check_made(str(folder), training(1, 8))
+    caplog.clear()
+    check_made(str(folder), training(2, 8))
+    assert "rows of an optimizer step 8, now 16: the place in the data is counted in batches" in caplog.text
