@@ -130,7 +130,7 @@ class AdapterTrainer:
         """What this process has measured for the next log, and counted over the run, that is in no file of
         transformers and TRL: tensors and plain values."""
         return {
-            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+            "metrics": {n: [float(value) for value in values] for n, values in self._metrics["train"].items()},
             "loss": self._tr_loss,
             "total_loss": self._total_loss_scalar,
             "last_logged": self._globalstep_last_logged,

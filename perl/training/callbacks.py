@@ -72,7 +72,7 @@ class MetricsWriter(TrainerCallback):
 
 
 def cut(path: Path, step: int) -> None:
-    """Move the rows of metrics.jsonl after `step` to left_behind/, with a line: an attempt has logged them that goes on
+    """Move the rows of metrics.jsonl after `step` to LEFT_BEHIND, with a line: an attempt has logged them that goes on
     from `step` now. So are its summary, which stands at its end alone, and a line that was torn by a kill."""
     rows = path.read_bytes().splitlines(keepends=True)
     kept = [row for row in rows if _stays(row, step)]

@@ -226,7 +226,7 @@ def plain_checkpoint(checkpoint: str | None) -> Iterator[None]:
         log.debug("what torch.load refused", exc_info=error)
         raise UserError(f"{where} {NOT_DATA}") from error
     except (SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+        if not any(reading in str(error) for reading in ("PytorchStreamReader", "deserializing")):
             raise
         raise UserError(f"{where} is not whole ({str(error).splitlines()[0]}); name an earlier checkpoint") from error
 

@@ -2,7 +2,7 @@
 
 RUN/checkpoint-N            what transformers, TRL and perl write, and CONTENTS, which lists it
 RUN/.saving/checkpoint-N    one that is being written; RUN/.saving/adapter likewise
-RUN/left_behind/            of an attempt that a resumed run has left behind: checkpoints and metrics of later steps
+RUN/_left_behind/            of an attempt that a resumed run has left behind: checkpoints and metrics of later steps
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SAVING, LEFT_BEHIND = ".saving", "left_behind"
+SAVING, LEFT_BEHIND = ".saving", "_left_behind"
 BEFORE = "before-"
 """In SAVING: the folder in whose place another one is put."""
 CONTENTS = "checkpoint.json"

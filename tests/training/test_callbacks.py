@@ -50,7 +50,7 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path):
     writer.on_log(SimpleNamespace(device="cpu"), state, None, logs={"loss": 0.25})
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in found] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 0.25)]
-    cut = (tmp_path / "left_behind" / "metrics.jsonl").read_text().splitlines()
+    cut = (tmp_path / "_left_behind" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in cut[:2]] == [2, 4]
     assert cut[2:] == ['{"step": 5, "lo']
 

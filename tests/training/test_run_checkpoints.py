@@ -88,8 +88,8 @@ def test_what_another_attempt_left_is_not_in_the_way(tmp_path, caplog):
     leave_behind(tmp_path, find_checkpoint("auto", tmp_path))
     assert ".saving/checkpoint-12: the run was ended while it was written: removed" in caplog.text
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*") if path.is_dir()}
-    assert found == {"left_behind/checkpoint-10"}
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "best", "left_behind"}
+    assert found == {"_left_behind/checkpoint-10"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "best", "_left_behind"}
 
 
 def test_a_checkpoint_takes_the_place_of_another_attempts(tmp_path):

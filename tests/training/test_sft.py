@@ -403,6 +403,19 @@ def grpo(folder, model, data, tuned, **changes):
     return train(words)
 
 
+def test_a_run_that_goes_on_in_its_second_epoch_logs_and_learns_the_same(tmp_path, model, data):
+    """Five steps an epoch, four a log: the checkpoint of step 7 lies between two logs."""
+    settings = {"training__max_steps": 8, "training__logging_steps": 4, "training__save_steps": 7}
+    whole = fine_tune(argv(model, data, tmp_path / "whole", **settings))
+    shutil.copytree(whole, tmp_path / "cut")
+    checkpoint = tmp_path / "cut" / "checkpoint-7"
+    cut = fine_tune(argv(model, data, tmp_path / "cut", **settings, training__resume_from_checkpoint=checkpoint))
+    require_same(weights(cut / "adapter"), weights(whole / "adapter"))
+    times = ("time", "timing/", "perf/", "train_runtime", "train_samples_per", "train_steps_per")
+    one, other = ([{k: v for k, v in r.items() if not k.startswith(times)} for r in metrics(f)] for f in (cut, whole))
+    assert one == other
+
+
 def test_grpo_goes_on_with_the_adapter_and_stays_near_it(tmp_path, model, data, tuned):
     """The reference is the adapter as it was: no divergence from it in the first step, none of the bare base."""
     run = grpo(tmp_path, model, data, tuned, training__save_steps=1)
