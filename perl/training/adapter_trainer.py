@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from perl.adapters import Adapter
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
 from perl.config.schema import PeftConfig
-from perl.sharding import whole
 from perl.training.nonfinite import NonFinite
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class AdapterTrainer:
         none where the norm is not finite)."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         scaled = self.accelerator.mixed_precision == "fp16"
-        if what := self.nonfinite.found(None if scaled else whole(norm)):
+        if what := self.nonfinite.found(None if scaled else norm):
             self.nonfinite.settle(self.state.global_step + 1, what, self._save_batch)
             model.zero_grad()
         return norm
