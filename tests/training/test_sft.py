@@ -298,7 +298,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_rows_of_the_update(tmp
     folder = tmp_path / "out" / "nonfinite_step_2"
     rows = json.loads((folder / "rank-0.json").read_text())
     assert len(rows) == 8
-    assert all("What is" in row["text"] for row in rows)
+    assert all("What" in row["text"] for row in rows)  # the tiny tokenizer drops blanks
     assert {"0.input_ids", "1.labels"} <= load_file(folder / "rank-0.safetensors").keys()
 
 
