@@ -20,7 +20,6 @@ from perl.adapters.adalora import RankSchedule
 from perl.adapters.applied import Applied, applied
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
 from perl.config.schema import PeftConfig
-from perl.sharding import whole
 from perl.training import run_state
 from perl.training.nonfinite import NonFinite
 from perl.training.run_checkpoints import SAVING, TRAINER_STATE, made_by, put_in_place
@@ -95,7 +94,7 @@ class AdapterTrainer:
         none where the norm is not finite)."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         scaled = self.accelerator.mixed_precision == "fp16"
-        if what := self.nonfinite.found(None if scaled else whole(norm)):
+        if what := self.nonfinite.found(None if scaled else norm):
             self.nonfinite.settle(self.state.global_step + 1, what, self._save_batch)
             model.zero_grad()
         return norm
@@ -277,7 +276,7 @@ def begin_with_epoch(loader: Any, epoch: int) -> None:
         for _ in range(epoch):
             next(iter(sampler), None)  # draws the order of an epoch
     elif hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from perl.errors import RunError
+from perl.sharding import whole
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,14 @@ class NonFinite:
         """What was not finite in the update under way, of any process; None: nothing. Every process must come here.
 
         Args:
-            norm: of the gradient; None where gradients are scaled, as infinite ones then set the scale.
+            norm: of the gradient, DeepSpeed's as a number; None where gradients are scaled, as infinite ones then set
+                the scale.
         """
         losses = torch.stack(self._losses)
         self._losses.clear()
-        of_norm = torch.tensor(0.0 if norm is None else float(norm))
-        own = [(~losses.isfinite()).any(), ~of_norm.isfinite()]
-        counts = self.accelerator.reduce(torch.stack([x.float().to(losses.device) for x in own]), reduction="sum")
+        norm = float(whole(norm) if isinstance(norm, torch.Tensor) else norm or 0.0)
+        wrong = torch.tensor([not losses.isfinite().all(), not math.isfinite(norm)], dtype=torch.float32)
+        counts = self.accelerator.reduce(wrong.to(losses.device), reduction="sum")
         names = [name for name, count in zip(("loss", "norm of the gradient"), counts.tolist(), strict=True) if count]
         if not names:
             self._in_a_row = 0

@@ -19,7 +19,7 @@ from perl.adapters import ADAPTERS
 from perl.checkpoints import content_hash
 from perl.config.load import parse as parse_grpo
 from perl.config.sft import parse
-from perl.errors import Stopped, UserError
+from perl.errors import RunError, Stopped, UserError
 from perl.prompts import encode
 from perl.reports.page import write_report
 from perl.tasks.trained import read_trained
@@ -29,6 +29,7 @@ from perl.training.setup import build_dataset
 from perl.training.sft import fine_tune, import_trainer
 from perl.training.sft_rows import read, to_dataset
 from tests.tiny import CHAT_TEMPLATE, END, save_tiny, tiny_model, tiny_tokenizer
+from tests.training.poison import poison
 
 ROOT = Path(__file__).parents[2]
 MARKED = (
@@ -287,6 +288,18 @@ def test_rows_that_are_cut_and_answers_without_an_end_are_told(caplog):
         assert "learn to stop" not in caplog.text
         trainer_of(rows, template="{% for m in messages %}{{ m.content }} {% endfor %}")
     assert "learn to stop" in caplog.text
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_rows_of_the_update(tmp_path):
+    trainer = trainer_of(sums(), gradient_accumulation_steps=2, max_steps=3)
+    poison(trainer, "loss", {2})
+    with pytest.raises(RunError, match=r"^step 2: the loss and the norm of the gradient are not finite; the batch is"):
+        trainer.train()
+    folder = tmp_path / "out" / "nonfinite_step_2"
+    rows = json.loads((folder / "rank-0.json").read_text())
+    assert len(rows) == 8
+    assert all("What" in row["text"] for row in rows)  # the tiny tokenizer drops blanks
+    assert {"0.input_ids", "1.labels"} <= load_file(folder / "rank-0.safetensors").keys()
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path, tuned, model, data):
