@@ -174,7 +174,8 @@ def test_pissa_and_milora_start_from_the_components_that_they_are_named_for(name
     own = base.model.layers[0].self_attn.q_proj.weight
     with torch.no_grad():  # a spectrum that falls: the iteration that finds the largest values is not exact
         u, s, vt = torch.linalg.svd(own)
-        own.copy_(u * 8 / torch.arange(1, 65) ** 2 @ vt)
+        s = torch.cat([torch.tensor([80.0, 70.0, 60.0, 50.0]), torch.linspace(1.0, 0.1, 60)])
+        own.copy_(u * s @ vt)
     weight = own.detach().clone()
     model, _ = wrapped(name, base, target_modules=["q_proj"])
     layer = model.get_base_model().model.layers[0].self_attn.q_proj

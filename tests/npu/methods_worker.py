@@ -30,9 +30,10 @@ TOKENS = torch.arange(6, 22).reshape(1, 16)
 def report_of(name: str, out: Path, settings: dict) -> dict:
     peft = PeftConfig(type=name, **{key: value for key, value in OWN.items() if key in ADAPTERS[name].reads})
     fixed = {"max_steps": 3, "gradient_accumulation_steps": 1, "max_completion_length": 4, "logging_steps": 3}
-    settings = {"gradient_checkpointing": True} | fixed | settings
+    settings = {"gradient_checkpointing": True, "engine": "fast"} | fixed | settings
     try:
-        check_method(peft, TrainingConfig(output_dir=str(out / name), **(SETTINGS | settings)))
+        arguments = {key: value for key, value in (SETTINGS | settings).items() if key != "engine"}
+        check_method(peft, TrainingConfig(output_dir=str(out / name), **arguments))
     except UserError as error:
         return {"refused": str(error)}
     noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.05, sigma_end=0.01, num_stages=2)
@@ -43,7 +44,6 @@ def report_of(name: str, out: Path, settings: dict) -> dict:
         adapter=name,
         peft=peft,
         noise=noise,
-        engine="fast",
         rewards=(reward_tokens,),
         **settings,
     )
