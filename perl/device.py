@@ -396,4 +396,6 @@ def _where_wanted(kernel: Kernel, wanted: bool | Literal["auto"]) -> Kernel | No
 
 def for_decompositions(where: torch.device) -> torch.device:
     """Where the singular values of a tensor on `where` are computed: CANN has no operator for them."""
+    import torch
+
     return torch.device("cpu") if where.type == "npu" else where

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from perl import device
+from perl.adapters import ADAPTERS
 from perl.config.load import Config
 from perl.config.training import TrainingConfig
 from perl.errors import RankError
@@ -102,7 +103,7 @@ def changes(phase: str, config: Config) -> Iterator[str]:
     if phase == "rollout" and group % 4 == 0 and (parts := smaller_rollouts(training, group // 2)):
         fewer = {"training.num_generations": (group // 2, group), "training.steps_per_generation": parts}
         yield change(fewer, "fewer answers a prompt")
-    yield smaller_adapter(config)
+    yield from smaller_adapter(config)
 
 
 def sft_changes(phase: str, config: SFTRunConfig) -> Iterator[str]:
@@ -117,7 +118,7 @@ def sft_changes(phase: str, config: SFTRunConfig) -> Iterator[str]:
         if not training.gradient_checkpointing:
             yield change({"training.gradient_checkpointing": ("true", "false")}, "same result, a second forward")
         yield halved("training.max_length", training.max_length, "cuts long rows")
-    yield smaller_adapter(config)
+    yield from smaller_adapter(config)
 
 
 def smaller_cache(config: Config) -> str:
@@ -154,11 +155,12 @@ def smaller_micro_batches(training: TrainingConfig | SFTTrainingConfig) -> str:
     return change(flags, "same batch, slower")
 
 
-def smaller_adapter(config: Config | SFTRunConfig) -> str:
-    """Of half the rank, or one at all."""
+def smaller_adapter(config: Config | SFTRunConfig) -> Iterator[str]:
+    """Of half the rank, or one at all; of a method without ranks there is none."""
     if config.peft.type == "none":
-        return change({"peft.type": ("lora", "none")}, "an adapter in the place of all weights")
-    return halved("peft.r", int(config.peft.r), "a smaller adapter")
+        yield change({"peft.type": ("lora", "none")}, "an adapter in the place of all weights")
+    elif "r" in ADAPTERS[config.peft.type].reads:
+        yield halved("peft.r", int(config.peft.r), "a smaller adapter")
 
 
 def halved(flag: str, now: int | None, cost: str) -> str:

@@ -53,6 +53,11 @@ def check_images(config: Config, processing: Any) -> None:
             f"--config.algorithm.{asked[0]}: its passes see prompts without their images; name a model of texts, or"
             " leave it out"
         )
+    if config.peft.type == "vera" and config.peft.target_modules == "all-linear":
+        raise UserError(
+            "--config.peft.type vera: reads no exclude_modules, which leaves the vision tower out; name the layers of"
+            ' the language model, --config.peft.target_modules \'["q_proj","k_proj","v_proj"]\', or write dora'
+        )
     data = config.dataset
     if data.truncation != "error" and not data.filter_overlong_prompts:
         raise UserError(

@@ -1,12 +1,14 @@
 """One rank that trains every PEFT method, one after the other: python -m tests.npu.methods_worker OUT [SETTINGS].
 
-Three steps each, with AQN and gradient checkpointing. Writes OUT/rank<N>.json: of each method what has moved, a sum of
+Two steps each, with AQN and gradient checkpointing. Writes OUT/rank<N>.json: of each method what has moved, a sum of
 what is trained, and its checkpoint's and result's logits; or the line with which it is refused.
 """
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +25,17 @@ from perl.errors import UserError
 from perl.sharding import whole
 from tests.trainers import SETTINGS, make_trainer, reward_tokens
 
-OWN = {"r": 4, "lora_alpha": 8, "oft_block_size": 8, "adalora_target_r": 2}
+OWN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "oft_block_size": 8, "adalora_target_r": 2}
 TOKENS = torch.arange(6, 22).reshape(1, 16)
 
 
 def report_of(name: str, out: Path, settings: dict) -> dict:
     peft = PeftConfig(type=name, **{key: value for key, value in OWN.items() if key in ADAPTERS[name].reads})
-    fixed = {"max_steps": 3, "gradient_accumulation_steps": 1, "max_completion_length": 4, "logging_steps": 3}
-    settings = {"gradient_checkpointing": True} | fixed | settings
+    fixed = {"max_steps": 2, "gradient_accumulation_steps": 1, "max_completion_length": 4, "logging_steps": 2}
+    settings = {"gradient_checkpointing": True, "engine": "fast"} | fixed | settings
     try:
-        check_method(peft, TrainingConfig(output_dir=str(out / name), **(SETTINGS | settings)))
+        arguments = {key: value for key, value in (SETTINGS | settings).items() if key != "engine"}
+        check_method(peft, TrainingConfig(output_dir=str(out / name), **arguments))
     except UserError as error:
         return {"refused": str(error)}
     noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.05, sigma_end=0.01, num_stages=2)
@@ -43,10 +46,10 @@ def report_of(name: str, out: Path, settings: dict) -> dict:
         adapter=name,
         peft=peft,
         noise=noise,
-        engine="fast",
         rewards=(reward_tokens,),
         **settings,
     )
+    before = {key: p.detach().float().cpu().clone() for key, p in trainer.model.named_parameters()}
     trainer.train()
     trainer.save_model(str(out / name / "adapter"))
     with trainer._gathered() as policy:
@@ -58,6 +61,7 @@ def report_of(name: str, out: Path, settings: dict) -> dict:
         "device": str(trainer.args.device),
         "merged": trainer.sampler.merge._said,
         "ranks": trainer.ranks and trainer.ranks.ranks,
+        "still": name in ("pissa", "milora") and all(_second_halves_equal(before, weights)),
         "zeros": sum(int((weights[key] == 0).sum()) for key in trained if "lora_E" in key),
     }
     if trainer.args.process_index == 0 and name != "none":
@@ -68,6 +72,15 @@ def report_of(name: str, out: Path, settings: dict) -> dict:
             with loaded.disable_adapter():
                 found["effect"] = (shown - loaded(input_ids=TOKENS).logits).abs().max().item()
     return found
+
+
+def _second_halves_equal(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> Iterator[bool]:
+    """Of A its last rows, of B its last columns, of 2 times 4."""
+    for key, weight in after.items():
+        if "lora_A" in key:
+            yield torch.equal(weight[4:], before[key][4:]) and not torch.equal(weight[:4], before[key][:4])
+        elif "lora_B" in key:
+            yield torch.equal(weight[:, 4:], before[key][:, 4:])
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from perl.adapters import ADAPTERS
+from perl.adapters import ADAPTERS, Adapter
 from perl.algorithms import ALGORITHMS
 from perl.checkpoints import modelscope_variable
 from perl.config.load import Config, Parsed
@@ -32,6 +32,8 @@ LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 # config.json
+OF_OTHER_SHAPE = ("vera", "miss", "ia3", "ln_tuning", "hra", "oft")
+"""Methods whose layers do not compute B A x."""
 
 
 def read_config(model: str) -> Any:
@@ -124,7 +126,8 @@ def shape_of(config: Any, peft: PeftConfig, critic: CriticConfig | None = None) 
         _require_known(model)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         linear = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear))
-        adapter = lookup(ADAPTERS, peft.type, "adapter type", "--config.peft.type").build(peft)
+        method = lookup(ADAPTERS, peft.type, "adapter type", "--config.peft.type")
+        adapter = method.build(peft)
         if adapter is not None:
             with torch.device("meta"):
                 model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
@@ -139,12 +142,12 @@ def shape_of(config: Any, peft: PeftConfig, critic: CriticConfig | None = None) 
     return Shape(
         parameters=parameters,
         linear=linear,
-        adapter=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        adapter=sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and _trains(method, name))
         + (sum(sum(size) for _, size in adapted) * critic.r + config.hidden_size + 1 if critic else 0),
         largest_adapted=max((math.prod(size) for _, size in adapted), default=0),
         adapted_weights=sum(math.prod(size) for _, size in adapted),
         adapted={name.rpartition(".")[2]: size for name, size in trained if name.startswith(prefix)},
-        rank=int(peft.r) if adapter else 0,
+        rank=round(int(peft.r) / method.trained_share) if "r" in method.reads else 0,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -178,12 +181,17 @@ def _linears(model: Any) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _adapted(model: Any) -> Iterator[tuple[str, tuple[int, int]]]:
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            base: Any = module.get_base_layer()
+        base: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
+        if isinstance(base, torch.nn.Linear):
             yield name, (base.in_features, base.out_features)
+
+
+def _trains(method: Adapter, name: str) -> bool:
+    """Whether a parameter of this name is trained: of what PEFT leaves trainable, lora_fa freezes a part."""
+    return not method.trains or any(f".{kind}." in f"{name}." for kind in method.trains)
 
 
 # The recipe
@@ -265,6 +273,8 @@ def rough(config: Config | SFTRunConfig) -> Iterator[str]:
         yield f"optimizer {optimizer} is counted as AdamW"
     if peft.type == "dora":
         yield "dora is counted as lora: its weights' norms take a matrix of each adapted layer's size for a moment"
+    if peft.type in OF_OTHER_SHAPE:
+        yield f"{peft.type} is counted as lora of its size: what its layers compute in between differs"
     if config.model.attn_implementation not in (None, "sdpa"):
         yield f"attention {config.model.attn_implementation} is counted as sdpa"
 
