@@ -8,7 +8,8 @@ import logging
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl import device
+from perl.config.evaluation import EvalConfig
 from perl.config.evaluation import parse as parse_evaluation
 from perl.config.load import Config
 from perl.config.parser import Parser
@@ -74,19 +76,73 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line, and nothing else")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """A command that has been checked."""
+
+    grid: Grid
+    runs: Sequence[Run]
+    output: Path
+    datasets: Sequence[str]
+    """Names of the folders of their results."""
+    evaluator: Sequence[str]
+    """Flags of perl/eval.py that all evaluations have."""
+    n: int
+    kind: device.Kind
+    processes: int
+    settings: Mapping[str, Any]
+    """settings.json."""
+    notes: Sequence[str]
+
+    @property
+    def bases(self) -> dict[str, Path]:
+        """Folder of the scores of each base, by model."""
+        return {run.model: self.output / "base" / slug(run.model) for run in self.runs}
+
+    def compared(self) -> Comparison:
+        """The comparison of what is finished so far, written to comparison.json too."""
+        made = compare(self.runs, self.bases, self.datasets, self.grid.recipe, list(self.grid.vary), self.n)
+        write_json(self.output / COMPARISON, as_json(made))
+        return made
+
+
 def run(args: Any) -> int:
     """Exit code 0; 1 where a run failed."""
     logging.getLogger("perl").setLevel(logging.WARNING)  # of the checks; a run's own lines go to its log
+    sweep, console = read_command(args), Console(stderr=args.json)
+    for line in sweep.notes:
+        say(console, f"note: {line}")
+    if args.dry_run:
+        show_runs(sweep, args.json)
+        return 0
+    try:
+        comparison = do(sweep, console)
+    except StageError as error:
+        print(f"error: {error}; {AGAIN}", file=sys.stderr)
+        return 1
+    failed = [one for one in sweep.runs if not one.state.finished]
+    for dataset in sweep.datasets:
+        console.print(table(comparison, dataset))
+    for one in failed:
+        say(console, f"failed: {one.name}: {one.state.error}")
+    say(console, f"report: {sweep.output / PAGE}")
+    if args.json:
+        print(json.dumps(as_json(comparison), ensure_ascii=False))
+    return 1 if failed else 0
+
+
+def read_command(args: Any) -> Sweep:
+    """Check the whole command, the cheap checks first; nothing is written. Raises UserError."""
     output = Path(args.output or f"outputs/sweep_{Path(args.recipe).stem}").expanduser().absolute()
+    further = read_eval_flags(args.eval_flags)
     flags = given_flags(args)
     program, notes = program_of(args.recipe, flags[::2], args.method)
-    check_eval_flags(args.eval_flags)
     grid = make_grid(program, args.recipe, flags, args.vary or [], int(args.seeds), output)
     devices = device.detect()
     processes = requested_processes(devices)
     accelerate_config(devices.kind, processes)
     checked = check(grid, processes)
-    datasets = evaluated(args.evaluate, checked.configs)
+    datasets = evaluated(args.evaluate, checked.configs, further)
     evaluator = evaluator_flags(datasets, args.eval_flags, checked.configs)
     settings = {
         "vary": list(grid.vary),
@@ -94,50 +150,48 @@ def run(args: Any) -> int:
         "config": {"program": program.name, **grid.said},
     }
     check_output(output, settings)
-    console = Console(stderr=args.json)
-    for line in [*notes, *checked.warnings]:
-        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
-    if args.dry_run:
-        show_runs(grid, checked.runs, evaluator, args.json)
-        return 0
-    bases = {run.model: output / "base" / slug(run.model) for run in checked.runs}
-    output.mkdir(parents=True, exist_ok=True)
+    return Sweep(
+        grid=grid,
+        runs=checked.runs,
+        output=output,
+        datasets=list(datasets),
+        evaluator=evaluator,
+        n=int(args.n),
+        kind=devices.kind,
+        processes=processes,
+        settings=settings,
+        notes=[*notes, *checked.warnings],
+    )
+
+
+def do(sweep: Sweep, console: Console) -> Comparison:
+    """Everything that is left to do; returns what has come out of it, with the page written. Raises StageError."""
     signal.signal(signal.SIGTERM, stopped)
-    with interruptible(), alone(output, console) as kept_open:
-        write_json(output / SETTINGS, settings)
-        console.print(f"everything goes to {output}", highlight=False, markup=False, soft_wrap=True)
+    try:
+        sweep.output.mkdir(parents=True, exist_ok=True)
+        write_json(sweep.output / SETTINGS, sweep.settings)
+    except OSError as error:
+        raise UserError(f"--output {sweep.output}: {error.strerror}; write another folder") from error
+    say(console, f"everything goes to {sweep.output}")
+    with interruptible(), alone(sweep.output, console) as kept_open:
         shop = Workshop(
-            program=program.name,
-            argv=grid.argv,
-            processes=processes,
-            kind=devices.kind,
-            evaluator=evaluator,
-            n=int(args.n),
-            where=surroundings(devices.kind, processes, kept_open),
+            program=sweep.grid.program.name,
+            argv=sweep.grid.argv,
+            processes=sweep.processes,
+            kind=sweep.kind,
+            evaluator=sweep.evaluator,
+            n=sweep.n,
+            where=surroundings(sweep.kind, sweep.processes, kept_open),
             console=console,
         )
+        work(shop, sweep.runs, sweep.bases, sweep.compared)
+        comparison = sweep.compared()
+        write_comparison(comparison, sweep.output / PAGE)
+    return comparison
 
-        def compared() -> Comparison:
-            made = compare(checked.runs, bases, list(datasets), args.recipe, list(grid.vary), int(args.n))
-            write_json(output / COMPARISON, as_json(made))
-            return made
 
-        try:
-            work(shop, checked.runs, bases, compared)
-        except StageError as error:
-            print(f"error: {error}; {AGAIN}", file=sys.stderr)
-            return 1
-        comparison = compared()
-        page = write_comparison(comparison, output / PAGE)
-    for dataset in datasets:
-        console.print(table(comparison, dataset))
-    failed = [run for run in checked.runs if not run.state.finished]
-    for one in failed:
-        console.print(f"failed: {one.name}: {one.state.error}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
-    if args.json:
-        print(json.dumps(as_json(comparison), ensure_ascii=False))
-    return 1 if failed else 0
+def say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def stopped(signum: int, _: object) -> None:
@@ -146,7 +200,7 @@ def stopped(signum: int, _: object) -> None:
 
 
 @contextlib.contextmanager
-def interruptible():
+def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
@@ -156,7 +210,9 @@ def interruptible():
 # What is scored
 
 
-def evaluated(given: Sequence[str] | None, configs: Sequence[Config | SFTRunConfig]) -> dict[str, str]:
+def evaluated(
+    given: Sequence[str] | None, configs: Sequence[Config | SFTRunConfig], further: EvalConfig
+) -> dict[str, str]:
     """The datasets that the runs are scored on, by the names of their folders.
 
     Raises:
@@ -171,7 +227,7 @@ def evaluated(given: Sequence[str] | None, configs: Sequence[Config | SFTRunConf
     found = named(specs, "--evaluate", "score on one of them alone")
     for spec in found.values():
         try:
-            load_problems(spec)
+            load_problems(spec, further.split, further.max_samples, further.task)
         except UserError as error:
             raise UserError(f"--evaluate {error}") from error
     return found
@@ -209,14 +265,14 @@ def evaluator_flags(datasets: Mapping[str, str], further: str, configs: Sequence
     return [*flags, *words]
 
 
-def check_eval_flags(further: str) -> None:
-    """A UserError for flags that perl/eval.py does not know, or that the sweep sets itself."""
+def read_eval_flags(further: str) -> EvalConfig:
+    """--eval_flags. A UserError for flags that perl/eval.py does not know, or that the sweep sets itself."""
     try:
         words = shlex.split(further)
         for name in OWN_EVAL_FLAGS:
             if any(word.partition("=")[0] == f"--{name}" for word in words):
                 raise UserError(f"--{name}: the sweep sets it; leave it out")
-        parse_evaluation(["--model", "base", "--dataset", "any", *words])
+        return parse_evaluation(["--model", "base", "--dataset", "any", *words])
     except (UserError, ValueError) as error:
         raise UserError(f"--eval_flags {error}") from error
 
@@ -259,21 +315,21 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 # The screen
 
 
-def show_runs(grid: Grid, runs: Sequence[Run], evaluator: Sequence[str], as_line: bool) -> None:
+def show_runs(sweep: Sweep, as_line: bool) -> None:
     """The runs in the order in which they are worked off, with the flags of their trainings."""
-    ordered = sorted(runs, key=lambda run: run.seed)
+    grid, ordered = sweep.grid, sorted(sweep.runs, key=lambda run: run.seed)
     if as_line:
         rows = [
             {"values": dict(r.values), "seed": r.seed, "finished": r.state.finished, "flags": redact(grid.argv(r))}
             for r in ordered
         ]
-        print(json.dumps({"program": grid.program.name, "runs": rows, "evaluation": list(evaluator)}))
+        print(json.dumps({"program": grid.program.name, "runs": rows, "evaluation": list(sweep.evaluator)}))
         return
     for number, each in enumerate(ordered, start=1):
         state = "  (finished before)" if each.state.finished else ""
         print(f"[{number}/{len(ordered)}] {each.name}{state}")
         print(f"      python -m {grid.program.name} {shlex.join(redact(grid.argv(each)))}")
-    print(f"each is scored by perl/eval.py {shlex.join(evaluator)}; one run at a time")
+    print(f"each is scored by perl/eval.py {shlex.join(sweep.evaluator)}; one run at a time")
 
 
 def table(comparison: Comparison, dataset: str) -> Table:
