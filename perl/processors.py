@@ -9,9 +9,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 from transformers import ProcessorMixin
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs
+
+
+class Qwen2VLImageProcessorPil(theirs.Qwen2VLImageProcessorPil):  # the name that it is saved under
+    """transformers' of that name. An image that comes several times, once for each completion of its prompt, is
+    computed once."""
+
+    def _preprocess(self, images: list[np.ndarray], *args: Any, **kwargs: Any) -> Any:
+        distinct: dict[Any, int] = {}
+        places = [distinct.setdefault((image.shape, image.tobytes()), len(distinct)) for image in images]
+        found = super()._preprocess([images[places.index(place)] for place in range(len(distinct))], *args, **kwargs)
+        grids = found["image_grid_thw"]
+        ends = np.cumsum(np.prod(np.asarray(grids), axis=1))  # of each image's patches
+        starts = np.append(0, ends)
+        rows = np.concatenate([np.arange(starts[place], ends[place]) for place in places])
+        found["pixel_values"], found["image_grid_thw"] = found["pixel_values"][rows], grids[places]
+        return found
 
 
 class Qwen2_5_VLProcessor(transformers.Qwen2_5_VLProcessor):  # the name that it is saved under

@@ -213,6 +213,12 @@ class AdapterTrainer:
         if self.args.push_to_hub and folder != pushed:
             shutil.copyfile(folder / "README.md", pushed / "README.md")
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """A checkpoint of all weights holds tied ones under one name: the other is not missing."""
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))  # type: ignore[misc]
+
     def compute_dtype(self) -> torch.dtype:
         """What the model computes in: mixed precision's dtype, or that of its weights."""
         mixed, model = compute_dtype(self.args), self.accelerator.unwrap_model(self.model)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import reward_curves, scaling, soak
+from benchmarks import critic_bound, reward_curves, scaling, soak
 from benchmarks._workload import EOS, FIRST_MARKER, FIRST_WORD, VOCABULARY, ForcedLengths, Workload, draw_lengths
 from benchmarks.train_step import flat_groups
 
@@ -184,3 +184,18 @@ def test_soak():
     result = run_module("soak", "--steps", "3")
     assert (result["steps"], result["lost"], result["doubled"]) == (3, 0, 0)
     assert result["rss_mb_last"] > 100
+
+
+def test_what_a_critic_can_explain_at_best_by_hand():
+    completions = [(5, 6, 2), (5, 7, 2), (5, 6, 2), (8,)]
+    found = critic_bound.estimates(completions, [1.0, 0.0, 1.0, 0.0])
+    # before the first token the others' mean: 1/3, 2/3, 1/3, 2/3; behind 5 those of two; behind 5 6 of one, 5 7 of none
+    assert found == [
+        pytest.approx([1 / 3, 0.5, 1.0]),
+        pytest.approx([2 / 3, 1.0, 1.0]),
+        pytest.approx([1 / 3, 0.5, 1.0]),
+        pytest.approx([2 / 3]),
+    ]
+    assert critic_bound.explained([(1.0, 1.0), (0.0, 0.0)]) == 1.0
+    assert critic_bound.explained([(1.0, 0.3), (0.0, 0.3)]) == pytest.approx(0.0)
+    assert critic_bound.until([4, 2, 9], 2) == (4, 2)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import shutil
 from types import SimpleNamespace
 
@@ -270,6 +271,19 @@ def test_noise_that_the_copies_round_away_is_not_reported(tmp_path):
     noisy = [row for row in trainer.state.log_history if "aqn/sigma_realized" in row]
     assert [row["aqn/sigma"] > 0 for row in noisy] == [True, True]
     assert all(row["aqn/sigma_realized"] < 0.1 * row["aqn/sigma"] for row in noisy)
+
+
+def test_a_tied_head_is_not_missing_in_a_checkpoint(tmp_path, caplog):
+    fields = {"adapter": "none", "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, model=tiny_model(tie_word_embeddings=True), **fields).train()
+    again = make_trainer(tmp_path, model=tiny_model(tie_word_embeddings=True), **fields | {"max_steps": 2})
+    log = logging.getLogger("transformers.trainer")
+    log.addHandler(caplog.handler)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    log.removeHandler(caplog.handler)
+    assert again.state.global_step == 2
+    assert again.model.lm_head.weight is again.model.model.embed_tokens.weight
+    assert "missing keys" not in caplog.text
 
 
 def test_mixed_precision_on_a_cpu_ends_in_its_dtype(folder):

@@ -19,7 +19,7 @@ from perl.config.evaluation import EvalConfig
 from perl.config.schema import DatasetConfig, PeftConfig
 from perl.errors import UserError
 from perl.evaluation.run import evaluate
-from perl.images import load_processing
+from perl.images import decoded, load_processing
 from perl.results import read_samples
 from perl.training.run import train
 from perl.training.setup import build_dataset
@@ -297,3 +297,21 @@ def test_prompts_that_are_too_long_with_their_images_are_dropped(made, tmp_path)
     assert [row["prompt"][0]["content"] for row in kept] == [[{"type": "text", "text": "so"}]]
     both = build_dataset(DatasetConfig(dataset_name_or_path=str(file), max_prompt_length=80), processor)
     assert [[image.size for image in row["images"]] for row in both] == [[(64, 64)], []]
+
+
+def test_an_image_that_comes_for_each_completion_is_computed_once(made):
+    processor = load_processing(made / "model").image_processor
+    one, other = (decoded(noise_png(32, 16 * (1 + seed), seed)) for seed in range(2))
+    apart = [processor(images=[image], return_tensors="pt") for image in (one, other)]
+    resize, resized = processor.resize, []
+
+    def counted(image, *args, **kwargs):
+        resized.append(image.shape)
+        return resize(image, *args, **kwargs)
+
+    processor.resize = counted
+    together = processor(images=[one, other, one, one, other], return_tensors="pt")
+    assert len(resized) == 2
+    for name in ("pixel_values", "image_grid_thw"):
+        expected = torch.cat([apart[place][name] for place in (0, 1, 0, 0, 1)])
+        assert torch.equal(together[name], expected), name
