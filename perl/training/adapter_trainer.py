@@ -3,10 +3,14 @@ models as other programs read them, and our model card."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl.adapters import Adapter
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
@@ -17,6 +21,17 @@ if TYPE_CHECKING:
 
 WriteCard = Callable[[Path, list[dict[str, Any]]], None]
 """Writes the model card into a folder that holds what was trained, given the log history."""
+
+
+def order_by_step(run_dir: Path) -> None:
+    """Give the checkpoints in `run_dir` times of change in the order of their steps and before now, where they are not:
+    save_total_limit deletes the oldest by this time, which after a clock was set back would be the newest."""
+    found = [f for f in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if f.name.rpartition("-")[2].isdigit()]
+    found.sort(key=lambda folder: int(folder.name.rpartition("-")[2]), reverse=True)
+    now = time.time()
+    if any(folder.stat().st_mtime > now for folder in found):
+        for age, folder in enumerate(found, start=1):
+            os.utime(folder, (now - age, now - age))
 
 
 class AdapterTrainer:
@@ -53,6 +68,11 @@ class AdapterTrainer:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.args.should_save:
+            order_by_step(Path(self.args.output_dir or "."))
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
