@@ -3,10 +3,14 @@
 import logging
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from perl.checkpoints import load_model
 from perl.config.schema import DatasetConfig
+from perl.training.run import train
 from perl.training.setup import Limits, build_dataset
-from tests.reliability.place import Place
+from tests.reliability.place import Place, field
 from tests.tiny import tiny_tokenizer
 
 
@@ -47,3 +51,20 @@ def test_completions_beyond_the_models_context(lines, tmp_path):
 
 def test_no_line_where_nothing_is_odd(lines, tmp_path):
     assert not [line for line in lines(Place(tmp_path).sums()) if "repeats" in line or "max_position" in line]
+
+
+def test_a_tokenizer_without_a_pad_token(tmp_path, monkeypatch):
+    """Its end-of-sequence token pads, and a step is trained."""
+    monkeypatch.chdir(tmp_path)
+    place = Place(tmp_path)
+    model = place.model(tokenizer_config_json=field(pad_token=None))
+    run = train(place.train(None, model__model_name_or_path=model, training__max_steps=1))
+    assert (run / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_head_of_its_own_goes_before_a_configuration_that_ties_it(tmp_path):
+    model = Place(tmp_path).model(config_json=field(tie_word_embeddings=True))
+    loaded = load_model(tmp_path / model)
+    stored = load_file(tmp_path / model / "model.safetensors")
+    assert torch.equal(loaded.lm_head.weight, stored["lm_head.weight"])
+    assert torch.equal(loaded.model.embed_tokens.weight, stored["model.embed_tokens.weight"])
