@@ -202,7 +202,8 @@ def build_dataset(
             require_known(token_ids, limits.vocabulary, problem.source)
     lengths = [len(token_ids) for token_ids in prompts]
     kept = _within_length(lengths, problems, config)
-    rows, problems, lengths = ([these[i] for i in kept] for these in (rows, problems, lengths))
+    rows, problems = [rows[i] for i in kept], [problems[i] for i in kept]
+    lengths = [lengths[i] for i in kept]
     names = data_sets(config.dataset_name_or_path)
     if not rows:
         raise UserError(

@@ -353,3 +353,20 @@ LAUNCH = [
     ),
 ]
 CASES = [*DATA, *MODEL, *CONFIGURATION, *FOLDERS_AND_ADAPTERS, *SFT, *EVALUATION, *TOOLS, *LAUNCH]
+SLOW = frozenset(
+    """
+    empty_folder no_such_file unknown_suffix cut_off_parquet not_utf8 row_is_no_object question_is_empty
+    messages_without_content no_messages foreign_data_source no_such_image broken_image no_such_split
+    names_with_commas bench_without_training_split unknown_task no_such_model adapter_for_a_model no_config
+    unknown_architecture no_weights garbage_weights cut_off_tokenizer unknown_model_argument unknown_flag
+    no_number no_epochs example_numbers_0 unknown_optimizer unknown_algorithm unknown_adapter_type
+    unknown_reward no_such_reward_file reward_file_does_not_compile more_weights_than_rewards
+    no_such_validation_data unknown_tracker no_checkpoint_to_go_on_from no_such_recipe recipe_is_no_yaml
+    recipe_is_a_text recipe_with_an_unknown_group recipe_with_an_unknown_field a_file_in_the_folders_place
+    folder_of_another_run no_such_adapter adapter_of_another_rank broken_adapter_config no_turn_of_the_assistant
+    turn_without_a_text messages_and_pairs images_in_a_fine_tuning tools_that_are_no_list nothing_left_to_learn
+    launch_with_a_mistake max_completion_length_0 save_steps_0 batch_size_0 negative_seed nan_among_the_weights
+    infinite_noise huge_json huge_csv huge_parquet
+    """.split()  # noqa: SIM905  # a list of 60 lines says no more
+)
+"""Cases left to the slow tests: other tests of the suite make the same checks below the command line."""

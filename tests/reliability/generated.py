@@ -131,7 +131,7 @@ def decimals_are_exact(one: Decimal, other: Decimal) -> None:
         assert same == (Fraction(one) == Fraction(other)), rule
 
 
-def grader_never_raises(grader: Grader) -> Callable[[], None]:
+def grader_never_raises(grader: Grader) -> Callable[..., None]:
     @given(
         TEXTS,
         st.one_of(INTEGERS.map(str), st.sampled_from(["\\frac{1}{2}", "(1, 2)", "x + 1"])),
@@ -305,7 +305,7 @@ def any_file_is_read_or_told(name: str, content: bytes) -> None:
                 assert isinstance(row, dict)
 
 
-def properties(grader: Grader) -> dict[str, Callable[[], None]]:
+def properties(grader: Grader) -> dict[str, Callable[..., None]]:
     """Every property, by name."""
     return {
         "extraction_never_raises": extraction_never_raises,
@@ -323,7 +323,7 @@ def properties(grader: Grader) -> dict[str, Callable[[], None]]:
     }
 
 
-def tried(property_: Callable[[], None], examples: int, again: bool) -> Callable[[], None]:
+def tried(property_: Callable[..., None], examples: int, again: bool) -> Callable[[], None]:
     """The property, to be called: with so many inputs, the same ones each time (`again`) or new ones."""
     phases = [Phase.explicit, Phase.generate, Phase.shrink]
     health = list(HealthCheck)

@@ -28,7 +28,7 @@ def originals() -> Path:
     save_tiny(folder / "model", scale=4.0)
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, base_model_name_or_path="model")
-    get_peft_model(tiny_model(scale=4.0), config).save_pretrained(folder / "adapter")
+    get_peft_model(tiny_model(scale=4.0), config).save_pretrained(str(folder / "adapter"))
     return folder
 
 

@@ -4,14 +4,18 @@ import re
 
 import pytest
 
-from tests.reliability.cases import CASES
+from tests.reliability.cases import CASES, SLOW
 from tests.reliability.runs import meet, unmounted
 from tests.reliability.table import PAGES, ROOT, TEST, rows
 
 ENGLISH = {row.test: row for row in rows(PAGES[0])}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def slow(case):
+    return [pytest.mark.slow] if case.name in SLOW else []
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=slow(case), id=case.name) for case in CASES])
 def test_bad_input(case, tmp_path, monkeypatch, capfd):
     with unmounted(tmp_path):
         met = meet(case, tmp_path, monkeypatch, capfd)
