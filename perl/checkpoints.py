@@ -37,6 +37,16 @@ WEIGHT_SUFFIXES = (
     ".onnx",
     ".safetensors.index.json",
 )
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "*.model",
+    "*.model.v*",
+    "vocab*",
+    "*.tiktoken",
+    "tekken.json",
+    "tokenization_*.py",
+)
+"""One of which holds a tokenizer's words."""
 PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
 RENAMED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 """How transformers' names of weights begin where the files of Qwen2.5-VL begin otherwise."""
@@ -175,17 +185,74 @@ def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:
 
     if Path(folder).is_dir() and not (Path(folder) / "config.json").is_file():
         raise UserError(f"{flag} {folder}: no config.json in this folder; name the folder that holds a whole model")
+    if Path(folder).is_dir():
+        _require_fields(Path(folder) / "config.json", f"{flag} {folder}")
     transformers_logging.disable_progress_bar()
     options.setdefault("trust_remote_code", False)  # without a word of it transformers would ask on the terminal
     if loader.startswith("AutoModel"):
         options.setdefault("use_safetensors", True)
+        options["output_loading_info"] = True
+        require_whole_weights(Path(folder), f"{flag} {folder}")
+    if loader == "AutoTokenizer" and Path(folder).is_dir():
+        _require_tokenizer_files(Path(folder), f"{flag} {folder}")
     try:
-        return getattr(transformers, loader).from_pretrained(folder, **options)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if "trust_remote_code" in str(error):
-            reason = "it brings Python code of its own (auto_map), which is not run"
+        loaded = getattr(transformers, loader).from_pretrained(folder, **options)
+    except Exception as error:
+        reason = _why_not_loaded(error)
+        if reason is None:
+            raise
         raise UserError(f"{flag} {folder}: cannot be loaded as a causal language model: {reason}") from error
+    if not loader.startswith("AutoModel"):
+        return loaded
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"{flag} {folder}: its files hold no {missing[0]} ({len(missing)} weights are missing), which transformers"
+            " would make up; copy the whole model again"
+        )
+    return model
+
+
+def _why_not_loaded(error: Exception) -> str | None:
+    """What transformers could not load a file for, in one line; None where that is no fault of the file."""
+    if "trust_remote_code" in str(error):
+        return "it brings Python code of its own (auto_map), which is not run"
+    if isinstance(error, RuntimeError) and "mismatched_sizes" in str(error):
+        return "the shapes of its weights are not those that config.json says"
+    plain = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError)
+    if isinstance(error, plain) or type(error) is Exception:  # the package tokenizers raises the last
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return None
+
+
+def require_whole_weights(folder: Path, where: str) -> None:
+    """Raise a UserError for a safetensors file in `folder` that is cut off or none at all, as a copy that broke off
+    leaves it. Headers alone are read."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{where}: {file.name} is cut off or no safetensors file ({error}); copy it again"
+            ) from error
+
+
+def _require_fields(file: Path, where: str) -> None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {file.name} is not readable ({error}); copy it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: {file.name} holds no fields; copy it again")
+
+
+def _require_tokenizer_files(folder: Path, where: str) -> None:
+    """transformers makes an empty tokenizer where there is no file of one."""
+    if not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
+        raise UserError(f"{where}: holds no tokenizer (tokenizer.json or the like); copy the model's into the folder")
 
 
 def eos_token_ids(folder: str | Path, config: Any, tokenizer: Any) -> frozenset[int]:
@@ -275,6 +342,7 @@ class Checkpoint:
 def _shards(folder: Path) -> dict[str, list[str]]:
     from safetensors import safe_open
 
+    require_whole_weights(folder, str(folder))
     files = _weight_files(folder, str(folder)) if (folder / INDEX).is_file() else ["model.safetensors"]
     shards = {}
     for name in files:
@@ -327,9 +395,11 @@ def written_whole(output: Path) -> Iterator[Path]:
     """
     if output.exists() and not (output / "merge.json").is_file() and (output.is_file() or any(output.iterdir())):
         raise UserError(f"--output {output}: exists and is not a merged model; write a new folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    temporary.mkdir()
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}; write another folder") from error
     try:
         yield temporary
         if output.exists():

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib.util
 import os
+import re
 import select
 import sys
 import time
@@ -21,6 +23,7 @@ from perl.redact import hide
 T = TypeVar("T")
 
 EXIT_USER_ERROR = 2
+EXIT_WHILE_RUNNING = 1
 EXIT_BROKEN_PIPE = 141
 """128 + SIGPIPE, as any program that writes into `| head`."""
 RANK_0_SPEAKS_S = 30.0
@@ -162,6 +165,12 @@ def report_errors() -> Iterator[None]:
         if not _stdout_is_closed():
             raise
         sys.exit(EXIT_BROKEN_PIPE)
+    except Exception as error:
+        if (refused := _disk_refuses(error)) is None:
+            raise
+        sys.stderr.write(f"error: {hide(refused)}\n")
+        sys.stderr.flush()
+        sys.exit(EXIT_WHILE_RUNNING)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -169,6 +178,29 @@ def report_errors() -> Iterator[None]:
         if lost_a_peer(error):
             time.sleep(RANK_0_SPEAKS_S)
         raise
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+"""What a disk that is full, broken or not to be written to makes of a write."""
+
+
+DISK_WORDS = re.compile(
+    r"No space left on device|File too large|Read-only file system|Disk quota exceeded"
+    r"|PytorchStreamWriter failed|inline_container\.cc|iostream error"
+)
+"""In the errors of libraries that write tensors and tokenizers; the last three are torch.save's."""
+
+
+def _disk_refuses(error: Exception) -> str | None:
+    """One line where a file could not be written because of the disk; None for any other error. The libraries that
+    write tensors have errors of their own for it."""
+    advice = "what was written before stays: make room, and go on (a training with resume_from_checkpoint true)"
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return f"{error.filename or 'a file'}: {error.strerror}; {advice}"
+    if not isinstance(error, OSError) and (found := DISK_WORDS.search(text)):
+        return f"a file could not be written ({found[0]}); {advice}"
+    return None
 
 
 def _stdout_is_closed() -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # `python perl/eval.py` puts perl/ first on sys.path; the repository's root belongs there, here and in spawned workers.
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
 
-from perl.errors import report_errors  # noqa: E402
+from perl.errors import Stopped, report_errors  # noqa: E402
 
 with report_errors():  # without the environment, one line
     from perl.config.evaluation import parse
@@ -18,6 +21,20 @@ with report_errors():  # without the environment, one line
 
 EXIT_NOT_ALL_GENERATED = 3
 """Scored, but some rows have an error in the place of a completion and count as wrong."""
+
+
+@contextlib.contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM, as a scheduler sends it, ends the work inside as Ctrl-C does: workers are ended, rows stay."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise Stopped("SIGTERM; the rows that are done stay, and the same command goes on", number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main(argv: list[str]) -> int:
@@ -33,10 +50,11 @@ def main(argv: list[str]) -> int:
 
     code, summaries = 0, {}
     try:
-        if config.rescore:
-            rescore(config)
-        else:
-            summaries = evaluate(config)
+        with stopped_by_sigterm():
+            if config.rescore:
+                rescore(config)
+            else:
+                summaries = evaluate(config)
     except WorkerError as error:
         print(f"error: {hide(str(error))}", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ column images -> Problem.images, each the bytes of a file -> messages of parts -
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,8 +77,13 @@ def _file(image: Any, where: str) -> bytes:
     try:
         decoded(content)
     except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for broken files
-        raise UserError(f"{where} can't be decoded: {' '.join(str(error).split())[:120]}") from error
+        raise UserError(f"{where} can't be decoded: {_plain(error)}") from error
     return content
+
+
+def _plain(error: Exception) -> str:
+    """PIL's words, without the name of an object in memory."""
+    return " ".join(re.sub(r" <_io.*?>", "", str(error)).split())[:120]
 
 
 def decoded(file: bytes) -> Image:

@@ -58,9 +58,53 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], imag
         tokenizer: for a model that takes images its processor (perl.processors): messages are of parts then.
         images: the files of the images in the messages.
     """
+    from jinja2 import TemplateError
+
     chat = filled(messages, images) if images else list(messages)
-    ids: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return list(ids[0] if isinstance(ids[0], list) else ids)  # a processor gives a list of one
+    try:
+        ids: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except (TemplateError, TypeError, KeyError) as error:  # what a template's own expressions raise
+        raise UserError(f"{_name(tokenizer)}: the chat template fails: {error}; correct chat_template.jinja") from error
+    ids = ids[0] if ids and isinstance(ids[0], list) else ids  # a processor gives a list of one
+    if not ids:
+        raise UserError(
+            f"{_name(tokenizer)}: the chat template makes no tokens of a prompt; correct chat_template.jinja"
+        )
+    return list(ids)
+
+
+def require_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, model: str) -> None:
+    """Raise a UserError where the tokens that pad and end a text are none of the model's.
+
+    Args:
+        vocabulary: rows of the model's embeddings.
+        model: named in the message.
+    """
+    for name in ("pad_token", "eos_token", "bos_token"):
+        number = getattr(tokenizer, f"{name}_id")
+        if number is not None and number >= vocabulary:
+            raise UserError(
+                f"{model}: the tokenizer's {name} {getattr(tokenizer, name)!r} is token {number}, but the model knows"
+                f" {vocabulary} tokens; name one of them in tokenizer_config.json, or copy the model's own tokenizer"
+            )
+
+
+def require_known(token_ids: Sequence[int], vocabulary: int, where: str) -> None:
+    """Raise a UserError for a prompt with tokens that the model has no embeddings for.
+
+    Args:
+        vocabulary: rows of the model's embeddings.
+        where: the prompt's row, named in the message.
+    """
+    if (highest := max(token_ids)) >= vocabulary:
+        raise UserError(
+            f"{where}: the prompt holds token {highest}, but the model knows {vocabulary} tokens; copy the model's own"
+            " tokenizer into its folder"
+        )
+
+
+def _name(tokenizer: Any) -> str:
+    return getattr(tokenizer, "name_or_path", "") or "the tokenizer"
 
 
 def truncated(token_ids: list[int], limit: int, side: Literal["left", "right", "middle"]) -> list[int]:

@@ -311,10 +311,13 @@ def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def read_json(file: Path, flag: str = "", hint: str = "") -> Any:
     """Raises a UserError, with the flag that named the file and with what to do about it, when it is not readable."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no fields")
+    except (OSError, ValueError, RecursionError) as error:
         where, advice = f"{flag}: " if flag else "", f"; {hint}" if hint else ""
         raise UserError(f"{where}{file} is not readable ({error}){advice}") from error
+    return content
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -328,6 +331,10 @@ def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "stri
     one, whole. An exception leaves the old one. Text is UTF-8, `errors` as for `open`. Raises OSError."""
     temporary = file.with_name(f".{file.name}.partial")
     text = mode == "w"
+    if file.exists() and not file.is_file():  # /dev/null or a pipe, which no file may take the place of
+        with file.open(mode, encoding="utf-8" if text else None, errors=errors if text else None) as handle:
+            yield handle
+        return
     try:
         with temporary.open(mode, encoding="utf-8" if text else None, errors=errors if text else None) as handle:
             yield handle

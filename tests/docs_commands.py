@@ -218,6 +218,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.report_page",
             "benchmarks.validation",
             "tests.grading.measure",
+            "tests.reliability.generated",
         )
     },
     ("python", "-m", "benchmarks.evaluator"): lambda words: benchmark(["benchmarks.evaluator.__main__", *words]),

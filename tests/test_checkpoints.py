@@ -32,6 +32,7 @@ def test_a_failed_load_is_one_line_that_names_the_flag(load, tmp_path):
     with pytest.raises(UserError, match=r"^--my\.model .*: no config\.json in this folder; name the folder"):
         load(tmp_path, "--my.model")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"^--my\.model .*: cannot be loaded as a causal language model: ") as caught:
         load(tmp_path, "--my.model")
     assert "\n" not in str(caught.value)

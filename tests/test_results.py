@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,15 @@ def test_of_a_resumed_runs_metrics_the_last_attempt_counts(tmp_path):
     assert [(step, row["reward"]) for step, row in rows] == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.9)]
     run = read_training_run(tmp_path)
     assert (run.steps, run.metrics["reward"]) == ([1, 2, 3], [0.1, 0.2, 0.9])
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    """A pipe, as /dev/stdout is one: no file takes its place."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with atomic_write(pipe) as file:
+        file.write("a row")
+    assert os.read(reader, 100) == b"a row"
+    os.close(reader)
+    assert pipe.is_fifo()

@@ -29,6 +29,7 @@ from perl.checkpoints import (
     copy_side_files,
     load_model,
     require_adapter,
+    require_whole_weights,
     written_whole,
 )
 from perl.errors import UserError, lookup
@@ -175,6 +176,7 @@ def load_adapter(base: Any, adapter: Path, flag: str = "--adapter", trainable: b
     from peft.utils.save_and_load import load_peft_weights
     from safetensors import safe_open
 
+    require_whole_weights(adapter, f"{flag} {adapter}")
     own = {id(p) for p in base.parameters()}
     try:
         with warnings.catch_warnings():
@@ -193,8 +195,10 @@ def load_adapter(base: Any, adapter: Path, flag: str = "--adapter", trainable: b
         what = f"it lacks {missing[0]}" if missing else f"the base has no place for {extra[0]}"
         count = len(missing) + len(extra)
         raise UserError(f"{flag} {adapter}: belongs to another base model: {what} ({count} such weights)")
-    for parameter in wrapped.parameters():
+    for name, parameter in wrapped.named_parameters():
         if id(parameter) not in own and parameter.is_floating_point():
+            if not parameter.isfinite().all():
+                raise UserError(f"{flag} {adapter}: {name} holds NaN or infinity; write the adapter of an earlier step")
             parameter.data = parameter.data.float()
     if config_of(wrapped).peft_type == "LN_TUNING":  # PEFT has made its layers in the base's dtype
         set_peft_model_state_dict(wrapped, load_peft_weights(str(adapter), device="cpu"))

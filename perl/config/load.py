@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from perl.algorithms import ALGORITHMS, settings_of
 from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
+from perl.config.ranges import check_numbers
 from perl.config.schema import (
     GROUPS,
     AlgorithmConfig,
@@ -120,8 +121,6 @@ class Parsed(Generic[C]):
             groups["training"] = kind(**_as_dict(self.values.training))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UserError(f"--config.training: {error}") from error
-        if (rate := groups["training"].learning_rate) < 0:
-            raise UserError(f"--config.training.learning_rate {rate}: write a number from 0")
         return self.program.config(**groups)
 
     def dump(self) -> str:
@@ -156,6 +155,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     warnings = program.resolve(values, given, written)
     warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)
+    check_numbers(values)
     warnings += flags_without_effect(values, given, program.rules)
     warnings += recipe_without_effect(values, written, given, program.groups, program.rules)
     return Parsed(values=values, warnings=warnings, parser=parser, program=program)
@@ -182,8 +182,12 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace
         raise UserError(f"--recipe: no file {path}; recipes/ holds the ones that come with perl")
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise UserError(f"--recipe {path}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or a date that there is not
         raise UserError(f"--recipe {path}: not YAML: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"--recipe {path}: not YAML: brackets nest too deep") from error
     groups = (*program.groups, "training")
     if not isinstance(content, dict):
         raise UserError(f"--recipe {path}: must hold groups ({', '.join(groups)})")
@@ -192,6 +196,10 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace
             guess = nearest(str(name), groups)
             hint = f"did you mean {guess}?" if guess else f"groups of {program.name} are {', '.join(groups)}"
             raise UserError(f"--recipe {path}: unknown group {name!r}; {hint}")
+        if not isinstance(content[name], dict):
+            raise UserError(
+                f"--recipe {path}: the group {name} must hold fields (NAME: VALUE), not {content[name]!r:.60}"
+            )
     try:
         return parser.parse_object({"config": content}, defaults=False)
     except UserError as error:
@@ -376,12 +384,16 @@ def check_critic(values: Namespace) -> None:
             f" {values.training.max_steps}, before the policy would learn; write less, or raise"
             " --config.training.max_steps"
         )
-    for flag in ("torch_compile", "use_liger_kernel"):
-        if algorithm.critic and values.training[flag]:
-            raise UserError(
-                f"--config.training.{flag} true: algorithm {values.algorithm.name} computes policy and critic in one"
-                f" packed sequence, which {flag} can't have; leave it out"
-            )
+    if algorithm.critic and values.training.torch_compile:
+        raise UserError(
+            f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"
+            " packed sequence, which torch_compile can't have; leave it out"
+        )
+    if algorithm.critic and values.training.use_liger_kernel:
+        raise UserError(
+            f"--config.training.use_liger_kernel true: algorithm {values.algorithm.name} computes policy and critic in"
+            " one packed sequence, where Liger's kernels know one of them only; leave it out"
+        )
 
 
 def check_dynamic_sampling(values: Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,7 +78,8 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
         try:
             self._check_trls()
         except (ValueError, ZeroDivisionError):
-            self._check_groups()
+            with contextlib.suppress(AttributeError):  # refused before it knows its processes
+                self._check_groups()
             raise
 
     def _check_trls(self) -> None:

@@ -89,7 +89,8 @@ def _of_word(word: str) -> Iterator[Candidate]:
 def whole_model(folder: Path) -> Path | None:
     """Where a run that trained all weights has left its model: the folder itself or, of a run's, model/ or the last
     checkpoint; None where an adapter lies there, or nothing."""
-    numbered = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    steps = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := CHECKPOINT.match(path.name))]
+    numbered = [path for _, path in sorted(steps, reverse=True)]
     for place in (folder, folder / "model", *numbered):
         if (place / ADAPTER_CONFIG).is_file():
             return None

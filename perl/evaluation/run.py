@@ -55,6 +55,7 @@ def evaluate(config: EvalConfig) -> Summaries:
     setup = Setup.of(config)
     problem_sets = load_problem_sets(config, setup.tokenizer)
     for problem_set in problem_sets:
+        setup.require_known(problem_set)
         folders = [candidate.adapter or setup.model for candidate in setup.candidates]
         warn_of_trained(folders, problem_set.spec, config.split, problem_set.keys)
     if config.compare:

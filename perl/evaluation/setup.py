@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
-from perl.checkpoints import content_hash, load_config, resolve_model
+from perl.checkpoints import content_hash, load_config, require_whole_weights, resolve_model
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.errors import UserError
 from perl.evaluation.candidates import Candidate, find_candidates
 from perl.evaluation.pool.executors import EXECUTORS, Executor
 from perl.evaluation.pool.worker import WeightsSpec, WorkerSpec
 from perl.grading import rules_hash
-from perl.images import has_images, load_processing
-from perl.prompts import require_chat_template
+from perl.images import has_images, load_processing, tokenizer_of
+from perl.prompts import require_chat_template, require_known, require_vocabulary
 from perl.provenance import text_hash
 from perl.records import Sample
 from perl.results import Identity, read_json, write_json
@@ -43,6 +43,8 @@ class Setup:
     executor: Executor
     context: int | None
     """Most tokens of prompt and completion together that flags and model allow; None: the model names no limit."""
+    vocabulary: int
+    """Tokens that the model knows."""
     base_hash: str
 
     @classmethod
@@ -59,8 +61,10 @@ class Setup:
             from perl.engines.vllm import require_torchvision
 
             require_torchvision()
+        require_whole_weights(model, f"--model {config.model}")
         text_config = load_config(model).get_text_config()
         require_chat_template(tokenizer, str(config.model))
+        require_vocabulary(tokenizer_of(tokenizer), text_config.vocab_size, str(config.model))
         allowed = getattr(text_config, "max_position_embeddings", None)
         if config.max_model_len and allowed and config.max_model_len > allowed:
             raise UserError(f"--max_model_len {config.max_model_len}: the model takes {allowed} tokens at most")
@@ -71,8 +75,14 @@ class Setup:
             tokenizer=tokenizer,
             executor=executor,
             context=config.max_model_len or allowed,
+            vocabulary=text_config.vocab_size,
             base_hash=content_hash(model),
         )
+
+    def require_known(self, problem_set: ProblemSet) -> None:
+        """Raise a UserError for a prompt that holds other tokens than the model's."""
+        for sample in problem_set.samples:
+            require_known(sample.token_ids, self.vocabulary, sample.problem.source)
 
     @property
     def is_sweep(self) -> bool:

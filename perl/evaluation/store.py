@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perl.errors import UserError
+from perl.errors import RankError, UserError
 from perl.results import RUN, SAMPLES, SampleRecord, atomic_write, json_line, read_json, read_samples, write_json
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Store:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(lines)
         except OSError as error:
-            raise UserError(
+            raise RankError(
                 f"{self.path}: {error.strerror}; what was written stays: make room, and the same command goes on"
             ) from error
         for record in records:

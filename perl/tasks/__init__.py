@@ -13,7 +13,7 @@ from pathlib import Path
 from perl.errors import UserError, lookup, nearest
 from perl.grading import RULES, Grader
 from perl.records import Problem
-from perl.tasks.files import SUFFIXES, Row, find_files, read_rows
+from perl.tasks.files import SUFFIXES, Row, find_files, read_rows, require_characters
 from perl.tasks.hub import Hub, hub_rows
 from perl.tasks.registry import DATA_SOURCES, HUBS, SCHEMA_TASKS, TASKS, Task
 from perl.tasks.schemas import SCHEMAS, Fields, asked_form, gold_text, read_fields
@@ -140,6 +140,7 @@ def _problem(fields: Fields, where: str, task: str, graded: bool = True) -> Prob
     if fields.messages is None and not fields.question:
         raise UserError(f"{where}: the question is empty")
     gold = _gold(fields, where, task, graded)
+    require_characters((fields.question, fields.messages, gold), where)
     return Problem(
         task=task,
         question=fields.question,
@@ -163,9 +164,12 @@ def _gold(fields: Fields, where: str, task: str, graded: bool) -> str:
     if not graded and (isinstance(stored, bool) or not isinstance(stored, str | int | float | Decimal)):
         return ""  # verl's ground_truth may be anything, and its reward knows what
     try:
-        return TASKS[task].read_gold(stored) if task else gold_text(stored)
+        gold = TASKS[task].read_gold(stored) if task else gold_text(stored)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
+    if not gold:
+        raise UserError(f"{where}: the gold answer {stored!r:.60} is empty; nothing stands where the answer belongs")
+    return gold
 
 
 def task_of(fields: Fields, where: str, graded: bool = True) -> tuple[str, str]:

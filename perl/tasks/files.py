@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from perl.errors import UserError
 
 Row = dict[str, Any]
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+LONGEST_ROW = 64 << 20
+"""Characters of one row; images as base64 are the longest that there are."""
+TOO_LONG = f"a row of more than {LONGEST_ROW >> 20} million characters; is this a file of rows?"
+CHUNK = 1 << 16
+_DECODER = json.JSONDecoder(parse_float=Decimal)
+_NO_SPACE = re.compile(r"[ \t\n\r]*+")
 _SUBFOLDERS = ("data", "main", "default")  # where a downloaded copy of a hub's repository keeps its files
 
 
@@ -65,6 +73,16 @@ def read_rows(file: Path) -> Iterator[tuple[Row, str]]:
         raise UserError(f"{file}: not readable as UTF-8 {file.suffix[1:]}: {error}") from error
 
 
+def require_characters(content: Any, where: str) -> None:
+    """Raise a UserError for texts in `content`, JSON values, with half a character: json can hold a lone surrogate,
+    which no tokenizer and no file takes."""
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(f"{where}: holds {half}, half of a character; write the whole character") from error
+
+
 def _parquet(file: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
@@ -73,31 +91,104 @@ def _parquet(file: Path) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise UserError(f"{file}: not a readable parquet file: {error}") from error
 
 
-def _json(file: Path) -> Iterator[Row]:
-    """A json array of rows, or one row a line."""
-    with file.open(encoding="utf-8-sig") as lines:
-        start = lines.read(1024).lstrip()[:1]
-        lines.seek(0)
+def _json(file: Path) -> Iterator[Any]:
+    """A json array of rows, or one row a line; a row at a time is in memory."""
+    with file.open(encoding="utf-8-sig") as text:
+        start = text.read(1024).lstrip()[:1]
+        text.seek(0)
         if start == "[":
-            yield from _decode(lines.read(), str(file))
+            yield from _array(text, file)
             return
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_lines(text, file), start=1):
             if line.strip():
                 yield _decode(line, f"{file}:{number}")
 
 
+def _lines(text: TextIO, file: Path) -> Iterator[str]:
+    """The lines of a file. One that is longer than any row (a file of zeros has no end of line) is a UserError."""
+    for number in itertools.count(1):
+        line = text.readline(LONGEST_ROW + 1)
+        if not line:
+            return
+        if len(line) > LONGEST_ROW:
+            raise UserError(f"{file}:{number}: {TOO_LONG}")
+        yield line
+
+
+def _array(text: TextIO, file: Path) -> Iterator[Any]:
+    """The items of a json array, read as they are asked for."""
+    held, at, number = "", 0, 0
+
+    def more() -> bool:
+        """Read on, as much again as is held, so that a long row is not decoded too often."""
+        nonlocal held, at
+        held, at = held[at:], 0
+        if len(held) > LONGEST_ROW:
+            raise UserError(f"{file}:{number}: {TOO_LONG}")
+        read = text.read(max(CHUNK, len(held)))
+        held += read
+        return bool(read)
+
+    def sign() -> str:
+        """The next character that is no white space; "" at the end of the file."""
+        nonlocal at
+        while True:
+            at = _NO_SPACE.match(held, at).end()  # type: ignore[union-attr]
+            if at < len(held) or not more():
+                return held[at : at + 1]
+
+    sign()
+    at += 1  # [
+    while sign() != "]" or number:
+        number += 1
+        while True:
+            try:
+                row, end = _DECODER.raw_decode(held, at)
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, json.JSONDecodeError) and more():
+                    continue
+                raise UserError(f"{file}:{number}: {_json_mistake(error)}") from error
+            if end < len(held) or not more():  # a number may go on
+                break
+        at = end
+        yield row
+        if (after := sign()) == "]":
+            break
+        if after != ",":
+            raise UserError(f"{file}:{number}: not valid json: the array has no end; copy the file again")
+        at += 1
+        sign()
+    at += 1
+    if sign():
+        raise UserError(f"{file}: not valid json: more stands after the array")
+
+
 def _decode(text: str, where: str) -> Any:
     try:
-        return json.loads(text.removeprefix("\ufeff"), parse_float=Decimal)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid json: {error}") from error
+        return _DECODER.decode(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {_json_mistake(error)}") from error
+
+
+def _json_mistake(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid json: {error}"
+    if isinstance(error, RecursionError):
+        return "not valid json: brackets nest too deep"
+    return f"a number of more than {sys.get_int_max_str_digits()} digits; write it as a text"
 
 
 def _csv(file: Path) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        yield from csv.DictReader(lines)
+    csv.field_size_limit(LONGEST_ROW)
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        rows = csv.DictReader(_lines(text, file), strict=True)
+        for number, row in enumerate(rows, start=1):
+            if None in row:
+                raise UserError(
+                    f"{file}:{number}: more fields than the header has; a text with a comma stands in quotes"
+                )
+            yield row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
@@ -128,6 +129,8 @@ def gold_text(value: Any) -> str:
     """The gold as text. Raises ValueError for what cannot be one, a float too large to be exact among them."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"the gold answer must be a text or a number, not {value!r:.60}")
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
+        raise ValueError(f"the gold answer is {value}, which no completion can state")
     if isinstance(value, float):
         if abs(value) >= 2**53:
             raise ValueError(f"the gold answer {value!r} is a float that has lost digits; store it as text")

@@ -48,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     if "test" not in splits and args.test_rows:
         splits["train"], splits["test"] = _hold_out(splits["train"], args.test_rows, task)
         print(f"test: {len(splits['test'])} rows held out of train, chosen by a hash of their prompts")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--local_save_dir {folder}: {error.strerror}; write another folder") from error
     with Grader() as grader:
         for split, rows in splits.items():
             failed = failing_references([problem for _, problem in rows], grader)

@@ -172,7 +172,7 @@ class AdapterTrainer:
             self._push_from_checkpoint(str(run_dir / name))
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best, use_mtime=True)
+            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best)  # by step: clocks jump
 
     def _save_own(self, checkpoint: Path) -> None:
         """What is perl's in a checkpoint. Every process must come here."""

@@ -29,7 +29,7 @@ from perl.rewards import build_rewards, check_tasks, grades_rows, reward_context
 from perl.training import run_checkpoints, rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
-from perl.training.setup import PROBLEM, build_dataset, check_critic_base, load_tokenizer, model_dtype
+from perl.training.setup import PROBLEM, build_dataset, check_critic_base, limits_of, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
 from perl.training.validation_setup import ValidationSetup, set_up_validation
 from perl.training.vision import check_images
@@ -101,7 +101,13 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_critic_base(config, tokenizer)
     check_images(config, tokenizer)
-    dataset = build_dataset(config.dataset, tokenizer, graded=grades_rows(config.reward.functions))
+    dataset = build_dataset(
+        config.dataset,
+        tokenizer,
+        graded=grades_rows(config.reward.functions),
+        limits=limits_of(config.model.model_name_or_path),
+        completion=config.training.max_completion_length,
+    )
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
     if config.algorithm.dynamic_sampling:
@@ -130,6 +136,8 @@ def check_training(training: TrainingConfig) -> None:
         raise UserError(
             f"--config.training.num_train_epochs {training.num_train_epochs}: no step to train; write a number above 0"
         )
+    if training.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+        raise UserError("--config.training.use_liger_kernel true: liger-kernel is not installed; leave the flag out")
     if training.sync_ref_model:
         raise UserError(
             "--config.training.sync_ref_model: the reference is the model that the run begins with, and never changes;"

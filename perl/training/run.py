@@ -14,6 +14,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 from accelerate.utils import broadcast_object_list, gather_object
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import PrinterCallback
 
@@ -210,7 +211,7 @@ def users_error(where: str) -> Iterator[None]:
     """A complaint of the libraries below about their arguments reaches the user as one line."""
     try:
         yield
-    except (ValueError, NotImplementedError, ImportError) as error:
+    except (ValueError, NotImplementedError, ImportError, TemplateError) as error:
         log.debug("what the library raised", exc_info=error)  # --config.common.debug true shows it
         raise UserError(f"{where}: {error}") from error
 

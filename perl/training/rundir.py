@@ -69,7 +69,10 @@ def check_folder(run_dir: Path, resuming: bool) -> None:
 
 def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:
     """Make the folder and write config.yaml and environment.json (main process only)."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--config.training.output_dir {run_dir}: {error.strerror}; give another folder") from error
     (run_dir / "config.yaml").write_text(parsed.dump(), encoding="utf-8")
     environment = json.dumps(describe_environment(world_size), indent=2, ensure_ascii=False)
     (run_dir / "environment.json").write_text(environment + "\n", encoding="utf-8")

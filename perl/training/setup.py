@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,15 @@ from perl.checkpoints import resolve_model
 from perl.config.load import Config
 from perl.config.schema import data_sets
 from perl.errors import UserError
-from perl.images import fitted, has_images, load_processing
-from perl.prompts import PromptStyle, build_messages, encode, require_chat_template
+from perl.images import fitted, has_images, load_processing, tokenizer_of
+from perl.prompts import (
+    PromptStyle,
+    build_messages,
+    encode,
+    require_chat_template,
+    require_known,
+    require_vocabulary,
+)
 from perl.records import Problem
 from perl.reward_files import ROW, row_of
 from perl.tasks import TASKS, load_problems, training_split
@@ -48,10 +56,27 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of `model` (a folder or hub name), padding and cutting on the left, of a model that
     takes images its processor. A missing model or chat template is a UserError."""
     folder = resolve_model(model, MODEL_FLAG)
-    checkpoints.load_config(folder, MODEL_FLAG)
+    checkpoints.require_whole_weights(folder, f"{MODEL_FLAG} {model}")
     tokenizer = load_processing(folder, MODEL_FLAG, padding_side="left", truncation_side="left")
     require_chat_template(tokenizer, model)
+    require_vocabulary(tokenizer_of(tokenizer), limits_of(model).vocabulary, model)
     return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model can be given."""
+
+    vocabulary: int
+    """Tokens that it knows."""
+    context: int | None
+    """Tokens of prompt and completion together that it was made for; None: its configuration names no limit."""
+
+
+def limits_of(model: str) -> Limits:
+    """Of `model`, a folder or hub name."""
+    config = checkpoints.load_config(resolve_model(model, MODEL_FLAG), MODEL_FLAG).get_text_config()
+    return Limits(config.vocab_size, getattr(config, "max_position_embeddings", None))
 
 
 def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
@@ -151,7 +176,13 @@ def merge_base(config: Config | SFTRunConfig, model: Path, dtype: torch.dtype) -
     return output
 
 
-def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, graded: bool = True) -> Dataset:
+def build_dataset(
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    graded: bool = True,
+    limits: Limits | None = None,
+    completion: int | None = None,
+) -> Dataset:
     """Rows for TRL: `prompt` (messages), and for the rewards `gold` (None: none), `task` ("": none) and `row`
     (perl.reward_files); which problem each is, in PROBLEM.
 
@@ -160,11 +191,19 @@ def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, gra
 
     Args:
         graded: as load_problems has it.
+        limits: of the model, that prompts are held against.
+        completion: the longest, in tokens.
     """
     problems = _problems(config, graded)
     rows = [_row(problem, config.system_prompt, has_images(tokenizer)) for problem in problems]
-    if config.max_prompt_length is not None:
-        rows, problems = _check_lengths(rows, problems, config, tokenizer)
+    prompts = [encode(tokenizer, row["prompt"], p.images) for row, p in zip(rows, problems, strict=True)]
+    if limits is not None:
+        for token_ids, problem in zip(prompts, problems, strict=True):
+            require_known(token_ids, limits.vocabulary, problem.source)
+    lengths = [len(token_ids) for token_ids in prompts]
+    kept = _within_length(lengths, problems, config)
+    rows, problems = [rows[i] for i in kept], [problems[i] for i in kept]
+    lengths = [lengths[i] for i in kept]
     names = data_sets(config.dataset_name_or_path)
     if not rows:
         raise UserError(
@@ -172,7 +211,27 @@ def build_dataset(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, gra
             " raise --config.dataset.max_prompt_length"
         )
     log.info("%d prompts from %s", len(rows), ", ".join(names))
+    _warn_of_repeats([row[PROBLEM] for row in rows], ", ".join(names))
+    if limits is not None and limits.context is not None and completion is not None:
+        _warn_of_context(min(max(lengths), config.max_prompt_length or max(lengths)), completion, limits.context)
     return with_images(rows, problems)
+
+
+def _warn_of_repeats(problems: Sequence[str], named: str) -> None:
+    if repeats := len(problems) - len(set(problems)):
+        log.warning(
+            "%s: %d of %d prompts are repeats of others: each is drawn as often as it stands there",
+            named, repeats, len(problems),
+        )  # fmt: skip
+
+
+def _warn_of_context(prompt: int, completion: int, context: int) -> None:
+    if prompt + completion > context:
+        log.warning(
+            "--config.training.max_completion_length %d: with the longest prompt (%d tokens) more than the %d tokens"
+            " that the model was made for (max_position_embeddings)",
+            completion, prompt, context,
+        )  # fmt: skip
 
 
 def _problems(config: DatasetConfig, graded: bool) -> list[Problem]:
@@ -217,20 +276,16 @@ def _row(problem: Problem, system_prompt: str | None, takes_images: bool) -> dic
     }
 
 
-def _check_lengths(
-    rows: list[dict], problems: list[Problem], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[dict], list[Problem]]:
+def _within_length(lengths: Sequence[int], problems: Sequence[Problem], config: DatasetConfig) -> list[int]:
+    """The places of the prompts that stay: all that are not longer than max_prompt_length, or all that are to be cut.
+    A UserError for a longer one where the configuration says so."""
     limit = config.max_prompt_length
-    assert limit is not None
-    prompts = zip(rows, problems, strict=True)
-    lengths = [len(encode(tokenizer, row["prompt"], problem.images)) for row, problem in prompts]
-    overlong = [index for index, length in enumerate(lengths) if length > limit]
+    overlong = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit]
     if not overlong:
-        return rows, problems
+        return list(range(len(lengths)))
     if config.filter_overlong_prompts:
-        log.info("%d of %d prompts are longer than %d tokens: dropped", len(overlong), len(rows), limit)
-        kept = sorted(set(range(len(rows))) - set(overlong))
-        return [rows[index] for index in kept], [problems[index] for index in kept]
+        log.info("%d of %d prompts are longer than %d tokens: dropped", len(overlong), len(lengths), limit)
+        return sorted(set(range(len(lengths))) - set(overlong))
     if config.truncation == "error":
         first = overlong[0]
         raise UserError(
@@ -239,6 +294,7 @@ def _check_lengths(
             " --config.dataset.filter_overlong_prompts true or --config.dataset.truncation left, right or middle"
         )
     log.info(
-        "%d of %d prompts are longer than %d tokens: cut, at the %s", len(overlong), len(rows), limit, config.truncation
-    )
-    return rows, problems
+        "%d of %d prompts are longer than %d tokens: cut, at the %s",
+        len(overlong), len(lengths), limit, config.truncation,
+    )  # fmt: skip
+    return list(range(len(lengths)))

@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from perl.adapters.applied import check_method
 from perl.errors import UserError, lookup
 from perl.images import has_images
-from perl.prompts import build_messages
+from perl.prompts import build_messages, encode
 from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
-from perl.tasks.files import Row
+from perl.tasks.files import Row, require_characters
 from perl.tasks.trained import problem_hash
 from perl.training import run_checkpoints, rundir
 from perl.training.setup import PROBLEM, load_tokenizer, model_dtype
@@ -79,6 +79,7 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     split = data.split or training_split(data.dataset_name_or_path)
     rows = read(data.dataset_name_or_path, split, data.example_numbers, data.task, data.system_prompt)
     check_loss(training, rows[0], tokenizer)
+    encode(tokenizer, rows[0]["messages" if "messages" in rows[0] else "prompt"])
     eval_rows = []
     if data.eval_dataset is not None:
         eval_rows = read(data.eval_dataset, data.eval_split, data.eval_example_numbers, data.task, data.system_prompt)
@@ -145,7 +146,9 @@ def _rows(spec: str, split: str | None, task: str | None, system_prompt: str | N
         if any(row.get(name) is not None for name in ("image", "images", "videos")):
             raise UserError(f"{where}: perl.sft takes no images; train on rows of text")
         made = _chat(row, where, system_prompt) or _worked_answer(row, where, known, system_prompt)
-        yield made | _tools(row, where), where
+        made |= _tools(row, where)
+        require_characters(made, where)
+        yield made, where
 
 
 def _chat(row: Row, where: str, system_prompt: str | None) -> Row | None:

@@ -1,0 +1,44 @@
+"""docs/reliability.md, row by row: each mistake is one line and the exit code that the page says."""
+
+import re
+
+import pytest
+
+from tests.reliability.cases import CASES, SLOW
+from tests.reliability.runs import meet, unmounted
+from tests.reliability.table import PAGES, ROOT, TEST, rows
+
+ENGLISH = {row.test: row for row in rows(PAGES[0])}
+
+
+def slow(case):
+    return [pytest.mark.slow] if case.name in SLOW else []
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=slow(case), id=case.name) for case in CASES])
+def test_bad_input(case, tmp_path, monkeypatch, capfd):
+    with unmounted(tmp_path):
+        met = meet(case, tmp_path, monkeypatch, capfd)
+    row = ENGLISH[f"{TEST}[{case.name}]"]
+    errors = [line for line in met.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in met.stderr
+    assert len(errors) == 1, met.stderr
+    assert met.stderr.endswith(f"{errors[0]}\n")
+    assert row.fits(errors[0].removeprefix("error: ")), errors[0]
+    assert met.code == row.code
+    assert row.command == case.command
+
+
+def test_the_table_holds_every_case_and_names_no_other_test():
+    named = [row.test for row in rows(PAGES[0])]
+    assert len(named) == len(set(named)) >= 60
+    cases = {f"{TEST}[{case.name}]" for case in CASES}
+    assert cases <= set(named)
+    for test in set(named) - cases:
+        file, _, function = re.sub(r"\[.*\]", "", test).partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+
+
+def test_both_pages_hold_the_same_rows():
+    english, chinese = ([(r.command, r.message, r.code, r.test) for r in rows(page)] for page in PAGES)
+    assert english == chinese

@@ -1,0 +1,111 @@
+"""Ctrl-C and SIGTERM in each phase of a run, and a clock that is set back."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from perl.train import main
+from perl.training.rundir import last_whole_checkpoint
+from tests.reliability.place import Place
+
+NUMBERS = {"SIGTERM": 143, "SIGINT": 130}
+PHASES = {
+    "rollout": "perl.training.rollout.RolloutPolicy.complete",
+    "update": "perl.training.trainer.PerlGRPOTrainer._compute_loss",
+    "checkpoint": "perl.training.rollout_state.save",
+    "validation": "perl.training.validation.Validation.complete",
+}
+"""Phase -> a function that is called in it."""
+
+
+def run(monkeypatch, capfd, words):
+    """(exit code, what stands on stderr) of perl.train in the folder that is current."""
+    monkeypatch.setattr(sys, "argv", ["perl.train", *words])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code, capfd.readouterr().err
+
+
+def signalled(monkeypatch, function: str, number: int, call: int = 1) -> None:
+    """The `call`-th call of `function` begins with a signal to this process."""
+    from pydoc import locate
+
+    owner, _, name = function.rpartition(".")
+    calls, own = [], getattr(locate(owner), name)
+
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(locate(owner), name, wrapped)
+
+
+@pytest.mark.parametrize("sign", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_a_signal_while_the_model_is_loaded(sign, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    signalled(monkeypatch, "perl.training.run.load_model", signal.Signals[sign])
+    code, said = run(monkeypatch, capfd, Place(tmp_path).train())
+    assert code == NUMBERS[sign]
+    assert said == f"stopped: {sign} before the first step; there was nothing to save\n"
+
+
+@pytest.mark.parametrize(
+    ("phase", "sign"),
+    [
+        pytest.param(phase, sign, marks=[pytest.mark.slow] if (phase, sign) != ("rollout", "SIGTERM") else [])
+        for phase in PHASES
+        for sign in NUMBERS
+    ],
+)
+def test_a_signal_ends_the_step_and_saves_it(phase, sign, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    place = Place(tmp_path)
+    validated = {"validation__datasets": '["data.jsonl"]', "validation__before_train": "false"}
+    words = place.train(
+        None,
+        training__max_steps=4,
+        training__save_steps=1,
+        **(
+            validated | {"validation__every_steps": 1, "validation__max_new_tokens": 4} if phase == "validation" else {}
+        ),
+    )
+    signalled(monkeypatch, PHASES[phase], signal.Signals[sign])
+    code, said = run(monkeypatch, capfd, words)
+    last = last_whole_checkpoint(tmp_path / "run")
+    assert last is not None
+    step = int(last.name.rpartition("-")[2])
+    assert code == NUMBERS[sign]
+    assert said == (
+        f"stopped: {sign} after step {step} of 4, checkpoint-{step} is saved; go on with the same flags and"
+        " --config.training.output_dir run --config.training.resume_from_checkpoint true\n"
+    )
+    assert step in (1, 2)
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_clock_that_is_set_back(tmp_path, monkeypatch, capfd):
+    """An hour lies before the second half of a run that keeps one checkpoint: it goes on from the newest one, keeps
+    that, and no step takes a negative time."""
+    monkeypatch.chdir(tmp_path)
+    words = Place(tmp_path).train(
+        None, training__max_steps=2, training__save_steps=1, training__save_total_limit=1, training__logging_steps=1
+    )
+    signalled(monkeypatch, PHASES["rollout"], signal.SIGTERM)
+    code, _ = run(monkeypatch, capfd, words)
+    assert code == 143
+    later = time.time() + 3600
+    os.utime(tmp_path / "run" / "checkpoint-1", (later, later))
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["perl.train", *words, "--config.training.resume_from_checkpoint", "true"])
+    main()
+    assert [folder.name for folder in tmp_path.glob("run/checkpoint-*")] == ["checkpoint-2"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["timing/step"] > 0 for row in rows if "timing/step" in row)

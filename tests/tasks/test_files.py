@@ -1,0 +1,54 @@
+"""Files of rows are read a row at a time, and no further than is asked for."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+from perl.errors import UserError
+from perl.tasks import files, load_problems
+from perl.tasks.files import read_rows
+
+
+def rows_of(file):
+    return [row for row, _ in read_rows(file)]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_read_as_json_reads_it(indent, tmp_path, monkeypatch):
+    """Wherever a piece of the file ends: pieces of 1 to 40 characters."""
+    items = [{"a": "x]" * 5, "b": [1, 250, {"c": None}], "d": 12}, {}, {"e": '\\"'}, {"f": 10**20}]
+    file = tmp_path / "rows.json"
+    for size in range(1, 41):
+        monkeypatch.setattr(files, "CHUNK", size)
+        for count in range(len(items) + 1):
+            file.write_text(" \n" + json.dumps(items[:count], indent=indent) + random.Random(size).choice(["", "\n "]))
+            assert rows_of(file) == items[:count]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.csv"])
+def test_the_rest_of_a_file_is_not_read(name, tmp_path):
+    """What comes behind the rows that are asked for is no data at all, and is not met."""
+    rows = [{"question": f"What is {i} + 3 ?", "answer": f"#### {i + 3}"} for i in range(5000)]
+    file = tmp_path / name
+    broken = b"\xff\xff" + bytes(1 << 20)
+    if name == "rows.csv":
+        lines = ["question,answer", *(f"{row['question']},{row['answer']}" for row in rows)]
+        file.write_bytes("\n".join(lines).encode() + broken)
+    elif name == "rows.json":
+        file.write_bytes(json.dumps(rows)[:-1].encode() + broken)
+    else:
+        file.write_bytes("\n".join(map(json.dumps, rows)).encode() + broken)
+    assert [problem.gold for problem in load_problems(str(file), limit=3)] == ["3", "4", "5"]
+    assert len(list(itertools.islice(read_rows(file), 100))) == 100
+    with pytest.raises(UserError, match="not readable as UTF-8"):
+        rows_of(file)
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1} {"a": 2}]', '[{"a": 1}', '[{"a": 1},', '[{"a": 1}] x', "[", '[{"a": 12'])
+def test_a_broken_array_is_told(text, tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match="not valid json"):
+        rows_of(file)
