@@ -18,6 +18,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ from perl.training.setup import build_dataset, load_model, load_tokenizer
 def estimates(completions: Sequence[tuple[int, ...]], rewards: Sequence[float]) -> list[list[float]]:
     """Of each token of the completions of one prompt: the mean reward of the others that share what stands before it,
     or, where none does, the estimate of the token before."""
-    count, total = collections.Counter(), collections.Counter()
+    count: collections.Counter[tuple[int, ...]] = collections.Counter()
+    total: dict[tuple[int, ...], float] = collections.defaultdict(float)
     for tokens, reward in zip(completions, rewards, strict=True):
         for place in range(len(tokens)):
             count[tokens[:place]] += 1
@@ -64,10 +66,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Grader() as grader:
         config = parse(["--recipe", "recipes/quickstart.yaml", "--config.training.output_dir", folder]).build()
-        tokenizer, model = load_tokenizer(config.model.model_name_or_path), load_model(config).eval()
+        tokenizer: Any = load_tokenizer(config.model.model_name_or_path)
+        model: Any = load_model(config).eval()
         torch.manual_seed(config.common.seed)
         by_token: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
-        for row in build_dataset(config.dataset, tokenizer).select(range(options.problems)):
+        rows: Any = build_dataset(config.dataset, tokenizer)
+        for row in rows.select(range(options.problems)):
             prompt = torch.tensor([encode(tokenizer, row["prompt"])] * options.completions)
             with torch.no_grad():
                 drawn = model.generate(

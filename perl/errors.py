@@ -165,19 +165,17 @@ def report_errors() -> Iterator[None]:
         if not _stdout_is_closed():
             raise
         sys.exit(EXIT_BROKEN_PIPE)
-    except Exception as error:
-        if (refused := _disk_refuses(error)) is None:
-            raise
-        sys.stderr.write(f"error: {hide(refused)}\n")
-        sys.stderr.flush()
-        sys.exit(EXIT_WHILE_RUNNING)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         if lost_a_peer(error):
             time.sleep(RANK_0_SPEAKS_S)
-        raise
+        if (refused := _disk_refuses(error)) is None:
+            raise
+        sys.stderr.write(f"error: {hide(refused)}\n")
+        sys.stderr.flush()
+        sys.exit(EXIT_WHILE_RUNNING)
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
