@@ -222,6 +222,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
         )
     },
     ("python", "-m", "benchmarks.evaluator"): lambda words: benchmark(["benchmarks.evaluator.__main__", *words]),
+    ("python", "-m", "benchmarks.kills"): lambda words: benchmark(["benchmarks.kills.__main__", *words]),
     ("bash", "scripts/check_npu_env.sh"): lambda words: tool(["doctor", *words]),
     ("bash", "scripts/install_npu.sh"): installer,
     ("make",): make,

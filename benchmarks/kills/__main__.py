@@ -17,13 +17,17 @@ import time
 from pathlib import Path
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, help="default: 20 of an evaluation, 50 of a training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--use_vllm", action="store_true", help="of an evaluation")
     parser.add_argument("--training", action="store_true")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = make_parser().parse_args()
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
     if arguments.training:

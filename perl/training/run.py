@@ -149,8 +149,11 @@ def set_up_logging(config: Config | SFTRunConfig) -> None:
     hide_secrets_in_logs()
     logging.getLogger("perl").setLevel(level if main else logging.ERROR)
     world_size = config.training.world_size
-    asked = int(os.environ.get("PERL_NUM_PROCESSES", world_size))  # set by the launch script
-    if asked != world_size:
+    asked = str(world_size)
+    if world_size == 1 and os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ:
+        asked = "several"  # accelerate says for several processes alone where they meet
+    asked = os.environ.get("PERL_NUM_PROCESSES", asked)  # set by the launch script
+    if asked != str(world_size):
         raise UserError(
             f"{asked} processes were asked for but {world_size} train together; accelerate's MULTI_CPU starts one"
             " process where there is no mpirun: use scripts/accelerate/cpu.yaml"

@@ -186,13 +186,14 @@ def test_two_cpu_processes_train_together(tmp_path, flags):
 
 
 @pytest.mark.slow
-def test_fewer_processes_than_asked_for_is_an_error(tmp_path, flags):
+@pytest.mark.parametrize(("said", "variables"), [("2", {"PERL_NUM_PROCESSES": "2"}), ("several", {})])
+def test_fewer_processes_than_asked_for_is_an_error(tmp_path, flags, said, variables):
     """What accelerate makes of MULTI_CPU without mpirun: one process, and nobody says so."""
     config = tmp_path / "multi_cpu.yaml"
     config.write_text((ROOT / "scripts" / "accelerate" / "cpu.yaml").read_text().replace("MULTI_GPU", "MULTI_CPU"))
-    done = launched_train(2, flags(), tmp_path, config=config, PERL_NUM_PROCESSES="2")
+    done = launched_train(2, flags(), tmp_path, config=config, **variables)
     assert done.returncode != 0
-    assert "2 processes were asked for but 1 train together" in done.stderr
+    assert f"{said} processes were asked for but 1 train together" in done.stderr
 
 
 @pytest.mark.slow
