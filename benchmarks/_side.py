@@ -13,20 +13,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 ANSWER = "answer: "
 
 
 class Side:
-    """The process of one side, seen from the benchmark."""
+    """The process of one side, seen from the benchmark. With `checkout` it runs another commit's code, which lies in
+    that folder."""
 
-    def __init__(self, module: str, name: str, threads: int):
-        self.name = name
+    def __init__(self, module: str, name: str, threads: int, checkout: Path | None = None):
+        self.name = name if checkout is None else "before"
+        arguments = sys.argv[1:]
+        if checkout is not None:  # the other commit may not know the flag that named it
+            at = next(i for i, argument in enumerate(arguments) if argument.startswith("--before"))
+            del arguments[at : at + (1 if "=" in arguments[at] else 2)]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *sys.argv[1:], "--side", name],
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+            [sys.executable, "-m", module, *arguments, "--side", name],
+            cwd=checkout,
+            env=os.environ
+            | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+            | ({"PYTHONPATH": str(checkout)} if checkout else {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,

@@ -1,6 +1,7 @@
 """Whole GRPO steps side by side with TRL's: rollout, reward, loss, backward, optimizer, interleaved pairs.
 
     python -m benchmarks.train_step [--pairs 5] [--micro_batch 8] [--zero_shares 0 0.4] [--threads 1]
+    python -m benchmarks.train_step --before CHECKOUT
 
 "trl" is GRPOTrainer, "ours" PerlGRPOTrainer (engine fast), each in a process of its own, with the same model,
 prompts, rewards and forced lengths; the first step of each is not counted. A zero share is the share of groups whose
@@ -17,6 +18,7 @@ import itertools
 import json
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,8 +98,8 @@ def train(side: str, options: argparse.Namespace) -> None:
 
 
 def describe(now: list[dict[str, Any]]) -> str:
-    trl, ours = ("/".join(f"{side[field]:.2f}" for field in SECONDS) for side in now)
-    return f"step/rollout/update trl {trl} s, ours {ours} s, {now[0]['wall_s'] / now[1]['wall_s']:.2f}x"
+    theirs, ours = ("/".join(f"{side[field]:.2f}" for field in SECONDS) for side in now)
+    return f"step/rollout/update theirs {theirs} s, ours {ours} s, {now[0]['wall_s'] / now[1]['wall_s']:.2f}x"
 
 
 def compare(sides: list[Side], share: float, pairs: int) -> dict[str, Any]:
@@ -126,6 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--zero_shares", type=float, nargs="+", default=[0.0, 0.4])
     parser.add_argument("--threads", type=int, default=1)
     add_policy_arguments(parser)
+    parser.add_argument("--before", type=Path, help="checkout of another commit, instead of TRL")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     return parser
 
@@ -136,13 +139,15 @@ def main() -> None:
         torch.set_num_threads(options.threads)
         train(options.side, options)
         return
-    sides = [Side("benchmarks.train_step", name, options.threads) for name in SIDES]
+    ours = Side("benchmarks.train_step", "ours", options.threads)
+    theirs = Side("benchmarks.train_step", "ours" if options.before else "trl", options.threads, options.before)
+    sides = [theirs, ours]
     for side in sides:
         side.round()  # not counted
     results = [compare(sides, share, options.pairs) for share in options.zero_shares]
     for side in sides:
         side.close()
-    arguments = {name: value for name, value in vars(options).items() if name not in ("side", "zero_shares")}
+    arguments = {name: value for name, value in vars(options).items() if name not in ("side", "before", "zero_shares")}
     print(json.dumps({"benchmark": "train_step", **arguments, "by_zero_share": results, "ratio": results[0]["ratio"]}))
 
 

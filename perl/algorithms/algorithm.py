@@ -34,6 +34,8 @@ class Scored:
     """Discount of a reward by token, algorithm.gamma."""
     lam: float = 1.0
     """Lambda of generalized advantage estimation, algorithm.lam."""
+    values: torch.Tensor | None = None
+    """float32 [rows, tokens]: the critic's, before the update; None for an algorithm without one."""
     scale: Literal["group", "batch", "none"] = "group"
     """What an advantage is divided by, where the estimator lets the user choose: training.scale_rewards."""
 
@@ -48,6 +50,10 @@ class Scored:
         unknown = rewards.isnan()
         highest = rewards.masked_fill(unknown, -math.inf).amax(dim=1, keepdim=True)
         return unknown | ((rewards == highest) | unknown).all(dim=1, keepdim=True)
+
+    def rewarded(self) -> torch.Tensor:
+        """bool [rows, tokens]: the tokens that are trained on, of rows that have a reward."""
+        return self.mask & ~self.rewards.isnan()[:, None]
 
     def mine(self, everywhere: torch.Tensor) -> torch.Tensor:
         """Of a tensor [rows of all processes, or groups, group_size] the rows [rows] of this process."""
@@ -74,4 +80,4 @@ class Algorithm:
     groups: bool = True
     """The completions of a prompt are compared with each other: there must be at least two."""
     critic: bool = False
-    """Advantages are made of a critic's values (perl.training.critic), not by `advantages`."""
+    """`advantages` are made of a critic's values (perl.training.critic)."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from perl.algorithms.algorithm import Algorithm
+from perl.algorithms.algorithm import Algorithm, Scored
+from perl.algorithms.whitening import whiten
 
 
 def gae(
@@ -38,9 +39,21 @@ def gae(
     return advantages, (advantages + values).masked_fill(~mask, 0.0)
 
 
+def generalized(scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gae` of the tokens of `Scored.rewarded`."""
+    assert scored.values is not None
+    return gae(scored.token_rewards, scored.values, scored.rewarded(), scored.gamma, scored.lam)
+
+
+def white_advantages(scored: Scored) -> torch.Tensor:
+    """Those of `generalized`, white over the tokens of all processes: float32 [rows, tokens]."""
+    return whiten(generalized(scored)[0], scored.rewarded(), scored.gather)
+
+
 PPO = Algorithm(
     paper="arXiv 1707.06347",
     settings={"training.num_generations": 1},
+    advantages=white_advantages,
     critic=True,
     groups=False,
     uses=frozenset({"algorithm.gamma", "algorithm.lam"}),

@@ -31,7 +31,7 @@ def whitened_baseline(scored: Scored) -> torch.Tensor:
 def whitened(scored: Scored, values: torch.Tensor) -> torch.Tensor:
     """`values` [rows, tokens], white over the trained tokens of all processes, of rows that have a reward: float32
     [rows, tokens], 0 elsewhere."""
-    return whiten(values, scored.mask & ~scored.rewards.isnan()[:, None], scored.gather)
+    return whiten(values, scored.rewarded(), scored.gather)
 
 
 REINFORCE_PLUS_PLUS = Algorithm(

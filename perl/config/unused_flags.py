@@ -28,8 +28,7 @@ NO_EVALUATION = "it is of TRL's own evaluation; validation.datasets and perl/eva
 
 def advantages_of_trl(v: Namespace) -> bool:
     """TRL makes the advantages of the rewards."""
-    algorithm = ALGORITHMS[v.algorithm.name]
-    return algorithm.advantages is None and not algorithm.critic
+    return ALGORITHMS[v.algorithm.name].advantages is None
 
 
 def relative_to_group(v: Namespace) -> bool:

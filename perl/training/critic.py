@@ -31,8 +31,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import ModelOutput
 
-from perl.algorithms.ppo import gae
-from perl.algorithms.whitening import whiten
+from perl.algorithms.ppo import generalized
 from perl.errors import UserError
 from perl.sharding import local, resharded, shard_of, whole
 from perl.training.packing import Packed, Packing, Reader, Work, enable_packing, forward_arguments, pack, split_rows
@@ -208,18 +207,13 @@ class Critic:
         assert packed.packing.values is not None
         return packed.packing.values
 
-    def judge(self, batch: dict[str, Any], values: torch.Tensor, scored: Scored) -> torch.Tensor:
-        """Advantages of a generation batch, float32 [rows, tokens], white over the tokens of all processes. The batch
-        gets `values` and `returns`, what the update compares with; NaN is the return of a token without a reward.
-
-        Args:
-            values: float32 [rows, tokens], before the update.
-        """
-        mask = scored.mask & ~scored.rewards.isnan()[:, None]
-        advantages, returns = gae(scored.token_rewards, values, mask, scored.gamma, scored.lam)
-        self.measured.add_rollout(values, returns, mask)
-        batch["values"], batch["returns"] = values, returns.masked_fill(~mask, math.nan)
-        return whiten(advantages, mask, scored.gather)
+    def targets(self, scored: Scored) -> dict[str, torch.Tensor]:
+        """What the updates compare with: `values` and `returns` of a generation batch, float32 [rows, tokens], NaN
+        where a token has no return."""
+        assert scored.values is not None
+        (_, returns), mask = generalized(scored), scored.rewarded()
+        self.measured.add_rollout(scored.values, returns, mask)
+        return {"values": scored.values, "returns": returns.masked_fill(~mask, math.nan)}
 
     def loss(
         self, values: torch.Tensor, batch: dict[str, Any], mask: torch.Tensor, tokens: torch.Tensor
@@ -228,7 +222,7 @@ class Critic:
 
         Args:
             values: float32 [rows, tokens], by the critic as it is.
-            batch: with what `judge` has put there.
+            batch: with `targets`.
             mask: [rows, tokens].
             tokens: of the update, a process's share.
         """

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import TrainerCallback
+from trl.data_utils import is_conversational
 
 from perl.engines.base import warn_once
 from perl.errors import UserError
@@ -216,6 +217,26 @@ def draw(
     return tokens, metrics
 
 
+def compared_reward(asked: str | None, names: Sequence[str]) -> int | None:
+    """Which of the reward functions `names` must differ within a group; None: the weighted sum of all.
+
+    Args:
+        asked: algorithm.dynamic_sampling_metric.
+    """
+    if asked is None:
+        return names.index("accuracy") if "accuracy" in names else None
+    return None if asked == "sum" else names.index(asked.rpartition(":")[2])
+
+
+def as_batch(row: dict[str, Any], token_ids: list[list[int]], tokenizer: Any) -> tuple[list[Any], ...]:
+    """What TRL's `_calculate_rewards` takes of a group: rows, prompts, completions and their tokens."""
+    count = len(token_ids)
+    texts: list[Any] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    if is_conversational({"prompt": row["prompt"]}):
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    return [row] * count, [row["prompt"]] * count, texts, token_ids
+
+
 class Collected(NamedTuple):
     """What a rollout with dynamic sampling gives to TRL: the chosen rows of this process."""
 
@@ -228,9 +249,12 @@ class Collected(NamedTuple):
     """float32 [rows, functions]."""
     extras: dict[str, list[Any]]
     """Columns that the reward functions logged, [rows] each."""
+    drawn: list[int]
+    """Tokens of each sequence that was drawn, chosen or not, prompts included."""
 
 
-def collected(groups: Sequence[Group], metrics: dict[str, float]) -> Collected:
+def collected(collection: Collection, metrics: dict[str, float]) -> Collected:
+    groups = collection.chosen()
     judged = [group.judged for group in groups if group.judged is not None]
     columns = dict.fromkeys(name for one in judged for name in one.extras)
     size = len(groups[0].seeds)
@@ -245,6 +269,7 @@ def collected(groups: Sequence[Group], metrics: dict[str, float]) -> Collected:
         ),
         rewards=torch.cat([one.rewards for one in judged]),
         extras={name: [x for one in judged for x in one.extras.get(name, [None] * size)] for name in columns},
+        drawn=[len(group.prompt_ids) + len(ids) for group in collection.groups for ids in group.token_ids],
     )
 
 
@@ -303,13 +328,57 @@ class DynamicSampling(TrainerCallback):
     Args:
         batch: groups of a generation batch, of all processes.
         max_resample_factor: groups that a rollout may draw, over `batch`.
+        seed, equal_by, weights: as a Collection has them.
         window_done: whether the next micro-batch begins a rollout.
     """
 
-    def __init__(self, stream: PromptStream, batch: int, max_resample_factor: float, window_done: Callable[[], bool]):
-        self.stream, self.batch, self.factor, self.window_done = stream, batch, max_resample_factor, window_done
+    def __init__(
+        self,
+        stream: PromptStream,
+        hooks: Hooks,
+        *,
+        batch: int,
+        max_resample_factor: float,
+        seed: int,
+        equal_by: int | None,
+        weights: torch.Tensor,
+        window_done: Callable[[], bool],
+    ):
+        self.stream, self.hooks, self.batch, self.factor = stream, hooks, batch, max_resample_factor
+        self.seed, self.equal_by, self.weights, self.window_done = seed, equal_by, weights, window_done
 
-    def begin(self, process: int, processes: int) -> tuple[Iterator[int], int, int]:
+    def collect(
+        self,
+        sampler: Sampler,
+        request: RolloutRequest,
+        of_all_processes: Callable[[list[float]], torch.Tensor],
+        process: int,
+        processes: int,
+    ) -> Collected:
+        """This process's part of a generation batch; the metrics of its completions hold what it cost all processes.
+        Every process must come here.
+
+        Args:
+            request: without prompts.
+            of_all_processes: from numbers of this process to [processes, numbers].
+        """
+        positions, needed, most = self._begin(process, processes)
+        collection = Collection(
+            positions,
+            self.hooks,
+            needed=needed,
+            most=most,
+            size=request.group_size,
+            seed=self.seed,
+            equal_by=self.equal_by,
+            weights=self.weights,
+        )
+        tokens, metrics = draw(collection, sampler, request, lambda count: int(of_all_processes([count]).max()))
+        mine = Cost.of(collection, collection.chosen(), tokens, self.weights)
+        cost = self._end(of_all_processes([float(number) for number in mine]))
+        return collected(collection, metrics | cost.metrics(self.batch))
+
+    def _begin(self, process: int, processes: int) -> tuple[Iterator[int], int, int]:
         """A rollout of this process: positions, groups needed, groups that it may draw."""
         needed = self.batch // processes
         if self.stream.left < self.batch:
@@ -319,7 +388,7 @@ class DynamicSampling(TrainerCallback):
             )
         return self.stream.share(process, processes), needed, max(needed, int(needed * self.factor))
 
-    def end(self, costs: torch.Tensor) -> Cost:
+    def _end(self, costs: torch.Tensor) -> Cost:
         """A rollout has ended: what it cost all processes.
 
         Args:

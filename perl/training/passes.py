@@ -4,7 +4,7 @@
     _score                                of a batch by a model, with entropies where it is the loss's
     _reference_logps, _noisy_logps, _values    of a generation batch, before its updates
 
-This file and trainer.py alone know TRL's internals.
+This file, trainer.py and trl_patches.py alone know TRL's internals.
 """
 
 from __future__ import annotations
@@ -162,9 +162,19 @@ class PolicyPasses(AdapterTrainer, GRPOTrainer):
         ):
             return self._score(policy, batch, self.args.per_device_train_batch_size).logps
 
-    def _values(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The critic's values of a generation batch before its updates, float32 [rows, tokens]; there is no noise."""
+    def _score_and_value(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
+        """`_score`, and the critic's values, float32 [rows, tokens], of one pass."""
         assert self.critic is not None
+        with self.accelerator.autocast():
+            logps, entropies, values, work = self.critic.score(model, *tokens_of(inputs))
+        self.clock.count_update(work)
+        return TokenLogProbs(logps, entropies, None), values
+
+    def _values(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """The critic's values of a generation batch before its updates, float32 [rows, tokens]; there is no noise. None
+        without a critic."""
+        if self.critic is None:
+            return None
         kwargs: Any = self.args.gradient_checkpointing_kwargs
         unchecked = disable_gradient_checkpointing(self.model, kwargs)  # type: ignore[arg-type]
         with self.clock("old_logps"), unchecked, self.accelerator.autocast():

@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. This file and passes.py, the passes
-through the policy, alone know TRL's internals.
+"""TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. This file, passes.py
+(the passes through the policy) and trl_patches.py alone know TRL's internals.
 
 One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these methods, and where each thing is done:
 
@@ -20,15 +20,12 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import logging
 import math
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object, send_to_device
@@ -36,9 +33,6 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl.data_utils import is_conversational
-from trl.generation import vllm_generation
-from trl.trainer import grpo_trainer
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
@@ -46,7 +40,6 @@ from perl.algorithms.algorithm import Scored
 from perl.algorithms.grpo import group_relative
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
-from perl.config.training import TrainingConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
 from perl.noise.callback import NoiseStage
@@ -60,7 +53,7 @@ from perl.rewards import GradeEarly
 from perl.training import rollout_state
 from perl.training.adapter_trainer import WriteCard
 from perl.training.critic import Critic, prepare_own_base
-from perl.training.dynamic_sampling import Collected, Collection, Cost, DynamicSampling, Hooks, Judged, collected, draw
+from perl.training.dynamic_sampling import Collected, DynamicSampling, Hooks, Judged, as_batch, compared_reward
 from perl.training.loss import (
     TOLERANCE,
     SamplerDifference,
@@ -76,7 +69,7 @@ from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
 from perl.training.nonfinite import NonFinite, save_batch
 from perl.training.packing import enable_packing
-from perl.training.passes import PolicyPasses, tokens_of
+from perl.training.passes import PolicyPasses
 from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import (
     Completions,
@@ -88,6 +81,7 @@ from perl.training.rollout import (
     sampling_of,
     sampling_weights,
 )
+from perl.training.trl_patches import on_this_process_alone, reference_kept, reference_loaded_like, vllm_started_by
 from perl.training.validation import Validation
 from perl.training.vision import rollout_images, trl_fields
 from perl.training.vllm_sampler import VLLMSampler
@@ -161,8 +155,8 @@ class PerlGRPOTrainer(PolicyPasses):
         peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
         self.algorithm_config = algorithm or AlgorithmConfig()
-        reference = _reference_kept(kwargs["args"], self.algorithm_config.kl_in_reward > 0.0)
-        with _vllm_started_by(vllm_sync), reference, _reference_loaded_like(kwargs["model"]):
+        reference = reference_kept(kwargs["args"], self.algorithm_config.kl_in_reward > 0.0)
+        with vllm_started_by(vllm_sync), reference, reference_loaded_like(kwargs["model"]):
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
         if self.accelerator.num_processes > 1 or not self.log_completions:
             self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
@@ -246,16 +240,21 @@ class PerlGRPOTrainer(PolicyPasses):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        scored, value_loss = self._score_by_both(model, inputs) if self.critic else (self._score(model, inputs), 0.0)
+        if self.critic is None:
+            return self._policy_loss(inputs, self._score(model, inputs))
+        scored, values = self._score_and_value(model, inputs)
+        value_loss = self.critic.loss(values, inputs, _trained_tokens(inputs), self._window_tokens(inputs))
+        return self._policy_loss(inputs, scored) * self.critic.policy_learns(self.state.global_step) + value_loss
+
+    def _policy_loss(self, inputs: dict[str, Any], scored: TokenLogProbs) -> torch.Tensor:
         if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
-            return (scored.logps * 0.0).sum() + value_loss
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            return (scored.logps * 0.0).sum()
+        mask = _trained_tokens(inputs)
         self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
         loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
         if self.own_beta:
             loss = loss + self.own_beta * self._kl_loss(inputs, scored.logps, mask)
-        loss = loss * inputs[SCALE]
-        return loss if self.critic is None else loss * self.critic.policy_learns(self.state.global_step) + value_loss
+        return loss * inputs[SCALE]
 
     # Rollout
 
@@ -361,11 +360,22 @@ class PerlGRPOTrainer(PolicyPasses):
     def _dynamic_sampling(self) -> DynamicSampling:
         args: Any = self.args
         epochs = None if args.max_steps > 0 else args.num_train_epochs
+        stream = PromptStream(len(self.train_dataset), args.seed, epochs, self.shuffle_dataset)  # type: ignore[arg-type]
+        hooks = Hooks(
+            row=lambda position: self.train_dataset[stream.row(position)],  # type: ignore[index]
+            tokenize=lambda row: list(self._tokenize_prompts([row["prompt"]])[0][0]),
+            grade_early=self._start_grading if self.grade_early else None,
+            judge=self._judge,
+        )
         return DynamicSampling(
-            PromptStream(len(self.train_dataset), args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
-            args.generation_batch_size // self.num_generations,
-            self.algorithm_config.max_resample_factor,
-            lambda: self._step % (args.steps_per_generation * self.num_iterations) == 0,
+            stream,
+            hooks,
+            batch=args.generation_batch_size // self.num_generations,
+            max_resample_factor=self.algorithm_config.max_resample_factor,
+            seed=self.sampling_seed,
+            equal_by=compared_reward(self.algorithm_config.dynamic_sampling_metric, self.reward_func_names),
+            weights=self.reward_weights,
+            window_done=lambda: self._step % (args.steps_per_generation * self.num_iterations) == 0,
         )
 
     def _collect(self, dynamic: DynamicSampling) -> Collected:
@@ -373,56 +383,18 @@ class PerlGRPOTrainer(PolicyPasses):
         must come here."""
         self.rollout.weights = weights = self._next_weights()
         size = self._group_size()
-        positions, needed, most = dynamic.begin(self.args.process_index, self.accelerator.num_processes)
-        hooks = Hooks(
-            row=lambda position: self.train_dataset[dynamic.stream.row(position)],  # type: ignore[index]
-            tokenize=self._tokenize_row,
-            grade_early=self._start_grading if self.grade_early else None,
-            judge=self._judge,
-        )
-        collection = Collection(
-            positions,
-            hooks,
-            needed=needed,
-            most=most,
-            size=size,
-            seed=self.sampling_seed,
-            equal_by=self._equal_by(),
-            weights=self.reward_weights,
-        )
         request = RolloutRequest(prompt_ids=[], seeds=[], sampling=self._sampling(), weights=weights, group_size=size)
+        process = self.args.process_index, self.accelerator.num_processes
         with self.clock("rollout"):
-            tokens, metrics = draw(
-                collection, self.sampler, request, lambda count: int(self._of_all_processes([count]).max())
-            )
-            chosen = collected(collection.chosen(), metrics)
+            chosen = dynamic.collect(self.sampler, request, self._of_all_processes, *process)
             self._compare_first(replace(request, prompt_ids=chosen.prompt_ids, seeds=chosen.seeds), chosen.completions)
-        lengths = [len(group.prompt_ids) + len(ids) for group in collection.groups for ids in group.token_ids]
-        self._count_rollout(lengths, metrics)
-        mine = Cost.of(collection, collection.chosen(), tokens, self.reward_weights)
-        cost = dynamic.end(self._of_all_processes([float(number) for number in mine]))
-        for name, value in cost.metrics(dynamic.batch).items():
-            self._metrics["train"][name].append(value)
+        self._count_rollout(chosen.drawn, chosen.completions.metrics)
         return chosen
-
-    def _equal_by(self) -> int | None:
-        """Which reward function must differ within a group; None: the weighted sum of all."""
-        asked, names = self.algorithm_config.dynamic_sampling_metric, self.reward_func_names
-        if asked is None:
-            return names.index("accuracy") if "accuracy" in names else None
-        return None if asked == "sum" else names.index(asked.rpartition(":")[2])
-
-    def _tokenize_row(self, row: dict[str, Any]) -> list[int]:
-        return list(self._tokenize_prompts([row["prompt"]])[0][0])
 
     def _judge(self, row: dict[str, Any], token_ids: list[list[int]]) -> Judged:
         """The rewards of one group of this process, as TRL makes those of a batch."""
-        count, tokenizer = len(token_ids), cast("Any", self.processing_class)
-        texts: list[Any] = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        if is_conversational({"prompt": row["prompt"]}):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        with self.clock("reward"), _on_this_process_alone():
-            rewards = super()._calculate_rewards([row] * count, [row["prompt"]] * count, texts, token_ids)
+        with self.clock("reward"), on_this_process_alone():
+            rewards = super()._calculate_rewards(*as_batch(row, token_ids, self.processing_class))
         extras = {name: list(values) for name, values in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()  # those of the groups that are chosen come back in `_calculate_rewards`
         return Judged(rewards.cpu(), extras)
@@ -491,7 +463,7 @@ class PerlGRPOTrainer(PolicyPasses):
         policy = batch.get("old_per_token_logps")
         if policy is None:
             policy = self._logps(self.model, batch)
-        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        mask = _trained_tokens(batch)
         kl = kl_divergence(policy.float(), reference.float(), self.algorithm_config.kl_in_reward_estimator)
         kl = kl.masked_fill(~mask.bool(), 0.0)
         penalty = coefficient.value * kl
@@ -512,13 +484,11 @@ class PerlGRPOTrainer(PolicyPasses):
         """
         trls, rollout = batch["advantages"], self.rollout
         estimate = self.algorithm.advantages or (None if penalty is None else group_relative)
-        if self.critic is not None:
-            estimate = functools.partial(self.critic.judge, batch, self._values(batch))
         if estimate is None or rollout.rewards is None:
             return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
         first = len(trls) * self.accelerator.process_index
         rewards = rollout.rewards[first : first + len(trls)]
-        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        mask = _trained_tokens(batch).bool()
         scored = Scored(
             rewards=rewards if penalty is None else rewards - penalty.sum(dim=1),
             token_rewards=token_rewards(rewards, mask, penalty),
@@ -528,8 +498,10 @@ class PerlGRPOTrainer(PolicyPasses):
             first=first,
             gamma=self.algorithm_config.gamma,
             lam=self.algorithm_config.lam,
+            values=self._values(batch),
             scale=self.scale_rewards,  # type: ignore[arg-type]
         )
+        batch |= self.critic.targets(scored) if self.critic else {}
         with self.clock("advantages"):
             advantages = estimate(scored)
             shown = (
@@ -541,23 +513,13 @@ class PerlGRPOTrainer(PolicyPasses):
 
     # Loss
 
-    def _score_by_both(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
-        """`_score`, and the critic's loss, of one pass."""
-        assert self.critic is not None
-        with self.accelerator.autocast():
-            logps, entropies, values, work = self.critic.score(model, *tokens_of(inputs))
-        self.clock.count_update(work)
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        value_loss = self.critic.loss(values, inputs, mask, self._window_tokens(inputs))
-        return TokenLogProbs(logps, entropies, None), value_loss
-
     def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
         """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
         by the importance ratio, on request: both for no further pass."""
         if (sampler := inputs.get("sampling_per_token_logps")) is None:
             return inputs
         old = inputs.get("old_per_token_logps", logps).detach()
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        mask = _trained_tokens(inputs)
         clean = self.noise and self.rollout.weights.step == self.state.global_step  # `logps`, before an update
         self.measured.add_sampler(sampler, old, logps if clean else None, mask)
         level = self.rollout_config.importance_correction
@@ -795,54 +757,6 @@ class PerlGRPOTrainer(PolicyPasses):
                 self.dynamic_sampling.stream.restore(state.stream)
 
 
-# TRL's own, replaced for a moment
-
-
-@contextlib.contextmanager
-def _vllm_started_by(sync: VLLMSync) -> Iterator[None]:
-    """The engine that TRL starts inside is the one of `sync`. TRL has no LLM where vLLM is not installed."""
-    theirs = getattr(vllm_generation, "LLM", None)
-    setattr(vllm_generation, "LLM", sync.start)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(vllm_generation, "LLM", theirs)  # noqa: B010
-
-
-@contextlib.contextmanager
-def _reference_loaded_like(model: Any) -> Iterator[None]:
-    """Where all weights of `model` are trained TRL loads the reference of beta > 0 inside. It is loaded as `model` was:
-    of the same configuration, and to the CPU; TRL's own would be spread over several NPUs."""
-    theirs = grpo_trainer.create_model_from_path
-
-    def load(folder: str, *, dtype: torch.dtype, attn_implementation: str, **_: Any) -> Any:
-        own = {"dtype": dtype, "attn_implementation": attn_implementation, "config": copy.deepcopy(model.config)}
-        return type(model).from_pretrained(folder, **own)
-
-    setattr(grpo_trainer, "create_model_from_path", load)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(grpo_trainer, "create_model_from_path", theirs)  # noqa: B010
-
-
-@contextlib.contextmanager
-def _reference_kept(args: TrainingConfig, wanted: bool) -> Iterator[None]:
-    """TRL keeps a reference policy where the loss has a KL divergence: with beta above 0 while it is made."""
-    beta = args.beta
-    args.beta = 1.0 if wanted and beta == 0.0 else beta
-    try:
-        yield
-    finally:
-        args.beta = beta
-
-
-@contextlib.contextmanager
-def _on_this_process_alone() -> Iterator[None]:
-    """TRL's `_calculate_rewards` gathers nothing inside."""
-    theirs = grpo_trainer.gather
-    setattr(grpo_trainer, "gather", lambda rewards: rewards)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(grpo_trainer, "gather", theirs)  # noqa: B010
+def _trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
+    """[rows, tokens]: 1 at the completions' tokens that are trained on, which a tool's output is not."""
+    return batch["completion_mask"] * batch.get("tool_mask", 1)

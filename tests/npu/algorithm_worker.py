@@ -9,8 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
+from tests.ranks import leave
 from tests.trainers import make_trainer, reward_tokens
 
 
@@ -26,10 +25,7 @@ def main() -> None:
     logs = [row for row in trainer.state.log_history if "loss" in row]
     names = ("loss", "kl", "kl_in_reward", "kl_in_reward/coefficient", "advantages/std")
     report = {"device": str(trainer.args.device)} | {name: [row[name] for row in logs] for name in names}
-    (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave(out, trainer.args.process_index, report)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from tests.ranks import leave
 from tests.trainers import make_trainer, reward_tokens
 
 
@@ -35,10 +35,7 @@ def main() -> None:
         "left": [name for name, m in trainer.model.named_modules() if "forward" in vars(m) and "layers" in name],
         "finite": all(torch.isfinite(torch.tensor(row["loss"])) for row in logs),
     }
-    (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave(out, trainer.args.process_index, report)
 
 
 if __name__ == "__main__":

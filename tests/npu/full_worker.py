@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from perl.config.schema import NoiseConfig
 from perl.sharding import whole
 from perl.training.run import save_result
+from tests.ranks import leave
 from tests.trainers import make_trainer
 
 
@@ -70,10 +70,7 @@ def main() -> None:
         saved = load_file(out / "model" / "model.safetensors")
         report["apart"] = {name: (saved[name].float() - weight).abs().max().item() for name, weight in weights.items()}
         report["extra"] = sorted(saved.keys() - weights.keys())
-    (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave(out, trainer.args.process_index, report)
 
 
 if __name__ == "__main__":

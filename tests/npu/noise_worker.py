@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from perl.config.schema import NoiseConfig
 from perl.noise.injector import is_norm
+from tests.ranks import leave
 from tests.trainers import make_trainer
 
 
@@ -49,10 +49,7 @@ def main() -> None:
         "last_in_rollout": {name: seen[-1] for name, seen in noisy.items()},
         "exact_in_loss": {name: (len(seen), all(seen)) for name, seen in exact.items()},
     }
-    (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave(out, trainer.args.process_index, report)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from perl.noise.schedule import Adapted, adapt
+from tests.ranks import reports
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "scripts" / "accelerate"
@@ -57,7 +58,7 @@ def launch(run_npu, folder, config, settings=None, processes=2, worker="train_wo
     # float32: two devices must then agree with a CPU to rounding
     settings = {"bf16": False, "per_device_train_batch_size": 2} | (settings or {})
     run_npu([*command, json.dumps(settings)], devices=processes, timeout=400, **variables)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    return reports(folder, processes)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from perl import device
 from perl.config.schema import NoiseConfig
+from tests.ranks import leave
 from tests.trainers import make_trainer
 
 
@@ -98,10 +98,7 @@ def main() -> None:
         "tolerance": trainer.measured.tolerance,
         "graphs": len(captured),
     }
-    (out / f"rank{trainer.args.process_index}.json").write_text(json.dumps(report))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave(out, trainer.args.process_index, report)
 
 
 if __name__ == "__main__":

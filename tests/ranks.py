@@ -1,0 +1,23 @@
+"""One rank of several, and the test that has started it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def leave(folder: Path, rank: int, report: Any) -> None:
+    """The rank's last words: its report in `folder`/rank<N>.json. All ranks end together: with one that leaves early
+    gloo can end the others."""
+    (folder / f"rank{rank}.json").write_text(json.dumps(report))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def reports(folder: Path, processes: int = 2) -> list[Any]:
+    """What they have left."""
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
