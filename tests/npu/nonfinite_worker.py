@@ -9,9 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 from perl.errors import RunError
+from tests.ranks import leave
 from tests.trainers import make_trainer, reward_tokens
 from tests.training.poison import Steps, poison
 
@@ -36,10 +35,7 @@ def main() -> None:
         stops.train()
     except RunError as error:
         report["said"] = str(error)
-    (out / f"rank{skips.args.process_index}.json").write_text(json.dumps(report))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave(out, skips.args.process_index, report)
 
 
 if __name__ == "__main__":
