@@ -17,6 +17,7 @@ from perl.adapters.adalora import RankSchedule, target_rank
 from perl.adapters.applied import applied, check_method
 from perl.adapters.merge import merge_adapter
 from perl.adapters.titles import TITLES
+from perl.config.load import parse
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines.vllm import cannot_serve
 from perl.errors import UserError
@@ -26,6 +27,8 @@ from tests.tiny import save_tiny, tiny_model
 from tests.trainers import make_trainer, reward_tokens
 
 METHODS = [name for name in ADAPTERS if name != "none"]
+LIKE_LORA = ("rslora", "lora_plus", "dora", "milora")
+"""Trained by other tests too, or as another method."""
 TOKENS = torch.arange(6, 22).reshape(1, 16)
 TRAINING: Any = SimpleNamespace(weight_decay=0.0, optim="adamw_torch", max_steps=20, deepspeed_plugin=None)
 
@@ -65,7 +68,7 @@ def base(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("base"), scale=4.0, layers=1)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.slow] * (m in LIKE_LORA)) for m in METHODS])
 def test_trains_what_it_says_and_the_saved_adapter_merges_into_the_original_base(base, tmp_path, name, caplog):
     """20 steps with AQN, the adapter merged while sampling: nothing else has moved, and plain PEFT, on the original
     base, computes what was trained."""
@@ -161,6 +164,30 @@ def test_an_optimizer_that_moves_what_has_no_gradient_is_refused_for_pissa():
         check_method(settings("pissa"), changed(weight_decay=0.1))
     with pytest.raises(UserError, match=r"optim muon: peft.type milora needs .* write adamw_torch"):
         check_method(settings("milora"), changed(optim="muon"))
+
+
+def test_an_adapter_of_any_method_is_merged_but_only_lora_is_trained_further(tmp_path):
+    model, _ = wrapped("ia3")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"is of method IA3, which is not trained further; write --config.peft.adapter"):
+        parse(["--config.peft.adapter", str(tmp_path)])
+    words = ["--config.peft.adapter", str(tmp_path), "--config.peft.adapter_mode", "merge", "--config.peft.type", "oft"]
+    assert parse(words).values.peft.type == "oft"
+
+
+def test_lora_is_trained_further_as_lora_fa_if_asked(tmp_path):
+    model, _ = wrapped("pissa")
+    model.save_pretrained(tmp_path)
+    words = ["--config.peft.adapter", str(tmp_path)]
+    assert (parse(words).values.peft.type, parse(words).values.peft.r) == ("lora", 8)
+    assert parse([*words, "--config.peft.type", "lora_fa"]).values.peft.type == "lora_fa"
+    with pytest.raises(UserError, match=r"type pissa: the adapter in .* has type lora"):
+        parse([*words, "--config.peft.type", "pissa"])
+
+
+def test_a_critic_computes_with_norms_of_its_own():
+    with pytest.raises(UserError, match=r"peft.type ln_tuning: the critic of algorithm ppo would compute with the"):
+        parse(["--config.algorithm.name", "ppo", "--config.peft.type", "ln_tuning"])
 
 
 def test_something_else_that_is_trainable_is_found():

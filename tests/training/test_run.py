@@ -129,6 +129,9 @@ def test_a_run_leaves_all_that_it_promises(whole):
     adapter = adapter_of(folder)
     assert any(tensor.abs().sum() > 0 for name, tensor in adapter.items() if "lora_B" in name)
     assert not (folder / "adapter" / "training_args.bin").exists()
+    applied = json.loads((folder / "peft.json").read_text())
+    assert (applied["type"], applied["method"], applied["tensors"].keys()) == ("lora", "LORA", {"lora_A", "lora_B"})
+    assert 0 < applied["trained"] < applied["parameters"]
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["packages"]["trl"] == "1.16.0"
     assert environment["num_processes"] == 1
