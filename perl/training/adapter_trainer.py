@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
-from trl.trainer.utils import RepeatSampler
 
 from perl.adapters import Adapter
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
@@ -182,11 +181,11 @@ def begin_with_epoch(loader: Any, epoch: int) -> None:
     sampler: Any = loader
     while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
         sampler = inner
-    if isinstance(sampler, RepeatSampler) and sampler.shuffle:
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    elif getattr(sampler, "shuffle", False):  # TRL's RepeatSampler has a generator of its own
         for _ in range(epoch):
             next(iter(sampler), None)  # draws the order of an epoch
-    elif hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
 
 
 @contextlib.contextmanager
