@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl.distributed import DistributedBackend
-from trl.trainer.utils import RepeatSampler
 
 from perl.adapters import Adapter
 from perl.adapters.adalora import RankSchedule
@@ -255,6 +254,9 @@ class AllocateRanks(TrainerCallback):
             engine.step = step
 
     def on_optimizer_step(self, args, state, control, **kwargs):
+        found = self._gradients or {name: p.grad for name, p in self.ranks.parameters().items()}
+        if not all(gradient is not None and gradient.isfinite().all() for gradient in found.values()):
+            return  # no update was made of it (common.on_nonfinite)
         self.ranks.after_step(state.global_step + 1, self._gradients)
         if self._gradients is not None:
             from deepspeed.utils import safe_set_full_fp32_param
@@ -278,11 +280,11 @@ def begin_with_epoch(loader: Any, epoch: int) -> None:
     sampler: Any = loader
     while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
         sampler = inner
-    if isinstance(sampler, RepeatSampler) and sampler.shuffle:
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    elif getattr(sampler, "shuffle", False):  # TRL's RepeatSampler has a generator of its own
         for _ in range(epoch):
             next(iter(sampler), None)  # draws the order of an epoch
-    elif hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

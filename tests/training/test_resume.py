@@ -56,6 +56,7 @@ def run(folder, checkpoint=None, **settings):
 
     fixed = {"engine": "fast", "max_steps": STEPS, "prompts": SUMS[:4], "logging_steps": STEPS}
     fixed |= {"save_strategy": "steps", "save_steps": CUT}
+    fixed |= {"per_device_train_batch_size": 4 // int(os.environ.get("WORLD_SIZE", "1"))}  # of the same batches
     noise = settings.pop("noise", None)
     trainer = make_trainer(
         folder,
