@@ -23,6 +23,7 @@ from perl.engines.vllm import cannot_serve
 from perl.errors import UserError
 from perl.noise.injector import NoiseInjector
 from perl.tools.plan.inputs import shape_of
+from perl.training.adapter_trainer import AllocateRanks
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import make_trainer, reward_tokens
 
@@ -290,6 +291,19 @@ def test_adaloras_ranks_fall_as_its_schedule_says():
     assert sums == [56, 56, *expected, 28, 28, 28]
     assert schedule.metrics()["adalora/mean_rank"] == 2.0
     assert len(set(schedule.ranks.values())) > 1  # allocated, not cut alike
+
+
+@pytest.mark.parametrize("gradient", [None, math.nan])
+def test_adaloras_ranks_stay_where_an_update_was_skipped(gradient):
+    """Of on_nonfinite skip: no gradient is left, or with DeepSpeed one that is not finite."""
+    model, config = wrapped("adalora", adalora_tinit=0, adalora_tfinal=1)
+    schedule = RankSchedule(model, config)
+    schedule.begin(3)
+    for parameter in schedule.parameters().values():
+        parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
+    AllocateRanks(None, schedule).on_optimizer_step(None, SimpleNamespace(global_step=0), None)
+    assert schedule.metrics()["adalora/mean_rank"] == 4.0
+    assert not model.base_model.rankallocator.exp_avg_ipt
 
 
 @pytest.mark.parametrize("name", ["adalora", "pissa"])
