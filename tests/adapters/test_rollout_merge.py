@@ -1,6 +1,7 @@
 """The adapter merged for a rollout: what computes then, what the weights hold, and that every bit returns."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -62,15 +63,17 @@ def test_merged_weights_compute_what_the_adapter_does_and_every_bit_returns(way,
         base = logits(model)
     assert (base - apart).abs().max() > 1e-2
     forwards = []
-    layer = adapted_layers(model)[0].layer
-    layer.lora_A["default"].register_forward_hook(lambda *_: forwards.append(1))
+    layer: Any = adapted_layers(model)[0].layer
+    if isinstance(getattr(layer, "lora_A", None), torch.nn.ModuleDict):  # not AdaLoRA's ParameterDict
+        layer.lora_A["default"].register_forward_hook(lambda *_: forwards.append(1))
+    written = way == "in place" or method == "ln_tuning"  # a norm has no copy to pack
     merge = RolloutMerge(model)
     with merge.applied():
         assert merge.merged
         assert (logits(model) - apart).abs().max() < 1e-4
         assert all(parameter.data_ptr() == before[name][0] for name, parameter in model.named_parameters())
-        assert layer.merged == (way == "in place")
-        if way == "packed":
+        assert layer.merged == written
+        if not written:
             require_same(model, before)  # nothing is written to the base
     assert forwards == []
     require_same(model, before)
