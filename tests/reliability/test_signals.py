@@ -9,7 +9,7 @@ import time
 import pytest
 
 from perl.train import main
-from perl.training.rundir import last_whole_checkpoint
+from perl.training.run_checkpoints import last_whole_checkpoint
 from tests.reliability.place import Place
 
 NUMBERS = {"SIGTERM": 143, "SIGINT": 130}
