@@ -114,7 +114,7 @@ class Parsed(Generic[C]):
         """
         from perl.config.training import planned
 
-        groups = {name: group(**_as_dict(self.values[name])) for name, group in self.program.groups.items()}
+        groups = {name: group(**_numbers(_as_dict(self.values[name]))) for name, group in self.program.groups.items()}
         kind = self.program.training()
         try:
             kind = kind if processes is None else planned(kind, processes)
@@ -463,6 +463,12 @@ def check_noise_reaches_the_sampler(values: Namespace) -> None:
 
 def _as_dict(group: Any) -> dict[str, Any]:
     return group.as_dict() if isinstance(group, Namespace) else dict(group)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """jsonargparse's PositiveInt and the like as plain numbers: torch.load refuses a checkpoint that holds others."""
+    kinds = (bool, int, float)
+    return {name: next((k(v) for k in kinds if isinstance(v, k)), v) for name, v in group.items()}
 
 
 def _training_config() -> type:

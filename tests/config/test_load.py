@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from perl.config.load import parse
+from perl.config.schema import GROUPS
 from perl.config.unused_flags import RULES
 from perl.errors import UserError
 
@@ -322,6 +323,15 @@ def test_every_rule_is_about_a_field_that_exists():
 def test_a_recipes_unused_fields_are_not_warned_of(tmp_path):
     recipe = write(tmp_path / "r.yaml", "noise_injection: {enabled: false, sigma_start: 0.1}\n")
     assert parse(["--recipe", recipe]).warnings == []
+
+
+def test_numbers_of_our_groups_are_plain_as_checkpoints_hold_them():
+    flags = ["--config.noise_injection.sigma_start", "0.04", "--config.noise_injection.schedule", "target_kl"]
+    config = parse([*flags, "--config.algorithm.kl_in_reward", "0.1"]).build()
+    assert type(config.noise_injection.sigma_start) is float
+    for group in GROUPS:
+        numbers = [value for value in vars(getattr(config, group)).values() if isinstance(value, int | float)]
+        assert {type(number) for number in numbers} <= {bool, int, float}, group
 
 
 def test_bf16_is_decided_by_the_device():
