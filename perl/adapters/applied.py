@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl.adapters import ADAPTERS, Adapter
 from perl.adapters.none import has_adapter
+from perl.config.peft_fields import OF_ALL, reads_of
 from perl.config.schema import PeftConfig
 from perl.errors import UserError, lookup
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OF_ALL = ("type", "adapter", "adapter_mode")
-"""Fields of the group `peft` that say which method, and from where."""
 STRATEGIES = {"zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
@@ -55,11 +54,12 @@ def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
             weights over devices that it can't be trained with.
     """
     adapter = lookup(ADAPTERS, config.type, "adapter type", "--config.peft.type")
+    names = reads_of(config.type)
     for field in fields(PeftConfig):
         value = getattr(config, field.name)
-        if field.name in (*OF_ALL, *adapter.reads) or value == field.default:
+        if field.name in (*OF_ALL, *names) or value == field.default:
             continue
-        reads = f"it reads {', '.join(adapter.reads)}" if adapter.reads else "it reads no other field of the group"
+        reads = f"it reads {', '.join(names)}" if names else "it reads no other field of the group"
         raise UserError(
             f"--config.peft.{field.name} {value}: peft.type {config.type} does not read it; {reads}; leave it out"
             f" (its default is {field.default})"

@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from perl.algorithms import ALGORITHMS, settings_of
 from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
+from perl.config.peft_fields import leave_out_other_methods
 from perl.config.ranges import check_numbers
 from perl.config.schema import (
     GROUPS,
@@ -155,6 +156,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     warnings = program.resolve(values, given, written)
     warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)
+    warnings += leave_out_other_methods(values, given, written)
     check_numbers(values)
     warnings += flags_without_effect(values, given, program.rules)
     warnings += recipe_without_effect(values, written, given, program.groups, program.rules)
