@@ -141,6 +141,7 @@ def test_every_method_has_a_title_and_reads_fields_that_there_are():
         ({"type": "hra", "r": 3}, "r 3: hra starts from pairs .* write an even number, 4"),
         ({"type": "adalora", "adalora_target_r": 16}, "adalora_target_r 16: the ranks fall from --config.peft.r 16"),
         ({"type": "adalora", "adalora_tinit": 12, "adalora_tfinal": 8}, "no step is left between them .* of 20"),
+        ({"exclude_modules": "(["}, r"exclude_modules \(\[: no regular expression: unterminated"),
         ({"type": "galore"}, "galore"),
     ],
 )
