@@ -42,6 +42,8 @@ NOT_FINITE = math.inf
 """In the place of a reward that is NaN or infinite: NaN is TRL's for a row without a reward."""
 SEARCH_S = 10.0
 """Seconds in which the row is looked for on which a function of lists raises."""
+RAISED = (Exception, SystemExit)
+"""What a function of the user's, or its file, may raise: sys.exit() in it would end the run as if it were done."""
 SHOWN = 40
 """Characters of a prompt or a completion in an error."""
 GIVEN = ("completions", "completion_ids", "prompts", "gold", "task", "trainer_state", "log_extra", "log_metric", ROW)
@@ -127,7 +129,7 @@ def _of_one(name: str, function: RewardFunction, taken: Sequence[str], kwargs: M
             given = json.loads(text) | {"solution_str": text_of(completion)}
             try:
                 results.append(function(**({key: given[key] for key in taken} | dict(kwargs))))
-            except Exception as error:
+            except RAISED as error:
                 _explain(name, function, error, where(place))
                 raise
         return _scores(name, results, where, log_metric)
@@ -147,7 +149,7 @@ def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs:
     ) -> list[float]:
         try:
             results = call(completions, **columns)
-        except Exception as error:
+        except RAISED as error:
             _explain(name, function, error, _found_row(call, completions, columns, error))
             raise
         return _scores(name, _as_list(name, results, len(completions)), _row_names(completions, columns), log_metric)
@@ -166,7 +168,7 @@ def _of_trl(name: str, function: RewardFunction) -> RewardFunction:
     def reward(completions: Texts, **columns: Any) -> list[Any]:
         try:
             rewards = function(completions=completions, **columns)
-        except Exception as error:
+        except RAISED as error:
             _explain(name, function, error, _found_row(function, completions, columns, error))
             raise
         return check(rewards, completions, columns)
@@ -174,7 +176,7 @@ def _of_trl(name: str, function: RewardFunction) -> RewardFunction:
     async def asynchronous(completions: Texts, **columns: Any) -> list[Any]:
         try:
             rewards = await function(completions=completions, **columns)
-        except Exception as error:
+        except RAISED as error:
             _explain(name, function, error, f"one of {len(completions)} completions")
             raise
         return check(rewards, completions, columns)
@@ -188,7 +190,7 @@ def _row_names(completions: Texts, columns: Mapping[str, Any]) -> Callable[[int]
     return lambda place: row_name(place, completions[place], prompts and prompts[place], rows and rows[place])
 
 
-def _found_row(function: RewardFunction, completions: Texts, columns: Mapping[str, Any], error: Exception) -> str:
+def _found_row(function: RewardFunction, completions: Texts, columns: Mapping[str, Any], error: BaseException) -> str:
     """The row that a function of lists raised `error` on: the first that alone makes it raise the same. None may be
     found: the function compares rows, or asks somebody who answers now."""
     until, count, where = time.monotonic() + SEARCH_S, len(completions), _row_names(completions, columns)
@@ -197,7 +199,7 @@ def _found_row(function: RewardFunction, completions: Texts, columns: Mapping[st
         own |= {name: _nothing for name in ("log_extra", "log_metric") if name in own}
         try:
             function(completions=[completions[place]], **own)
-        except Exception as again:  # noqa: BLE001  # the function is the user's
+        except RAISED as again:
             if (type(again), str(again)) == (type(error), str(error)):
                 return where(place)
         if time.monotonic() > until:
@@ -262,7 +264,7 @@ def _number(name: str, score: Any, where: Callable[[int], str], place: int) -> f
     return number if math.isfinite(number) else NOT_FINITE
 
 
-def _explain(name: str, function: RewardFunction, error: Exception, where: str) -> None:
+def _explain(name: str, function: RewardFunction, error: BaseException, where: str) -> None:
     """RankError for what a function raised on a row, with the last line of its file that ran. None for what explains
     itself: another UserError, or memory that ran out (perl.training.out_of_memory)."""
     if isinstance(error, UserError) or device.is_out_of_memory(error):
@@ -292,7 +294,7 @@ def _import(name: str) -> RewardFunction:
     module.__file__ = str(file)
     try:
         loader.exec_module(module)
-    except Exception as error:
+    except RAISED as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(f"{FLAG}: {file}{line} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)

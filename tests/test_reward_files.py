@@ -88,6 +88,9 @@ def test_a_broken_file(tmp_path):
     (tmp_path / "missing.py").write_text("import a_module_that_is_not_there\n")
     with pytest.raises(UserError, match=r"missing\.py cannot be imported: ModuleNotFoundError"):
         check_rewards([f"{tmp_path}/missing.py:f"])
+    (tmp_path / "script.py").write_text("def f(completions, **_): ...\nraise SystemExit(0)\n")
+    with pytest.raises(UserError, match=r"script\.py cannot be imported: SystemExit: 0"):
+        check_rewards([f"{tmp_path}/script.py:f"])
 
 
 # verl's forms
@@ -201,6 +204,11 @@ def test_kwargs_without_a_function_of_ones_own():
             "def f(completions, **_):\n    raise KeyError(len(completions))\n",
             r"mine\.py:2: f raised KeyError on one of 2 completions: 2",
         ),
+        (
+            "import sys\ndef f(completions, **_):\n    sys.exit(0)\n",
+            r"mine\.py:3: f raised SystemExit on data\.parquet:0 .*: 0",
+        ),
+        (f"{ONE}    raise SystemExit\n", r"mine\.py:2: compute_score raised SystemExit on data\.parquet:0 "),
         (
             f"{ONE}    pass\n",
             r"mine.py:compute_score: on data.parquet:0 .*'a'. it gave None, which is no num",

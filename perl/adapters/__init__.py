@@ -1,7 +1,8 @@
 """PEFT methods, and training without one: how each is configured, started and optimised. Merging is the same for all
 (perl/adapters/merge.py).
 
-To add one: a builder, and its line in ADAPTERS.
+To add one: a builder, and its line in ADAPTERS; one that reads other fields than LoRA has a line in READS too
+(perl/config/peft_fields.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from perl.adapters import svd
 from perl.adapters.adalora import RankSchedule, adalora, check_schedule
 from perl.adapters.lora import dora, lora, lora_plus_optimizer, only_b_learns, rslora
 from perl.adapters.none import no_adapter
-from perl.adapters.other_methods import check_hra, hra, ia3, ln_tuning, miss, oft, start_ln_tuning, vera
+from perl.adapters.other_methods import check_blocks, check_hra, hra, ia3, ln_tuning, miss, oft, start_ln_tuning, vera
 from perl.config.schema import PeftConfig
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 Gather = Callable[[Any], AbstractContextManager[Any]]
 """Inside the context ZeRO-3's parameters are whole."""
 
-TARGETS = ("target_modules", "exclude_modules")
-LORA_FIELDS = ("r", "lora_alpha", "lora_dropout", *TARGETS)
 HALF_TRAINED = {"fsdp2": "it puts other parameters in the place of those whose gradients are masked"}
 """Why FSDP2 can't have a method that changes the gradients of a parameter on their way."""
 
@@ -41,8 +40,6 @@ class Adapter:
     """(model, config, optimizer class, its keyword arguments incl. lr) -> optimizer; None is the trainer's own."""
     result: str = "adapter"
     """Name of the folder in the run's that holds what was trained."""
-    reads: tuple[str, ...] = LORA_FIELDS
-    """Fields of the group `peft` that it reads, besides type, adapter and adapter_mode."""
     trains: tuple[str, ...] = ("lora_A", "lora_B")
     """PEFT's names of what it trains in each adapted layer; nothing else may be trainable."""
     start: Callable[[Any, PeftConfig, Gather], None] | None = None
@@ -62,11 +59,10 @@ ADAPTERS: dict[str, Adapter] = {
     "lora": Adapter(lora),
     "rslora": Adapter(rslora),
     "dora": Adapter(dora, trains=("lora_A", "lora_B", "lora_magnitude_vector")),
-    "lora_plus": Adapter(lora, lora_plus_optimizer, reads=(*LORA_FIELDS, "lora_plus_lr_ratio")),
+    "lora_plus": Adapter(lora, lora_plus_optimizer),
     "lora_fa": Adapter(lora, trains=("lora_B",), start=only_b_learns, refused=HALF_TRAINED),
     "pissa": Adapter(
         svd.doubled,
-        reads=("r", "lora_alpha", *TARGETS),
         start=svd.principal,
         check=svd.check_optimizer,
         trained_share=0.5,
@@ -74,7 +70,6 @@ ADAPTERS: dict[str, Adapter] = {
     ),
     "milora": Adapter(
         svd.doubled,
-        reads=("r", "lora_alpha", *TARGETS),
         start=svd.minor,
         check=svd.check_optimizer,
         trained_share=0.5,
@@ -83,23 +78,21 @@ ADAPTERS: dict[str, Adapter] = {
     "milora_plus": Adapter(lora, start=svd.minor_directions),
     "adalora": Adapter(
         adalora,
-        reads=(*LORA_FIELDS, "adalora_target_r", "adalora_tinit", "adalora_tfinal"),
         trains=("lora_A", "lora_B", "lora_E"),
         schedule=RankSchedule,
         check=check_schedule,
         refused=dict.fromkeys(("zero3", "fsdp2"), "its ranks are allocated by whole gradients, which are split"),
     ),
-    "vera": Adapter(vera, reads=("r", "lora_dropout", "target_modules"), trains=("vera_lambda_b", "vera_lambda_d")),
-    "miss": Adapter(miss, reads=("r", "lora_dropout", *TARGETS), trains=("miss_block",)),
-    "ia3": Adapter(ia3, reads=TARGETS, trains=("ia3_l",)),
-    "ln_tuning": Adapter(ln_tuning, reads=TARGETS, trains=("ln_tuning_layers",), start=start_ln_tuning),
+    "vera": Adapter(vera, trains=("vera_lambda_b", "vera_lambda_d")),
+    "miss": Adapter(miss, trains=("miss_block",)),
+    "ia3": Adapter(ia3, trains=("ia3_l",)),
+    "ln_tuning": Adapter(ln_tuning, trains=("ln_tuning_layers",), start=start_ln_tuning),
     "hra": Adapter(
         hra,
-        reads=("r", *TARGETS),
         trains=("hra_u",),
         check=check_hra,
         refused=dict.fromkeys(("zero3", "fsdp2"), "PEFT multiplies the base's weight, which is split"),
     ),
-    "oft": Adapter(oft, reads=("oft_block_size", *TARGETS), trains=("oft_R",)),
-    "none": Adapter(no_adapter, result="model", reads=(), trains=()),
+    "oft": Adapter(oft, trains=("oft_R",), start=check_blocks),
+    "none": Adapter(no_adapter, result="model", trains=()),
 }

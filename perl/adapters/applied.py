@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from perl.adapters import ADAPTERS, Adapter
 from perl.adapters.none import has_adapter
+from perl.config.peft_fields import OF_ALL, TARGETS, reads_of
 from perl.config.schema import PeftConfig
 from perl.errors import UserError, lookup
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OF_ALL = ("type", "adapter", "adapter_mode")
-"""Fields of the group `peft` that say which method, and from where."""
 STRATEGIES = {"zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
@@ -55,15 +55,18 @@ def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
             weights over devices that it can't be trained with.
     """
     adapter = lookup(ADAPTERS, config.type, "adapter type", "--config.peft.type")
+    names = reads_of(config.type)
     for field in fields(PeftConfig):
         value = getattr(config, field.name)
-        if field.name in (*OF_ALL, *adapter.reads) or value == field.default:
+        if field.name in (*OF_ALL, *names) or value == field.default:
             continue
-        reads = f"it reads {', '.join(adapter.reads)}" if adapter.reads else "it reads no other field of the group"
+        reads = f"it reads {', '.join(names)}" if names else "it reads no other field of the group"
         raise UserError(
             f"--config.peft.{field.name} {value}: peft.type {config.type} does not read it; {reads}; leave it out"
             f" (its default is {field.default})"
         )
+    for name in TARGETS:
+        _check_pattern(name, getattr(config, name))
     if adapter.check is not None:
         adapter.check(config, training)
     strategy = strategy_of(training)
@@ -74,6 +77,16 @@ def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
             " --config.peft.type lora"
         )
     return adapter
+
+
+def _check_pattern(name: str, value: str | list[str] | None) -> None:
+    """PEFT takes a text for a regular expression, and compiles it when the model is loaded."""
+    try:
+        re.compile(value if isinstance(value, str) else "")
+    except re.error as error:
+        raise UserError(
+            f"--config.peft.{name} {value}: no regular expression: {error}; write one, or a list of names"
+        ) from error
 
 
 def strategy_of(training: TrainingArguments) -> str:

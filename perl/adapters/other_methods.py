@@ -77,8 +77,22 @@ def start_ln_tuning(model: Any, config: PeftConfig, gather: Any) -> None:
     is lost. They are raised to float32, as the weights of other adapters are; ZeRO-3 gathers weights of one dtype."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
+    require_norms(model)
     if not is_deepspeed_zero3_enabled():
         float32_norms(model)
+
+
+def require_norms(model: Any) -> None:
+    """PEFT takes any layer that target_modules names, and would train all weights of a linear one."""
+    from peft.tuners.ln_tuning.layer import LNTuningLayer
+    from torch import nn
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, LNTuningLayer) and isinstance(layer.base_layer, nn.Linear | nn.Embedding):
+            raise UserError(
+                f"--config.peft.target_modules: {name.removeprefix('base_model.model.')} is no norm, which is what"
+                f" ln_tuning trains; leave the flag out, or write names of norms"
+            )
 
 
 def float32_norms(model: Any) -> None:
@@ -126,3 +140,15 @@ def oft(config: PeftConfig) -> peft.PeftConfig:
         target_modules=config.target_modules,
         exclude_modules=config.exclude_modules or None,
     )
+
+
+def check_blocks(model: Any, config: PeftConfig, gather: Any) -> None:
+    """PEFT takes another size where the inputs of a layer can't be cut into blocks of oft_block_size."""
+    from peft.tuners.oft.layer import OFTLayer
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, OFTLayer) and layer.in_features % config.oft_block_size:
+            raise UserError(
+                f"--config.peft.oft_block_size {config.oft_block_size}: does not divide the {layer.in_features} inputs"
+                f" of {name.removeprefix('base_model.model.')}; write a number that divides those of all adapted layers"
+            )

@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from perl.algorithms import ALGORITHMS, settings_of
 from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
+from perl.config.peft_fields import leave_out_other_methods
 from perl.config.ranges import check_numbers
 from perl.config.schema import (
     GROUPS,
@@ -114,7 +115,7 @@ class Parsed(Generic[C]):
         """
         from perl.config.training import planned
 
-        groups = {name: group(**_as_dict(self.values[name])) for name, group in self.program.groups.items()}
+        groups = {name: group(**_numbers(_as_dict(self.values[name]))) for name, group in self.program.groups.items()}
         kind = self.program.training()
         try:
             kind = kind if processes is None else planned(kind, processes)
@@ -155,6 +156,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     warnings = program.resolve(values, given, written)
     warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)
+    warnings += leave_out_other_methods(values, given, written)
     check_numbers(values)
     warnings += flags_without_effect(values, given, program.rules)
     warnings += recipe_without_effect(values, written, given, program.groups, program.rules)
@@ -463,6 +465,12 @@ def check_noise_reaches_the_sampler(values: Namespace) -> None:
 
 def _as_dict(group: Any) -> dict[str, Any]:
     return group.as_dict() if isinstance(group, Namespace) else dict(group)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """jsonargparse's PositiveInt and the like as plain numbers: torch.load refuses a checkpoint that holds others."""
+    kinds = (bool, int, float)
+    return {name: next((k(v) for k in kinds if isinstance(v, k)), v) for name, v in group.items()}
 
 
 def _training_config() -> type:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from perl.adapters import ADAPTERS
+from perl.config.peft_fields import reads_of
 from perl.errors import UserError
 from perl.records import clock
 from perl.results import METRICS, algorithm_of, read_metrics, title_of
@@ -185,8 +185,7 @@ def _named(run: TrainingRun, group: str, *names: str) -> str:
 
 def _fields_read(run: TrainingRun) -> list[str]:
     """Of the group `peft`, by the run's method; a method that is not known here is shown as LoRA."""
-    adapter = ADAPTERS.get(str(run.setting("peft", "type")), ADAPTERS["lora"])
-    return [name for name in adapter.reads if name != "exclude_modules"]
+    return [name for name in reads_of(str(run.setting("peft", "type"))) if name != "exclude_modules"]
 
 
 def _noise(run: TrainingRun) -> str | None:

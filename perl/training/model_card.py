@@ -22,10 +22,10 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from perl import __version__
-from perl.adapters import ADAPTERS
 from perl.adapters.titles import TITLES
 from perl.algorithms import ALGORITHMS
 from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
+from perl.config.peft_fields import reads_of
 from perl.config.schema import data_sets
 from perl.errors import UserError
 from perl.results import algorithm_of, title_of
@@ -159,7 +159,7 @@ def _adapter(peft: Mapping[str, Any]) -> str:
     if peft["type"] == "none":
         start = "" if peft.get("adapter") is None else ", on the base merged with an earlier adapter"
         return f"none: all weights are trained{start}"
-    reads = ADAPTERS.get(peft["type"], ADAPTERS["lora"]).reads
+    reads = reads_of(peft["type"])
     settings = {SHORT.get(name, name): peft.get(name) for name in reads if not name.endswith("_modules")}
     made = ", ".join([peft["type"], *(f"{name} {value}" for name, value in settings.items() if value is not None)])
     if peft.get("adapter") is None:

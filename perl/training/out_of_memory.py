@@ -10,8 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from perl import device
-from perl.adapters import ADAPTERS
 from perl.config.load import Config
+from perl.config.peft_fields import reads_of
 from perl.config.training import TrainingConfig
 from perl.errors import RankError
 from perl.training.metrics import StepClock
@@ -159,7 +159,7 @@ def smaller_adapter(config: Config | SFTRunConfig) -> Iterator[str]:
     """Of half the rank, or one at all; of a method without ranks there is none."""
     if config.peft.type == "none":
         yield change({"peft.type": ("lora", "none")}, "an adapter in the place of all weights")
-    elif "r" in ADAPTERS[config.peft.type].reads:
+    elif "r" in reads_of(config.peft.type):
         yield halved("peft.r", int(config.peft.r), "a smaller adapter")
 
 

@@ -18,6 +18,7 @@ from perl.adapters.applied import applied, check_method
 from perl.adapters.merge import merge_adapter
 from perl.adapters.titles import TITLES
 from perl.config.load import parse
+from perl.config.peft_fields import READS, reads_of
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines.vllm import cannot_serve
 from perl.errors import UserError
@@ -41,7 +42,7 @@ def changed(**fields: Any) -> Any:
 def settings(name, **fields):
     """The group `peft` of a tiny run: rank 4 where the method has one, blocks of 8 for OFT."""
     own: dict[str, Any] = {"r": 4, "lora_alpha": 8, "oft_block_size": 8, "adalora_target_r": 2}
-    return PeftConfig(type=name, **{k: v for k, v in own.items() if k in ADAPTERS[name].reads}, **fields)
+    return PeftConfig(type=name, **{k: v for k, v in own.items() if k in reads_of(name)}, **fields)
 
 
 def wrapped(name, model=None, **fields):
@@ -120,8 +121,9 @@ def test_starts_as_the_base_and_computes_in_bfloat16(name):
 
 def test_every_method_has_a_title_and_reads_fields_that_there_are():
     assert TITLES.keys() == ADAPTERS.keys()
-    for adapter in ADAPTERS.values():
-        assert set(adapter.reads) <= set(PeftConfig.__dataclass_fields__)
+    assert READS.keys() <= ADAPTERS.keys()
+    for name in ADAPTERS:
+        assert set(reads_of(name)) <= set(PeftConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +141,32 @@ def test_every_method_has_a_title_and_reads_fields_that_there_are():
         ({"type": "hra", "r": 3}, "r 3: hra starts from pairs .* write an even number, 4"),
         ({"type": "adalora", "adalora_target_r": 16}, "adalora_target_r 16: the ranks fall from --config.peft.r 16"),
         ({"type": "adalora", "adalora_tinit": 12, "adalora_tfinal": 8}, "no step is left between them .* of 20"),
+        ({"exclude_modules": "(["}, r"exclude_modules \(\[: no regular expression: unterminated"),
         ({"type": "galore"}, "galore"),
     ],
 )
 def test_a_field_that_a_method_does_not_read_or_take_is_one_line(fields, said):
     with pytest.raises(UserError, match=said):
         check_method(PeftConfig(**fields), TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        (
+            "oft",
+            {"oft_block_size": 7},
+            r"oft_block_size 7: does not divide the 64 inputs of model.layers.0",
+        ),
+        ("ln_tuning", {"target_modules": ["q_proj"]}, r"model\.layers\.0\.self_attn\.q_proj is no norm"),
+    ],
+)
+def test_what_peft_would_take_otherwise_than_it_was_asked_is_refused(name, fields, said):
+    config = PeftConfig(type=name, **fields)
+    adapter: Any = ADAPTERS[name]
+    model = get_peft_model(tiny_model(), adapter.build(config))
+    with pytest.raises(UserError, match=said):
+        adapter.start(model, config, lambda parameters: torch.no_grad())
 
 
 def test_a_run_without_mistakes_is_checked_in_silence():

@@ -3,7 +3,9 @@
 import pytest
 import yaml
 
+from perl.adapters.applied import check_method
 from perl.config.load import parse
+from perl.config.schema import GROUPS
 from perl.config.unused_flags import RULES
 from perl.errors import UserError
 
@@ -322,6 +324,37 @@ def test_every_rule_is_about_a_field_that_exists():
 def test_a_recipes_unused_fields_are_not_warned_of(tmp_path):
     recipe = write(tmp_path / "r.yaml", "noise_injection: {enabled: false, sigma_start: 0.1}\n")
     assert parse(["--recipe", recipe]).warnings == []
+
+
+def test_a_recipes_settings_for_another_method_than_the_flags_are_left_out(tmp_path):
+    recipe = write(tmp_path / "r.yaml", "peft: {r: 32, lora_alpha: 64, lora_dropout: 0.05}\n")
+    parsed = parse(["--recipe", recipe, "--config.peft.type", "hra"])
+    assert parsed.warnings == [
+        "the recipe's peft.lora_alpha 64 is left out: --config.peft.type hra does not read it",
+        "the recipe's peft.lora_dropout 0.05 is left out: --config.peft.type hra does not read it",
+    ]
+    assert parsed.values.peft.r == 32
+    again = parse(["--recipe", write(tmp_path / "config.yaml", parsed.dump())])  # what the run writes repeats it
+    assert (again.values.peft, again.warnings) == (parsed.values.peft, [])
+    check_method(again.build().peft, again.build().training)
+
+
+def test_what_a_flag_or_the_recipe_sets_for_its_own_method_stays(tmp_path):
+    recipe = write(tmp_path / "r.yaml", "peft: {type: miss, lora_alpha: 64}\n")
+    for words in ([], ["--config.peft.type", "miss"], ["--config.peft.type", "hra", "--config.peft.lora_alpha", "8"]):
+        parsed = parse(["--recipe", recipe, *words])
+        assert parsed.warnings == []
+        with pytest.raises(UserError, match=r"lora_alpha (64|8): peft.type (miss|hra) does not read it"):
+            check_method(parsed.build().peft, parsed.build().training)
+
+
+def test_numbers_of_our_groups_are_plain_as_checkpoints_hold_them():
+    flags = ["--config.noise_injection.sigma_start", "0.04", "--config.noise_injection.schedule", "target_kl"]
+    config = parse([*flags, "--config.algorithm.kl_in_reward", "0.1"]).build()
+    assert type(config.noise_injection.sigma_start) is float
+    for group in GROUPS:
+        numbers = [value for value in vars(getattr(config, group)).values() if isinstance(value, int | float)]
+        assert {type(number) for number in numbers} <= {bool, int, float}, group
 
 
 def test_bf16_is_decided_by_the_device():

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from perl.adapters import ADAPTERS
 from perl.adapters.applied import check_method
 from perl.adapters.start import whole_weights
+from perl.config.peft_fields import reads_of
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.config.training import TrainingConfig
 from perl.errors import UserError
@@ -30,7 +31,7 @@ TOKENS = torch.arange(6, 22).reshape(1, 16)
 
 
 def report_of(name: str, out: Path, settings: dict) -> dict:
-    peft = PeftConfig(type=name, **{key: value for key, value in OWN.items() if key in ADAPTERS[name].reads})
+    peft = PeftConfig(type=name, **{key: value for key, value in OWN.items() if key in reads_of(name)})
     fixed = {"max_steps": 2, "gradient_accumulation_steps": 1, "max_completion_length": 4, "logging_steps": 2}
     settings = {"gradient_checkpointing": True, "engine": "fast"} | fixed | settings
     try:

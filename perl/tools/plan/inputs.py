@@ -16,6 +16,7 @@ from perl.adapters import ADAPTERS, Adapter
 from perl.algorithms import ALGORITHMS
 from perl.checkpoints import modelscope_variable
 from perl.config.load import Config, Parsed
+from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
 from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE
@@ -147,7 +148,7 @@ def shape_of(config: Any, peft: PeftConfig, critic: CriticConfig | None = None) 
         largest_adapted=max((math.prod(size) for _, size in adapted), default=0),
         adapted_weights=sum(math.prod(size) for _, size in adapted),
         adapted={name.rpartition(".")[2]: size for name, size in trained if name.startswith(prefix)},
-        rank=round(int(peft.r) / method.trained_share) if "r" in method.reads else 0,
+        rank=round(int(peft.r) / method.trained_share) if "r" in reads_of(peft.type) else 0,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
