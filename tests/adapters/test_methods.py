@@ -25,7 +25,7 @@ from perl.noise.injector import NoiseInjector
 from perl.tools.plan.inputs import shape_of
 from perl.training.adapter_trainer import AllocateRanks
 from tests.tiny import save_tiny, tiny_model
-from tests.trainers import make_trainer, reward_tokens
+from tests.trainers import make_trainer, move_adapter, reward_tokens
 
 METHODS = [name for name in ADAPTERS if name != "none"]
 LIKE_LORA = ("rslora", "lora_plus", "dora", "milora")
@@ -268,6 +268,34 @@ def test_lora_fa_steps_as_pefts_own_optimizer():
     for key, b in after.items():
         large = gradients[key].abs() > 0.05 * gradients[key].abs().max()
         torch.testing.assert_close(b[large], peft[key][large], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "further"), [("lora_fa", False), ("lora_fa", True), ("pissa", False)])
+def test_a_pass_of_the_reference_policy_trains_nothing_more(tmp_path, name, further):
+    """PEFT switches the adapter off, or to the reference's copy of one that is trained further, and on again."""
+
+    def learn(folder, beta):
+        torch.manual_seed(0)
+        model = tiny_model(scale=4.0)
+        if further:
+            model = get_peft_model(model, ADAPTERS["lora"].build(settings("lora")))  # type: ignore[arg-type]
+            move_adapter(model, 0.1)
+        trainer = make_trainer(
+            tmp_path / folder, model=model, adapter=name, peft=settings(name), beta=beta, max_steps=3,
+            rewards=(reward_tokens,), max_completion_length=4, gradient_accumulation_steps=1,
+        )  # fmt: skip
+        before = {key: p.detach().clone() for key, p in trainer.model.named_parameters()}
+        names = {key for key, p in trainer.model.named_parameters() if p.requires_grad}
+        trainer.train()
+        assert {key for key, p in trainer.model.named_parameters() if p.requires_grad} == names
+        assert all(torch.equal(p, before[key]) for key, p in trainer.model.named_parameters() if key not in names)
+        if name == "pissa":
+            a = {key: p for key, p in trainer.model.named_parameters() if "lora_A" in key}
+            assert all(torch.equal(p[4:], before[key][4:]) for key, p in a.items())
+            assert not any(torch.equal(p[:4], before[key][:4]) for key, p in a.items())
+        return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+
+    assert learn("with", beta=1e-9) == pytest.approx(learn("without", beta=0.0), rel=1e-3)
 
 
 def test_adaloras_ranks_fall_as_its_schedule_says():
