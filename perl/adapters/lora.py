@@ -72,7 +72,7 @@ def only_b_learns(model: Any, config: PeftConfig, gather: Any) -> None:
             continue
         layer: Any = module
         layer.lora_A["default"].weight.requires_grad_(False)
-        # PEFT trains all of an adapter again when it is switched on after a pass of the reference policy, but for these.
+        # PEFT trains all of an adapter, but for these, when it switches it on after a pass of the reference policy.
         layer.frozen_peft_weight_names = {"default": ("lora_A",)}
         layer.lora_B["default"].weight.register_hook(_Projection(layer, "default"))
 

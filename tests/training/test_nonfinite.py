@@ -40,6 +40,14 @@ def test_the_run_stops_before_the_update_and_leaves_the_batch(tmp_path, what, sa
     assert {"0.prompt_ids", "0.completion_ids", "0.advantages", "0.sampling_per_token_logps"} <= tensors.keys()
 
 
+def test_a_batch_that_cannot_be_saved_is_said_in_the_same_line(tmp_path):
+    (tmp_path / "nonfinite_step_2" / "rank-0.safetensors").mkdir(parents=True)  # as a full disk: safetensors' own error
+    trainer = make_trainer(tmp_path, max_steps=3)
+    poison(trainer, "loss", {2})
+    with pytest.raises(RunError, match=r"^step 2: the loss .* not finite; the batch cannot be saved \(.*\); --config"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_an_update_is_skipped_and_counted(tmp_path, what):
     steps = Steps()
