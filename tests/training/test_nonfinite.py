@@ -62,6 +62,17 @@ def test_an_update_is_skipped_and_counted(tmp_path, what):
     assert not (tmp_path / "nonfinite_step_2").exists()
 
 
+def test_no_update_is_made_where_only_the_critics_gradient_is_not_finite(tmp_path):
+    steps, ppo = Steps(), {"algorithm": {"name": "ppo"}, "loss_type": "dapo", "engine": "fast"}
+    trainer = make_trainer(tmp_path, max_steps=3, callbacks=[steps], on_nonfinite="skip", **ppo)
+    bias = trainer.critic.weights.head.bias
+    bias.register_hook(lambda gradient: gradient * (math.nan if trainer.state.global_step == 1 else 1.0))
+    trainer.train()
+    assert steps.moved() == [False, True]
+    assert trainer.nonfinite.skipped == 1
+    assert all(weight.isfinite().all() for weight in trainer.critic.parameters())
+
+
 def test_after_so_many_skipped_updates_in_a_row_the_run_stops(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=20, gradient_accumulation_steps=1, on_nonfinite="skip")
     poison(trainer, "loss", {1, *range(3, 20)})
