@@ -321,6 +321,21 @@ def test_adaloras_ranks_fall_as_its_schedule_says():
     assert len(set(schedule.ranks.values())) > 1  # allocated, not cut alike
 
 
+def test_adaloras_last_ranks_are_chosen_one_step_later_where_that_update_was_skipped():
+    model, config = wrapped("adalora", adalora_tinit=1, adalora_tfinal=3)
+    schedule = RankSchedule(model, config)
+    schedule.begin(6)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    sums = []
+    for step in (1, 2, 4, 5, 6):  # in step 3 they should be chosen
+        model.train()(input_ids=TOKENS).logits.square().mean().backward()
+        optimizer.step()
+        schedule.after_step(step)
+        optimizer.zero_grad()
+        sums.append(sum(schedule.ranks.values()))
+    assert sums == [56, 28 + 28 // 8, 28, 28, 28]  # step 2: the cubic of half the way
+
+
 @pytest.mark.parametrize("gradient", [None, math.nan])
 def test_adaloras_ranks_stay_where_an_update_was_skipped(gradient):
     """Of on_nonfinite skip: no gradient is left, or with DeepSpeed one that is not finite."""
