@@ -344,7 +344,8 @@ def test_adaloras_ranks_stay_where_an_update_was_skipped(gradient):
     schedule.begin(3)
     for parameter in schedule.parameters().values():
         parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
-    AllocateRanks(None, schedule).on_optimizer_step(None, SimpleNamespace(global_step=0), None)
+    callback: Any = AllocateRanks(None, schedule)
+    callback.on_optimizer_step(None, SimpleNamespace(global_step=0), None)
     assert schedule.metrics()["adalora/mean_rank"] == 4.0
     assert not model.base_model.rankallocator.exp_avg_ipt
 
