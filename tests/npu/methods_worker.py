@@ -1,7 +1,7 @@
 """One rank that trains every PEFT method, one after the other: python -m tests.npu.methods_worker OUT [SETTINGS].
 
-Two steps each, with AQN, gradient checkpointing and a reference policy. Writes OUT/rank<N>.json: of each method what has moved, a sum of
-what is trained, and its checkpoint's and result's logits; or the line with which it is refused.
+Two steps each, with AQN, gradient checkpointing and a reference policy. Writes OUT/rank<N>.json: of each method what
+has moved, a sum of what is trained, and its checkpoint's and result's logits; or the line with which it is refused.
 """
 
 import json
