@@ -110,6 +110,9 @@ class RankSchedule:
             step: optimizer steps made, from 1.
             gradients: of `parameters`, where the parameters no longer have them (DeepSpeed).
         """
+        settled = self.peft_config.total_step - self.peft_config.tfinal
+        if step > settled and sum(self.ranks.values()) > self.peft_config.target_r * len(self.ranks):
+            step = settled  # its update was skipped (common.on_nonfinite): the last ranks are chosen now
         self.peft_config.rank_pattern = self._pattern
         with self._with_gradients(gradients):
             self.tuner.update_and_allocate(step)

@@ -68,14 +68,13 @@ def only_b_learns(model: Any, config: PeftConfig, gather: Any) -> None:
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
-        if not isinstance(module, LoraLayer):
+        if not isinstance(module, LoraLayer) or "default" not in module.lora_A:
             continue
         layer: Any = module
-        for name in layer.lora_A:
-            layer.lora_A[name].weight.requires_grad_(False)
-            projection = _Projection(layer, name)
-            b: torch.Tensor = layer.lora_B[name].weight
-            b.register_hook(projection)
+        layer.lora_A["default"].weight.requires_grad_(False)
+        # PEFT trains all of an adapter, but for these, when it switches it on after a pass of the reference policy.
+        layer.frozen_peft_weight_names = {"default": ("lora_A",)}
+        layer.lora_B["default"].weight.register_hook(_Projection(layer, "default"))
 
 
 class _Projection:

@@ -65,7 +65,11 @@ RANGES = {
 def check_numbers(values: Namespace) -> None:
     """Raise a UserError for a number of the configuration that is out of its range, or that is not finite."""
     for name, number in _numbers(values.as_dict(), ""):
-        if not math.isfinite(number):
+        try:
+            finite = math.isfinite(number)
+        except OverflowError:  # a whole number that no float holds
+            raise UserError(f"--config.{name}: larger than any number can be; write a smaller one") from None
+        if not finite:
             raise UserError(f"--config.{name} {number}: write a finite number")
         limits = RANGES.get(name)
         if limits is not None and not limits.holds(number):

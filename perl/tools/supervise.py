@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from perl.errors import EXIT_USER_ERROR
 from perl.records import PROGRESS
 from perl.redact import hide
 
@@ -28,8 +29,6 @@ SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
 LAUNCHERS_OWN = ("ChildFailedError", "SignalException")
 """A failed training process is reported by its own line; the launcher's about it is no news."""
-USER_ERROR = 2
-"""perl.errors.EXIT_USER_ERROR."""
 ONE_SIGNAL_S = 1.0
 """Signals within this time are one."""
 
@@ -159,7 +158,7 @@ def main(run_dir: Path, argv: list[str]) -> int:
         screen.write(f"{name}: {run_dir}/{name}\n")
     elif not launcher.received:
         print(f"training ended with exit code {code}; the whole log is in {log}", file=sys.stderr)
-        if code != USER_ERROR and any(run_dir.glob("checkpoint-*")):
+        if code != EXIT_USER_ERROR and any(run_dir.glob("checkpoint-*")):
             print(f"run again to go on from its last checkpoint: {same_command(run_dir, argv)}", file=sys.stderr)
     return code
 

@@ -252,11 +252,12 @@ class Critic:
         return step >= self.config.warmup_steps
 
     def clip_apart(self, accelerator: Any, model: nn.Module, largest: float) -> torch.Tensor:
-        """Clip the gradients of policy and critic to the norm `largest`, each by itself; the policy's norm."""
-        policys = accelerator.clip_grad_norm_(self.others(model), largest)
-        own = torch.nn.utils.clip_grad_norm_(self.parameters(), largest)
-        self.measured.add_norm(whole(own))
-        return whole(policys)
+        """Clip the gradients of policy and critic to the norm `largest`, each by itself; the policy's norm, or the
+        critic's where that is not finite: no update may be made of either then (perl.training.nonfinite)."""
+        policys = whole(accelerator.clip_grad_norm_(self.others(model), largest))
+        own = whole(torch.nn.utils.clip_grad_norm_(self.parameters(), largest))
+        self.measured.add_norm(own)
+        return torch.where(own.isfinite(), policys, own)
 
     def take_metrics(self, accelerator: Any) -> dict[str, float]:
         """CriticStatistics.take. Every process must come here."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from perl.errors import RunError
@@ -40,7 +41,7 @@ class NonFinite:
     def __init__(self, policy: Literal["stop", "skip"], run_dir: Path, accelerator: Any):
         self.policy, self.run_dir, self.accelerator = policy, run_dir, accelerator
         self.skipped = 0
-        """Updates since the run began or went on."""
+        """Updates since the run began, before it was resumed too."""
         self._in_a_row = 0
         self._losses: list[torch.Tensor] = []
 
@@ -87,7 +88,7 @@ class NonFinite:
             folder.mkdir(parents=True, exist_ok=True)
             save(folder)
             saved = f"the batch is in {folder}"
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             saved = f"the batch cannot be saved ({error})"
         self.accelerator.wait_for_everyone()
         advice = "; --config.common.on_nonfinite skip goes on without this update" if self.policy == "stop" else ""

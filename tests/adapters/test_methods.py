@@ -26,7 +26,7 @@ from perl.noise.injector import NoiseInjector
 from perl.tools.plan.inputs import shape_of
 from perl.training.adapter_trainer import AllocateRanks
 from tests.tiny import save_tiny, tiny_model
-from tests.trainers import make_trainer, reward_tokens
+from tests.trainers import make_trainer, move_adapter, reward_tokens
 
 METHODS = [name for name in ADAPTERS if name != "none"]
 LIKE_LORA = ("rslora", "lora_plus", "dora", "milora")
@@ -292,6 +292,34 @@ def test_lora_fa_steps_as_pefts_own_optimizer():
         torch.testing.assert_close(b[large], peft[key][large], rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "further"), [("lora_fa", False), ("lora_fa", True), ("pissa", False)])
+def test_a_pass_of_the_reference_policy_trains_nothing_more(tmp_path, name, further):
+    """PEFT switches the adapter off, or to the reference's copy of one that is trained further, and on again."""
+
+    def learn(folder, beta):
+        torch.manual_seed(0)
+        model = tiny_model(scale=4.0)
+        if further:
+            model = get_peft_model(model, ADAPTERS["lora"].build(settings("lora")))  # type: ignore[arg-type]
+            move_adapter(model, 0.1)
+        trainer = make_trainer(
+            tmp_path / folder, model=model, adapter=name, peft=settings(name), beta=beta, max_steps=3,
+            rewards=(reward_tokens,), max_completion_length=4, gradient_accumulation_steps=1,
+        )  # fmt: skip
+        before = {key: p.detach().clone() for key, p in trainer.model.named_parameters()}
+        names = {key for key, p in trainer.model.named_parameters() if p.requires_grad}
+        trainer.train()
+        assert {key for key, p in trainer.model.named_parameters() if p.requires_grad} == names
+        assert all(torch.equal(p, before[key]) for key, p in trainer.model.named_parameters() if key not in names)
+        if name == "pissa":
+            a = {key: p for key, p in trainer.model.named_parameters() if "lora_A" in key}
+            assert all(torch.equal(p[4:], before[key][4:]) for key, p in a.items())
+            assert not any(torch.equal(p[:4], before[key][:4]) for key, p in a.items())
+        return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+
+    assert learn("with", beta=1e-9) == pytest.approx(learn("without", beta=0.0), rel=1e-3)
+
+
 def test_adaloras_ranks_fall_as_its_schedule_says():
     """14 layers of 4 ranks, 2 in the end. The budget of step t of 10, with tinit 2 and tfinal 3, is the cubic
     28 + 28 (1 - (t - 2) / 5)^3 from step 3 to 7, rounded down."""
@@ -315,6 +343,21 @@ def test_adaloras_ranks_fall_as_its_schedule_says():
     assert len(set(schedule.ranks.values())) > 1  # allocated, not cut alike
 
 
+def test_adaloras_last_ranks_are_chosen_one_step_later_where_that_update_was_skipped():
+    model, config = wrapped("adalora", adalora_tinit=1, adalora_tfinal=3)
+    schedule = RankSchedule(model, config)
+    schedule.begin(6)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    sums = []
+    for step in (1, 2, 4, 5, 6):  # in step 3 they should be chosen
+        model.train()(input_ids=TOKENS).logits.square().mean().backward()
+        optimizer.step()
+        schedule.after_step(step)
+        optimizer.zero_grad()
+        sums.append(sum(schedule.ranks.values()))
+    assert sums == [56, 28 + 28 // 8, 28, 28, 28]  # step 2: the cubic of half the way
+
+
 @pytest.mark.parametrize("gradient", [None, math.nan])
 def test_adaloras_ranks_stay_where_an_update_was_skipped(gradient):
     """Of on_nonfinite skip: no gradient is left, or with DeepSpeed one that is not finite."""
@@ -323,7 +366,8 @@ def test_adaloras_ranks_stay_where_an_update_was_skipped(gradient):
     schedule.begin(3)
     for parameter in schedule.parameters().values():
         parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
-    AllocateRanks(None, schedule).on_optimizer_step(None, SimpleNamespace(global_step=0), None)
+    callback: Any = AllocateRanks(None, schedule)
+    callback.on_optimizer_step(None, SimpleNamespace(global_step=0), None)
     assert schedule.metrics()["adalora/mean_rank"] == 4.0
     assert not model.base_model.rankallocator.exp_avg_ipt
 

@@ -89,6 +89,12 @@ def test_a_learning_rate_below_0_is_told_before_anything_is_loaded():
         parse(["--config.training.learning_rate", "-0.1", "--config.training.bf16", "false"]).build(processes=1)
 
 
+def test_a_whole_number_that_no_float_holds_is_one_line():
+    assert message("--config.training.max_steps", "1" + 400 * "0") == (
+        "--config.training.max_steps: larger than any number can be; write a smaller one"
+    )
+
+
 def test_wrong_type_names_flag_and_value():
     said = message("--config.training.learning_rate", "fast")
     assert "--config.training.learning_rate" in said

@@ -1,7 +1,7 @@
 """One rank that trains every PEFT method, one after the other: python -m tests.npu.methods_worker OUT [SETTINGS].
 
-Two steps each, with AQN and gradient checkpointing. Writes OUT/rank<N>.json: of each method what has moved, a sum of
-what is trained, and its checkpoint's and result's logits; or the line with which it is refused.
+Two steps each, with AQN, gradient checkpointing and a reference policy. Writes OUT/rank<N>.json: of each method what
+has moved, a sum of what is trained, and its checkpoint's and result's logits; or the line with which it is refused.
 """
 
 import json
@@ -33,6 +33,7 @@ TOKENS = torch.arange(6, 22).reshape(1, 16)
 def report_of(name: str, out: Path, settings: dict) -> dict:
     peft = PeftConfig(type=name, **{key: value for key, value in OWN.items() if key in reads_of(name)})
     fixed = {"max_steps": 2, "gradient_accumulation_steps": 1, "max_completion_length": 4, "logging_steps": 2}
+    fixed |= {"beta": 0.01, "max_grad_norm": 0.05}  # a reference policy, and gradients that are clipped
     settings = {"gradient_checkpointing": True, "engine": "fast"} | fixed | settings
     try:
         arguments = {key: value for key, value in (SETTINGS | settings).items() if key != "engine"}

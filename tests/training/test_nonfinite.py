@@ -40,6 +40,14 @@ def test_the_run_stops_before_the_update_and_leaves_the_batch(tmp_path, what, sa
     assert {"0.prompt_ids", "0.completion_ids", "0.advantages", "0.sampling_per_token_logps"} <= tensors.keys()
 
 
+def test_a_batch_that_cannot_be_saved_is_said_in_the_same_line(tmp_path):
+    (tmp_path / "nonfinite_step_2" / "rank-0.safetensors").mkdir(parents=True)  # as a full disk: safetensors' own error
+    trainer = make_trainer(tmp_path, max_steps=3)
+    poison(trainer, "loss", {2})
+    with pytest.raises(RunError, match=r"^step 2: the loss .* not finite; the batch cannot be saved \(.*\); --config"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_an_update_is_skipped_and_counted(tmp_path, what):
     steps = Steps()
@@ -52,6 +60,17 @@ def test_an_update_is_skipped_and_counted(tmp_path, what):
     (updates,) = {int(state["step"]) for state in trainer.optimizer.state.values()}
     assert updates == 2  # Adam's moments have not seen the others
     assert not (tmp_path / "nonfinite_step_2").exists()
+
+
+def test_no_update_is_made_where_only_the_critics_gradient_is_not_finite(tmp_path):
+    steps, ppo = Steps(), {"algorithm": {"name": "ppo"}, "loss_type": "dapo", "engine": "fast"}
+    trainer = make_trainer(tmp_path, max_steps=3, callbacks=[steps], on_nonfinite="skip", **ppo)
+    bias = trainer.critic.weights.head.bias
+    bias.register_hook(lambda gradient: gradient * (math.nan if trainer.state.global_step == 1 else 1.0))
+    trainer.train()
+    assert steps.moved() == [False, True]
+    assert trainer.nonfinite.skipped == 1
+    assert all(weight.isfinite().all() for weight in trainer.critic.parameters())
 
 
 def test_after_so_many_skipped_updates_in_a_row_the_run_stops(tmp_path):

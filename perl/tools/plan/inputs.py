@@ -30,11 +30,11 @@ MODEL_FLAG = "--config.model.model_name_or_path"
 HUB_TIMEOUT_S = 5.0
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Of a layer of Llama's family; with others in it the formulas would count wrong."""
+OF_OTHER_SHAPE = ("vera", "miss", "ia3", "ln_tuning", "hra", "oft")
+"""Methods whose layers do not compute B A x."""
 
 
 # config.json
-OF_OTHER_SHAPE = ("vera", "miss", "ia3", "ln_tuning", "hra", "oft")
-"""Methods whose layers do not compute B A x."""
 
 
 def read_config(model: str) -> Any:
