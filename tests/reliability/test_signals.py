@@ -83,8 +83,8 @@ def test_a_signal_ends_the_step_and_saves_it(phase, sign, tmp_path, monkeypatch,
     step = int(last.name.rpartition("-")[2])
     assert code == NUMBERS[sign]
     assert said == (
-        f"stopped: {sign} after step {step} of 4, checkpoint-{step} is saved; go on with the same flags and"
-        " --config.training.output_dir run --config.training.resume_from_checkpoint true\n"
+        f"stopped: {sign} after step {step} of 4, checkpoint-{step} is saved; run again to go on: the same flags and"
+        " --config.training.output_dir run --config.training.resume_from_checkpoint auto\n"
     )
     assert step in (1, 2)
     assert not (tmp_path / "run" / "adapter").exists()
