@@ -255,7 +255,8 @@ class AllocateRanks(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         found = self._gradients or {name: p.grad for name, p in self.ranks.parameters().items()}
-        if not all(gradient is not None and gradient.isfinite().all() for gradient in found.values()):
+        gradients = [gradient for gradient in found.values() if gradient is not None]
+        if not gradients or not all(gradient.isfinite().all() for gradient in gradients):
             return  # no update was made of it (common.on_nonfinite)
         self.ranks.after_step(state.global_step + 1, self._gradients)
         if self._gradients is not None:

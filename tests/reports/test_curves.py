@@ -54,10 +54,11 @@ def test_one_run_reads_the_same_in_all_its_formats(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = {row["step"]: row["reward"] for row in rows if "reward" in row}
     assert list(rewards) == [1, 5]  # where it sampled
-    for curves in found.values():
+    for kind, curves in found.items():
         assert curves.metrics["reward"] == pytest.approx(rewards)
         assert curves.metrics["loss"] == pytest.approx({row["step"]: row["loss"] for row in rows if "loss" in row})
-        assert curves.metrics["timing/rollout"].keys() == {1, 2, 3, 4, 5}
+        if kind != "trl":  # the trainer's own history keeps little of what metrics.jsonl holds
+            assert curves.metrics["timing/rollout"].keys() == {1, 2, 3, 4, 5}
         assert curves.steps_per_rollout == 4
     # 4 rows x 8 steps_per_generation, in groups of 4; the others do not tell the batch
     assert [found[kind].prompts_per_rollout for kind in found] == [None, 8, 8, None]

@@ -274,7 +274,7 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, flags, monkeyp
     assert "nowhere.jsonl" in message(flags(dataset__dataset_name_or_path="nowhere.jsonl"))
     assert "num_generations" in message(flags(training__num_generations=3))
     assert "8 prompts, but a generation batch takes 16" in message(flags(training__gradient_accumulation_steps=16))
-    assert "no checkpoint" in message(
+    assert "no whole checkpoint" in message(
         flags(training__resume_from_checkpoint="true", training__output_dir=tmp_path / "new")
     )
     assert "no_checkpoint_here" in message(flags(training__resume_from_checkpoint="no_checkpoint_here"))
