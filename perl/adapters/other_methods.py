@@ -147,8 +147,9 @@ def check_blocks(model: Any, config: PeftConfig, gather: Any) -> None:
     from peft.tuners.oft.layer import OFTLayer
 
     for name, layer in model.named_modules():
-        if isinstance(layer, OFTLayer) and layer.in_features % config.oft_block_size:
+        inputs: Any = layer.in_features if isinstance(layer, OFTLayer) else 0
+        if inputs % config.oft_block_size:
             raise UserError(
-                f"--config.peft.oft_block_size {config.oft_block_size}: does not divide the {layer.in_features} inputs"
+                f"--config.peft.oft_block_size {config.oft_block_size}: does not divide the {inputs} inputs"
                 f" of {name.removeprefix('base_model.model.')}; write a number that divides those of all adapted layers"
             )
