@@ -192,7 +192,7 @@ DISK_WORDS = re.compile(
 def _disk_refuses(error: Exception) -> str | None:
     """One line where a file could not be written because of the disk; None for any other error. The libraries that
     write tensors have errors of their own for it."""
-    advice = "what was written before stays: make room, and go on (a training with resume_from_checkpoint true)"
+    advice = "what was written before stays: make room, and go on (a training with resume_from_checkpoint auto)"
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.filename or 'a file'}: {error.strerror}; {advice}"
