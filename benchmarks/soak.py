@@ -6,7 +6,8 @@ The quickstart's training with everything on that a run may have: validation, ch
 metrics.jsonl, and TensorBoard where it is installed. The memory of the run's processes (resident) is read as each step
 is logged; `--output` is written every hundred steps and at the end. The last line is JSON:
 
-    rss_mb_per_100_steps   slope of a least-squares line through the steps after the first --warm_up
+    rss_mb_per_100_steps   how memory grows with the steps after the first --warm_up: a least-squares fit by the step and
+                           by the number of processes, as one that verifies answers starts when it is first needed
     step_s_first, _last    median seconds of a step among the first and the last hundred after the warm-up, from one log
                            to the next; steps with a validation or a checkpoint are left out
     lost, doubled          steps that metrics.jsonl does not hold, or holds twice
@@ -30,9 +31,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 
 from perl.provenance import versions
@@ -53,6 +55,8 @@ class Step(NamedTuple):
     """timing/step."""
     rss_mb: float
     """Of the training process and its children, when its line was read."""
+    processes: int
+    """How many these were."""
 
 
 def settings(folder: Path, steps: int) -> dict[str, Any]:
@@ -89,10 +93,10 @@ def _logged(metrics: Path, process: subprocess.Popen[bytes]) -> Iterator[Step]:
         code, content = process.poll(), metrics.read_bytes()[position:] if metrics.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         position += len(whole)
-        rss = rss_mb(process.pid)
+        rss, processes = rss_mb(process.pid)
         for row in map(json.loads, whole.splitlines()):
             if "loss" in row:
-                yield Step(row["step"], row["time"], row["timing/step"], rss)
+                yield Step(row["step"], row["time"], row["timing/step"], rss, processes)
         if code is not None:
             if code:
                 raise RuntimeError(f"the training ended with {code}; see {metrics.parent.parent}/soak.log")
@@ -100,15 +104,21 @@ def _logged(metrics: Path, process: subprocess.Popen[bytes]) -> Iterator[Step]:
         time.sleep(0.05)
 
 
-def rss_mb(pid: int) -> float:
-    """Resident memory of a process and all below it; pages that they share count in each."""
-    total = 0
+def rss_mb(pid: int) -> tuple[float, int]:
+    """Resident memory of a process and all below it, and how many they are; pages that they share count in each."""
+    sizes: list[int] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                total += each.memory_info().rss
-    return total / 1e6
+                sizes.append(each.memory_info().rss)
+    return sum(sizes) / 1e6, len(sizes)
+
+
+def growth(steps: Sequence[Step]) -> float:
+    """MB a step that memory grows by, apart from what further processes take."""
+    known = np.array([[step.number, step.processes, 1.0] for step in steps])
+    return float(np.linalg.lstsq(known, np.array([step.rss_mb for step in steps]), rcond=None)[0][0])
 
 
 def result(steps: Sequence[Step], asked: int, warm_up: int) -> dict[str, Any]:
@@ -124,7 +134,7 @@ def result(steps: Sequence[Step], asked: int, warm_up: int) -> dict[str, Any]:
     enough = len(kept) >= 2 * COMPARED
     logged = list(seconds.values())
     first, last = (median(logged[:COMPARED]), median(logged[-COMPARED:])) if enough else (None, None)
-    slope = linear_regression([s.number for s in kept], [s.rss_mb for s in kept]).slope if len(kept) > 1 else None
+    slope = growth(kept) if len(kept) > 2 else None
     return {
         "benchmark": "soak",
         "steps": len(counts),
@@ -161,7 +171,9 @@ def main() -> None:
             print(json.dumps(found), flush=True)
             write(output, found | facts)
     found = result(steps, arguments.steps, warm_up) | facts
-    found["curve"] = [[step.number, round(step.rss_mb, 1)] for step in steps[:: max(1, len(steps) // 100)]]
+    found["curve"] = [
+        [step.number, round(step.rss_mb, 1), step.processes] for step in steps[:: max(1, len(steps) // 100)]
+    ]
     write(output, found)
     shutil.rmtree(folder)
     found.pop("curve")

@@ -104,24 +104,14 @@ def stopped(signum: int, _: object) -> None:
 
 def real(settings: Settings, folder: Path, console: Console) -> dict:
     """Run what is left of the stages and show the table; returns what the JSON line holds."""
-    model = get_model(settings.model, folder, console)
-    how = Evaluation(
-        model=model,
-        held_out=folder / "data" / "test.jsonl",
-        sampled=SAMPLED,
-        greedy=GREEDY,
-        engine=settings.engine,
-        seed=settings.seed,
-    )
-    shared = ["--config.common.seed", str(settings.seed), "--config.model.model_name_or_path", str(model)]
+    get_model(settings.model, folder, console)
+    how = evaluation(settings, folder)
     sft, grpo = folder / "sft", folder / "grpo"
 
     once(folder, "score base", console, lambda: evaluate(how, folder / "base", console))
-    flags = [*shared, *data_flags(folder, "sft"), *steps(settings.sft_steps)]
-    once(folder, "sft", console, lambda: train_on("perl.sft", SFT_RECIPE, flags, sft, console))
+    once(folder, "sft", console, lambda: train_on("perl.sft", SFT_RECIPE, sft_flags(settings, folder), sft, console))
     once(folder, "score sft", console, lambda: evaluate(how, folder / "after_sft", console, sft / "adapter"))
-    more = [*shared, *data_flags(folder, "grpo"), *steps(settings.grpo_steps)]
-    more += ["--config.peft.adapter", str(sft / "adapter")]
+    more = [*grpo_flags(settings, folder), *steps(settings.grpo_steps)]
     once(folder, "grpo", console, lambda: train_on("perl.train", GRPO_RECIPE, more, grpo, console))
     once(folder, "score grpo", console, lambda: evaluate(how, folder / "after_grpo", console, grpo / "adapter"))
 
@@ -164,12 +154,17 @@ def read_stages(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def get_model(model: str, folder: Path, console: Console) -> Path:
-    """The folder of the base: the user's own, or one that is fetched."""
+def model_folder(settings: Settings, folder: Path) -> Path:
+    """Where the base is: the user's own, or what is fetched into the run's folder."""
+    return folder / "model" if settings.model in MODELS else resolve_model(settings.model).absolute()
+
+
+def get_model(model: str, folder: Path, console: Console) -> None:
+    """Fetch the base into the run's folder, unless it is a folder of the user's own."""
     if model not in MODELS:
         if not Path(model).expanduser().is_dir():
             lookup(MODELS, model, "model", "--model")
-        return resolve_model(model).absolute()
+        return
     target = folder / "model"
 
     def fetch() -> None:
@@ -179,7 +174,33 @@ def get_model(model: str, folder: Path, console: Console) -> Path:
         stages.run(command, folder / "fetch.log", "fetch")
 
     once(folder, "fetch", console, fetch)
-    return target
+
+
+def evaluation(settings: Settings, folder: Path) -> Evaluation:
+    """How all stages of a run are scored."""
+    return Evaluation(
+        model=model_folder(settings, folder),
+        held_out=folder / "data" / "test.jsonl",
+        sampled=SAMPLED,
+        greedy=GREEDY,
+        engine=settings.engine,
+        seed=settings.seed,
+    )
+
+
+def sft_flags(settings: Settings, folder: Path) -> list[str]:
+    return [*common_flags(settings, folder), *data_flags(folder, "sft"), *steps(settings.sft_steps)]
+
+
+def grpo_flags(settings: Settings, folder: Path) -> list[str]:
+    """Flags of the second training, but for its number of steps."""
+    adapter = ["--config.peft.adapter", str(folder / "sft" / "adapter")]
+    return [*common_flags(settings, folder), *data_flags(folder, "grpo"), *adapter]
+
+
+def common_flags(settings: Settings, folder: Path) -> list[str]:
+    model = str(model_folder(settings, folder))
+    return ["--config.common.seed", str(settings.seed), "--config.model.model_name_or_path", model]
 
 
 def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console) -> Path:

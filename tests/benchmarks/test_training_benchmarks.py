@@ -158,8 +158,8 @@ def test_memory_is_what_was_planned():
     assert result["ratio"] == pytest.approx(1, abs=0.15)
 
 
-def soak_step(number, at, rss):
-    return soak.Step(number, at, 0.5, rss)
+def soak_step(number, at, rss, processes=1):
+    return soak.Step(number, at, 0.5, rss, processes)
 
 
 def test_soak_finds_the_slope_the_slowdown_and_the_lost_step():
@@ -177,6 +177,12 @@ def test_soak_finds_the_slope_the_slowdown_and_the_lost_step():
     found = soak.result([*steps[:249], *steps[250:300], *steps[299:]], 500, warm_up=100)
     assert (found["steps"], found["lost"], found["doubled"]) == (499, 1, 1)
     assert soak.result(steps[:150], 500, warm_up=100)["last_over_first"] is None  # too early to tell
+
+
+def test_soak_does_not_count_a_process_that_starts_as_growth():
+    """1 MB in 100 steps, and a process of 67 MB from step 300 on."""
+    steps = [soak_step(n, n, 900 + n / 100 + (67 if n >= 300 else 0), 2 if n >= 300 else 1) for n in range(1, 501)]
+    assert soak.result(steps, 500, warm_up=100)["rss_mb_per_100_steps"] == 1.0
 
 
 @pytest.mark.slow

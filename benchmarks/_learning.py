@@ -1,0 +1,106 @@
+"""Experiments that train the same thing in several ways: a run's row of results, the list of them, and how it is drawn.
+
+train -> score -> one line of JSON in a results file (a run that stands there is not repeated)
+results file -> a table between two marks of a page, and panels of reward curves
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import perl
+from perl.tools.stages import Evaluation, evaluate, train
+
+WIDTH, HEIGHT, LEFT, COLUMNS = 200, 96, 28, 4
+"""Of a curve's panel, in pixels; the margin at its left; panels in a row."""
+CURVE, MEAN = "#2a6fbb", "#c0392b"
+
+
+def score(how: Evaluation, folder: Path, adapter: Path | None = None) -> dict[str, float]:
+    """Accuracy at temperature 1 and of greedy completions, and pass@8."""
+    found = evaluate(how, folder, Console(quiet=True), adapter)
+    summary = json.loads((folder / "sampled" / how.held_out.stem / "summary.json").read_text(encoding="utf-8"))
+    passed = summary["metrics"][f"pass@{how.sampled.n}"]["value"]
+    return {"sampled": found.sampled.value, "greedy": found.greedy.value, f"pass@{how.sampled.n}": passed}
+
+
+def learn(recipe: Path, flags: Sequence[str], how: Evaluation, folder: Path) -> dict[str, Any]:
+    """Train by perl.train and score the adapter; `folder` gets the run. Returns its scores, the mean reward and the
+    entropy of each step, and what it took."""
+    started = time.monotonic()
+    adapter = train("perl.train", recipe, flags, folder / "train", Console(quiet=True))
+    trained = time.monotonic()
+    after = score(how, folder / "after", adapter)
+    rows = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "after": after,
+        "reward": [round(row["rewards/accuracy/mean"], 4) for row in rows if "rewards/accuracy/mean" in row],
+        "entropy": [round(row["entropy"], 4) for row in rows if "entropy" in row],
+        "sigma": [round(row["aqn/sigma"], 6) for row in rows if "aqn/sigma" in row and "reward" in row],
+        "step_time": round(statistics.median(row["step_time"] for row in rows if "step_time" in row), 4),
+        "train_s": round(trained - started, 1),
+        "wall_s": round(time.monotonic() - started, 1),
+        "flags": [flag for flag in flags if not flag.startswith("/")],
+        "versions": {"perl": perl.__version__} | {name: version(name) for name in ("torch", "trl", "transformers")},
+    }
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Rows of a results file, none where there is no file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def add(file: Path, row: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(row) + "\n")
+
+
+def write_between(page: Path, mark: str, text: str) -> None:
+    """Put `text` between the lines <!-- mark:begin --> and <!-- mark:end --> of a page."""
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    head, rest = page.read_text(encoding="utf-8").split(begin)
+    _, tail = rest.split(end)
+    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def panels(curves: Mapping[str, Sequence[Sequence[float]]], *, mean: bool = False) -> str:
+    """SVG: a panel for each name with its curves from 0 to 1 over the steps, and with `mean` their mean on top."""
+    rows = -(-len(curves) // COLUMNS)
+    step_x, step_y = WIDTH + LEFT + 12, HEIGHT + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {COLUMNS * step_x} {rows * step_y}"'
+        ' font-family="sans-serif" font-size="11">',
+        f'<rect width="{COLUMNS * step_x}" height="{rows * step_y}" fill="#ffffff"/>',
+    ]
+    for place, (name, several) in enumerate(curves.items()):
+        x, y = LEFT + place % COLUMNS * step_x, 24 + place // COLUMNS * step_y
+        parts += [
+            f'<text x="{x}" y="{y - 8}" fill="#222222">{name}</text>',
+            f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbbbbb"/>',
+            f'<text x="{x - 5}" y="{y + 8}" text-anchor="end" fill="#666666">1</text>',
+            f'<text x="{x - 5}" y="{y + HEIGHT}" text-anchor="end" fill="#666666">0</text>',
+        ]
+        parts += [polyline(values, x, y, CURVE, 1) for values in several]
+        if mean:
+            parts.append(polyline([statistics.mean(step) for step in zip(*several, strict=True)], x, y, MEAN, 2))
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def polyline(values: Sequence[float], x: float, y: float, colour: str, width: int) -> str:
+    last = max(len(values) - 1, 1)
+    points = " ".join(f"{x + WIDTH * i / last:.1f},{y + HEIGHT * (1 - value):.1f}" for i, value in enumerate(values))
+    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>'

@@ -1,0 +1,188 @@
+"""What does AQN do? The same training without noise and with each schedule, over several seeds.
+
+    python -m benchmarks.aqn [--arms "none;linear, clean"] [--seeds 1,2,3,4,5,6,7,8] [--steps 60]
+    python -m benchmarks.aqn --real outputs/real_1 [outputs/real_2 ...] [--arms ...]
+    python -m benchmarks.aqn --draw
+
+The first trains the quickstart. The second trains the second stage of `python -m perl real` once more for each arm,
+from the adapter that SFT left in those folders, whose seeds it takes. Each run adds a line of JSON to
+docs/results/aqn.jsonl
+(--output): model, arm, seed, flags, versions, reward, entropy and sigma of each step, and the scores on held-out
+problems. A run that stands there is not repeated, so that the list can be worked off in parts. `--draw` writes the
+tables of docs/aqn.md and docs/aqn_zh.md and the curves assets/aqn_quickstart.svg and assets/aqn_smollm2.svg.
+
+The table gives means over seeds with Student's t intervals of 95 %, and for each arm the mean difference from `none`
+at the same seed with the p-value of a paired t-test (two-sided, not corrected for the number of arms).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks._learning import add, learn, markdown, panels, read, write_between
+from perl.errors import lookup
+from perl.scoring.statistics import seeds_reach, t_tails
+from perl.tools import real
+from perl.tools.quickstart import run as quickstart
+from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
+from perl.tools.stages import ROOT, Evaluation
+
+RESULTS = ROOT / "docs" / "results" / "aqn.jsonl"
+PAGES = (ROOT / "docs" / "aqn.md", ROOT / "docs" / "aqn_zh.md")
+LAST = 10
+"""Steps at the end of a training whose entropy is averaged."""
+
+
+def noise(old_logps: str, **settings: object) -> tuple[str, ...]:
+    """The guides' noise, but for `settings`."""
+    guides = {"enabled": "true", "sigma_start": 0.05, "sigma_end": 0.0005, "num_stages": 10, "old_logps": old_logps}
+    settings = guides | settings
+    return tuple(word for name, value in settings.items() for word in (f"--config.noise_injection.{name}", str(value)))
+
+
+SCHEDULES: dict[str, dict[str, object]] = {
+    "linear": {},
+    "exponential": {"schedule": "exponential", "warmup_stage": "true"},
+    "relative": {"relative": "true"},
+    "target_kl": {"schedule": "target_kl"},
+}
+ARMS: dict[str, tuple[str, ...]] = {"none": ("--config.noise_injection.enabled", "false")} | {
+    f"{name}, {old_logps}": noise(old_logps, **settings)
+    for old_logps in ("clean", "noisy")
+    for name, settings in SCHEDULES.items()
+}
+"""Schedule and old log-probabilities -> flags."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What all arms of one seed start from."""
+
+    recipe: Path
+    flags: tuple[str, ...]
+    how: Evaluation
+
+
+def quickstart_start(seed: int) -> Start:
+    flags = ("--config.common.seed", str(seed))
+    how = Evaluation(
+        model=BASE_FOLDER, held_out=quickstart.HELD_OUT, sampled=SAMPLED, greedy=GREEDY, engine="hf", seed=seed
+    )
+    return Start(quickstart.RECIPE, flags, how)
+
+
+def real_start(folder: Path) -> Start:
+    """From a folder of `perl real` whose SFT has finished."""
+    settings = json.loads((folder / real.SETTINGS).read_text(encoding="utf-8"))
+    made = real.Settings(**settings)
+    return Start(real.GRPO_RECIPE, tuple(real.grpo_flags(made, folder)), real.evaluation(made, folder))
+
+
+def run_all(
+    model: str, starts: Mapping[int, Callable[[], Start]], arms: Sequence[str], steps: int | None, output: Path
+) -> None:
+    """Train each arm of each seed that is not in `output` yet."""
+    for seed, start in starts.items():
+        for arm in arms:
+            if any((row["model"], row["arm"], row["seed"]) == (model, arm, seed) for row in read(output)):
+                continue
+            begin = start()
+            flags = [*begin.flags, *ARMS[arm]]
+            flags += ["--config.training.max_steps", str(steps)] if steps else []
+            with tempfile.TemporaryDirectory() as folder:
+                found = learn(begin.recipe, flags, begin.how, Path(folder))
+            add(output, {"model": model, "arm": arm, "seed": seed, **found})
+            print(f"{model}, {arm}, seed {seed}: {found['after']}, {found['wall_s']} s", flush=True)
+
+
+# Drawing
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "sampled": lambda row: 100 * row["after"]["sampled"],
+    "greedy": lambda row: 100 * row["after"]["greedy"],
+    "pass@8": lambda row: 100 * row["after"]["pass@8"],
+    "reward": lambda row: statistics.mean(row["reward"]),
+    "entropy": lambda row: statistics.mean(row["entropy"][-LAST:]),
+}
+DIGITS = {"sampled": 1, "greedy": 1, "pass@8": 1, "reward": 3, "entropy": 3}
+HEADS = {
+    "aqn.md": ("arm, old_logps", "seeds", "at temperature 1, %", "greedy, %", "pass@8, %", "mean reward over all steps",
+               "entropy at the end", "points over none (p)", "mean reward over none (p)"),
+    "aqn_zh.md": ("设置，old_logps", "种子数", "温度 1，%", "贪心，%", "pass@8，%", "全部步的平均奖励", "结束时的熵",
+                  "比无噪声高的点数（p）", "平均奖励比无噪声高（p）"),
+}  # fmt: skip
+
+
+def paired_test(differences: Sequence[float]) -> tuple[float, float]:
+    """Mean of the differences and the p-value of the two-sided paired t-test: 1 where all are 0, NaN of one."""
+    mean = statistics.mean(differences)
+    if len(differences) < 2:
+        return mean, math.nan
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    if error == 0:
+        return mean, 1.0 if mean == 0 else 0.0
+    return mean, t_tails(mean / error, len(differences) - 1)
+
+
+def table(results: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
+    """Markdown: a row for each arm."""
+    by_arm = {arm: {row["seed"]: row for row in results if row["arm"] == arm} for arm in ARMS}
+    lines = []
+    for arm, runs in by_arm.items():
+        if not runs:
+            continue
+        cells = [arm, str(len(runs))]
+        for name, value in COLUMNS.items():
+            values = [value(row) for row in runs.values()]
+            cells.append(f"{statistics.mean(values):.{DIGITS[name]}f} ± {seeds_reach(values):.{DIGITS[name]}f}")
+        for name in ("sampled", "reward"):
+            value, none = COLUMNS[name], by_arm["none"]
+            differences = [value(row) - value(none[seed]) for seed, row in runs.items() if seed in none]
+            mean, p = paired_test(differences) if differences and arm != "none" else (math.nan, math.nan)
+            cells.append("" if math.isnan(mean) else f"{mean:+.{DIGITS[name]}f} ({p:.2f})")
+        lines.append(cells)
+    return markdown(heads, lines)
+
+
+def draw(results: Sequence[Mapping[str, Any]]) -> None:
+    for model in ("quickstart", "smollm2"):
+        rows = [row for row in results if row["model"] == model]
+        for page in PAGES:
+            write_between(page, f"aqn-{model}", table(rows, HEADS[page.name]))
+        curves = {arm: [row["reward"] for row in rows if row["arm"] == arm] for arm in ARMS}
+        found = {arm: several for arm, several in curves.items() if several}
+        (ROOT / "assets" / f"aqn_{model}.svg").write_text(panels(found, mean=True), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default=";".join(ARMS), help="names, separated by semicolons")
+    parser.add_argument("--seeds", default="1,2,3,4,5,6,7,8", help="of the quickstart")
+    parser.add_argument("--real", type=Path, nargs="+", help="folders of `python -m perl real`")
+    parser.add_argument("--steps", type=int, help="default: the recipe's")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--draw", action="store_true", help="only write the tables and the curves")
+    args = parser.parse_args()
+    if args.draw:
+        draw(read(args.output))
+        return
+    arms = args.arms.split(";")
+    for arm in arms:
+        lookup(ARMS, arm, "arm", "--arms")
+    if args.real:
+        starts = {real_start(folder).how.seed: lambda folder=folder: real_start(folder) for folder in args.real}
+    else:
+        starts = {seed: lambda seed=seed: quickstart_start(seed) for seed in map(int, args.seeds.split(","))}
+    run_all("smollm2" if args.real else "quickstart", starts, arms, args.steps, args.output)
+
+
+if __name__ == "__main__":
+    main()
