@@ -6,8 +6,8 @@ The quickstart's training with everything on that a run may have: validation, ch
 metrics.jsonl, and TensorBoard where it is installed. The memory of the run's processes (resident) is read as each step
 is logged; `--output` is written every hundred steps and at the end. The last line is JSON:
 
-    rss_mb_per_100_steps   how memory grows with the steps after the first --warm_up: a least-squares fit by the step and
-                           by the number of processes, as one that verifies answers starts when it is first needed
+    rss_mb_per_100_steps   growth of memory after the first --warm_up steps: a least-squares fit by the step and by the
+                           number of processes, as the one that verifies answers starts when it is first needed
     step_s_first, _last    median seconds of a step among the first and the last hundred after the warm-up, from one log
                            to the next; steps with a validation or a checkpoint are left out
     lost, doubled          steps that metrics.jsonl does not hold, or holds twice
