@@ -17,38 +17,27 @@ from typing import Any
 from rich.console import Console
 
 import perl
-from perl.tools.stages import Evaluation, evaluate, train
+from perl.tools.stages import train
 
 WIDTH, HEIGHT, LEFT, COLUMNS = 200, 96, 28, 4
 """Of a curve's panel, in pixels; the margin at its left; panels in a row."""
 CURVE, MEAN = "#2a6fbb", "#c0392b"
 
 
-def score(how: Evaluation, folder: Path, adapter: Path | None = None) -> dict[str, float]:
-    """Accuracy at temperature 1 and of greedy completions, and pass@8."""
-    found = evaluate(how, folder, Console(quiet=True), adapter)
-    summary = json.loads((folder / "sampled" / how.held_out.stem / "summary.json").read_text(encoding="utf-8"))
-    passed = summary["metrics"][f"pass@{how.sampled.n}"]["value"]
-    return {"sampled": found.sampled.value, "greedy": found.greedy.value, f"pass@{how.sampled.n}": passed}
-
-
-def learn(recipe: Path, flags: Sequence[str], how: Evaluation, folder: Path) -> dict[str, Any]:
-    """Train by perl.train and score the adapter; `folder` gets the run. Returns its scores, the mean reward and the
-    entropy of each step, and what it took."""
+def learn(recipe: Path, flags: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Train by perl.train into `folder`. Returns the mean reward, the entropy and the noise of each step, and what the
+    run took; flags are given without paths."""
     started = time.monotonic()
-    adapter = train("perl.train", recipe, flags, folder / "train", Console(quiet=True))
-    trained = time.monotonic()
-    after = score(how, folder / "after", adapter)
-    rows = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+    train("perl.train", recipe, flags, folder, Console(quiet=True))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "step_time" in row]
     return {
-        "after": after,
-        "reward": [round(row["rewards/accuracy/mean"], 4) for row in rows if "rewards/accuracy/mean" in row],
-        "entropy": [round(row["entropy"], 4) for row in rows if "entropy" in row],
-        "sigma": [round(row["aqn/sigma"], 6) for row in rows if "aqn/sigma" in row and "reward" in row],
-        "step_time": round(statistics.median(row["step_time"] for row in rows if "step_time" in row), 4),
-        "train_s": round(trained - started, 1),
-        "wall_s": round(time.monotonic() - started, 1),
-        "flags": [flag for flag in flags if not flag.startswith("/")],
+        "reward": [round(row["rewards/accuracy/mean"], 4) for row in steps],
+        "entropy": [round(row["entropy"], 4) for row in steps],
+        "sigma": [round(row["aqn/sigma"], 6) for row in steps if "aqn/sigma" in row],
+        "step_time": round(statistics.median(row["step_time"] for row in steps), 4),
+        "train_s": round(time.monotonic() - started, 1),
+        "flags": [flag for flag in flags if not flag.startswith(("/", '["/'))],
         "versions": {"perl": perl.__version__} | {name: version(name) for name in ("torch", "trl", "transformers")},
     }
 

@@ -14,15 +14,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._learning import add, learn, markdown, panels, read, score, write_between
+from rich.console import Console
+
+from benchmarks._learning import add, learn, markdown, panels, read, write_between
 from perl.algorithms import ALGORITHMS
 from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.quickstart.run import HELD_OUT, RECIPE
-from perl.tools.stages import ROOT, Evaluation
+from perl.tools.stages import ROOT, Evaluation, evaluate
 
 RESULTS = ROOT / "docs" / "results" / "algorithms.jsonl"
 PAGES = (ROOT / "docs" / "algorithms.md", ROOT / "docs" / "algorithms_zh.md")
@@ -36,16 +39,17 @@ critic needs no group, and with 60 steps a larger learning rate than its default
 
 
 def run(name: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Train and score; `folder` gets the run."""
+    """Score, train, and score again; `folder` gets the run."""
+    console, started = Console(quiet=True), time.monotonic()
     how = Evaluation(model=BASE_FOLDER, held_out=HELD_OUT, sampled=SAMPLED, greedy=GREEDY, engine="hf", seed=seed)
-    before = score(how, folder / "before")
+    before = evaluate(how, folder / "before", console)
     flags = ["--config.common.seed", str(seed), "--config.algorithm.name", name, *FLAGS.get(name, [])]
-    flags += ["--config.training.max_steps", str(steps)]
-    found = learn(RECIPE, flags, how, folder)
-    after = found.pop("after")
-    scores = {"before": before["sampled"], "after": after["sampled"]}
-    scores |= {"greedy_before": before["greedy"], "greedy_after": after["greedy"]}
-    return {"algorithm": name, "seed": seed, "steps": steps, **scores, **found}
+    found = learn(RECIPE, [*flags, "--config.training.max_steps", str(steps)], folder / "train")
+    after = evaluate(how, folder / "after", console, folder / "train" / "adapter")
+    scores = {"before": before.sampled.value, "after": after.sampled.value}
+    scores |= {"greedy_before": before.greedy.value, "greedy_after": after.greedy.value}
+    seconds = {"wall_s": round(time.monotonic() - started, 1)}
+    return {"algorithm": name, "seed": seed, "steps": steps, **scores, **found, **seconds}
 
 
 def table(results: Sequence[dict[str, Any]], heads: Sequence[str]) -> str:

@@ -5,10 +5,9 @@
     python -m benchmarks.aqn --draw
 
 The first trains the quickstart. The second trains the second stage of `python -m perl real` once more for each arm,
-from the adapter that SFT left in those folders, whose seeds it takes. Each run adds a line of JSON to
-docs/results/aqn.jsonl
-(--output): model, arm, seed, flags, versions, reward, entropy and sigma of each step, and the scores on held-out
-problems. A run that stands there is not repeated, so that the list can be worked off in parts. `--draw` writes the
+from the adapter that SFT left in those folders, whose seeds it takes. Each run adds a line of JSON to --output
+(docs/results/aqn.jsonl): model, arm, seed, flags, versions, reward, entropy and sigma of each step, and the scores on
+held-out problems at temperature 1. A run that stands there is not repeated, so that the list can be worked off in parts. `--draw` writes the
 tables of docs/aqn.md and docs/aqn_zh.md and the curves assets/aqn_quickstart.svg and assets/aqn_smollm2.svg.
 
 The table gives means over seeds with Student's t intervals of 95 %, and for each arm the mean difference from `none`
@@ -95,28 +94,47 @@ def run_all(
             if any((row["model"], row["arm"], row["seed"]) == (model, arm, seed) for row in read(output)):
                 continue
             begin = start()
-            flags = [*begin.flags, *ARMS[arm]]
+            flags = [*begin.flags, *ARMS[arm], *validated(begin.how)]
             flags += ["--config.training.max_steps", str(steps)] if steps else []
-            with tempfile.TemporaryDirectory() as folder:
-                found = learn(begin.recipe, flags, begin.how, Path(folder))
-            add(output, {"model": model, "arm": arm, "seed": seed, **found})
-            print(f"{model}, {arm}, seed {seed}: {found['after']}, {found['wall_s']} s", flush=True)
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name) / "train"
+                found = learn(begin.recipe, flags, folder)
+                scores = scores_of(folder)
+            add(output, {"model": model, "arm": arm, "seed": seed, **scores, **found})
+            print(f"{model}, {arm}, seed {seed}: {scores}, {found['train_s']} s", flush=True)
+
+
+def scores_of(folder: Path) -> dict[str, float]:
+    """Accuracy at temperature 1 and pass@n that the validation after the last step has left in a run's folder."""
+    (file,) = folder.glob("validation/step-*/*/summary.json")
+    metrics = json.loads(file.read_text(encoding="utf-8"))["metrics"]
+    return {name: metrics[name]["value"] for name in ("accuracy", "pass@8")}
+
+
+def validated(how: Evaluation) -> list[str]:
+    """Flags that score the adapter after the last step, in the training itself: what perl/eval.py would find."""
+    settings = {
+        "datasets": json.dumps([str(how.held_out)]),
+        "n": how.sampled.n,
+        "temperature": how.sampled.temperature,
+        "max_new_tokens": how.sampled.max_new_tokens,
+    }
+    return [word for name, value in settings.items() for word in (f"--config.validation.{name}", str(value))]
 
 
 # Drawing
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "sampled": lambda row: 100 * row["after"]["sampled"],
-    "greedy": lambda row: 100 * row["after"]["greedy"],
-    "pass@8": lambda row: 100 * row["after"]["pass@8"],
+    "accuracy": lambda row: 100 * row["accuracy"],
+    "pass@8": lambda row: 100 * row["pass@8"],
     "reward": lambda row: statistics.mean(row["reward"]),
     "entropy": lambda row: statistics.mean(row["entropy"][-LAST:]),
 }
-DIGITS = {"sampled": 1, "greedy": 1, "pass@8": 1, "reward": 3, "entropy": 3}
+DIGITS = {"accuracy": 1, "pass@8": 1, "reward": 3, "entropy": 3}
 HEADS = {
-    "aqn.md": ("arm, old_logps", "seeds", "at temperature 1, %", "greedy, %", "pass@8, %", "mean reward over all steps",
+    "aqn.md": ("arm, old_logps", "seeds", "at temperature 1, %", "pass@8, %", "mean reward over all steps",
                "entropy at the end", "points over none (p)", "mean reward over none (p)"),
-    "aqn_zh.md": ("设置，old_logps", "种子数", "温度 1，%", "贪心，%", "pass@8，%", "全部步的平均奖励", "结束时的熵",
+    "aqn_zh.md": ("设置，old_logps", "种子数", "温度 1，%", "pass@8，%", "全部步的平均奖励", "结束时的熵",
                   "比无噪声高的点数（p）", "平均奖励比无噪声高（p）"),
 }  # fmt: skip
 
@@ -143,7 +161,7 @@ def table(results: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
         for name, value in COLUMNS.items():
             values = [value(row) for row in runs.values()]
             cells.append(f"{statistics.mean(values):.{DIGITS[name]}f} ± {seeds_reach(values):.{DIGITS[name]}f}")
-        for name in ("sampled", "reward"):
+        for name in ("accuracy", "reward"):
             value, none = COLUMNS[name], by_arm["none"]
             differences = [value(row) - value(none[seed]) for seed, row in runs.items() if seed in none]
             mean, p = paired_test(differences) if differences and arm != "none" else (math.nan, math.nan)
