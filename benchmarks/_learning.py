@@ -30,7 +30,7 @@ def learn(recipe: Path, flags: Sequence[str], folder: Path) -> dict[str, Any]:
     started = time.monotonic()
     train("perl.train", recipe, flags, folder, Console(quiet=True))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "step_time" in row]
+    steps = [row for row in rows if "rewards/accuracy/mean" in row]
     return {
         "reward": [round(row["rewards/accuracy/mean"], 4) for row in steps],
         "entropy": [round(row["entropy"], 4) for row in steps],

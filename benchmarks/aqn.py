@@ -7,8 +7,9 @@
 The first trains the quickstart. The second trains the second stage of `python -m perl real` once more for each arm,
 from the adapter that SFT left in those folders, whose seeds it takes. Each run adds a line of JSON to --output
 (docs/results/aqn.jsonl): model, arm, seed, flags, versions, reward, entropy and sigma of each step, and the scores on
-held-out problems at temperature 1. A run that stands there is not repeated, so that the list can be worked off in parts. `--draw` writes the
-tables of docs/aqn.md and docs/aqn_zh.md and the curves assets/aqn_quickstart.svg and assets/aqn_smollm2.svg.
+held-out problems at temperature 1. A run that stands there is not repeated, so that the list can be worked off in
+parts. `--draw` writes the tables of docs/aqn.md and docs/aqn_zh.md and the curves assets/aqn_quickstart.svg and
+assets/aqn_smollm2.svg.
 
 The table gives means over seeds with Student's t intervals of 95 %, and for each arm the mean difference from `none`
 at the same seed with the p-value of a paired t-test (two-sided, not corrected for the number of arms).
