@@ -119,6 +119,7 @@ def validated(how: Evaluation) -> list[str]:
         "n": how.sampled.n,
         "temperature": how.sampled.temperature,
         "max_new_tokens": how.sampled.max_new_tokens,
+        "before_train": "false",
     }
     return [word for name, value in settings.items() for word in (f"--config.validation.{name}", str(value))]
 
