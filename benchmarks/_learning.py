@@ -25,15 +25,15 @@ CURVE, MEAN = "#2a6fbb", "#c0392b"
 
 
 def learn(recipe: Path, flags: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Train by perl.train into `folder`. Returns the mean reward, the entropy and the noise of each step, and what the
-    run took; flags are given without paths."""
+    """Train by perl.train into `folder`. Returns the mean reward and the noise of each step, the entropy of those
+    that had an update, and what the run took; flags are given without paths."""
     started = time.monotonic()
     train("perl.train", recipe, flags, folder, Console(quiet=True))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "rewards/accuracy/mean" in row]
     return {
         "reward": [round(row["rewards/accuracy/mean"], 4) for row in steps],
-        "entropy": [round(row["entropy"], 4) for row in steps],
+        "entropy": [round(row["entropy"], 4) for row in steps if "entropy" in row],
         "sigma": [round(row["aqn/sigma"], 6) for row in steps if "aqn/sigma" in row],
         "step_time": round(statistics.median(row["step_time"] for row in steps), 4),
         "train_s": round(time.monotonic() - started, 1),
