@@ -1,0 +1,86 @@
+"""Benchmarks that train the same thing in several ways: what they work out of the runs, and one run of each."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import aqn
+from benchmarks._learning import add, markdown, panels, read, write_between
+from perl.tools.stages import ROOT
+
+
+def test_paired_test():
+    """t of 1, 2, 3 is 2 / (1 / sqrt(3)) = 3.46; with two degrees of freedom p = 1 - t / sqrt(t^2 + 2)."""
+    t = 2 * math.sqrt(3)
+    assert aqn.paired_test([1, 2, 3]) == pytest.approx((2, 1 - t / math.sqrt(t * t + 2)))
+    assert aqn.paired_test([0, 0]) == (0, 1)
+    assert aqn.paired_test([0.5, 0.5]) == (0.5, 0)
+    mean, p = aqn.paired_test([4])
+    assert mean == 4
+    assert math.isnan(p)
+
+
+def row(arm, seed, accuracy, reward):
+    return {
+        "model": "quickstart",
+        "arm": arm,
+        "seed": seed,
+        "accuracy": accuracy,
+        "pass@8": 1.0,
+        "reward": reward,
+        "entropy": [9.0] * 5 + [0.25] * 10,
+    }
+
+
+def test_table_of_aqn_compares_with_no_noise_at_the_same_seed():
+    """Accuracy 52 and 54 against 50 and 50: 3 points more, t = 3 / (sqrt(2) / sqrt(2)) = 3, p = 2 (1/2 - atan(3) / pi);
+    Student's t of one degree of freedom is 12.706 at 95 %."""
+    rows = [row("none", 1, 0.50, [0.0, 0.5]), row("none", 2, 0.50, [0.0, 0.5])]
+    rows += [row("linear, clean", 2, 0.54, [0.5, 1.0]), row("linear, clean", 1, 0.52, [0.5, 1.0])]
+    heads = [str(n) for n in range(8)]
+    none, linear = aqn.table(rows, heads).splitlines()[2:]
+    assert none == "| none | 2 | 50.0 ± 0.0 | 100.0 ± 0.0 | 0.250 ± 0.000 | 0.250 ± 0.000 |  |  |"
+    p = 1 - 2 * math.atan(3) / math.pi
+    assert f"| 53.0 ± 12.7 | 100.0 ± 0.0 | 0.750 ± 0.000 | 0.250 ± 0.000 | +3.0 ({p:.2f}) | +0.500 (0.00) |" in linear
+
+
+def test_results_are_appended_and_read(tmp_path):
+    file = tmp_path / "results" / "some.jsonl"
+    assert read(file) == []
+    add(file, {"seed": 1})
+    add(file, {"seed": 2})
+    assert read(file) == [{"seed": 1}, {"seed": 2}]
+
+
+def test_text_between_marks_is_replaced(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- it:begin -->\nold\n<!-- it:end -->\nafter\n")
+    write_between(page, "it", markdown(["a", "b"], [["1", "2"]]))
+    assert page.read_text() == ("before\n<!-- it:begin -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- it:end -->\nafter\n")
+
+
+def test_curves_are_drawn_with_their_mean():
+    """Two curves of three steps and their mean, thicker: x runs over the panel's 200 pixels, y over its 96, upwards."""
+    drawn = panels({"one": [[0.0, 0.5, 1.0], [1.0, 0.5, 1.0]]}, mean=True)
+    assert drawn.count("<polyline") == 3
+    assert 'points="28.0,120.0 128.0,72.0 228.0,24.0"' in drawn
+    assert 'points="28.0,72.0 128.0,72.0 228.0,24.0" fill="none" stroke="#c0392b" stroke-width="2"' in drawn
+
+
+@pytest.mark.slow
+def test_one_run_of_aqn_stands_in_the_results_and_is_not_repeated(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.aqn", "--arms", "linear, noisy", "--seeds", "3", "--steps", "2"]
+    command += ["--output", str(tmp_path / "aqn.jsonl")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    (found,) = read(tmp_path / "aqn.jsonl")
+    assert (found["model"], found["arm"], found["seed"]) == ("quickstart", "linear, noisy", 3)
+    assert len(found["reward"]) == 2
+    assert found["sigma"] == [0.05, pytest.approx(0.0225)]
+    assert 0.2 < found["accuracy"] < 0.8 < found["pass@8"]
+    again = subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True)
+    assert again.stdout == ""
+    assert len(read(tmp_path / "aqn.jsonl")) == 1
+    assert json.dumps(found).count(str(tmp_path)) == 0
