@@ -348,7 +348,7 @@ def main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     end, failed, rounds = time.monotonic() + 60 * args.minutes, {}, 0
     with Grader() as grader:
-        # Hypothesis takes one settings object for a property: each is prepared once, and draws new inputs in each round.
+        # Once: Hypothesis refuses a second settings object. Each call draws new inputs.
         chosen = {name: tried(property_, 200, again=False) for name, property_ in properties(grader).items()}
         while time.monotonic() < end:
             rounds += 1
