@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import warnings
 from collections import Counter
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl import checkpoints
 from perl.adapters import ADAPTERS, Adapter
 from perl.adapters.none import has_adapter
 from perl.config.peft_fields import OF_ALL, TARGETS, reads_of
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SHOWN = 10
+"""Names of layers in a message."""
 STRATEGIES = {"zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
@@ -47,8 +52,11 @@ class Applied:
         return f"{self.type}: {what}" + (f": {', '.join(self.tensors)} of {modules}" if self.modules else "")
 
 
-def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
+def check_method(config: PeftConfig, training: TrainingArguments, strategy: str | None = None) -> Adapter:
     """The line of ADAPTERS that `config` names.
+
+    Args:
+        strategy: as `strategy_of` has it; None: that of `training`.
 
     Raises:
         UserError: no such method, a field that it does not read, a value that it can't have, or a way to spread the
@@ -69,7 +77,7 @@ def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
         _check_pattern(name, getattr(config, name))
     if adapter.check is not None:
         adapter.check(config, training)
-    strategy = strategy_of(training)
+    strategy = strategy_of(training) if strategy is None else strategy
     if strategy in adapter.refused:
         raise UserError(
             f"--config.peft.type {config.type}: can't be trained with {STRATEGIES[strategy]}:"
@@ -87,6 +95,44 @@ def _check_pattern(name: str, value: str | list[str] | None) -> None:
         raise UserError(
             f"--config.peft.{name} {value}: no regular expression: {error}; write one, or a list of names"
         ) from error
+
+
+def check_layers(config: PeftConfig, folder: Path) -> None:
+    """Of the shapes of the model in `folder` alone, no weight is read: whether the method finds layers, which can have
+    the values of `config`. What else there is to say of this model is said when it is loaded.
+
+    Raises:
+        UserError: target_modules names no layer, or a value fits one of them not.
+    """
+    import torch
+    from peft import get_peft_model
+
+    adapter, config_of_model = ADAPTERS[config.type], checkpoints.load_config(folder)
+    peft_config = adapter.build(config)
+    if peft_config is None or (config.adapter is not None and config.adapter_mode == "continue"):
+        return
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come again with the weights
+            model = checkpoints.kind_of(config_of_model).from_config(config_of_model)
+            linear = list(dict.fromkeys(n.rpartition(".")[2] for n, m in model.named_modules() if _is_linear(m)))
+            wrapped = get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+    except Exception as error:
+        if "not found in the base model" not in str(error):
+            log.debug("the model's shape alone does not do for PEFT", exc_info=error)
+            return
+        raise UserError(
+            f"--config.peft.target_modules {config.target_modules}: the model has no such layer; its linear layers are"
+            f" {', '.join(linear[:SHOWN])}{', …' if len(linear) > SHOWN else ''}"
+        ) from error
+    if adapter.fits is not None:
+        adapter.fits(wrapped, config)
+
+
+def _is_linear(module: Any) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear)
 
 
 def strategy_of(training: TrainingArguments) -> str:
