@@ -60,3 +60,14 @@ def test_a_stage_that_ends_leaves_nothing_behind(tmp_path):
     assert (tmp_path / "stage.log").read_text() == "done\n"
     mine = subprocess.run(["pgrep", "-P", str(os.getpid()), "-x", "sh"], capture_output=True, text=True, check=False)
     assert not mine.stdout
+
+
+def test_the_log_of_an_earlier_attempt_stays(tmp_path):
+    log = tmp_path / "train.log"
+    for said in ("first", "second"):
+        with stages.start([sys.executable, "-c", f"print({said!r})"], log, append=True) as process:
+            process.wait()
+    first, between, second = log.read_text().splitlines()
+    assert (first, second) == ("first", "second")
+    assert between.startswith("---- ")
+    assert between.endswith(": started again")
