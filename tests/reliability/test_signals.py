@@ -16,7 +16,7 @@ NUMBERS = {"SIGTERM": 143, "SIGINT": 130}
 PHASES = {
     "rollout": "perl.training.rollout.RolloutPolicy.complete",
     "update": "perl.training.trainer.PerlGRPOTrainer._compute_loss",
-    "checkpoint": "perl.training.rollout_state.save",
+    "checkpoint": "perl.training.process_state.save",
     "validation": "perl.training.validation.Validation.complete",
 }
 """Phase -> a function that is called in it."""
