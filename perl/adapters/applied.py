@@ -102,37 +102,40 @@ def check_layers(config: PeftConfig, folder: Path) -> None:
     the values of `config`. What else there is to say of this model is said when it is loaded.
 
     Raises:
-        UserError: target_modules names no layer, or a value fits one of them not.
+        UserError: target_modules names no layer, or one of them can't have a value.
     """
-    import torch
-    from peft import get_peft_model
-
-    adapter, config_of_model = ADAPTERS[config.type], checkpoints.load_config(folder)
+    adapter = ADAPTERS[config.type]
     peft_config = adapter.build(config)
     if peft_config is None or (config.adapter is not None and config.adapter_mode == "continue"):
         return
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they come again with the weights
-            model = checkpoints.kind_of(config_of_model).from_config(config_of_model)
-            linear = list(dict.fromkeys(n.rpartition(".")[2] for n, m in model.named_modules() if _is_linear(m)))
-            wrapped = get_peft_model(model, peft_config, low_cpu_mem_usage=True)
-    except Exception as error:
-        if "not found in the base model" not in str(error):
-            log.debug("the model's shape alone does not do for PEFT", exc_info=error)
-            return
-        raise UserError(
-            f"--config.peft.target_modules {config.target_modules}: the model has no such layer; its linear layers are"
-            f" {', '.join(linear[:SHOWN])}{', …' if len(linear) > SHOWN else ''}"
-        ) from error
-    if adapter.fits is not None:
+    wrapped = _without_weights(folder, peft_config)
+    if wrapped is not None and adapter.fits is not None:
         adapter.fits(wrapped, config)
 
 
-def _is_linear(module: Any) -> bool:
-    from torch import nn
+def _without_weights(folder: Path, peft_config: Any) -> Any:
+    """The model in `folder`, wrapped, on the meta device; None where the shapes alone do not do for that."""
+    import torch
+    from peft import get_peft_model
 
-    return isinstance(module, nn.Linear)
+    config, linear = checkpoints.load_config(folder), {}
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come again with the weights
+            model = checkpoints.kind_of(config).from_config(config)
+            layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+            linear = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+            return get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+    except Exception as error:
+        if "not found in the base model" in str(error):
+            shown = ", ".join([*list(linear)[:SHOWN], *(["…"] if len(linear) > SHOWN else [])])
+            named = peft_config.target_modules
+            raise UserError(
+                f"--config.peft.target_modules {named if isinstance(named, str) else sorted(named)}: the model has no such layer; its linear"
+                f" layers are {shown}"
+            ) from error
+        log.debug("the model's shapes alone do not do for PEFT", exc_info=error)
+        return None
 
 
 def strategy_of(training: TrainingArguments) -> str:

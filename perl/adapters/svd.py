@@ -132,7 +132,8 @@ def check_rank(model: Any, config: PeftConfig) -> None:
 
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            _require_rank(name.removeprefix("base_model.model."), layer.get_base_layer().weight, int(config.r))
+            base: Any = layer.get_base_layer()
+            _require_rank(name.removeprefix("base_model.model."), base.weight, int(config.r))
 
 
 def _require_rank(name: str, weight: torch.Tensor, rank: int) -> None:
