@@ -131,8 +131,8 @@ def _without_weights(folder: Path, peft_config: Any) -> Any:
             shown = ", ".join([*list(linear)[:SHOWN], *(["…"] if len(linear) > SHOWN else [])])
             named = peft_config.target_modules
             raise UserError(
-                f"--config.peft.target_modules {named if isinstance(named, str) else sorted(named)}: the model has no such layer; its linear"
-                f" layers are {shown}"
+                f"--config.peft.target_modules {named if isinstance(named, str) else sorted(named)}: the model has no"
+                f" such layer; its linear layers are {shown}"
             ) from error
         log.debug("the model's shapes alone do not do for PEFT", exc_info=error)
         return None

@@ -159,7 +159,7 @@ def require_finite_weights(model: Any, where: str) -> None:
     """
     named = [(name, local(p)) for name, p in model.named_parameters() if p.is_floating_point()]
     named = [(name, weight) for name, weight in named if weight.numel() and not weight.is_meta]
-    if not named or torch.stack([weight.sum(dtype=torch.float32) for _, weight in named]).isfinite().all():
+    if not named or torch.stack([weight.sum().float() for _, weight in named]).isfinite().all():
         return
     for name, weight in named:  # a sum of finite numbers may be infinite
         if not weight.isfinite().all():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl import device
 from perl.config.load import Parsed
-from perl.errors import RankError, UserError
+from perl.errors import UserError
 from perl.provenance import git_commit, versions
 from perl.redact import hide, redact
 from perl.results import METRICS
@@ -80,12 +80,12 @@ def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:
 
 @contextlib.contextmanager
 def writable(run_dir: Path) -> Iterator[None]:
-    """A file of the run's folder that can't be written inside is one line of the process that writes it."""
+    """A file of the run's folder that can't be written inside, before anything is trained, is a UserError."""
     try:
         yield
     except OSError as error:
         what = "" if error.filename in (None, str(run_dir)) else f"{Path(error.filename).name}: "
-        raise RankError(
+        raise UserError(
             f"--config.training.output_dir {run_dir}: {what}{error.strerror or error}; give another folder"
         ) from error
 
