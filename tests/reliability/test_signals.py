@@ -90,6 +90,18 @@ def test_a_signal_ends_the_step_and_saves_it(phase, sign, tmp_path, monkeypatch,
     assert not (tmp_path / "run" / "adapter").exists()
 
 
+def test_a_signal_while_the_result_is_saved(tmp_path, monkeypatch, capfd):
+    """It was promised a checkpoint after a step."""
+    monkeypatch.chdir(tmp_path)
+    words = Place(tmp_path).train()
+    signalled(monkeypatch, "perl.training.run.save_result", signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["perl.train", *words])
+    main()  # ends as it would have without the signal
+    said = "stopping: SIGTERM: the run has made its last step, and ends when its result is saved; a second signal ends it"
+    assert said in capfd.readouterr().out
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
 def test_a_clock_that_is_set_back(tmp_path, monkeypatch, capfd):
     """An hour lies before the second half of a run that keeps one checkpoint: it goes on from the newest one, keeps
     that, and no step takes a negative time."""
