@@ -145,16 +145,21 @@ def run_at_once(commands: Mapping[Path, Sequence[str]], stage: str, where: Where
 
 @contextlib.contextmanager
 def alone(folder: Path, flag: str, console: Console) -> Iterator[int]:
-    """Hold the folder's locks; yields a file descriptor that stages keep open, so that a command which follows one
-    that was killed waits for the stage that this left, which is saving its checkpoint.
+    """Make the folder and hold its locks; yields a file descriptor that stages keep open, so that a command which
+    follows one that was killed waits for the stage that this left, which is saving its checkpoint.
 
     Args:
         flag: where the user has named the folder.
 
     Raises:
-        UserError: the same command works in the folder.
+        UserError: another command works in the folder, or it can't be made.
     """
-    with (folder / LOCK).open("w") as own, (folder / STAGE_LOCK).open("w") as stages:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = (folder / LOCK).open("w"), (folder / STAGE_LOCK).open("w")
+    except OSError as error:
+        raise UserError(f"{flag} {folder}: {error.strerror}; write another folder") from error
+    with files[0] as own, files[1] as stages:
         try:
             fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

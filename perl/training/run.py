@@ -182,7 +182,8 @@ def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, check
         data = config.dataset
         # What is trained has seen the problems of those runs too.
         before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
-        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
+        with rundir.writable(run_dir):
+            write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
         log.info("run folder: %s", run_dir.resolve())
     tracking.configure(config, run_dir, device.detect().kind)
     if config.training.hub_token:

@@ -97,7 +97,9 @@ def test_a_signal_while_the_result_is_saved(tmp_path, monkeypatch, capfd):
     signalled(monkeypatch, "perl.training.run.save_result", signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", ["perl.train", *words])
     main()  # ends as it would have without the signal
-    said = "stopping: SIGTERM: the run has made its last step, and ends when its result is saved; a second signal ends it"
+    said = (
+        "stopping: SIGTERM: the run has made its last step, and ends when its result is saved; a second signal ends it"
+    )
     assert said in capfd.readouterr().out
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 

@@ -71,7 +71,6 @@ def main() -> int:
         args = parser.parse_args()
         default = ROOT / "outputs" / f"quickstart_{args.seed}_{time.strftime('%Y%m%d_%H%M%S')}"
         folder = Path(args.output_dir).absolute() if args.output_dir else default
-        folder.mkdir(parents=True, exist_ok=True)
         console = Console()
         console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
         try:
