@@ -175,8 +175,18 @@ def takes_images(config: Any) -> bool:
 def load_model(folder: str | Path, flag: str = "--model", **options: Any) -> Any:
     """The causal language model in `folder`, with its vision tower if it has one, on the CPU unless `options`
     (transformers') say otherwise."""
-    vision = takes_images(load_config(folder, flag))
-    return _load("AutoModelForImageTextToText" if vision else "AutoModelForCausalLM", folder, flag, **options)
+    return _load(_loader(load_config(folder, flag)), folder, flag, **options)
+
+
+def kind_of(config: Any) -> Any:
+    """The class of transformers that `load_model` loads a model of this PretrainedConfig with."""
+    import transformers
+
+    return getattr(transformers, _loader(config))
+
+
+def _loader(config: Any) -> str:
+    return "AutoModelForImageTextToText" if takes_images(config) else "AutoModelForCausalLM"
 
 
 def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:

@@ -36,6 +36,21 @@ VISIBILITY_VARIABLE: dict[Kind, str | None] = {
     "cpu": None,
 }
 
+START_VARIABLES: dict[Kind, dict[str, str]] = {
+    "npu": {
+        "HCCL_BUFFSIZE": "512",  # MB for each communicator's buffer
+        "HCCL_OP_BASE_FFTS_MODE_ENABLE": "TRUE",  # launch collectives on the device
+        "HCCL_WHITELIST_DISABLE": "1",  # no allow-list of hosts
+        "HCCL_CONNECT_TIMEOUT": "1200",  # ranks may load at different speeds
+        "VLLM_ASCEND_ENABLE_NZ": "0",  # weights stay in ND, as trained
+        "VLLM_USE_V1": "1",
+    },
+    "cuda": {},
+    "cpu": {},
+}
+"""What a training is started with, unless the user has set it."""
+CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
+
 RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls them, best first. It finds them itself, unless it is started with --num-gpus or --resources."""
 
@@ -54,6 +69,16 @@ class Devices:
     kind: Kind
     count: int
     """Accelerators visible to this process; on a CPU the number of cores this process may use."""
+
+
+def start_environment(kind: Kind) -> dict[str, str]:
+    """Variables of START_VARIABLES that the user has not set, and on an NPU the folder of CANN, which DeepSpeed reads
+    and fails without."""
+    found = {name: value for name, value in START_VARIABLES[kind].items() if not os.environ.get(name)}
+    if kind == "npu" and not os.environ.get("ASCEND_HOME_PATH"):
+        folders = (os.environ.get("ASCEND_TOOLKIT_HOME", ""), *CANN_FOLDERS)
+        found |= [("ASCEND_HOME_PATH", folder) for folder in folders if folder and os.path.isdir(folder)][:1]
+    return found
 
 
 def detect() -> Devices:

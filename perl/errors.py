@@ -35,8 +35,17 @@ LOST_PEER = (
     "Broken pipe",
     "Socket closed",
     "remote process exit",
+    "Getting socket times out",
+    "The wait execution of the Notify register times out",
+    "An error CQE occurred during operator execution",
+    "EI0002",
+    "EI0006",
+    "EI0013",
+    "hccl fftsplus task timeout",
 )
-"""Parts of what gloo, torch's store and NCCL raise in the others when a process has ended."""
+"""Parts of what gloo, torch's store, NCCL and HCCL raise in the others when a process has ended. HCCL's first three
+are the texts of the codes below them, which differ between versions of CANN. (ERR02200 says that any call of HCCL has
+failed, the first one too, as where a port is taken.)"""
 
 
 class UserError(Exception):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+Gather = Callable[[Any], AbstractContextManager[Any]]
+"""From parameters to a context in which ZeRO-3's are whole."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,3 +20,14 @@ def test_processes_on_a_cpu_share_its_memory(monkeypatch):
     alone = device.available_memory()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert device.available_memory() < alone / 2
+
+
+def test_a_training_on_npus_starts_with_hccls_settings_unless_the_user_has_set_them(monkeypatch, tmp_path):
+    for name in ("HCCL_CONNECT_TIMEOUT", "ASCEND_HOME_PATH", *device.START_VARIABLES["npu"]):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HCCL_BUFFSIZE", "300")
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    found = device.start_environment("npu")
+    assert "HCCL_BUFFSIZE" not in found
+    assert (found["HCCL_CONNECT_TIMEOUT"], found["ASCEND_HOME_PATH"]) == ("1200", str(tmp_path))
+    assert device.start_environment("cpu") == device.start_environment("cuda") == {}

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from perl.device import START_VARIABLES
 from perl.tools.doctor.versions import SETS, TABLE
 from tests.docs_commands import LAUNCH, ROOT, commands
 
@@ -17,7 +18,8 @@ PAGES = [ROOT / "docs" / "ascend.md", ROOT / "docs" / "ascend_zh.md"]
 def test_the_table_of_variables_is_the_launch_scripts():
     """Its first rows are what the script sets, with the script's values."""
     script = (ROOT / LAUNCH).read_text(encoding="utf-8")
-    exported = dict(re.findall(r"export (HCCL_\w+|VLLM_\w+|OMP_NUM_THREADS)=\$\{\w+:-([^}]*)\}", script))
+    exported = dict(re.findall(r"export (OMP_NUM_THREADS)=\$\{\w+:-([^}]*)\}", script)) | START_VARIABLES["npu"]
+    assert len(exported) == 7
     for page in PAGES:
         rows = dict(re.findall(r"^\| ([A-Z][A-Z0-9_]+) \| ([^|]+?) \|", page.read_text(encoding="utf-8"), re.MULTILINE))
         assert exported.items() <= rows.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.errors import UserError, lookup
+from perl.errors import UserError, lookup, lost_a_peer
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,3 +116,37 @@ def test_what_one_of_several_processes_raises_is_shown_at_last(error, shown):
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == ("[]\n" if "shapes" in error else "[30.0]\n")
     assert shown in done.stderr
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "InnerRunOpApi:torch_npu/csrc/framework/OpParamMaker.cpp:281 OPS function error: HcclAllreduce, error code is 6"
+        " [ERROR] 2025-04-08-18:07:20 (PID:1292363, Device:1, RankID:1) ERR01100 OPS call acl api failed. EI0006: [PID:"
+        " 1292363] 2025-04-08-18:07:20.444.436 Getting socket times out. Reason: Remote Rank did not send the data in"
+        " time. Please check the reason for the rank being stuck",
+        "aclnnNotifyDispatch failed, EI0006 Communication_Error_Get_Socket: Getting socket times out."
+        " srcRank[192.168.0.125/0] connect destRank[192.168.0.192/0] fail.",
+        "npuSynchronizeDevice:build/CMakeFiles/torch_npu.dir/compiler_depend.ts:479 NPU function error:"
+        " AclrtSynchronizeDeviceWithTimeout, error code is 507048 [ERROR] 2025-06-25-10:45:23 (PID:13075, Device:0,"
+        " RankID:8) ERR00100 PTA call acl api failed [Error]: The execution of the internal task times out. EI0002:"
+        " [PID: 13075] 2025-06-25-10:45:23.586.187 The wait execution of the Notify register times out. Reason: The"
+        " Notify register has not received the Notify record from remote rank: [unknown].",
+        "ACL stream synchronize failed. EI9999: Inner Error! EI9999: 2024-10-21-10:42:00.358.410  The error from"
+        " device(chipId:3, dieId:0), serial number is 9, hccl fftsplus task timeout occurred during task execution,"
+        " stream_id:5, sq_id:5, task_id:38827, stuck notify num:1, timeout:30min(default).",
+        "EI0013: An error CQE occurred during operator execution. Local information: server 10.0.0.1, device ID 0.",
+    ],
+)
+def test_what_hccl_says_where_another_process_has_ended(monkeypatch, said):
+    """From reports of users of torch_npu; each waits for the launcher, as the other's error is the one to see."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert lost_a_peer(RuntimeError(said))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not lost_a_peer(RuntimeError(said))
+
+
+def test_what_hccl_says_of_this_process_alone_is_shown_at_once(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = "HCCL function error: HcclGetRootInfo(&hcclID), error code is 11 ERR02200 DIST call hccl api failed. EJ0003:"
+    assert not lost_a_peer(RuntimeError(f"{said} Failed to bind the IP port. The IP address and port have been bound"))

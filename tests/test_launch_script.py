@@ -93,7 +93,7 @@ def test_nothing_that_a_library_prints_is_among_what_the_script_evaluates(tmp_pa
     command = [sys.executable, "-m", "perl.tools.launch", *flags(model, sums)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=True)
     names = [line.partition("=")[0] for line in done.stdout.splitlines()]
-    assert names == ["DEVICE", "NUM_PROCESSES", "ACCELERATE_CONFIG", "RUN_DIR", "VISIBLE"]
+    assert names == ["DEVICE", "NUM_PROCESSES", "ACCELERATE_CONFIG", "RUN_DIR"]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
@@ -269,7 +269,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
     line = next(line for line in shown.splitlines() if line.startswith("stopped: "))
     assert f"{sent.name} after step {step} of 200" in line
     assert f"--config.training.output_dir {folder} --config.training.resume_from_checkpoint auto" in line
-    assert {f"rollout_state_{rank}.pt" for rank in range(processes)} <= {file.name for file in checkpoint.iterdir()}
+    assert {f"process_state_{rank}.pt" for rank in range(processes)} <= {file.name for file in checkpoint.iterdir()}
     assert not (folder / "adapter").exists()
     assert left_over(folder) == []
 

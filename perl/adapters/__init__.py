@@ -8,7 +8,6 @@ To add one: a builder, and its line in ADAPTERS; one that reads other fields tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,24 @@ from perl.adapters import svd
 from perl.adapters.adalora import RankSchedule, adalora, check_schedule
 from perl.adapters.lora import dora, lora, lora_plus_optimizer, only_b_learns, rslora
 from perl.adapters.none import no_adapter
-from perl.adapters.other_methods import check_blocks, check_hra, hra, ia3, ln_tuning, miss, oft, start_ln_tuning, vera
+from perl.adapters.other_methods import (
+    check_blocks,
+    check_hra,
+    hra,
+    ia3,
+    ln_tuning,
+    miss,
+    oft,
+    require_norms,
+    start_ln_tuning,
+    vera,
+)
 from perl.config.schema import PeftConfig
+from perl.sharding import Gather
 
 if TYPE_CHECKING:
     import peft
     import torch
-
-Gather = Callable[[Any], AbstractContextManager[Any]]
-"""Inside the context ZeRO-3's parameters are whole."""
 
 HALF_TRAINED = {"fsdp2": "it puts other parameters in the place of those whose gradients are masked"}
 """Why FSDP2 can't have a method that changes the gradients of a parameter on their way."""
@@ -49,6 +57,8 @@ class Adapter:
     """(model wrapped by PEFT, config) -> what changes the adapter after each optimizer step."""
     check: Callable[[PeftConfig, Any], None] | None = None
     """(config, training arguments): a UserError for values that PEFT would refuse later, or heed silently."""
+    fits: Callable[[Any, PeftConfig], None] | None = None
+    """(model wrapped by PEFT on the meta device, config): a UserError for values that its layers can't have."""
     trained_share: float = 1.0
     """Of the numbers in the trainable tensors, those that the optimizer moves."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -65,6 +75,7 @@ ADAPTERS: dict[str, Adapter] = {
         svd.doubled,
         start=svd.principal,
         check=svd.check_optimizer,
+        fits=svd.check_rank,
         trained_share=0.5,
         refused=HALF_TRAINED,
     ),
@@ -72,10 +83,11 @@ ADAPTERS: dict[str, Adapter] = {
         svd.doubled,
         start=svd.minor,
         check=svd.check_optimizer,
+        fits=svd.check_rank,
         trained_share=0.5,
         refused=HALF_TRAINED,
     ),
-    "milora_plus": Adapter(lora, start=svd.minor_directions),
+    "milora_plus": Adapter(lora, start=svd.minor_directions, fits=svd.check_rank),
     "adalora": Adapter(
         adalora,
         trains=("lora_A", "lora_B", "lora_E"),
@@ -86,13 +98,13 @@ ADAPTERS: dict[str, Adapter] = {
     "vera": Adapter(vera, trains=("vera_lambda_b", "vera_lambda_d")),
     "miss": Adapter(miss, trains=("miss_block",)),
     "ia3": Adapter(ia3, trains=("ia3_l",)),
-    "ln_tuning": Adapter(ln_tuning, trains=("ln_tuning_layers",), start=start_ln_tuning),
+    "ln_tuning": Adapter(ln_tuning, trains=("ln_tuning_layers",), start=start_ln_tuning, fits=require_norms),
     "hra": Adapter(
         hra,
         trains=("hra_u",),
         check=check_hra,
         refused=dict.fromkeys(("zero3", "fsdp2"), "PEFT multiplies the base's weight, which is split"),
     ),
-    "oft": Adapter(oft, trains=("oft_R",), start=check_blocks),
+    "oft": Adapter(oft, trains=("oft_R",), fits=check_blocks),
     "none": Adapter(no_adapter, result="model", trains=()),
 }

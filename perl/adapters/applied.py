@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import warnings
 from collections import Counter
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl import checkpoints
 from perl.adapters import ADAPTERS, Adapter
 from perl.adapters.none import has_adapter
 from perl.config.peft_fields import OF_ALL, TARGETS, reads_of
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SHOWN = 10
+"""Names of layers in a message."""
 STRATEGIES = {"zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
@@ -47,8 +52,11 @@ class Applied:
         return f"{self.type}: {what}" + (f": {', '.join(self.tensors)} of {modules}" if self.modules else "")
 
 
-def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
+def check_method(config: PeftConfig, training: TrainingArguments, strategy: str | None = None) -> Adapter:
     """The line of ADAPTERS that `config` names.
+
+    Args:
+        strategy: as `strategy_of` has it; None: that of `training`.
 
     Raises:
         UserError: no such method, a field that it does not read, a value that it can't have, or a way to spread the
@@ -69,7 +77,7 @@ def check_method(config: PeftConfig, training: TrainingArguments) -> Adapter:
         _check_pattern(name, getattr(config, name))
     if adapter.check is not None:
         adapter.check(config, training)
-    strategy = strategy_of(training)
+    strategy = strategy_of(training) if strategy is None else strategy
     if strategy in adapter.refused:
         raise UserError(
             f"--config.peft.type {config.type}: can't be trained with {STRATEGIES[strategy]}:"
@@ -87,6 +95,47 @@ def _check_pattern(name: str, value: str | list[str] | None) -> None:
         raise UserError(
             f"--config.peft.{name} {value}: no regular expression: {error}; write one, or a list of names"
         ) from error
+
+
+def check_layers(config: PeftConfig, folder: Path) -> None:
+    """Of the shapes of the model in `folder` alone, no weight is read: whether the method finds layers, which can have
+    the values of `config`. What else there is to say of this model is said when it is loaded.
+
+    Raises:
+        UserError: target_modules names no layer, or one of them can't have a value.
+    """
+    adapter = ADAPTERS[config.type]
+    peft_config = adapter.build(config)
+    if peft_config is None or (config.adapter is not None and config.adapter_mode == "continue"):
+        return
+    wrapped = _without_weights(folder, peft_config)
+    if wrapped is not None and adapter.fits is not None:
+        adapter.fits(wrapped, config)
+
+
+def _without_weights(folder: Path, peft_config: Any) -> Any:
+    """The model in `folder`, wrapped, on the meta device; None where the shapes alone do not do for that."""
+    import torch
+    from peft import get_peft_model
+
+    config, linear = checkpoints.load_config(folder), {}
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come again with the weights
+            model = checkpoints.kind_of(config).from_config(config)
+            layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+            linear = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+            return get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+    except Exception as error:
+        if "not found in the base model" in str(error):
+            shown = ", ".join([*list(linear)[:SHOWN], *(["…"] if len(linear) > SHOWN else [])])
+            named = peft_config.target_modules
+            raise UserError(
+                f"--config.peft.target_modules {named if isinstance(named, str) else sorted(named)}: the model has no"
+                f" such layer; its linear layers are {shown}"
+            ) from error
+        log.debug("the model's shapes alone do not do for PEFT", exc_info=error)
+        return None
 
 
 def strategy_of(training: TrainingArguments) -> str:

@@ -77,12 +77,12 @@ def start_ln_tuning(model: Any, config: PeftConfig, gather: Any) -> None:
     is lost. They are raised to float32, as the weights of other adapters are; ZeRO-3 gathers weights of one dtype."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    require_norms(model)
+    require_norms(model, config)
     if not is_deepspeed_zero3_enabled():
         float32_norms(model)
 
 
-def require_norms(model: Any) -> None:
+def require_norms(model: Any, config: PeftConfig) -> None:
     """PEFT takes any layer that target_modules names, and would train all weights of a linear one."""
     from peft.tuners.ln_tuning.layer import LNTuningLayer
     from torch import nn
@@ -142,7 +142,7 @@ def oft(config: PeftConfig) -> peft.PeftConfig:
     )
 
 
-def check_blocks(model: Any, config: PeftConfig, gather: Any) -> None:
+def check_blocks(model: Any, config: PeftConfig) -> None:
     """PEFT takes another size where the inputs of a layer can't be cut into blocks of oft_block_size."""
     from peft.tuners.oft.layer import OFTLayer
 

@@ -126,6 +126,16 @@ def _layers(model: Any, gather: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
             yield own, layer, weight.to(device.for_decompositions(weight.device))
 
 
+def check_rank(model: Any, config: PeftConfig) -> None:
+    """A UserError for a layer with fewer singular components than config.r."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            base: Any = layer.get_base_layer()
+            _require_rank(name.removeprefix("base_model.model."), base.weight, int(config.r))
+
+
 def _require_rank(name: str, weight: torch.Tensor, rank: int) -> None:
     if rank > min(weight.shape):
         raise UserError(

@@ -36,6 +36,9 @@ class Scored:
     """Lambda of generalized advantage estimation, algorithm.lam."""
     values: torch.Tensor | None = None
     """float32 [rows, tokens]: the critic's, before the update; None for an algorithm without one."""
+    generalized: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Advantages and returns, float32 [rows, tokens], that perl.algorithms.ppo.generalized makes of `values`; None
+    for an algorithm without a critic."""
     scale: Literal["group", "batch", "none"] = "group"
     """What an advantage is divided by, where the estimator lets the user choose: training.scale_rewards."""
 

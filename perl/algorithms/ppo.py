@@ -46,8 +46,9 @@ def generalized(scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def white_advantages(scored: Scored) -> torch.Tensor:
-    """Those of `generalized`, white over the tokens of all processes: float32 [rows, tokens]."""
-    return whiten(generalized(scored)[0], scored.rewarded(), scored.gather)
+    """`Scored.generalized`'s, white over the tokens of all processes: float32 [rows, tokens]."""
+    assert scored.generalized is not None
+    return whiten(scored.generalized[0], scored.rewarded(), scored.gather)
 
 
 PPO = Algorithm(

@@ -180,8 +180,12 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace
     """The recipe's values, typed by the parser; an unknown key is an error that names the nearest flag."""
     if path is None:
         return Namespace()
-    if not Path(path).is_file():
+    if Path(path).is_dir():
+        raise UserError(f"--recipe {path}: is a folder; name a YAML file in it")
+    if not Path(path).exists():
         raise UserError(f"--recipe: no file {path}; recipes/ holds the ones that come with perl")
+    if not Path(path).is_file():
+        raise UserError(f"--recipe {path}: is a device or a pipe, which is read twice; name a YAML file")
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as error:

@@ -19,22 +19,28 @@ class Range(NamedTuple):
     high: float = math.inf
     above: bool = False
     """`low` itself is none of them."""
+    below: bool = False
+    """`high` itself is none of them."""
 
     def holds(self, number: float) -> bool:
-        return (number > self.low if self.above else number >= self.low) and number <= self.high
+        enough = number > self.low if self.above else number >= self.low
+        return enough and (number < self.high if self.below else number <= self.high)
 
     def __str__(self) -> str:
         start = f"above {self.low:g}" if self.above else f"from {self.low:g}"
-        return start if self.high == math.inf else f"{start} to {self.high}"
+        if self.high == math.inf:
+            return start
+        return f"{start}, below {self.high}" if self.below else f"{start} to {self.high}"
 
 
 SEED = Range(0, 2**32 - 1)
 SHARE = Range(0, 1)
+BETA = Range(0, 1, below=True)
 ABOVE_0 = Range(0, above=True)
 RANGES = {
     "common.seed": SEED,
-    "training.adam_beta1": SHARE,
-    "training.adam_beta2": SHARE,
+    "training.adam_beta1": BETA,
+    "training.adam_beta2": BETA,
     "training.adam_epsilon": Range(0),
     "training.data_seed": SEED,
     "training.dataloader_num_workers": Range(0),

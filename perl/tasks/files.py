@@ -31,8 +31,10 @@ def find_files(path: Path, split: str | None) -> list[Path]:
     if path.is_file():
         check_suffix(path)
         return [path]
-    if not path.is_dir():
+    if not path.exists():
         raise UserError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        raise UserError(f"{path}: is a device or a pipe; write a file of rows ({', '.join(SUFFIXES)}), or a folder")
     for folder in (path, *(path / name for name in _SUBFOLDERS)):
         files = sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
         for name in [split] if split else ["test", "train"]:
@@ -122,11 +124,15 @@ def _lines(text: TextIO, file: Path) -> Iterator[str]:
 def _array(text: TextIO, file: Path) -> Iterator[Any]:
     """The items of a json array, read as they are asked for."""
     held, at, number = "", 0, 0
+    dropped, lines, line_start = 0, 0, 0
+    """Characters and ends of lines before `held`, and where its first line starts in the file."""
 
     def more() -> bool:
         """Read on, as much again as is held, so that a long row is not decoded too often."""
-        nonlocal held, at
-        held, at = held[at:], 0
+        nonlocal held, at, dropped, lines, line_start
+        if (last := held.rfind("\n", 0, at)) >= 0:
+            lines, line_start = lines + held.count("\n", 0, at), dropped + last + 1
+        held, at, dropped = held[at:], 0, dropped + at
         if len(held) > LONGEST_ROW:
             raise UserError(f"{file}:{number}: {TOO_LONG}")
         read = text.read(max(CHUNK, len(held)))
@@ -149,9 +155,10 @@ def _array(text: TextIO, file: Path) -> Iterator[Any]:
             try:
                 row, end = _DECODER.raw_decode(held, at)
             except (ValueError, RecursionError) as error:
+                before = dropped, lines, line_start  # `more` changes them
                 if isinstance(error, json.JSONDecodeError) and more():
                     continue
-                raise UserError(f"{file}:{number}: {_json_mistake(error)}") from error
+                raise UserError(f"{file}:{number}: {_json_mistake(error, *before)}") from error
             if end < len(held) or not more():  # a number may go on
                 break
         at = end
@@ -174,9 +181,18 @@ def _decode(text: str, where: str) -> Any:
         raise UserError(f"{where}: {_json_mistake(error)}") from error
 
 
-def _json_mistake(error: ValueError | RecursionError) -> str:
+def _json_mistake(error: ValueError | RecursionError, before: int = 0, lines: int = 0, line_start: int = 0) -> str:
+    """What is wrong, and where in the file.
+
+    Args:
+        before: characters of the file before what was decoded.
+        lines: ends of lines among them.
+        line_start: where in the file the first line of what was decoded starts.
+    """
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid json: {error}"
+        place = before + error.pos
+        column = place - line_start + 1 if error.lineno == 1 else error.colno
+        return f"not valid json: {error.msg}: line {lines + error.lineno} column {column} (char {place})"
     if isinstance(error, RecursionError):
         return "not valid json: brackets nest too deep"
     return f"a number of more than {sys.get_int_max_str_digits()} digits; write it as a text"

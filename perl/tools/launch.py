@@ -1,4 +1,4 @@
-"""What the launch script needs to know before it starts anything, as shell assignments.
+"""What the launch script needs to know before it starts anything, as shell assignments, and what it exports.
 
     eval "$(python -m perl.tools.launch FLAGS…)"
 
@@ -46,14 +46,17 @@ def plan(argv: list[str]) -> dict[str, str]:
     config = parsed.build(processes)
     run_dir = values.training.output_dir or default_run_dir(values, devices.kind)
     check_run(config, Path(run_dir))
-    visible = visible_device(devices.kind, processes)
     return {
         "DEVICE": devices.kind,
         "NUM_PROCESSES": str(processes),
         "ACCELERATE_CONFIG": accelerate_config(devices.kind, processes),
         "RUN_DIR": str(Path(run_dir).absolute()),
-        "VISIBLE": "".join(f"{variable}={number}" for variable, number in visible.items()),
     }
+
+
+def start_environment(kind: device.Kind, processes: int) -> dict[str, str]:
+    """What the processes of a training are started with, over the user's own environment."""
+    return device.start_environment(kind) | visible_device(kind, processes)
 
 
 def visible_device(kind: device.Kind, processes: int) -> dict[str, str]:
@@ -98,7 +101,10 @@ def accelerate_config(kind: str, processes: int) -> str:
 
 def main() -> None:
     with report_errors():
-        lines = [f"{name}={shlex.quote(value)}\n" for name, value in plan(sys.argv[1:]).items()]
+        found = plan(sys.argv[1:])
+        lines = [f"{name}={shlex.quote(value)}\n" for name, value in found.items()]
+        started_with = start_environment(device.detect().kind, int(found["NUM_PROCESSES"]))
+        lines += [f"export {name}={shlex.quote(value)}\n" for name, value in started_with.items()]
         with os.fdopen(STDOUT, "w", errors="surrogateescape", closefd=False) as stdout:
             stdout.writelines(lines)
 

@@ -31,7 +31,19 @@ from perl.records import Sampling
 from perl.results import write_json
 from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
-from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, evaluate, read_scores, report, train
+from perl.tools.stages import (
+    ROOT,
+    Engine,
+    Evaluation,
+    Scores,
+    StageError,
+    Where,
+    alone,
+    evaluate,
+    read_scores,
+    report,
+    train,
+)
 
 MODEL = "smollm2"
 DATA = ROOT.parent / "shared" / "data" / "svamp"
@@ -83,12 +95,13 @@ def run(args: argparse.Namespace) -> int:
         held_out=args.held_out and int(args.held_out),
     )
     open_folder(folder, settings)
-    write_data(folder / "data", settings, train_rows, test_rows)
     signal.signal(signal.SIGTERM, stopped)
     console = Console()
     console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
     try:
-        result = real(settings, folder, console)
+        with alone(folder, "--output_dir", console) as kept_open:
+            write_data(folder / "data", settings, train_rows, test_rows)
+            result = real(settings, folder, console, Where(kept_open=(kept_open,)))
     except StageError as error:
         print(f"error: {error}; the same command goes on from there", file=sys.stderr)
         return 1
@@ -102,18 +115,19 @@ def stopped(signum: int, _: object) -> None:
     raise Stopped("the same command goes on from here", signum)
 
 
-def real(settings: Settings, folder: Path, console: Console) -> dict:
+def real(settings: Settings, folder: Path, console: Console, where: Where) -> dict:
     """Run what is left of the stages and show the table; returns what the JSON line holds."""
-    get_model(settings.model, folder, console)
+    get_model(settings.model, folder, console, where)
     how = evaluation(settings, folder)
     sft, grpo = folder / "sft", folder / "grpo"
 
-    once(folder, "score base", console, lambda: evaluate(how, folder / "base", console))
-    once(folder, "sft", console, lambda: train_on("perl.sft", SFT_RECIPE, sft_flags(settings, folder), sft, console))
-    once(folder, "score sft", console, lambda: evaluate(how, folder / "after_sft", console, sft / "adapter"))
+    once(folder, "score base", console, lambda: evaluate(how, folder / "base", console, where=where))
+    flags = sft_flags(settings, folder)
+    once(folder, "sft", console, lambda: train_on("perl.sft", SFT_RECIPE, flags, sft, console, where))
+    once(folder, "score sft", console, lambda: evaluate(how, folder / "after_sft", console, sft / "adapter", where))
     more = [*grpo_flags(settings, folder), *steps(settings.grpo_steps)]
-    once(folder, "grpo", console, lambda: train_on("perl.train", GRPO_RECIPE, more, grpo, console))
-    once(folder, "score grpo", console, lambda: evaluate(how, folder / "after_grpo", console, grpo / "adapter"))
+    once(folder, "grpo", console, lambda: train_on("perl.train", GRPO_RECIPE, more, grpo, console, where))
+    once(folder, "score grpo", console, lambda: evaluate(how, folder / "after_grpo", console, grpo / "adapter", where))
 
     places = {"base": folder / "base", "sft": folder / "after_sft", "grpo": folder / "after_grpo"}
     page = report([grpo, *places.values()], folder / "report.html")
@@ -159,7 +173,7 @@ def model_folder(settings: Settings, folder: Path) -> Path:
     return folder / "model" if settings.model in MODELS else resolve_model(settings.model).absolute()
 
 
-def get_model(model: str, folder: Path, console: Console) -> None:
+def get_model(model: str, folder: Path, console: Console, where: Where) -> None:
     """Fetch the base into the run's folder, unless it is a folder of the user's own."""
     if model not in MODELS:
         if not Path(model).expanduser().is_dir():
@@ -171,7 +185,7 @@ def get_model(model: str, folder: Path, console: Console) -> None:
         if (target / RECORD).is_file():  # written whole, but ended before it was noted
             return
         command = [sys.executable, "-m", "perl", "fetch", model, "--output", str(target)]
-        stages.run(command, folder / "fetch.log", "fetch")
+        stages.run(command, folder / "fetch.log", "fetch", where)
 
     once(folder, "fetch", console, fetch)
 
@@ -203,9 +217,9 @@ def common_flags(settings: Settings, folder: Path) -> list[str]:
     return ["--config.common.seed", str(settings.seed), "--config.model.model_name_or_path", model]
 
 
-def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console) -> Path:
+def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console, where: Where) -> Path:
     """Train from the start, or from the last checkpoint of an attempt that was interrupted."""
-    return train(module, recipe, [*flags, "--config.training.resume_from_checkpoint", "auto"], folder, console)
+    return train(module, recipe, [*flags, "--config.training.resume_from_checkpoint", "auto"], folder, console, where)
 
 
 def data_flags(folder: Path, name: str) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import IO, Literal
 
 from rich.console import Console
 
+from perl.errors import UserError
 from perl.records import PROGRESS, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +28,9 @@ WATCH = 'read ended || kill -s TERM -- "-$0"'
 """Of a shell: what ends without a word was killed, and its stage, the process group $0, is to end too."""
 SHOWN_STEPS = 10
 """Every step is logged, for the report's curves; the screen shows every tenth."""
+
+
+LOCK, STAGE_LOCK = "run.lock", "stage.lock"
 
 
 class StageError(Exception):
@@ -77,7 +83,9 @@ class Where:
 HERE = Where()
 
 
-def evaluate(how: Evaluation, folder: Path, console: Console, adapter: Path | None = None) -> Scores:
+def evaluate(
+    how: Evaluation, folder: Path, console: Console, adapter: Path | None = None, where: Where = HERE
+) -> Scores:
     """Score the base model, or the base with `adapter`: sampled and greedy at the same time, a core for each. The
     evaluator goes on with what an interrupted one has left in `folder`."""
     command = [sys.executable, str(ROOT / "perl" / "eval.py"), "--model", str(how.model)]
@@ -90,19 +98,19 @@ def evaluate(how: Evaluation, folder: Path, console: Console, adapter: Path | No
         words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         commands[folder / f"{name}.log"] = [*command, *words, "--result_dir", str(folder / name)]
     with console.status("evaluating"):
-        run_at_once(commands, "evaluation")
+        run_at_once(commands, "evaluation", where)
     scores = read_scores(how, folder)
     console.print(f"      avg@{how.sampled.n} {scores.sampled}  greedy {scores.greedy}", highlight=False, markup=False)
     return scores
 
 
-def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console: Console) -> Path:
+def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console: Console, where: Where = HERE) -> Path:
     """Run perl.train or perl.sft by `recipe` and return the adapter's folder; `folder` is the run's."""
     command = [sys.executable, "-u", "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "scripts" / "accelerate" / "single.yaml"), "-m", module]
     command += ["--recipe", str(recipe), *flags, "--config.training.output_dir", str(folder)]
     log = folder.with_suffix(".log")
-    with start(command, log, pipe=True) as process, log.open("a", encoding="utf-8") as file:
+    with start(command, log, pipe=True, append=True, where=where) as process, log.open("a", encoding="utf-8") as file:
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
@@ -136,10 +144,40 @@ def run_at_once(commands: Mapping[Path, Sequence[str]], stage: str, where: Where
 
 
 @contextlib.contextmanager
+def alone(folder: Path, flag: str, console: Console) -> Iterator[int]:
+    """Make the folder and hold its locks; yields a file descriptor that stages keep open, so that a command which
+    follows one that was killed waits for the stage that this left, which is saving its checkpoint.
+
+    Args:
+        flag: where the user has named the folder.
+
+    Raises:
+        UserError: another command works in the folder, or it can't be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = (folder / LOCK).open("w"), (folder / STAGE_LOCK).open("w")
+    except OSError as error:
+        raise UserError(f"{flag} {folder}: {error.strerror}; write another folder") from error
+    with files[0] as own, files[1] as stages:
+        try:
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{flag} {folder}: another command works in it; wait until it has ended") from error
+        try:
+            fcntl.flock(stages, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            console.print("waiting for what an interrupted command has left running ...")
+            fcntl.flock(stages, fcntl.LOCK_EX)
+        yield stages.fileno()
+
+
+@contextlib.contextmanager
 def start(
-    command: Sequence[str], log: Path, *, pipe: bool = False, where: Where = HERE
+    command: Sequence[str], log: Path, *, pipe: bool = False, append: bool = False, where: Where = HERE
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a stage. Its output goes to `log`, or to the caller with `pipe`.
+    """Start a stage. Its output goes to `log`, or to the caller with `pipe`; with `append` what the log holds stays,
+    and a line stands between.
 
     What still runs when the block ends, as after Ctrl-C, gets SIGTERM, the processes that it started too, and is waited
     for: a training saves a checkpoint, and nothing goes on in a folder that the next attempt takes. A shell that waits
@@ -149,7 +187,10 @@ def start(
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **where.variables}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with log.open("w", encoding="utf-8") as file:
+    with log.open("a" if append else "w", encoding="utf-8") as file:
+        if file.tell():
+            file.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')}: started again\n")
+            file.flush()
         output: int | IO[str] = subprocess.PIPE if pipe else file
         process = subprocess.Popen(
             command,

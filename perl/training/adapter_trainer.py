@@ -19,8 +19,10 @@ from perl.adapters.adalora import RankSchedule
 from perl.adapters.applied import Applied, applied
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
 from perl.config.schema import PeftConfig
-from perl.training import run_state
-from perl.training.nonfinite import NonFinite
+from perl.training import process_state
+from perl.training.nonfinite import NonFinite, require_finite_weights
+from perl.training.process_state import ProcessState, RolloutState
+from perl.training.push import repository_made
 from perl.training.run_checkpoints import SAVING, TRAINER_STATE, made_by, put_in_place
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class AdapterTrainer:
         """Once PEFT has wrapped the model: the method's own start, what is trained, and its schedule."""
         self.adapter, self.adapter_config = adapter, config
         policy = self.accelerator.unwrap_model(self.model)
+        require_finite_weights(policy, f"--config.model.model_name_or_path {policy.config.name_or_path}")
         if adapter.start is not None:
             adapter.start(policy, config, DistributedBackend(self.accelerator).gather_params)
         self.applied, self.ranks = applied(policy, adapter, config), None
@@ -106,8 +109,19 @@ class AdapterTrainer:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is not None:
-            self.add_callback(GoOn(lambda: self._restore_run_state(Path(resume_from_checkpoint))))
+            self._take_up(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _take_up(self, checkpoint: Path) -> None:
+        """What this process held when `checkpoint` was written."""
+        place = self.args.process_index, self.args.world_size
+        saved = process_state.load(checkpoint, *place, self._window_settings(), self.args.device)
+        if saved is None:
+            return
+        if saved.rollout is not None:
+            self._restore_rollout(saved.rollout)
+        if (run := saved.run) is not None:
+            self.add_callback(GoOn(lambda: self._restore_run_state(run)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -133,21 +147,27 @@ class AdapterTrainer:
             "total_loss": self._total_loss_scalar,
             "last_logged": self._globalstep_last_logged,
             "tokens": self._total_train_tokens,
-            "skipped": self.nonfinite.skipped,
+            **self.nonfinite.state(),
         }
 
-    def _restore_run_state(self, checkpoint: Path) -> dict[str, Any] | None:
-        """What `_run_state` was in `checkpoint`, put back; None where it has none (an older version's, TRL's own). Of
-        another number of processes only what all have counted."""
-        state = run_state.load(checkpoint, self.args.process_index, self.args.world_size, self.args.device)
-        if state is None:
-            return None
+    def _restore_run_state(self, state: dict[str, Any]) -> None:
+        """Put back what `_run_state` was; of another number of processes only what all have counted."""
         self._total_loss_scalar, self._total_train_tokens = state["total_loss"], state["tokens"]
-        self.nonfinite.skipped = state["skipped"]
+        self.nonfinite.restore(state)
         if "loss" in state:
             self._tr_loss, self._globalstep_last_logged = state["loss"], state["last_logged"]
             self._metrics["train"].update(state["metrics"])
-        return state
+
+    def _rollout_state(self) -> RolloutState | None:
+        """What is kept of the rollouts; None where there are none."""
+        return None
+
+    def _restore_rollout(self, state: RolloutState) -> None:
+        """Put back what `_rollout_state` was."""
+
+    def _window_settings(self) -> dict[str, int]:
+        """How a generation window is cut into updates."""
+        return {}
 
     # Logged and saved
 
@@ -175,7 +195,8 @@ class AdapterTrainer:
 
     def _save_own(self, checkpoint: Path) -> None:
         """What is perl's in a checkpoint. Every process must come here."""
-        run_state.save(checkpoint, self.args.process_index, self._run_state() | {"processes": self.args.world_size})
+        state = ProcessState(run=self._run_state(), rollout=self._rollout_state())
+        process_state.save(checkpoint, self.args.process_index, self.args.world_size, state)
         if self.ranks is not None and self.args.process_index == 0:
             self.ranks.save(checkpoint)
 
@@ -222,6 +243,10 @@ class AdapterTrainer:
         """What the model computes in: mixed precision's dtype, or that of its weights."""
         mixed, model = compute_dtype(self.args), self.accelerator.unwrap_model(self.model)
         return mixed if mixed.itemsize < 4 else model.dtype
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        with repository_made():
+            super().init_hf_repo(*args, **kwargs)  # type: ignore[misc]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.write_card is None:  # else `_save` has written it

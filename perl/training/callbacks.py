@@ -155,6 +155,8 @@ class StopOnSignal(TrainerCallback):
         self.stopped = False
         """Whether the training was ended before its last step."""
         self._at, self._training, self._pid = 0.0, False, os.getpid()
+        self._ended = False
+        """Whether the training has made its last step, and its result is being saved."""
 
     def __enter__(self) -> StopOnSignal:
         self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
@@ -174,7 +176,10 @@ class StopOnSignal(TrainerCallback):
             raise Stopped(f"{name} before the first step; there was nothing to save", number)
         if not self.received:
             self.received, self._at = number, now
-            self._say(f"{name}: the run ends after this step, with a checkpoint; a second signal ends it now")
+            how = "ends after this step, with a checkpoint"
+            if self._ended:
+                how = "has made its last step, and ends when its result is saved"
+            self._say(f"{name}: the run {how}; a second signal ends it now")
         elif now - self._at > self.REPEAT_S:
             raise Stopped(f"a second signal ({name}); go on from the last checkpoint", number)
 
@@ -185,6 +190,9 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._training = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._ended = True
 
     def on_step_end(self, args, state, control, **kwargs):
         if args.world_size > 1:

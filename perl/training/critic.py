@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,8 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import ModelOutput
 
-from perl.algorithms.ppo import generalized
 from perl.errors import UserError
-from perl.sharding import local, resharded, shard_of, whole
+from perl.sharding import Gather, local, resharded, shard_of, whole
 from perl.training.packing import Packed, Packing, Reader, Work, enable_packing, forward_arguments, pack, split_rows
 from perl.training.rollout import evaluation_mode
 from perl.training.run_checkpoints import CRITIC
@@ -211,7 +209,8 @@ class Critic:
         """What the updates compare with: `values` and `returns` of a generation batch, float32 [rows, tokens], NaN
         where a token has no return."""
         assert scored.values is not None
-        (_, returns), mask = generalized(scored), scored.rewarded()
+        assert scored.generalized is not None
+        (_, returns), mask = scored.generalized, scored.rewarded()
         self.measured.add_rollout(scored.values, returns, mask)
         return {"values": scored.values, "returns": returns.masked_fill(~mask, math.nan)}
 
@@ -281,10 +280,6 @@ class Critic:
                 raise UserError(f"{flag}: its critic has other shapes; go on with the same --config.critic.r and model")
             for name, parameter in mine.items():
                 local(parameter).copy_(shard_of(saved[name], parameter))
-
-
-Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
-"""Inside the context ZeRO-3's parameters are whole."""
 
 
 def value_loss(

@@ -22,7 +22,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from perl import __version__
-from perl.adapters.titles import TITLES
+from perl.adapters.titles import TITLES, with_article
 from perl.algorithms import ALGORITHMS
 from perl.checkpoints import ADAPTER_CONFIG, content_hash, require_adapter
 from perl.config.peft_fields import reads_of
@@ -380,7 +380,7 @@ def new_card(
         metadata(folder, dataset, run.algorithm if run else "grpo", base),
         template_path=str(TEMPLATE),
         name=name,
-        method="" if whole else method(_read_json(folder / ADAPTER_CONFIG)),
+        method="" if whole else with_article(method(_read_json(folder / ADAPTER_CONFIG))),
         base=_linked(base, ""),
         base_name=base if _is_hub_name(base) else f"path/to/{_local_name(base)}",
         version=__version__,
@@ -483,6 +483,9 @@ def _local_name(spec: str) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not readable ({error})") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: holds {found!r:.40}, and no fields; copy it again")
+    return found

@@ -17,9 +17,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.adapters.applied import check_method
+from perl.adapters.applied import check_layers, check_method
 from perl.adapters.none import NO_ADAPTER
 from perl.algorithms import ALGORITHMS
+from perl.checkpoints import resolve_model
 from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.vllm import cannot_serve
@@ -29,10 +30,18 @@ from perl.rewards import build_rewards, check_tasks, grades_rows, reward_context
 from perl.training import run_checkpoints, rundir
 from perl.training.microbatches import LOSS_TYPES
 from perl.training.rollout import require_possible, sampling_of
-from perl.training.setup import PROBLEM, build_dataset, check_critic_base, limits_of, load_tokenizer, model_dtype
+from perl.training.setup import (
+    MODEL_FLAG,
+    PROBLEM,
+    build_dataset,
+    check_critic_base,
+    limits_of,
+    load_tokenizer,
+    model_dtype,
+)
 from perl.training.tracking import check_trackers
 from perl.training.validation_setup import ValidationSetup, set_up_validation
-from perl.training.vision import check_images
+from perl.training.vision import check_images, language_part
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -101,6 +110,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_critic_base(config, tokenizer)
     check_images(config, tokenizer)
+    check_layers(language_part(config.peft, tokenizer), resolve_model(config.model.model_name_or_path, MODEL_FLAG))
     dataset = build_dataset(
         config.dataset,
         tokenizer,

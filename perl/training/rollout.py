@@ -8,6 +8,7 @@ pool of engines in other processes, which are sent the adapter, would be another
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as List
@@ -324,7 +325,15 @@ REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_t
 
 
 def require_possible(generation_kwargs: dict[str, Any]) -> None:
-    """A UserError for what no rollout can heed."""
+    """A UserError for what no rollout can heed, and for a name that is no field of a GenerationConfig."""
+    known = sorted(name for name in GenerationConfig().to_dict() if not name.startswith("_"))
+    for name in generation_kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or known
+            raise UserError(
+                f"--config.training.generation_kwargs: unknown name {name!r}; write one of transformers'"
+                f" GenerationConfig, such as {', '.join(near[:3])}"
+            )
     if refused := sorted(REFUSED & generation_kwargs.keys()):
         raise UserError(
             f"--config.training.generation_kwargs: {refused[0]} has no place in a rollout (one completion for each"

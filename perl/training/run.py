@@ -33,9 +33,10 @@ from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import Checked, check_processes, check_run
+from perl.training.process_state import NOT_DATA
+from perl.training.push import pushed
 from perl.training.reward_deadline import RewardDeadline
-from perl.training.rollout_state import NOT_DATA
-from perl.training.run_checkpoints import SAVING, goes_on, leave_behind
+from perl.training.run_checkpoints import CRITIC, SAVING, goes_on, leave_behind
 from perl.training.setup import load_critic_base, load_model
 from perl.training.validation import Validation
 from perl.training.vision import language_part
@@ -110,7 +111,7 @@ def train(argv: Sequence[str]) -> Path:
             trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_result(trainer, run_dir)
-        trainer.save_critic(run_dir)
+        save_critic(trainer, run_dir)
     return run_dir
 
 
@@ -181,7 +182,8 @@ def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, check
         data = config.dataset
         # What is trained has seen the problems of those runs too.
         before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
-        write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
+        with rundir.writable(run_dir):
+            write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
         log.info("run folder: %s", run_dir.resolve())
     tracking.configure(config, run_dir, device.detect().kind)
     if config.training.hub_token:
@@ -246,4 +248,12 @@ def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
     if args.process_index == 0:
         log.info("%s: %s", name, folder.resolve())
     if args.push_to_hub:
-        trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
+        with pushed(folder, args.hub_model_id):
+            trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
+
+
+def save_critic(trainer: PerlGRPOTrainer, run_dir: Path) -> None:
+    """The critic, whole, where there is one."""
+    if trainer.critic is not None:
+        trainer.save_critic(run_dir / SAVING)
+        trainer.put_in_place(run_dir / SAVING / CRITIC.parent, run_dir / CRITIC.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import platform
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +39,9 @@ def model_slug(model: str) -> str:
 
 
 def method_of(config: Any) -> str:
-    """grpo_lora, ppo_lora, grpo_full, sft_lora, …: how a configuration, or its parsed values, trains, and what."""
+    """grpo_lora, ppo_dora, grpo_full, sft_lora, …: how a configuration, or its parsed values, trains, and what."""
     algorithm = getattr(config, "algorithm", None)  # perl.sft has none
-    return f"{algorithm.name if algorithm else 'sft'}_{'full' if config.peft.type == 'none' else 'lora'}"
+    return f"{algorithm.name if algorithm else 'sft'}_{'full' if config.peft.type == 'none' else config.peft.type}"
 
 
 def default_run_dir(config: Any, kind: str, root: Path = Path("outputs")) -> Path:
@@ -69,19 +71,30 @@ def check_folder(run_dir: Path, resuming: bool) -> None:
 
 def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:
     """Make the folder and write config.yaml and environment.json (main process only)."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--config.training.output_dir {run_dir}: {error.strerror}; give another folder") from error
-    (run_dir / "config.yaml").write_text(parsed.dump(), encoding="utf-8")
     environment = json.dumps(describe_environment(world_size), indent=2, ensure_ascii=False)
-    (run_dir / "environment.json").write_text(environment + "\n", encoding="utf-8")
+    with writable(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(parsed.dump(), encoding="utf-8")
+        (run_dir / "environment.json").write_text(environment + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writable(run_dir: Path) -> Iterator[None]:
+    """A file of the run's folder that can't be written inside, before anything is trained, is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        what = "" if error.filename in (None, str(run_dir)) else f"{Path(error.filename).name}: "
+        raise UserError(
+            f"--config.training.output_dir {run_dir}: {what}{error.strerror or error}; give another folder"
+        ) from error
 
 
 def write_applied(run_dir: Path, applied: Applied) -> None:
     """Say in the log and in the run's folder what is trained (main process only)."""
     log.info("%s", applied.line())
-    (run_dir / APPLIED).write_text(json.dumps(asdict(applied), indent=2) + "\n", encoding="utf-8")
+    with writable(run_dir):
+        (run_dir / APPLIED).write_text(json.dumps(asdict(applied), indent=2) + "\n", encoding="utf-8")
 
 
 def describe_environment(world_size: int) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, Features, Json, List, Value, disable_progress_bars
 from transformers import PreTrainedTokenizerBase
 
-from perl.adapters.applied import check_method
+from perl.adapters.applied import check_layers, check_method
+from perl.checkpoints import resolve_model
 from perl.errors import UserError, lookup
 from perl.images import has_images
 from perl.prompts import build_messages, encode
@@ -30,7 +31,7 @@ from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
 from perl.tasks.files import Row, require_characters
 from perl.tasks.trained import problem_hash
 from perl.training import run_checkpoints, rundir
-from perl.training.setup import PROBLEM, load_tokenizer, model_dtype
+from perl.training.setup import MODEL_FLAG, PROBLEM, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
             f"--config.model.model_name_or_path {config.model.model_name_or_path}: perl.sft takes no"
             " vision-language model; name one of texts alone"
         )
+    check_layers(config.peft, resolve_model(config.model.model_name_or_path, MODEL_FLAG))
     split = data.split or training_split(data.dataset_name_or_path)
     rows = read(data.dataset_name_or_path, split, data.example_numbers, data.task, data.system_prompt)
     check_loss(training, rows[0], tokenizer)

@@ -14,7 +14,7 @@ from perl.config.load import Config
 from perl.errors import lookup
 from perl.redact import hide_secrets_in_output
 from perl.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
-from perl.training.rundir import method_of, model_slug
+from perl.training.rundir import method_of, model_slug, writable
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
@@ -87,4 +87,6 @@ class WandbRunWriter(TrainerCallback):
 
         if wandb.run is not None:  # transformers' callback, which comes before this one, has started it
             hide_secrets_in_output()  # of which W&B keeps a copy
-            WandbRun(id=wandb.run.id, project=wandb.run.project, entity=wandb.run.entity or None).write(self.run_dir)
+            run = WandbRun(id=wandb.run.id, project=wandb.run.project, entity=wandb.run.entity or None)
+            with writable(self.run_dir):
+                run.write(self.run_dir)

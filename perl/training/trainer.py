@@ -12,7 +12,7 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
             -> _compute_loss              loss          passes: log-probabilities; loss: ratio, KL; TRL's loss; with a
                                                         critic: its values, of the same pass, and their loss
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
-    log, _save_own                                      measurements, aqn/…; rollout_state: rollouts still to be used
+    log, _save_own                                      measurements, aqn/…; process_state: rollouts still to be used
 
 `with self.clock(…)` marks the phases that perl/training/metrics.py measures; what is in none is the update.
 """
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import gather_object, send_to_device
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
@@ -39,6 +38,7 @@ from perl.algorithms import ALGORITHMS
 from perl.algorithms.algorithm import Scored
 from perl.algorithms.grpo import group_relative
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
+from perl.algorithms.ppo import generalized
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.engines.sequence import left_pad
 from perl.errors import UserError
@@ -48,9 +48,7 @@ from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.prompts import truncated
 from perl.records import Sampling
-from perl.reward_files import ROW, row_name
 from perl.rewards import GradeEarly
-from perl.training import rollout_state
 from perl.training.adapter_trainer import WriteCard
 from perl.training.critic import Critic, prepare_own_base
 from perl.training.dynamic_sampling import Collected, DynamicSampling, Hooks, Judged, as_batch, compared_reward
@@ -68,9 +66,10 @@ from perl.training.loss import (
 from perl.training.measurements import Measurements
 from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
-from perl.training.nonfinite import NonFinite, save_batch
+from perl.training.nonfinite import NonFinite, Rewarded, require_finite_weights, save_batch
 from perl.training.packing import enable_packing
 from perl.training.passes import PolicyPasses
+from perl.training.process_state import RolloutState
 from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import (
     Completions,
@@ -411,7 +410,10 @@ class PerlGRPOTrainer(PolicyPasses):
             else:
                 self._pending_extra_logs.update(chosen.extras)
                 rewards: Any = self.accelerator.gather(chosen.rewards.to(self.accelerator.device))
-            rewards = self._finite_rewards(rewards, inputs, prompts, completions)
+            rows = Rewarded(functions=self.reward_func_names, inputs=inputs, prompts=prompts, completions=completions)
+            if not self.nonfinite.usable(self.state.global_step + 1, rewards, rows):
+                self.rollout.unusable = True
+                rewards = rewards.masked_fill(rewards.isinf(), math.nan)
         weights = self.reward_weights.to(rewards.device)
         together = self.multi_objective_aggregation == "sum_then_normalize"
         equal = (equal_rewards if together else each_equal)(rewards, weights, self._group_size())
@@ -420,36 +422,6 @@ class PerlGRPOTrainer(PolicyPasses):
         self.rollout.rewards = total.masked_fill(rewards.isnan().all(dim=1), math.nan)
         self.rollout.after_rewards.enter_context(self.clock("advantages"))
         return rewards
-
-    def _finite_rewards(self, rewards: torch.Tensor, inputs: list, prompts: list, completions: list) -> torch.Tensor:
-        """Those of all processes, NaN where a row has none of a function; where a number was not finite, or none was
-        given at all, the run stops, or makes no update of this rollout. Every process must come here."""
-        wrong = rewards.isinf()
-        if not wrong.any() and not rewards.isnan().all():
-            return rewards
-        first, names = len(prompts) * self.accelerator.process_index, self.reward_func_names
-        mine = rewards[first : first + len(prompts)]
-        own = [
-            f"{names[function]} on {row_name(row, completions[row], prompts[row], inputs[row].get(ROW))}"
-            for row, function in wrong[first : first + len(prompts)].nonzero().tolist()
-        ]
-        found = gather_object(own)
-        what = f"no reward of {', '.join(names)} for any of the {len(rewards)} completions"
-        if found:
-            more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-            what = f"a reward is not finite: {found[0]}{more}"
-
-        def save(folder: Path) -> None:
-            scores = [dict(zip(names, scores, strict=True)) for scores in mine.tolist()]
-            texts = zip(prompts, completions, scores, strict=True)
-            save_batch(folder, self.args.process_index, [{"prompt": p, "completion": c, **s} for p, c, s in texts])
-
-        step = self.state.global_step + 1
-        if self.nonfinite.policy == "stop":
-            self.nonfinite.stop(step, what, save)
-        log.warning("step %d: %s", step, what)
-        self.rollout.unusable = True
-        return rewards.masked_fill(wrong, math.nan)
 
     def _group_size(self) -> int:
         return (self.num_generations if self.model.training else self.num_generations_eval) or 1
@@ -502,8 +474,10 @@ class PerlGRPOTrainer(PolicyPasses):
             values=self._values(batch),
             scale=self.scale_rewards,  # type: ignore[arg-type]
         )
-        batch |= self.critic.targets(scored) if self.critic else {}
         with self.clock("advantages"):
+            if self.critic is not None:
+                scored = replace(scored, generalized=generalized(scored))
+                batch |= self.critic.targets(scored)
             advantages = estimate(scored)
             shown = (
                 advantages if advantages.ndim == 1 else (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -612,6 +586,7 @@ class PerlGRPOTrainer(PolicyPasses):
         dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
         if base is not None:
             prepare_own_base(base, self.args, split=is_deepspeed_zero3_enabled() or self.is_fsdp_enabled)
+            require_finite_weights(base, f"--config.critic.model_name_or_path {config.model_name_or_path}")
         critic = Critic(self._policy(), config, self.plan.kernel, dtype, base, self.args.seed)
         self.add_callback(critic.warm_up)
         return critic
@@ -721,8 +696,8 @@ class PerlGRPOTrainer(PolicyPasses):
             state["rms"] = self.noise.rms
         return state
 
-    def _restore_run_state(self, checkpoint: Path) -> dict[str, Any] | None:
-        state = super()._restore_run_state(checkpoint) or {}
+    def _restore_run_state(self, state: dict[str, Any]) -> None:
+        super()._restore_run_state(state)
         if self.noise and "rms" in state:  # of the weights as the run began; norms may be trained
             self.noise.rms[:] = state["rms"]
         if "measured" in state:
@@ -730,23 +705,32 @@ class PerlGRPOTrainer(PolicyPasses):
             self.rollout.weights = Weights(*state["weights"])
         if self.critic and "critic" in state:
             vars(self.critic.measured).update(state["critic"])
-        return state
 
-    def _save_own(self, checkpoint: Path) -> None:
-        super()._save_own(checkpoint)
+    def _rollout_state(self) -> RolloutState:
         window = self.args.steps_per_generation * self.num_iterations  # type: ignore[operator]  # set by GRPOConfig
         pending: Any = self._buffered_inputs
-        state = rollout_state.RolloutState(
+        return RolloutState(
             step=self._step,
             buffered_inputs=pending if self._step % window else None,
-            processes=self.accelerator.num_processes,
             settings=self._window_settings(),
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
             kl_coefficient=self.kl_coefficient.value,
             stream=self.dynamic_sampling.stream.state() if self.dynamic_sampling else None,
         )
+
+    def _restore_rollout(self, state: RolloutState) -> None:
+        self._step = state.step
+        self._buffered_inputs = state.buffered_inputs
+        if state.kl_coefficient is not None and self.kl_coefficient.target is not None:
+            self.kl_coefficient.value = state.kl_coefficient
+        if state.adapted is not None:
+            self.noise_stage.adapted = Adapted(**state.adapted)
+        if self.dynamic_sampling and state.stream is not None:
+            self.dynamic_sampling.stream.restore(state.stream)
+
+    def _save_own(self, checkpoint: Path) -> None:
+        super()._save_own(checkpoint)
         self.save_critic(checkpoint)
-        rollout_state.save(checkpoint, self.args.process_index, state)
 
     def save_critic(self, folder: Path) -> None:
         """Every process must come here."""
@@ -761,19 +745,6 @@ class PerlGRPOTrainer(PolicyPasses):
         if checkpoint is not None and self.critic is not None and not self.is_deepspeed_enabled:
             self.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        processes = self.accelerator.num_processes
-        state = rollout_state.load(checkpoint, self.args.process_index, processes, self._window_settings())
-        if state is not None:
-            self._step = state.step
-            self._buffered_inputs = send_to_device(state.buffered_inputs, self.accelerator.device)
-            if state.kl_coefficient is not None and self.kl_coefficient.target is not None:
-                self.kl_coefficient.value = state.kl_coefficient
-            if state.adapted is not None:
-                self.noise_stage.adapted = Adapted(**state.adapted)
-            if self.dynamic_sampling and state.stream is not None:
-                self.dynamic_sampling.stream.restore(state.stream)
 
 
 def _trained_tokens(batch: dict[str, Any]) -> torch.Tensor:

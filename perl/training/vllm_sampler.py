@@ -16,8 +16,9 @@ import torch
 from perl.engines.base import warn_once
 from perl.noise.injector import NoiseInjector
 from perl.records import Sampling
+from perl.sharding import Gather
 from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest, Weights, realized
-from perl.training.vllm_sync import Gather, VLLMSync
+from perl.training.vllm_sync import VLLMSync
 
 OfAllProcesses = Callable[[list[int]], torch.Tensor]
 """[processes, numbers]: the numbers that each process gives."""

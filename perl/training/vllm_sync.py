@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from perl.adapters.layers import adapted_layers
 from perl.adapters.none import NO_ADAPTER, has_adapter
 from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank
 from perl.errors import UserError
-from perl.sharding import resharded, whole, whole_of
+from perl.sharding import Gather, resharded, whole, whole_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Gather = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
-"""Inside the context ZeRO-3's parameters are whole."""
 
 SERVER_TIMEOUT_S = 600.0
 """For a server to load or unload an adapter; all ranks wait for it."""

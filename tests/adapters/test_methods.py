@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from perl.adapters import ADAPTERS
 from perl.adapters.adalora import RankSchedule, target_rank
-from perl.adapters.applied import applied, check_method
+from perl.adapters.applied import applied, check_layers, check_method
 from perl.adapters.merge import merge_adapter
 from perl.adapters.titles import TITLES
 from perl.config.load import parse
@@ -153,11 +153,6 @@ def test_a_field_that_a_method_does_not_read_or_take_is_one_line(fields, said):
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
-        (
-            "oft",
-            {"oft_block_size": 7},
-            r"oft_block_size 7: does not divide the 64 inputs of model.layers.0",
-        ),
         ("ln_tuning", {"target_modules": ["q_proj"]}, r"model\.layers\.0\.self_attn\.q_proj is no norm"),
     ],
 )
@@ -417,3 +412,30 @@ def test_noise_is_on_the_norms_that_ln_tuning_trains_and_gone_bit_for_bit():
     assert changed == {f"{target.name}.ln_tuning_layers.default.weight" for target in injector.targets}
     for key, parameter in model.named_parameters():
         assert torch.equal(parameter, before[key]), key
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"target_modules": ["q_project"]},
+            r"^--config.peft.target_modules .'q_project'.: the model has no such layer; its linear layers are"
+            r" q_proj, k_proj, v_proj, o_proj, gate_proj",
+        ),
+        ({"type": "ia3", "target_modules": ["query"]}, r"^--config.peft.target_modules .'query'.: the model has no"),
+        ({"type": "pissa", "r": 65}, r"^--config.peft.r 65: model.layers.0.*singular components; write no more"),
+        ({"type": "milora_plus", "r": 65}, r"^--config.peft.r 65: model.layers.0"),
+        ({"type": "oft", "oft_block_size": 7}, r"oft_block_size 7: does not divide the 64 inputs of model.layers.0"),
+        ({"type": "ln_tuning", "target_modules": ["q_proj"]}, r"model\.layers\.0\.self_attn\.q_proj is no norm"),
+    ],
+)
+def test_layers_are_checked_by_their_shapes_before_a_weight_is_read(tmp_path, fields, said):
+    tiny_model().config.save_pretrained(tmp_path)  # no weights
+    with pytest.raises(UserError, match=said):
+        check_layers(PeftConfig(**fields), tmp_path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_finds_its_layers(tmp_path, name):
+    tiny_model().config.save_pretrained(tmp_path)
+    check_layers(settings(name), tmp_path)

@@ -95,6 +95,12 @@ def test_a_whole_number_that_no_float_holds_is_one_line():
     )
 
 
+@pytest.mark.parametrize(("flag", "value"), [("adam_beta1", "1.0"), ("adam_beta2", "1.5"), ("adam_beta1", "-0.1")])
+def test_betas_that_adam_cannot_have_are_told_before_anything_is_loaded(flag, value):
+    said = f"--config.training.{flag} {float(value)}: write a number from 0, below 1"
+    assert message(f"--config.training.{flag}", value) == said
+
+
 def test_wrong_type_names_flag_and_value():
     said = message("--config.training.learning_rate", "fast")
     assert "--config.training.learning_rate" in said
@@ -307,6 +313,8 @@ def test_as_many_weights_as_rewards():
 
 def test_recipe_mistakes(tmp_path):
     assert "no file nowhere.yaml" in message("--recipe", "nowhere.yaml")
+    assert message("--recipe", str(tmp_path)) == f"--recipe {tmp_path}: is a folder; name a YAML file in it"
+    assert "/dev/null: is a device or a pipe" in message("--recipe", "/dev/null")
     assert "did you mean training?" in message("--recipe", write(tmp_path / "a.yaml", "trainin: {max_steps: 1}"))
     assert "max_steps?" in message("--recipe", write(tmp_path / "b.yaml", "training: {max_stepz: 1}"))
     assert "not YAML" in message("--recipe", write(tmp_path / "c.yaml", "training: [1"))

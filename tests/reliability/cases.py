@@ -128,6 +128,7 @@ DATA = [
     train("nothing_behind_the_marker", lambda p: p.train(p.sums(answer="1 + 3 ####"))),
     train("gold_is_nan", lambda p: p.train(p.sums(answer=float("nan")))),
     train("gold_lost_digits", lambda p: p.train(p.table([row(answer=2.0**60)]))),
+    train("a_device_for_data", lambda p: p.train("/dev/null")),
     train("messages_without_content", lambda p: p.train(p.rows({"prompt": [{"role": "user"}], "answer": "4"}))),
     train("no_messages", lambda p: p.train(p.rows({"prompt": [], "answer": "4"}))),
     train(
@@ -160,6 +161,9 @@ MODEL = [
     model("no_weights", model_safetensors=remove),
     model("cut_off_weights", model_safetensors=cut),
     model("garbage_weights", model_safetensors=garbage),
+    model(
+        "a_weight_is_infinite", model_safetensors=tensors(lambda held: held["model.norm.weight"].fill_(float("inf")))
+    ),
     model("weights_of_another_shape", config_json=field(intermediate_size=32)),
     model("a_weight_is_missing", model_safetensors=tensors(lambda held: held.pop("model.norm.weight"))),
     model("untied_without_a_head", model_safetensors=tensors(lambda held: held.pop("lm_head.weight"))),
@@ -187,6 +191,8 @@ CONFIGURATION = [
     flags("negative_epsilon", training__epsilon=-0.2),
     flags("negative_entropy_coef", training__entropy_coef=-1),
     flags("num_iterations_0", training__num_iterations=0),
+    flags("beta_1", training__adam_beta2=1),
+    flags("unknown_generation_argument", training__generation_kwargs='{"top_kk": 4}'),
     flags("batch_size_0", training__per_device_train_batch_size=0),
     flags("max_completion_length_0", training__max_completion_length=0),
     flags("save_steps_0", training__save_steps=0),
@@ -199,6 +205,8 @@ CONFIGURATION = [
     flags("unknown_optimizer", training__optim="adamm"),
     flags("unknown_algorithm", algorithm__name="grpoo"),
     flags("unknown_adapter_type", peft__type="lorra"),
+    flags("no_such_layer", peft__target_modules='["query"]'),
+    flags("rank_of_no_layer", peft__type="pissa", peft__r=65),
     flags("unknown_reward", reward__functions='["acuracy"]'),
     flags("no_such_reward_file", reward__functions='["mine.py:f"]'),
     train(
@@ -210,6 +218,7 @@ CONFIGURATION = [
     flags("unknown_tracker", training__report_to="wandbb"),
     flags("no_checkpoint_to_go_on_from", training__resume_from_checkpoint="true"),
     train("no_such_recipe", lambda p: p.train(None, "--recipe", "recipe.yaml")),
+    train("recipe_is_a_folder", lambda p: ((p / "recipes").mkdir(), p.train(None, "--recipe", "recipes"))[1]),
     recipe("recipe_is_no_yaml", "a: [1"),
     recipe("recipe_is_no_utf8", b"a: \xff"),
     recipe("recipe_is_a_text", "hello"),
@@ -366,7 +375,8 @@ SLOW = frozenset(
     folder_of_another_run no_such_adapter adapter_of_another_rank broken_adapter_config no_turn_of_the_assistant
     turn_without_a_text messages_and_pairs images_in_a_fine_tuning tools_that_are_no_list nothing_left_to_learn
     launch_with_a_mistake max_completion_length_0 save_steps_0 batch_size_0 negative_seed nan_among_the_weights
-    infinite_noise huge_json huge_csv huge_parquet
+    infinite_noise huge_json huge_csv huge_parquet beta_1 unknown_generation_argument no_such_layer
+    rank_of_no_layer recipe_is_a_folder a_device_for_data
     """.split()  # noqa: SIM905  # a list of 60 lines says no more
 )
 """Cases left to the slow tests: other tests of the suite make the same checks below the command line."""

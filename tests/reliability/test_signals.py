@@ -16,7 +16,7 @@ NUMBERS = {"SIGTERM": 143, "SIGINT": 130}
 PHASES = {
     "rollout": "perl.training.rollout.RolloutPolicy.complete",
     "update": "perl.training.trainer.PerlGRPOTrainer._compute_loss",
-    "checkpoint": "perl.training.rollout_state.save",
+    "checkpoint": "perl.training.process_state.save",
     "validation": "perl.training.validation.Validation.complete",
 }
 """Phase -> a function that is called in it."""
@@ -88,6 +88,20 @@ def test_a_signal_ends_the_step_and_saves_it(phase, sign, tmp_path, monkeypatch,
     )
     assert step in (1, 2)
     assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_signal_while_the_result_is_saved(tmp_path, monkeypatch, capfd):
+    """It was promised a checkpoint after a step."""
+    monkeypatch.chdir(tmp_path)
+    words = Place(tmp_path).train()
+    signalled(monkeypatch, "perl.training.run.save_result", signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["perl.train", *words])
+    main()  # ends as it would have without the signal
+    said = (
+        "stopping: SIGTERM: the run has made its last step, and ends when its result is saved; a second signal ends it"
+    )
+    assert said in capfd.readouterr().out
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def test_a_clock_that_is_set_back(tmp_path, monkeypatch, capfd):

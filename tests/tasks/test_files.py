@@ -52,3 +52,25 @@ def test_a_broken_array_is_told(text, tmp_path):
     file.write_text(text)
     with pytest.raises(UserError, match="not valid json"):
         rows_of(file)
+
+
+def test_a_device_is_told_from_a_file_that_is_not_there():
+    with pytest.raises(UserError, match=r"^/dev/null: is a device or a pipe; write a file of rows"):
+        load_problems("/dev/null")
+    with pytest.raises(UserError, match=r"^/dev/nothing: no such file or folder"):
+        load_problems("/dev/nothing")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_the_place_of_a_mistake_in_an_array_is_the_files(indent, tmp_path, monkeypatch):
+    """As json itself says it of the whole text, wherever a piece of the file ends."""
+    text = json.dumps([{"a": i, "b": "x" * i} for i in range(40)], indent=indent).replace('"a": 30', '"a": nothing')
+    with pytest.raises(json.JSONDecodeError) as expected:
+        json.loads(text)
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    for size in (1, 7, 64, 1 << 16):
+        monkeypatch.setattr(files, "CHUNK", size)
+        with pytest.raises(UserError) as error:
+            rows_of(file)
+        assert str(error.value) == f"{file}:31: not valid json: {expected.value}"

@@ -14,6 +14,7 @@ from rich.console import Console
 from perl.config.parser import Parser
 from perl.errors import UserError
 from perl.tools import real
+from perl.tools.stages import HERE, alone
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,13 +115,24 @@ def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
 def test_a_training_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(real, "train", lambda *arguments: called.append(arguments))
-    real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet())
+    real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet(), HERE)
     assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "auto"]
+
+
+def test_two_commands_in_one_folder_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(real, "real", lambda *_: {})
+    folder = tmp_path / "run"
+    words = ["--output_dir", str(folder), "--data", str(data(tmp_path / "data")), "--sft_rows", "4"]
+    assert run(*words) == 0
+    with alone(folder, "--output_dir", quiet()), pytest.raises(UserError) as error:
+        run(*words)
+    assert str(error.value) == f"--output_dir {folder}: another command works in it; wait until it has ended"
+    assert run(*words) == 0
 
 
 def test_a_wrong_model_is_corrected(tmp_path):
     with pytest.raises(UserError, match=r"^--model: unknown model 'smollm'; did you mean 'smollm2'"):
-        real.get_model("smollm", tmp_path, quiet())
+        real.get_model("smollm", tmp_path, quiet(), HERE)
 
 
 @pytest.mark.slow

@@ -7,6 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
+from perl.errors import UserError
 from perl.tools import stages
 
 ROOT = Path(__file__).parents[2]
@@ -60,3 +64,21 @@ def test_a_stage_that_ends_leaves_nothing_behind(tmp_path):
     assert (tmp_path / "stage.log").read_text() == "done\n"
     mine = subprocess.run(["pgrep", "-P", str(os.getpid()), "-x", "sh"], capture_output=True, text=True, check=False)
     assert not mine.stdout
+
+
+def test_the_log_of_an_earlier_attempt_stays(tmp_path):
+    log = tmp_path / "train.log"
+    for said in ("first", "second"):
+        with stages.start([sys.executable, "-c", f"print({said!r})"], log, append=True) as process:
+            process.wait()
+    first, between, second = log.read_text().splitlines()
+    assert (first, second) == ("first", "second")
+    assert between.startswith("---- ")
+    assert between.endswith(": started again")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as error, stages.alone(tmp_path / "file" / "run", "--output_dir", Console()):
+        pass
+    assert str(error.value) == f"--output_dir {tmp_path}/file/run: Not a directory; write another folder"

@@ -21,7 +21,7 @@ from perl.__main__ import main
 from perl.config.load import GRPO
 from perl.errors import UserError
 from perl.reports.methods import COMPARISON, PAGE, SETTINGS, STATE, Run
-from perl.tools.stages import HERE, StageError
+from perl.tools.stages import HERE, StageError, alone
 from perl.tools.sweep import cli, work
 from perl.tools.sweep.grid import folder_of, make_grid, read_vary, slug, split_values
 
@@ -239,20 +239,20 @@ def test_the_last_lines_of_a_failed_stage_are_shown_without_secrets(tmp_path, mo
 
 
 def test_one_sweep_at_a_time_works_in_a_folder_and_waits_for_a_stage_that_was_left(tmp_path):
-    with work.alone(tmp_path, Console(quiet=True)) as kept_open:
-        with pytest.raises(UserError, match=r"another sweep works in it; wait until it has ended$"):
-            work.alone(tmp_path, Console(quiet=True)).__enter__()
+    with alone(tmp_path, "--output", Console(quiet=True)) as kept_open:
+        with pytest.raises(UserError, match=r"another command works in it; wait until it has ended$"):
+            alone(tmp_path, "--output", Console(quiet=True)).__enter__()
         # As a stage that outlives its sweep: it holds a lock for as long as it runs.
         left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(kept_open,))
     said, turns = io.StringIO(), []
 
     def follow() -> None:
-        with work.alone(tmp_path, Console(file=said)):
+        with alone(tmp_path, "--output", Console(file=said)):
             turns.append("taken")
 
     follower = threading.Thread(target=follow)
     follower.start()
-    while "waiting for what an interrupted sweep has left running" not in said.getvalue():
+    while "waiting for what an interrupted command has left running" not in said.getvalue():
         assert follower.is_alive()
         time.sleep(0.01)
     assert turns == []
@@ -279,7 +279,7 @@ def test_a_sweep_that_is_killed_goes_on_and_ends_as_an_undisturbed_training(tmp_
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment, "cwd": ROOT}
     killed = subprocess.Popen(command, **pipes)
     train = output / "runs" / folder_of({"reward.functions": '["accuracy"]'}) / "seed_1" / "train"
-    while killed.poll() is None and not list(train.glob("checkpoint-*/rollout_state_0.pt")):
+    while killed.poll() is None and not list(train.glob("checkpoint-*/process_state_0.pt")):
         time.sleep(0.05)
     for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: nothing is left that could note the others' end
         for pid in [killed.pid, *descendants(killed.pid)]:
@@ -323,3 +323,10 @@ def descendants(pid: int) -> list[int]:
     for child in found:
         found += children.get(child, [])
     return found
+
+
+def test_the_trainings_of_a_sweep_start_with_the_launch_scripts_variables(monkeypatch):
+    monkeypatch.delenv("HCCL_CONNECT_TIMEOUT", raising=False)
+    where = work.surroundings("npu", 2, 3)
+    assert where.variables["HCCL_CONNECT_TIMEOUT"] == "1200"
+    assert where.variables["PERL_NUM_PROCESSES"] == "2"

@@ -66,3 +66,16 @@ def test_the_trainers_history_keeps_little_of_what_metrics_jsonl_holds(tmp_path)
     assert state.log_history == [{"step": step, "loss": 0.5, "reward": 0.25} for step in (1, 2)]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [len(row) for row in rows] == [55, 55]  # the logs, the step and the time
+
+
+def test_a_signal_while_the_result_is_saved_is_told_what_happens(capfd):
+    """It was promised a checkpoint after a step, and nothing of it was true."""
+    args, state = SimpleNamespace(world_size=1), SimpleNamespace(global_step=9, max_steps=9)
+    with StopOnSignal() as stop:
+        stop.on_train_begin(args, state, None)
+        stop.on_step_end(args, state, SimpleNamespace())
+        stop.on_train_end(args, state, None)
+        signal.raise_signal(signal.SIGTERM)
+        stop.raise_if_stopped(args, state, None)  # nothing is left to go on with
+    said = "stopping: SIGTERM: the run has made its last step, and ends when its result is saved; a second signal ends"
+    assert capfd.readouterr().out.startswith(said)

@@ -8,11 +8,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from perl.algorithms.ppo import gae
 from perl.config.load import parse
 from perl.errors import UserError
 from perl.training.critic import SCALE, value_loss
 from perl.training.passes import tokens_of
-from perl.training.run_checkpoints import check_critic
+from perl.training.run import save_critic
+from perl.training.run_checkpoints import CRITIC, check_critic
 from perl.training.setup import check_critic_base, load_critic_base
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.trainers import make_trainer, move_adapter, reward_tokens
@@ -334,3 +336,26 @@ def test_a_warm_up_as_long_as_the_training_is_refused():
     with pytest.raises(UserError, match=r"warmup_steps 10: the training ends after step 10, before the policy"):
         parse([*words, "10"])
     assert parse([*words, "11"]).warnings == []
+
+
+def test_a_critic_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch):
+    trainer = ppo(tmp_path)
+    save_critic(trainer, tmp_path)
+    file = tmp_path / CRITIC
+    before = file.read_bytes()
+
+    def half(tensors, path):
+        path.write_bytes(before[: len(before) // 2])
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("perl.training.critic.save_file", half)
+    with pytest.raises(OSError, match="No space left"):
+        save_critic(trainer, tmp_path)
+    assert file.read_bytes() == before
+
+
+def test_advantages_are_estimated_once_a_rollout(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("perl.algorithms.ppo.gae", lambda *arguments: calls.append(1) or gae(*arguments))
+    ppo(tmp_path, max_steps=2).train()
+    assert len(calls) == 2

@@ -10,7 +10,7 @@ import torch
 from perl.config.schema import NoiseConfig
 from perl.errors import UserError
 from perl.noise.schedule import Adapted, adapt
-from perl.training.rollout_state import state_file
+from perl.training.process_state import state_file
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer, reward_tokens
 
@@ -159,7 +159,7 @@ def test_the_checkpoint_of_another_schedule_holds_no_adapted_noise(tmp_path):
     for name, noise in (("linear", noise_of()), ("target_kl", target_kl())):
         trainer = trainer_of(tmp_path / name, noise, **settings)
         trainer.train()
-        state = torch.load(state_file(tmp_path / name / "checkpoint-1", 0), weights_only=True)
+        state = torch.load(state_file(tmp_path / name / "checkpoint-1", 0), weights_only=True)["rollout"]
         assert state["adapted"] == (asdict(trainer.noise_stage.adapted) if name == "target_kl" else None)
 
 

@@ -3,10 +3,13 @@
 import json
 import re
 
+import pytest
 from huggingface_hub import ModelCard
 
+from perl.adapters.titles import with_article
 from perl.algorithms import ALGORITHMS
 from perl.checkpoints import content_hash
+from perl.errors import UserError
 from perl.training.model_card import (
     add_results,
     hub_dataset,
@@ -189,3 +192,27 @@ def test_every_algorithm_links_its_paper():
     links = [linked_algorithm(name) for name in ALGORITHMS]
     assert linked_algorithm("reinforce_plus_plus") == "[REINFORCE++](https://arxiv.org/abs/2501.03262)"
     assert all(re.fullmatch(r"\[.+\]\(https://arxiv.org/abs/\d{4}\.\d{5}\)", link) for link in links)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "3", "[" * 100_000])
+def test_a_file_without_fields_is_one_line(tmp_path, content):
+    adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"adapter_config.json: (holds .*, and no fields; copy it again|not readable)"):
+        new_card(tmp_path, "name")
+
+
+@pytest.mark.parametrize(
+    ("method", "written"),
+    [
+        ("LoRA", "A LoRA"),
+        ("OFT", "An OFT"),
+        ("(IA)³", "An (IA)³"),
+        ("AdaLoRA", "An AdaLoRA"),
+        ("HRA", "An HRA"),
+        ("rsLoRA", "An rsLoRA"),
+        ("PiSSA", "A PiSSA"),
+    ],
+)
+def test_the_article_is_that_of_the_methods_name(method, written):
+    assert with_article(method) == written

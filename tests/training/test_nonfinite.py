@@ -6,8 +6,9 @@ import math
 import pytest
 from safetensors.torch import load_file
 
-from perl.errors import RunError
-from perl.training.nonfinite import MOST_IN_A_ROW
+from perl.errors import RunError, UserError
+from perl.training.nonfinite import MOST_IN_A_ROW, require_finite_weights
+from tests.tiny import tiny_model
 from tests.trainers import make_trainer, reward_digits
 from tests.training.poison import Steps, poison
 
@@ -81,6 +82,29 @@ def test_after_so_many_skipped_updates_in_a_row_the_run_stops(tmp_path):
         trainer.train()
 
 
+def test_a_resumed_run_counts_on_in_the_row(tmp_path):
+    settings = {"gradient_accumulation_steps": 1, "on_nonfinite": "skip", "save_strategy": "steps", "save_steps": 6}
+    first = make_trainer(tmp_path, max_steps=6, **settings)
+    poison(first, "loss", set(range(1, 20)))
+    first.train()
+    resumed = make_trainer(tmp_path, max_steps=20, **settings)
+    poison(resumed, "loss", set(range(1, 20)))
+    with pytest.raises(RunError, match=f"^step {MOST_IN_A_ROW}: .* as in 9 updates before"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_the_line_that_ends_the_run_names_the_reward_that_was_never_finite(tmp_path):
+    def broken(completions, **_):
+        return [math.inf] * len(completions)
+
+    trainer = make_trainer(
+        tmp_path, max_steps=20, gradient_accumulation_steps=1, rewards=[reward_digits, broken], on_nonfinite="skip"
+    )
+    said = f"^step {MOST_IN_A_ROW}: a reward is not finite: broken on completion 0 .* as in 9 updates before"
+    with pytest.raises(RunError, match=said):
+        trainer.train()
+
+
 def rewards_of(*numbers):
     """A reward that gives these numbers to the rows of its second call, and an irregular one to all others."""
     calls = []
@@ -123,3 +147,19 @@ def test_a_row_without_a_reward_is_no_mistake(tmp_path):
     trainer = make_trainer(tmp_path, rewards=[rewards_of(None, 1.0, 0.0, 0.5, *[None] * 4)])
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_a_base_with_a_weight_that_is_not_finite_is_refused_by_its_name(tmp_path, adapter):
+    model = tiny_model(scale=4.0)
+    model.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 2] = math.inf
+    said = r"^--config.model.model_name_or_path .*: model.layers.1.mlp.up_proj.weight holds NaN or infinity; copy"
+    with pytest.raises(UserError, match=said):
+        make_trainer(tmp_path, model=model, adapter=adapter)
+
+
+def test_large_weights_are_no_mistake():
+    """Their sum is beyond what float32 holds."""
+    model = tiny_model()
+    model.get_parameter("model.layers.1.mlp.up_proj.weight").data.fill_(3e38)
+    require_finite_weights(model, "")

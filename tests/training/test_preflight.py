@@ -20,6 +20,7 @@ def config(*flags):
         ("temperature", "-1", "temperature: -1.0 is not possible"),
         ("repetition_penalty", "0", "repetition_penalty: 0.0 is not possible"),
         ("generation_kwargs", '{"num_beams": 4}', "generation_kwargs: num_beams has no place in a rollout"),
+        ("generation_kwargs", '{"top_kk": 4}', "generation_kwargs: unknown name 'top_kk'; write .*, such as top_k, "),
         ("generation_kwargs", '{"top_p": 0}', "top_p: 0.0 is not possible"),
     ],
 )

@@ -168,7 +168,7 @@ class Code:
         return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "rollout_state_0.pt", "run_state_0.pt"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "process_state_0.pt"])
 def test_code_in_a_checkpoint_is_not_run(whole, tmp_path, flags, name):
     checkpoint = shutil.copytree(whole[1] / "checkpoint-1", tmp_path / "checkpoint-1")
     for file in (name, "training_args.bin"):

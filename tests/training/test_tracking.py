@@ -75,7 +75,7 @@ def test_the_run_is_named_after_what_it_trains():
         "grpo_lora": [],
         "ppo_lora": ["--config.algorithm.name", "ppo"],
         "dapo_full": ["--config.algorithm.name", "dapo", "--config.peft.type", "none"],
-        "rloo_lora": ["--config.algorithm.name", "rloo", "--config.peft.type", "dora"],
+        "rloo_dora": ["--config.algorithm.name", "rloo", "--config.peft.type", "dora"],
     }
     for name, further in names.items():
         values = parse([*flags, *further]).values

@@ -186,7 +186,7 @@ def test_the_training_is_the_same_without_it(made, flags, validated, tmp_path, e
         ours, theirs = (load_file(folder / checkpoint / "adapter_model.safetensors") for folder in (run, plain))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for name in ("rng_state.pth", "optimizer.pt", "rollout_state_0.pt"):
+    for name in ("rng_state.pth", "optimizer.pt", "process_state_0.pt"):
         ours, theirs = (torch.load(folder / "checkpoint-2" / name, weights_only=False) for folder in (run, plain))
         assert str(ours) == str(theirs)
     clocks = ("time", "timing/", "perf/", "step_time", "train_")

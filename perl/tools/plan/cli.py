@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, get_args
 
 from perl import device
+from perl.adapters.applied import STRATEGIES, check_method
 from perl.config.load import GRPO, parse_for
 from perl.errors import UserError, lookup
 from perl.tools.plan.devices import DEVICES
@@ -38,6 +39,7 @@ def run(args: Any) -> int:
     program, why = program_of(args.recipe, flags[::2], args.method)
     parsed = parse_for(program, ["--recipe", args.recipe, *flags])
     config = parsed.build(count)
+    check_method(config.peft, config.training, parallel if parallel in STRATEGIES else "")
     shape = shape_of(read_config(config.model.model_name_or_path), config.peft, critic_of(config))
     job = job_of(config, parsed, where, count, parallel)
     if parsed.program is GRPO and config.training.attention_kernels is True and not where.cpu:

@@ -20,22 +20,22 @@ from perl.config.types import NonNegativeInt
 from perl.errors import report_errors
 from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.quickstart.problems import DATA_FOLDER
-from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, evaluate, report, train
+from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, Where, alone, evaluate, report, train
 
 HELD_OUT = DATA_FOLDER / "test.jsonl"
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 
 
-def quickstart(seed: int, engine: Engine, folder: Path, console: Console) -> dict[str, float | int]:
+def quickstart(seed: int, engine: Engine, folder: Path, console: Console, where: Where) -> dict[str, float | int]:
     """Run the stages and show the table; returns what the JSON line holds. `folder` gets everything."""
     started = time.monotonic()
     console.print(f"[1/4] score the base model on held-out problems, {SAMPLED.n} samples each and greedily")
     how = Evaluation(model=BASE_FOLDER, held_out=HELD_OUT, sampled=SAMPLED, greedy=GREEDY, engine=engine, seed=seed)
-    before = evaluate(how, folder / "before", console)
+    before = evaluate(how, folder / "before", console, where=where)
     console.print("[2/4] train a LoRA adapter with GRPO and AQN (recipes/quickstart.yaml)")
-    adapter = train("perl.train", RECIPE, ["--config.common.seed", str(seed)], folder / "train", console)
+    adapter = train("perl.train", RECIPE, ["--config.common.seed", str(seed)], folder / "train", console, where)
     console.print("[3/4] score the base model with the adapter, on the same problems")
-    after = evaluate(how, folder / "after", console, adapter)
+    after = evaluate(how, folder / "after", console, adapter, where)
     console.print("[4/4] write the report (python -m perl report)")
     page = report([folder], folder / "report.html")
     console.print(comparison(before, after))
@@ -74,7 +74,8 @@ def main() -> int:
         console = Console()
         console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
         try:
-            result = quickstart(int(args.seed), args.engine, folder, console)
+            with alone(folder, "--output_dir", console) as kept_open:
+                result = quickstart(int(args.seed), args.engine, folder, console, Where(kept_open=(kept_open,)))
         except StageError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

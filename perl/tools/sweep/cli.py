@@ -35,9 +35,9 @@ from perl.scoring.statistics import Change, Estimate
 from perl.tasks import TASKS, data_name, load_problems, training_split
 from perl.tools.launch import accelerate_config, requested_processes
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
-from perl.tools.stages import StageError
+from perl.tools.stages import LOCK, STAGE_LOCK, StageError, alone
 from perl.tools.sweep.grid import Grid, check, make_grid, slug
-from perl.tools.sweep.work import LOCK, STAGE_LOCK, Workshop, alone, surroundings, work
+from perl.tools.sweep.work import Workshop, surroundings, work
 
 OWN_EVAL_FLAGS = ("model", "adapter", "dataset", "result_dir", "n", "temperature", "compare", "rescore")
 AGAIN = "the same command goes on from here"
@@ -173,7 +173,7 @@ def do(sweep: Sweep, console: Console) -> Comparison:
     except OSError as error:
         raise UserError(f"--output {sweep.output}: {error.strerror}; write another folder") from error
     say(console, f"everything goes to {sweep.output}")
-    with interruptible(), alone(sweep.output, console) as kept_open:
+    with interruptible(), alone(sweep.output, "--output", console) as kept_open:
         shop = Workshop(
             program=sweep.grid.program.name,
             argv=sweep.grid.argv,

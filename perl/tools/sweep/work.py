@@ -7,7 +7,6 @@ values comes before the second one, so that there is something to compare early.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,17 +16,15 @@ from pathlib import Path
 from rich.console import Console
 
 from perl import device
-from perl.errors import UserError
 from perl.redact import hide
 from perl.reports.methods import GREEDY, SAMPLED, Run
-from perl.tools.launch import accelerate_config, visible_device
+from perl.tools.launch import accelerate_config, start_environment
 from perl.tools.stages import ROOT, SHOWN_STEPS, StageError, Where, finish, run_at_once, start
 from perl.tools.stages import run as run_stage
 
 STEP = re.compile(r"step (\d+)/(\d+) ")
 LAST_LINES = 5
 """Of a log, shown when its stage failed."""
-LOCK, STAGE_LOCK = "sweep.lock", "stage.lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,27 +45,6 @@ class Workshop:
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def alone(folder: Path, console: Console) -> Iterator[int]:
-    """Hold the folder's locks; yields a file descriptor that stages keep open, so that a sweep which follows one that
-    was killed waits for the stage that this left, which is saving its checkpoint.
-
-    Raises:
-        UserError: another sweep works in the folder.
-    """
-    with (folder / LOCK).open("w") as own, (folder / STAGE_LOCK).open("w") as stages:
-        try:
-            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"--output {folder}: another sweep works in it; wait until it has ended") from error
-        try:
-            fcntl.flock(stages, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            console.print("waiting for what an interrupted sweep has left running ...")
-            fcntl.flock(stages, fcntl.LOCK_EX)
-        yield stages.fileno()
 
 
 def work(shop: Workshop, runs: Sequence[Run], bases: Mapping[str, Path], after_each: Callable[[], object]) -> None:
@@ -114,7 +90,8 @@ def train(shop: Workshop, run: Run) -> None:
     command += ["--config_file", accelerate_config(shop.kind, shop.processes), "--num_processes", str(shop.processes)]
     command += ["-m", shop.program, *flags, "--config.training.output_dir", str(run.train)]
     log = run.folder / "train.log"
-    with start(command, log, pipe=True, where=shop.where) as process, log.open("a", encoding="utf-8") as file:
+    stage = start(command, log, pipe=True, append=True, where=shop.where)
+    with stage as process, log.open("a", encoding="utf-8") as file:
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
@@ -168,5 +145,5 @@ def explained(shop: Workshop, *logs: Path) -> Iterator[None]:
 
 def surroundings(kind: device.Kind, processes: int, kept_open: int) -> Where:
     """Stages run in the user's own folder, where relative paths lead, and see the hub as the user does."""
-    variables = {"PERL_NUM_PROCESSES": str(processes), **visible_device(kind, processes)}
+    variables = {"PERL_NUM_PROCESSES": str(processes), **start_environment(kind, processes)}
     return Where(folder=Path.cwd(), variables=variables, kept_open=(kept_open,))

@@ -32,31 +32,12 @@ export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 trap 'exit 143' TERM
 trap 'exit 130' INT
 
-# Checks the whole command line and says DEVICE, NUM_PROCESSES, ACCELERATE_CONFIG, RUN_DIR, VISIBLE.
+# Checks the whole command line, says DEVICE, NUM_PROCESSES, ACCELERATE_CONFIG, RUN_DIR, and exports the variables of
+# perl/device.py (HCCL_BUFFSIZE, …) that the user has not set.
 # (Not as eval "$(…)": that would lose the exit code.)
 plan=$("$PYTHON" -m perl.tools.launch "$@") || exit $?
 trap - TERM INT
 eval "$plan"
-
-if [ "$DEVICE" = npu ]; then
-    # What the user has set stays.
-    export HCCL_BUFFSIZE=${HCCL_BUFFSIZE:-512}                                    # MB for each communicator's buffer
-    export HCCL_OP_BASE_FFTS_MODE_ENABLE=${HCCL_OP_BASE_FFTS_MODE_ENABLE:-TRUE}   # launch collectives on the device
-    export HCCL_WHITELIST_DISABLE=${HCCL_WHITELIST_DISABLE:-1}                    # no allow-list of hosts
-    export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1200}                     # ranks may load at different speeds
-    export VLLM_ASCEND_ENABLE_NZ=${VLLM_ASCEND_ENABLE_NZ:-0}                      # weights stay in ND, as trained
-    export VLLM_USE_V1=${VLLM_USE_V1:-1}
-    if [ -z "${ASCEND_HOME_PATH:-}" ]; then                                       # DeepSpeed reads it and fails without
-        for folder in "${ASCEND_TOOLKIT_HOME:-}" /usr/local/Ascend/cann /usr/local/Ascend/ascend-toolkit/latest; do
-            if [ -z "${ASCEND_HOME_PATH:-}" ] && [ -d "$folder" ]; then
-                export ASCEND_HOME_PATH=$folder
-            fi
-        done
-    fi
-fi
-if [ -n "$VISIBLE" ]; then
-    export "${VISIBLE?}"
-fi
 
 echo "run folder: $RUN_DIR"
 echo "$NUM_PROCESSES process(es) on $DEVICE, $(basename "$ACCELERATE_CONFIG"); everything else goes to output.log"

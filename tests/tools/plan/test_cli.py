@@ -156,6 +156,16 @@ MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden
         ([], OTHER, "plan has no formulas for gpt2"),
         ([], MIXTURE, "plan has no formulas for qwen2_moe"),
         (["--config.peft.target_modules", '["nothing"]'], None, "--config.peft: this model cannot be made"),
+        (
+            ["--config.peft.type", "oft", "--config.peft.r", "4"],
+            None,
+            "--config.peft.r 4: peft.type oft does not read it",
+        ),
+        (
+            ["--config.peft.type", "hra", "--device", "910b", "--count", "2", "--parallel", "zero3"],
+            None,
+            "can't be trained with ZeRO-3",
+        ),
         (["--config.training.num_generations", "3"], None, "num_generations 3 does not divide the 16 completions"),
         (["--config.dataset.max_prompt_length", "null"], None, "plan needs the longest prompt"),
         (["--method", "rl"], None, "--method: unknown method 'rl'"),

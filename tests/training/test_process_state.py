@@ -1,0 +1,82 @@
+"""What a checkpoint keeps of a process, and who may go on with it."""
+
+import pytest
+import torch
+
+from perl.errors import UserError
+from perl.training import process_state
+from perl.training.process_state import OLDER_ROLLOUT, OLDER_RUN, ProcessState, RolloutState, state_file
+
+NOW = {"gradient_accumulation_steps": 2, "num_iterations": 1}
+RUN = {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1, "loss": torch.tensor(0.5)}
+
+
+def write(folder, processes, buffered):
+    for rank in range(processes):
+        rollout = RolloutState(step=3, buffered_inputs=buffered, settings=NOW)
+        process_state.save(folder, rank, processes, ProcessState(run=RUN, rollout=rollout))
+
+
+def write_older(folder, rollout):
+    """As 0.7.0 did, on two processes; the first versions wrote no run_state."""
+    for rank in range(2):
+        torch.save({"step": 5, "buffered_inputs": [{}], **rollout}, state_file(folder, rank, OLDER_ROLLOUT))
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    write(tmp_path, 2, [{"advantages": torch.tensor([1.0, -1.0])}])
+    state = process_state.load(tmp_path, 1, 2, NOW)
+    assert state.rollout.step == 3
+    assert state.rollout.buffered_inputs[0]["advantages"].tolist() == [1.0, -1.0]
+    assert state.run == RUN
+
+
+def test_a_checkpoint_without_one_is_trls_own(tmp_path):
+    assert process_state.load(tmp_path, 0, 1, NOW) is None
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_another_number_of_processes(tmp_path, processes):
+    """At a window's end there is nothing that belongs to a process but what it has measured; within it every rank
+    refuses, also one that has a file of its own."""
+    write(tmp_path, 2, None)
+    for rank in range(processes):
+        state = process_state.load(tmp_path, rank, processes, NOW)
+        assert state.rollout.step == 0
+        assert state.run == {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1}
+    write(tmp_path, 2, [{}])
+    for rank in range(processes):
+        with pytest.raises(UserError, match=f"in the middle of a generation window, with 2 processes, now {processes}"):
+            process_state.load(tmp_path, rank, processes, NOW)
+
+
+def test_other_settings(tmp_path):
+    """Another number of micro-batches in an update: at a window's end the next one begins a window, as it should; in
+    the middle of one, half a rollout would be lost, and every later update would mix two."""
+    doubled = NOW | {"gradient_accumulation_steps": 4}
+    write(tmp_path, 1, None)
+    assert process_state.load(tmp_path, 0, 1, doubled).rollout.step == 0
+    write(tmp_path, 1, [{}])
+    with pytest.raises(UserError, match="with gradient_accumulation_steps 2, now 4; go on as it was begun"):
+        process_state.load(tmp_path, 0, 1, doubled)
+
+
+def test_the_two_files_of_0_7_are_read(tmp_path):
+    write_older(tmp_path, {"processes": 2, "settings": NOW, "kl_coefficient": 0.1})
+    for rank in range(2):
+        torch.save(
+            {"processes": 2, "total_loss": 1.5, "tokens": 7, "skipped": 2}, state_file(tmp_path, rank, OLDER_RUN)
+        )
+    state = process_state.load(tmp_path, 1, 2, NOW)
+    assert (state.rollout.step, state.rollout.kl_coefficient) == (5, 0.1)
+    assert (state.run["tokens"], state.run["skipped"]) == (7, 2)
+    with pytest.raises(UserError, match="with 2 processes, now 1"):
+        process_state.load(tmp_path, 0, 1, NOW)
+
+
+def test_a_checkpoint_of_the_first_versions_names_no_number_of_processes(tmp_path):
+    write_older(tmp_path, {})
+    state = process_state.load(tmp_path, 1, 2, NOW)
+    assert (state.rollout.step, state.run) == (5, None)
+    with pytest.raises(UserError, match="with 2 processes, now 1"):
+        process_state.load(tmp_path, 0, 1, NOW)
