@@ -50,7 +50,7 @@ quickstart: $(if $(filter vllm,$(QUICKSTART_ENGINE)),$(FULL),$(TRAIN))
 
 SEED ?= 1
 real: $(TRAIN)
-	@$(VENV)/bin/python -m perl real --output_dir outputs/real_$(SEED) --seed $(SEED)
+	@env -u OMP_NUM_THREADS $(VENV)/bin/python -m perl real --output_dir outputs/real_$(SEED) --seed $(SEED)
 
 # A process of tests a core. Each has a run of neighbours, which share what a module or folder makes for its tests, and
 # takes from the end of another's run when its own is done. (xdist 3.8 cannot group tests under pytest 9.2.)

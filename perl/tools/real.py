@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -218,7 +219,10 @@ def common_flags(settings: Settings, folder: Path) -> list[str]:
 
 
 def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console, where: Where) -> Path:
-    """Train from the start, or from the last checkpoint of an attempt that was interrupted."""
+    """Train from the start, or from the last checkpoint of an attempt that was interrupted. A thread for each core,
+    unless the user has set another number: nothing else runs at that time."""
+    threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
+    where = replace(where, variables={**where.variables, "OMP_NUM_THREADS": threads})
     return train(module, recipe, [*flags, "--config.training.resume_from_checkpoint", "auto"], folder, console, where)
 
 
