@@ -78,7 +78,7 @@ def draw(results: Sequence[dict[str, Any]]) -> None:
     CURVES.write_text(panels({name: several for name, several in curves.items() if several}), encoding="utf-8")
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="names, separated by commas")
     parser.add_argument("--seeds", default="1,2,3")
@@ -86,6 +86,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--keep", type=Path, default=None, help="folder for the runs; default: they are removed")
     parser.add_argument("--draw", action="store_true", help="only write the tables and the curves")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
     if args.draw:
         draw(read(args.output))

@@ -182,7 +182,7 @@ def draw(results: Sequence[Mapping[str, Any]]) -> None:
         (ROOT / "assets" / f"aqn_{model}.svg").write_text(panels(found, mean=True), encoding="utf-8")
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", default=";".join(ARMS), help="names, separated by semicolons")
     parser.add_argument("--seeds", default="1,2,3,4,5,6,7,8", help="of the quickstart")
@@ -190,6 +190,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: the recipe's")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--draw", action="store_true", help="only write the tables and the curves")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
     if args.draw:
         draw(read(args.output))

@@ -153,12 +153,16 @@ def result(steps: Sequence[Step], asked: int, warm_up: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--warm_up", type=int, default=None, help="200, or a fifth of the steps where they are few")
     parser.add_argument("--output", type=Path, default=None, help="a file for the result, with the curve of the memory")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = make_parser().parse_args()
     warm_up = min(200, arguments.steps // 5) if arguments.warm_up is None else arguments.warm_up
     output = arguments.output
     facts = {"packages": versions(), "threads": os.environ.get("OMP_NUM_THREADS"), "cores": os.cpu_count()}
