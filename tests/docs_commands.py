@@ -217,6 +217,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.accelerator",
             "benchmarks.report_page",
             "benchmarks.validation",
+            "benchmarks.soak",
             "tests.grading.measure",
             "tests.reliability.generated",
         )
