@@ -112,6 +112,7 @@ def train(argv: Sequence[str]) -> Path:
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_result(trainer, run_dir)
         save_critic(trainer, run_dir)
+        push_result(trainer, run_dir)
     return run_dir
 
 
@@ -247,9 +248,6 @@ def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
     trainer.put_in_place(made, folder)
     if args.process_index == 0:
         log.info("%s: %s", name, folder.resolve())
-    if args.push_to_hub:
-        with pushed(folder, args.hub_model_id):
-            trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 
 
 def save_critic(trainer: PerlGRPOTrainer, run_dir: Path) -> None:
@@ -257,3 +255,11 @@ def save_critic(trainer: PerlGRPOTrainer, run_dir: Path) -> None:
     if trainer.critic is not None:
         trainer.save_critic(run_dir / SAVING)
         trainer.put_in_place(run_dir / SAVING / CRITIC.parent, run_dir / CRITIC.parent)
+
+
+def push_result(trainer: AdapterTrainer, run_dir: Path) -> None:
+    """Last, when all that a run leaves is there: the hub may take nothing."""
+    args = trainer.args
+    if args.push_to_hub:
+        with pushed(run_dir / trainer.adapter.result, args.hub_model_id):
+            trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)

@@ -23,6 +23,7 @@ from perl.training.run import (
     hide_vllm,
     open_run,
     plain_checkpoint,
+    push_result,
     save_result,
     set_up_logging,
     users_error,
@@ -82,6 +83,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
             trainer.train(resume_from_checkpoint=checked.checkpoint)
         stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
         save_result(trainer, run_dir)
+        push_result(trainer, run_dir)
     return run_dir
 
 
