@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
+from perl.adapters import ADAPTERS
 from perl.adapters.merge import merge_adapter
+from perl.config.schema import PeftConfig
 from perl.engines import ENGINES
 from perl.engines.vllm import lora_rank, require_vllm, resolve_dtype
 from perl.errors import UserError
@@ -25,6 +29,7 @@ from tests.tiny import save_tiny
 SAMPLED = Sampling(temperature=1.0, max_new_tokens=30)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=30)
 CONTEXT = 64
+METHODS = ("rslora", "pissa", "milora", "milora_plus")
 
 
 def make_prompts(count: int = 300) -> list[Prompt]:
@@ -34,18 +39,22 @@ def make_prompts(count: int = 300) -> list[Prompt]:
     return [Prompt(token_ids=bodies[i % len(bodies)], seed=numbers.getrandbits(63)) for i in range(count)]
 
 
-def make_adapter(base: Path, folder: Path, seed: int = 1) -> Path:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+def make_adapter(base: Path, folder: Path, seed: int = 1, method: Any = "lora") -> Path:
+    """An adapter as training leaves it: the method's start, and B moved away from it."""
+    config, adapter = PeftConfig(type=method, r=4, lora_alpha=8, target_modules="all-linear"), ADAPTERS[method]
+    built: Any = adapter.build(config)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), built)
+    if adapter.start is not None:
+        adapter.start(model, config, lambda parameters: nullcontext())
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            parameter.data.normal_(0, 0.5)
+            parameter.data += torch.randn_like(parameter) * 0.5
     model.save_pretrained(folder)
     return folder
 
 
-def in_vllm(model: str, adapter: str, other: str, merged: list[str]) -> dict[str, Any]:
+def in_vllm(model: str, adapter: str, other: str, merged: list[str], of_methods: Mapping[str, str]) -> dict[str, Any]:
     """Everything that the tests look at (runs in the child)."""
     prompts = make_prompts()
     order = random.Random(1).sample(range(len(prompts)), len(prompts))
@@ -74,8 +83,8 @@ def in_vllm(model: str, adapter: str, other: str, merged: list[str]) -> dict[str
     engine = ENGINES["vllm"](merged[0], max_model_len=CONTEXT)
     found["fresh"] = dict(engine.generate(prompts[:40], SAMPLED))
     engine.close()
-    engine = ENGINES["vllm"](model, max_model_len=CONTEXT, adapters=[adapter, other])
-    for name, folder in (("lora", adapter), ("other_lora", other), ("no_lora", None)):
+    engine = ENGINES["vllm"](model, max_model_len=CONTEXT, adapters=[adapter, other, *of_methods.values()])
+    for name, folder in {"lora": adapter, "other_lora": other, "no_lora": None, **of_methods}.items():
         found[name] = dict(engine.generate([replace(prompt, adapter=folder) for prompt in prompts[:40]], GREEDY))
     engine.close()
     return found
@@ -97,6 +106,13 @@ def other(base, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def of_methods(base, tmp_path_factory) -> dict[str, Path]:
+    """Methods whose adapter is LoRA to vLLM, each another one: by its scale, its rank, or what it starts from."""
+    folder = tmp_path_factory.mktemp("methods")
+    return {method: make_adapter(base, folder / method, 3, method) for method in METHODS}
+
+
+@pytest.fixture(scope="module")
 def merged(base, adapter, other, tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("merged")
     for source in (adapter, other):
@@ -105,11 +121,14 @@ def merged(base, adapter, other, tmp_path_factory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def found(base, adapter, other, merged) -> dict[str, Any]:
+def found(base, adapter, other, merged, of_methods) -> dict[str, Any]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(in_vllm, str(base), str(adapter), str(other), list(map(str, merged))).result(timeout=600)
+        folders = {method: str(folder) for method, folder in of_methods.items()}
+        return pool.submit(in_vllm, str(base), str(adapter), str(other), list(map(str, merged)), folders).result(
+            timeout=600
+        )
 
 
 def with_transformers(model: Path) -> dict[int, Completion]:
@@ -159,6 +178,16 @@ def test_no_adapter_is_dropped(found, merged):
         assert found[name] == with_transformers(model)
         assert sum(found[name][i] != found["greedy"][i] for i in range(40)) > 30
     assert found["no_lora"] == found["greedy"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_that_are_lora_to_vllm(method, found, base, of_methods, tmp_path):
+    """Unmerged in vLLM, and merged in transformers: the same tokens, which are not the base's."""
+    merge_adapter(base, of_methods[method], tmp_path / "merged")
+    assert found[method] == with_transformers(tmp_path / "merged")
+    assert sum(found[method][i] != found["greedy"][i] for i in range(40)) > 30
 
 
 @pytest.mark.vllm
