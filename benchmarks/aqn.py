@@ -167,7 +167,8 @@ def table(results: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
             value, none = COLUMNS[name], by_arm["none"]
             differences = [value(row) - value(none[seed]) for seed, row in runs.items() if seed in none]
             mean, p = paired_test(differences) if differences and arm != "none" else (math.nan, math.nan)
-            cells.append("" if math.isnan(mean) else f"{mean:+.{DIGITS[name]}f} ({p:.2f})")
+            shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
+            cells.append("" if math.isnan(mean) else f"{mean:+.{DIGITS[name]}f} ({shown})")
         lines.append(cells)
     return markdown(heads, lines)
 
@@ -175,6 +176,8 @@ def table(results: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
 def draw(results: Sequence[Mapping[str, Any]]) -> None:
     for model in ("quickstart", "smollm2"):
         rows = [row for row in results if row["model"] == model]
+        if not rows:
+            continue
         for page in PAGES:
             write_between(page, f"aqn-{model}", table(rows, HEADS[page.name]))
         curves = {arm: [row["reward"] for row in rows if row["arm"] == arm] for arm in ARMS}
