@@ -6,8 +6,8 @@ The quickstart's training with everything on that a run may have: validation, ch
 metrics.jsonl, and TensorBoard where it is installed. The memory of the run's processes (resident) is read as each step
 is logged; `--output` is written every hundred steps and at the end. The last line is JSON:
 
-    rss_mb_per_100_steps   growth of memory after the first --warm_up steps: a least-squares fit by the step and by the
-                           number of processes, as the one that verifies answers starts when it is first needed
+    rss_mb_per_100_steps   growth of memory after the first --warm_up steps, by the median of the slopes between any two
+                           steps with as many processes; second_half_…: of the later half of them
     step_s_first, _last    median seconds of a step among the first and the last hundred after the warm-up, from one log
                            to the next; steps with a validation or a checkpoint are left out
     lost, doubled          steps that metrics.jsonl does not hold, or holds twice
@@ -115,10 +115,17 @@ def rss_mb(pid: int) -> tuple[float, int]:
     return sum(sizes) / 1e6, len(sizes)
 
 
-def growth(steps: Sequence[Step]) -> float:
-    """MB a step that memory grows by, apart from what further processes take."""
-    known = np.array([[step.number, step.processes, 1.0] for step in steps])
-    return float(np.linalg.lstsq(known, np.array([step.rss_mb for step in steps]), rcond=None)[0][0])
+def growth(steps: Sequence[Step]) -> float | None:
+    """MB a step that memory grows by: the median of the slopes between any two steps with as many processes (Theil and
+    Sen's estimator), which neither a checkpoint's passing peaks move nor a process that starts. None of too few."""
+    slopes = []
+    for processes in {step.processes for step in steps}:
+        number, rss = np.array([[s.number, s.rss_mb] for s in steps if s.processes == processes]).T
+        first, second = np.triu_indices(len(number), 1)
+        apart = number[second] != number[first]  # a step may be there twice
+        slopes.append((rss[second] - rss[first])[apart] / (number[second] - number[first])[apart])
+    found = np.concatenate(slopes) if slopes else np.array([])
+    return float(np.median(found)) if len(found) else None
 
 
 def result(steps: Sequence[Step], asked: int, warm_up: int) -> dict[str, Any]:
@@ -134,7 +141,7 @@ def result(steps: Sequence[Step], asked: int, warm_up: int) -> dict[str, Any]:
     enough = len(kept) >= 2 * COMPARED
     logged = list(seconds.values())
     first, last = (median(logged[:COMPARED]), median(logged[-COMPARED:])) if enough else (None, None)
-    slope = growth(kept) if len(kept) > 2 else None
+    slope, later = growth(kept), growth(kept[len(kept) // 2 :])
     return {
         "benchmark": "soak",
         "steps": len(counts),
@@ -143,6 +150,7 @@ def result(steps: Sequence[Step], asked: int, warm_up: int) -> dict[str, Any]:
         "lost": max(counts, default=0) - len(counts),
         "doubled": len(steps) - len(counts),
         "rss_mb_per_100_steps": None if slope is None else round(100 * slope, 3),
+        "second_half_rss_mb_per_100_steps": None if later is None else round(100 * later, 3),
         "rss_mb_first": round(kept[0].rss_mb, 1) if kept else None,
         "rss_mb_last": round(kept[-1].rss_mb, 1) if kept else None,
         "step_s_first": None if first is None else round(first, 4),
