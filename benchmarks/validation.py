@@ -4,9 +4,10 @@
 
 The quickstart's base and problems. "validation" is `Validation.run` as the trainer calls it (merge, rollout engine,
 grading, metrics, files), "evaluator" what perl/eval.py does once its engine is loaded: HFEngine and Recorder, with
-grading and files. Each side is a process of its own, its first round is not counted, and both must leave the same
-completions and verdicts. The last line is JSON: "ratio" is the median over pairs of the validation's seconds over the
-evaluator's (1.1 is a tenth more), "cpu_ratio" that of processor time, which other programs on the machine disturb less.
+grading, summary and files. Each side is a process of its own, its first round is not counted, and both must leave the
+same completions and verdicts. The last line is JSON: "ratio" is the median over pairs of the validation's seconds over
+the evaluator's (1.1 is a tenth more), "cpu_ratio" that of processor time, which other programs on the machine disturb
+less.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 from benchmarks._side import Side, ratio, serve, take_turns
 from perl.config.load import parse
 from perl.grading import Grader
-from perl.results import read_samples
+from perl.results import SUMMARY, read_samples, write_json
+from perl.scoring.summary import summarize
 from perl.training.run import import_trainer
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -114,6 +116,8 @@ def evaluator_round(options: argparse.Namespace, folder: Path) -> Callable[[], d
         with Recorder({problem_set.dataset: store}, "hf") as recorder:
             for place, completion in engine.stream(problem_set.samples):
                 recorder.add(problem_set.samples[place], completion)
+        records = [store.records[sample.key, sample.index] for sample in problem_set.samples]
+        write_json(store.path.with_name(SUMMARY), summarize(records, options.n))
         return read_samples(store.path)
 
     return lambda: timed(evaluate)
