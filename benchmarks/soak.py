@@ -10,6 +10,8 @@ is logged; `--output` is written every hundred steps and at the end. The last li
                            steps with as many processes; second_half_…: of the later half of them
     step_s_first, _last    median seconds of a step among the first and the last hundred after the warm-up, from one log
                            to the next; steps with a validation or a checkpoint are left out
+    reference_last_over_first  the same of a fixed piece of work in this process, which shares the machine alone: how
+                           much of last_over_first is the machine's own
     lost, doubled          steps that metrics.jsonl does not hold, or holds twice
 
 `timing/step` (perl/training/metrics.py) is given too, as step_timed_s_first and _last: it counts no logging.
@@ -47,6 +49,9 @@ COMPARED = 100
 """Steps whose median stands for the beginning, and for the end."""
 
 
+REFERENCE = np.ones((256, 256), dtype=np.float32)
+
+
 class Step(NamedTuple):
     number: int
     logged_at: float
@@ -57,6 +62,8 @@ class Step(NamedTuple):
     """Of the training process and its children, when its line was read."""
     processes: int
     """How many these were."""
+    reference_s: float
+    """Of a fixed piece of work in this process, then: how fast the machine was."""
 
 
 def settings(folder: Path, steps: int) -> dict[str, Any]:
@@ -93,10 +100,10 @@ def _logged(metrics: Path, process: subprocess.Popen[bytes]) -> Iterator[Step]:
         code, content = process.poll(), metrics.read_bytes()[position:] if metrics.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         position += len(whole)
-        rss, processes = rss_mb(process.pid)
+        (rss, processes), reference = rss_mb(process.pid), reference_s()
         for row in map(json.loads, whole.splitlines()):
             if "loss" in row:
-                yield Step(row["step"], row["time"], row["timing/step"], rss, processes)
+                yield Step(row["step"], row["time"], row["timing/step"], rss, processes, reference)
         if code is not None:
             if code:
                 raise RuntimeError(f"the training ended with {code}; see {metrics.parent.parent}/soak.log")
@@ -113,6 +120,12 @@ def rss_mb(pid: int) -> tuple[float, int]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 sizes.append(each.memory_info().rss)
     return sum(sizes) / 1e6, len(sizes)
+
+
+def reference_s() -> float:
+    began = time.perf_counter()
+    REFERENCE @ REFERENCE
+    return time.perf_counter() - began
 
 
 def growth(steps: Sequence[Step]) -> float | None:
@@ -141,6 +154,8 @@ def result(steps: Sequence[Step], asked: int, warm_up: int) -> dict[str, Any]:
     enough = len(kept) >= 2 * COMPARED
     logged = list(seconds.values())
     first, last = (median(logged[:COMPARED]), median(logged[-COMPARED:])) if enough else (None, None)
+    references = [step.reference_s for step in kept]
+    slower = median(references[-COMPARED:]) / median(references[:COMPARED]) if enough else None
     slope, later = growth(kept), growth(kept[len(kept) // 2 :])
     return {
         "benchmark": "soak",
@@ -156,6 +171,7 @@ def result(steps: Sequence[Step], asked: int, warm_up: int) -> dict[str, Any]:
         "step_s_first": None if first is None else round(first, 4),
         "step_s_last": None if last is None else round(last, 4),
         "last_over_first": None if first is None or last is None else round(last / first, 4),
+        "reference_last_over_first": None if slower is None else round(slower, 4),
         "step_timed_s_first": round(median(timed[:COMPARED]), 4) if enough else None,
         "step_timed_s_last": round(median(timed[-COMPARED:]), 4) if enough else None,
     }

@@ -159,7 +159,7 @@ def test_memory_is_what_was_planned():
 
 
 def soak_step(number, at, rss, processes=1):
-    return soak.Step(number, at, 0.5, rss, processes)
+    return soak.Step(number, at, 0.5, rss, processes, 0.002 if number <= 400 else 0.003)
 
 
 def test_soak_finds_the_slope_the_slowdown_and_the_lost_step():
@@ -174,9 +174,11 @@ def test_soak_finds_the_slope_the_slowdown_and_the_lost_step():
     assert (found["steps"], found["rss_mb_per_100_steps"]) == (500, 1.0)
     assert (found["rss_mb_first"], found["rss_mb_last"]) == (901.0, 905.0)
     assert (found["step_s_first"], found["step_s_last"], found["last_over_first"]) == (1.0, 1.1, 1.1)
+    assert found["reference_last_over_first"] == 1.5
     found = soak.result([*steps[:249], *steps[250:300], *steps[299:]], 500, warm_up=100)
     assert (found["steps"], found["lost"], found["doubled"]) == (499, 1, 1)
     assert soak.result(steps[:150], 500, warm_up=100)["last_over_first"] is None  # too early to tell
+    assert soak.result(steps[:50], 500, warm_up=100)["reference_last_over_first"] is None
 
 
 def test_soak_does_not_count_a_process_that_starts_as_growth():
