@@ -696,8 +696,8 @@ def critic_warmup(value: Any, verl: Verl) -> Outcome:
 
 def resume(value: Any, verl: Verl) -> Outcome:
     if value in ("auto", "disable"):
-        return NoEffect("a run starts from the beginning; --config.training.resume_from_checkpoint auto goes on from its folder")
-    return Refused("a checkpoint of verl holds another model than an adapter; start anew with resume_mode=disable")
+        return NoEffect("a new run begins; --config.training.resume_from_checkpoint auto goes on from its folder")
+    return Refused("a checkpoint of verl holds another model than an adapter; begin again with resume_mode=disable")
 
 
 # Noise
