@@ -258,13 +258,17 @@ def in_a_child_with_a_server(model: Path, argv: list[str]) -> None:
 
     setattr(VLLMClient, "init_communicator", lambda client, device: None)  # noqa: B010
     device.VLLM_MODES["cpu"] = ("server",)
-    with vllm_server(model, "--enable-lora", "--max-lora-rank", "8", "--max-model-len", "96") as url:
+    with vllm_server(
+        model, "--enable-lora", "--max-lora-rank", "8", "--max-model-len", "96", "--dtype", "float32"
+    ) as url:
         train([*argv, "--config.training.vllm_server_base_url", url])
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_vllm_server_validates_as_the_evaluator_does(made, flags, tmp_path):
+    """In float32: a server draws without a seed, so what is learned differs from run to run, and may be a policy whose
+    best two tokens are as good as equal, which bfloat16 puts in another order."""
     served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "training.vllm_server_timeout": 200}
     served |= {"noise_injection.enabled": "false", "training.max_steps": 1, "training.save_steps": 1}
     datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")])}
@@ -275,7 +279,7 @@ def test_a_vllm_server_validates_as_the_evaluator_does(made, flags, tmp_path):
     for step, adapter in ((0, None), (1, run / "checkpoint-1")):
         ours, theirs = samples(run, step), evaluated(made, adapter, tmp_path / f"step-{step}")
         texts = [[records[key]["completion"] for key in sorted(theirs)] for records in (ours, theirs)]
-        assert sum(one == other for one, other in zip(*texts, strict=True)) >= len(theirs) - 1  # bfloat16's near-ties
+        assert sum(one == other for one, other in zip(*texts, strict=True)) >= len(theirs) - 1  # another kernel's sums
 
 
 def test_the_best_adapter_is_kept(validated, made):
