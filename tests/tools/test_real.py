@@ -2,10 +2,13 @@
 is slow."""
 
 import json
+import random
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from perl.tools import real
 from perl.tools.stages import HERE, alone
 
 ROOT = Path(__file__).parents[2]
+NOWHERE = Path("gsm8k that is not there.jsonl")
+EXPRESSION = runpy.run_path(str(real.GRPO_RECIPE.with_name("real_reward.py")))["expression"]
 
 
 def rows(count: int) -> list[str]:
@@ -31,7 +36,7 @@ def data(folder: Path, train: int = 10, test: int = 4) -> Path:
 
 
 def settings(**changes) -> real.Settings:
-    common = {"seed": 1, "engine": "hf", "model": "smollm2", "data": "hash", "sft_rows": 4}
+    common = {"seed": 1, "engine": "hf", "model": "smollm2", "data": "hash", "sft_rows": 4, "sums": 0}
     return real.Settings(**{**common, "sft_steps": None, "grpo_steps": None, "held_out": None, **changes})
 
 
@@ -46,20 +51,89 @@ def quiet() -> Console:
 
 
 def test_every_training_row_is_for_sft_or_for_grpo_and_the_seed_decides(tmp_path):
-    train, test = real.read_data(data(tmp_path / "svamp"), 4)
+    there = real.read_data(data(tmp_path / "svamp"), NOWHERE, 4)
+    assert set(there) == {"train", "test"}
     parts = {}
     for seed in (1, 2):
-        real.write_data(tmp_path / str(seed), settings(seed=seed, held_out=3), train, test)
+        real.write_data(tmp_path / str(seed), settings(seed=seed, held_out=3), there)
         parts[seed] = {
             n: (tmp_path / str(seed) / f"{n}.jsonl").read_text().splitlines() for n in ("sft", "grpo", "test")
         }
     for part in parts.values():
         assert (len(part["sft"]), len(part["grpo"])) == (4, 6)
-        assert sorted(part["sft"] + part["grpo"]) == sorted(train)
-        assert part["test"] == test[:3]
+        assert sorted(part["sft"] + part["grpo"]) == sorted(there["train"])
+        assert part["test"] == there["test"][:3]
     assert parts[1]["sft"] != parts[2]["sft"]
-    real.write_data(tmp_path / "1", settings(seed=1), train, test)
-    assert (tmp_path / "1" / "sft.jsonl").read_text().splitlines() == parts[1]["sft"]
+    real.write_data(tmp_path / "1", settings(seed=1, sums=2), there)
+    with_sums = [(tmp_path / "1" / f"{name}.jsonl").read_text().splitlines() for name in ("sft", "grpo")]
+    assert (with_sums[0][:4], with_sums[1]) == (parts[1]["sft"], parts[1]["grpo"])
+    assert ["Work out: " in row for row in with_sums[0]] == [False] * 4 + [True] * 2
+
+
+def test_sums_are_right_and_not_below_0():
+    signs = Counter()
+    for seed in range(50):
+        row = json.loads(real.sums(random.Random(seed)))
+        *sums, last = row["answer"].splitlines()
+        assert row["question"] == "Work out: " + ", ".join(line.split(" = ")[0] for line in sums)
+        assert len(sums) == real.SUMS_IN_A_ROW
+        for line in sums:
+            x, sign, y, _, result = line.split(" ")
+            assert int(result) >= 0
+            assert {"-": int(x) - int(y), "+": int(x) + int(y), "*": int(x) * int(y), "/": int(x) / int(y)}[
+                sign
+            ] == int(result)
+            signs[sign] += 1
+        assert last == f"#### {sums[-1].split(' = ')[1]}"
+    assert 0.4 < signs["-"] / signs.total() < 0.6
+
+
+def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
+    answers = {
+        "one": "48/2 = <<48/2=24>>24\n#### 24",
+        "two": "2+2=<<2+2=4>>4\n4*2=<<4*2=8>>8\n#### 8",
+        "none": "He has 3.\n#### 3",
+    }
+    file = tmp_path / "gsm8k.jsonl"
+    file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in answers.items()))
+    there = real.read_data(data(tmp_path / "svamp"), file, 4)
+    (tmp_path / "run").mkdir()
+    real.write_data(tmp_path / "run" / "data", settings(), there)
+    held_out = tmp_path / "run" / "data" / "gsm8k_one_step.jsonl"
+    assert [json.loads(line)["question"] for line in held_out.read_text().splitlines()] == ["one"]
+    assert real.evaluation(settings(model=str(ROOT / "assets" / "quickstart-base")), tmp_path / "run").more == (
+        held_out,
+    )
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [
+        ("8 - 3 = 5\n#### 5", "5", 1.0),
+        ("8 - 3 = 6\n#### 6", "5", 1.0),  # miscalculated, which accuracy tells
+        ("8 + 3 = 5\n#### 5", "5", 0.0),
+        ("10 - 3 ) - 5 = 2", "2", 1.0),  # as SVAMP writes it
+        ("35 * ( 4 / 2 = 70", "70", 1.0),
+        ("1,200 / 7 = 171", "171", 0.0),
+        ("8 / 0 = 5", "5", 0.0),
+        ("He had 8 - 3 = 5", "5", 0.0),
+        ("__import__('os') = 5", "5", 0.0),
+        ("9 ** 9 ** 9 = 5", "5", 0.0),
+        ("((((" * 100 + " = 5", "5", 0.0),
+        ("", "5", 0.0),
+        ("a", "b", 0.0),
+    ],
+)
+def test_the_expression_decides_the_reward(completion, gold, reward):
+    assert EXPRESSION([[{"role": "assistant", "content": completion}]], [gold], task=["svamp"]) == [reward]
+
+
+def test_every_answer_of_svamp_has_the_expression_that_the_reward_wants():
+    if not real.DATA.is_dir():
+        pytest.skip("SVAMP's rows are not in ../shared/data/svamp")
+    answers = [json.loads(line)["answer"] for line in real.lines(real.DATA / "train.jsonl")]
+    golds = [answer.split("#### ")[1] for answer in answers]
+    assert EXPRESSION([[{"role": "assistant", "content": answer}] for answer in answers], golds) == [1.0] * 700
 
 
 def test_a_line_ends_with_a_newline_alone(tmp_path):
@@ -67,9 +141,9 @@ def test_a_line_ends_with_a_newline_alone(tmp_path):
     folder = data(tmp_path / "svamp")
     strange = json.dumps({"question": "One\u2028two\x85three?", "answer": "#### 3"}, ensure_ascii=False)
     (folder / "test.jsonl").write_text(strange + "\n", encoding="utf-8")
-    train, test = real.read_data(folder, 4)
-    assert test == [strange]
-    real.write_data(tmp_path / "out", settings(), train, test)
+    there = real.read_data(folder, NOWHERE, 4)
+    assert there["test"] == [strange]
+    real.write_data(tmp_path / "out", settings(), there)
     assert (tmp_path / "out" / "test.jsonl").read_text(encoding="utf-8") == strange + "\n"
 
 
