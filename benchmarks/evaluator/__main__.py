@@ -1,11 +1,12 @@
 """The evaluator side by side with raw vLLM, lm-evaluation-harness and math-verify.
 
-    python -m benchmarks.evaluator [--only raw|dp2|lm_eval|grading] [--rows N] [--pairs 3]
+    python -m benchmarks.evaluator [--only raw|dp2|lm_eval|grading] [--rows N] [--pairs 3] [--few_shot N]
 
 raw: tokens/s after start-up of perl/eval.py --use_vllm over those of `LLM.generate` with the same prompts and
 SamplingParams, each row's seed included. dp2: the same of --dp_size 2 over two raw engines, each pinned to one core.
 lm_eval: wall time of lm-evaluation-harness with its vLLM backend over ours, both from the command to its end, on the
-same problems and model; completions and verdicts compared. grading: completions a second on one core.
+same problems and model, with --few_shot after worked examples; completions and verdicts compared. grading: completions
+a second on one core.
 
 The last line is JSON: every ratio is the other's cost over ours, or our rate over the other's, by median over pairs.
 GSM8K and MATH-500 are read from --data (gsm8k/test.jsonl, bench/math500.jsonl); what is not there is left out.
@@ -35,6 +36,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument("--model", type=Path, default=ROOT / "assets" / "quickstart-base", help="of raw and dp2")
     parser.add_argument("--trained", type=Path, help="of lm_eval; default: --model, trained as in make quickstart")
+    parser.add_argument(
+        "--few_shot", type=int, default=0, help="of lm_eval: the first so many rows of gsm8k/train.jsonl"
+    )
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     return parser
 

@@ -49,29 +49,41 @@ Answers = Mapping[int, Answer]
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Both sides on GSM8K, twice at most, and once on the quickstart's own kind of problem."""
+    """Both sides on GSM8K, twice at most, and without worked examples once on the quickstart's own kind of problem."""
     make_environment()
     model = options.trained or trained_model(options.model, folder)
     gsm8k = options.data / "gsm8k" / "test.jsonl"
     own = folder / "word_problems.jsonl"
     files = [ROOT / "assets" / "quickstart-data" / name for name in ("test.jsonl", "train.jsonl")]
     own.write_text("".join(file.read_text(encoding="utf-8") for file in files), encoding="utf-8")
+    examples = folder / "examples.jsonl"
+    if options.few_shot:
+        rows = gsm8k.with_name("train.jsonl").read_text(encoding="utf-8").splitlines()[: options.few_shot]
+        examples.write_text("\n".join(rows), encoding="utf-8")
     result: dict[str, Any] = {}
-    for name, file, pairs in (("gsm8k", gsm8k, min(options.pairs, 2)), ("word_problems", own, 1)):
+    sets = [("gsm8k", gsm8k, min(options.pairs, 2)), *([] if options.few_shot else [("word_problems", own, 1)])]
+    for name, file, pairs in sets:
         if file.is_file():
-            result |= compare(name, model, file, pairs, options, folder)
+            result |= compare(name, model, file, pairs, options, folder, examples if options.few_shot else None)
         else:
             print(f"lm_eval: {file} is not there, {name} is left out", flush=True)
     return result
 
 
 def compare(
-    name: str, model: Path, file: Path, pairs: int, options: argparse.Namespace, folder: Path
+    name: str,
+    model: Path,
+    file: Path,
+    pairs: int,
+    options: argparse.Namespace,
+    folder: Path,
+    examples: Path | None,
 ) -> dict[str, Any]:
     task = folder / f"task-{name}"
-    write_task(task, name, file, options.max_new_tokens)
+    write_task(task, name, file, options.max_new_tokens, examples)
     flags = {"model": model, "dataset": file, "task": "gsm8k", "max_new_tokens": options.max_new_tokens}
     flags |= {"max_samples": options.rows} if options.rows else {}
+    flags |= {"few_shot": examples} if examples else {}
     ratios, agreement = [], {}
     for pair in range(pairs):
         run, theirs = None, None
@@ -140,8 +152,10 @@ def their_answers(samples: Path) -> Answers:
     return found
 
 
-def write_task(folder: Path, name: str, file: Path, max_new_tokens: int) -> None:
-    """GSM8K's task as lm-eval has it (filters, metric), on a local file, asked in perl's words and without few-shot."""
+def write_task(folder: Path, name: str, file: Path, max_new_tokens: int, examples: Path | None = None) -> None:
+    """GSM8K's task as lm-eval has it (filters, metric), on a local file, asked in perl's words, after the rows of
+    `examples` (question, answer) as earlier turns of the chat, which is lm-eval's way where there is a template."""
+    shots = [] if examples is None else [json.loads(row) for row in examples.read_text(encoding="utf-8").splitlines()]
     style = TASKS["gsm8k"].style
     assert style.system_prompt is None
     task = {
@@ -152,7 +166,8 @@ def write_task(folder: Path, name: str, file: Path, max_new_tokens: int) -> None
         "output_type": "generate_until",
         "doc_to_text": style.template.replace("{question}", "{{question}}"),
         "doc_to_target": "{{answer}}",
-        "num_fewshot": 0,
+        "num_fewshot": len(shots),
+        **({"fewshot_config": {"sampler": "first_n", "samples": shots}} if shots else {}),
         "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max_new_tokens},
         "filter_list": [
             {

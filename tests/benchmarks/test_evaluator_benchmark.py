@@ -63,6 +63,13 @@ def test_lm_eval_asks_in_our_words(tmp_path):
     asked = build_messages(problem, TASKS["gsm8k"].style)[0]["content"]
     assert task["doc_to_text"].replace("{{question}}", "How many?") == asked
     assert task["generation_kwargs"]["max_gen_toks"] == 64
+    assert (task["num_fewshot"], "fewshot_config" in task) == (0, False)
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text(json.dumps({"question": "One?", "answer": "#### 1"}))
+    write_task(tmp_path / "other", "gsm8k", tmp_path / "test.jsonl", 64, examples)
+    task = yaml.safe_load((tmp_path / "other" / "gsm8k.yaml").read_text())
+    shown = {"sampler": "first_n", "samples": [{"question": "One?", "answer": "#### 1"}]}
+    assert (task["num_fewshot"], task["fewshot_config"]) == (1, shown)
 
 
 def test_rows_of_raw_engines_are_found_again():
