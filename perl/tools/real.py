@@ -31,7 +31,7 @@ from perl.config.types import NonNegativeInt, PositiveInt
 from perl.errors import Stopped, UserError, lookup
 from perl.records import Sampling
 from perl.results import write_json
-from perl.tools import stages
+from perl.tools import stages, sums
 from perl.tools.fetch import MODELS, RECORD
 from perl.tools.stages import (
     ROOT,
@@ -56,7 +56,6 @@ SAMPLED = Sampling(n=8, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
 GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
 SETTINGS, STAGES = "real.json", "stages.jsonl"
 ONE_STEP = "gsm8k_one_step"
-SUMS_IN_A_ROW = 12
 CALCULATION = "<<"
 """GSM8K's mark of a calculation in an answer: `48/2 = <<48/2=24>>24`."""
 
@@ -82,13 +81,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of rows, training and evaluation")
     parser.add_argument("--engine", type=Engine, default="hf", help="what evaluates: transformers or vLLM")
     parser.add_argument("--data", default=str(DATA), help="folder with train.jsonl and test.jsonl in GSM8K's form")
-    parser.add_argument(
-        "--gsm8k", default=str(GSM8K), help="GSM8K's test.jsonl: its one-step problems are scored"
-    )
+    parser.add_argument("--gsm8k", default=str(GSM8K), help="GSM8K's test.jsonl: its one-step problems are scored")
     parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
     parser.add_argument("--sft_rows", type=PositiveInt, default=350, help="training rows for SFT; GRPO has the others")
     parser.add_argument(
-        "--sums", type=NonNegativeInt, default=240, help=f"more rows for SFT, of {SUMS_IN_A_ROW} sums each"
+        "--sums", type=NonNegativeInt, default=240, help=f"more rows for SFT, of {sums.IN_A_ROW} sums each"
     )
     for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
         parser.add_argument(f"--{name}", type=PositiveInt, default=None, help=f"{what}; default: its recipe's")
@@ -279,40 +276,20 @@ def lines(file: Path) -> list[str]:
 
 def write_data(folder: Path, settings: Settings, rows: dict[str, list[str]]) -> None:
     """One file for each stage, and for each set of problems that is scored: the training rows are shuffled by the seed
-    before they are split, as neighbours in the file are variants of one problem. Only SFT gets sums."""
-    shuffled = random.Random(settings.seed)
+    before they are split, as neighbours in the file are variants of one problem. SFT's answers are worked, and sums
+    come with them."""
+    numbers = random.Random(settings.seed)
     train_rows = rows["train"][:]
-    shuffled.shuffle(train_rows)
+    numbers.shuffle(train_rows)
+    answers = [sums.worked_answer(row) for row in train_rows[: settings.sft_rows]]
     parts = {
-        "sft": [*train_rows[: settings.sft_rows], *(sums(shuffled) for _ in range(settings.sums))],
+        "sft": answers + [json.dumps(sums.drill(numbers)) for _ in range(settings.sums)],
         "grpo": train_rows[settings.sft_rows :],
         **{name: rows[name][: settings.held_out] for name in ("test", ONE_STEP) if name in rows},
     }
     folder.mkdir(exist_ok=True)
     for name, part in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in part), encoding="utf-8")
-
-
-def sums(random: random.Random) -> str:
-    """A row of sums to work out: half of them differences, which small models compute worst (SmolLM2: 0 of 20 with
-    numbers up to 100), with results of 0 or more."""
-    written = []
-    for _ in range(SUMS_IN_A_ROW):
-        sign = random.choices("-+*/", (50, 25, 12, 13))[0]
-        most = random.choices((100, 1000), (80, 20))[0]
-        x, y = random.randint(1, most), random.randint(1, most)
-        if sign in "*/":
-            x, y = random.randint(2, 20), random.randint(2, 12)
-        x, y, result = {
-            "-": (max(x, y), min(x, y), abs(x - y)),
-            "+": (x, y, x + y),
-            "*": (x, y, x * y),
-            "/": (x * y, y, x),
-        }[sign]
-        written.append((f"{x} {sign} {y}", result))
-    question = "Work out: " + ", ".join(expression for expression, _ in written)
-    answer = [f"{expression} = {result}" for expression, result in written]
-    return json.dumps({"question": question, "answer": "\n".join([*answer, f"#### {written[-1][1]}"])})
 
 
 def open_folder(folder: Path, settings: Settings) -> None:

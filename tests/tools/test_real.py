@@ -2,13 +2,11 @@
 is slow."""
 
 import json
-import random
 import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -70,24 +68,6 @@ def test_every_training_row_is_for_sft_or_for_grpo_and_the_seed_decides(tmp_path
     assert ["Work out: " in row for row in with_sums[0]] == [False] * 4 + [True] * 2
 
 
-def test_sums_are_right_and_not_below_0():
-    signs = Counter()
-    for seed in range(50):
-        row = json.loads(real.sums(random.Random(seed)))
-        *sums, last = row["answer"].splitlines()
-        assert row["question"] == "Work out: " + ", ".join(line.split(" = ")[0] for line in sums)
-        assert len(sums) == real.SUMS_IN_A_ROW
-        for line in sums:
-            x, sign, y, _, result = line.split(" ")
-            assert int(result) >= 0
-            assert {"-": int(x) - int(y), "+": int(x) + int(y), "*": int(x) * int(y), "/": int(x) / int(y)}[
-                sign
-            ] == int(result)
-            signs[sign] += 1
-        assert last == f"#### {sums[-1].split(' = ')[1]}"
-    assert 0.4 < signs["-"] / signs.total() < 0.6
-
-
 def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
     answers = {
         "one": "48/2 = <<48/2=24>>24\n#### 24",
@@ -126,14 +106,6 @@ def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
 )
 def test_the_expression_decides_the_reward(completion, gold, reward):
     assert EXPRESSION([[{"role": "assistant", "content": completion}]], [gold], task=["svamp"]) == [reward]
-
-
-def test_every_answer_of_svamp_has_the_expression_that_the_reward_wants():
-    if not real.DATA.is_dir():
-        pytest.skip("SVAMP's rows are not in ../shared/data/svamp")
-    answers = [json.loads(line)["answer"] for line in real.lines(real.DATA / "train.jsonl")]
-    golds = [answer.split("#### ")[1] for answer in answers]
-    assert EXPRESSION([[{"role": "assistant", "content": answer}] for answer in answers], golds) == [1.0] * 700
 
 
 def test_a_line_ends_with_a_newline_alone(tmp_path):
