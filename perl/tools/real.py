@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from perl import device
 from perl.checkpoints import resolve_model
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
@@ -238,7 +239,18 @@ def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console:
     unless the user has set another number: nothing else runs at that time."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
     where = replace(where, variables={**where.variables, "OMP_NUM_THREADS": threads})
-    return train(module, recipe, [*flags, "--config.training.resume_from_checkpoint", "auto"], folder, console, where)
+    flags = [*flags, *mixed_precision(), "--config.training.resume_from_checkpoint", "auto"]
+    return train(module, recipe, flags, folder, console, where)
+
+
+def mixed_precision() -> list[str]:
+    """bf16 on a CPU whose AMX units compute in it: an update takes half the time. Elsewhere the device decides."""
+    if device.detect().kind != "cpu":
+        return []
+    import torch
+
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # which older versions of torch have not
+    return ["--config.training.bf16", "true"] if capabilities.get("amx_bf16") else []
 
 
 def data_flags(folder: Path, name: str) -> list[str]:

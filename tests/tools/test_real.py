@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from perl.config.parser import Parser
@@ -161,8 +163,11 @@ def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
 def test_a_training_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(real, "train", lambda *arguments: called.append(arguments))
-    real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet(), HERE)
-    assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "auto"]
+    monkeypatch.setattr(real.device, "detect", lambda: SimpleNamespace(kind="cpu"))
+    for has_amx, more in ((False, []), (True, ["--config.training.bf16", "true"])):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has_amx=has_amx: {"amx_bf16": has_amx})
+        real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet(), HERE)
+        assert called[-1][2] == ["--flag", *more, "--config.training.resume_from_checkpoint", "auto"]
 
 
 def test_two_commands_in_one_folder_are_refused(tmp_path, monkeypatch):
