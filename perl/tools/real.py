@@ -32,7 +32,7 @@ from perl.config.types import NonNegativeInt, PositiveInt
 from perl.errors import Stopped, UserError, lookup
 from perl.records import Sampling
 from perl.results import write_json
-from perl.tools import stages, sums
+from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
 from perl.tools.stages import (
     ROOT,
@@ -47,6 +47,7 @@ from perl.tools.stages import (
     report,
     train,
 )
+from perl.tools.sums import IN_A_ROW, drill
 
 MODEL = "smollm2"
 SHARED = ROOT.parent / "shared" / "data"
@@ -85,9 +86,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--gsm8k", default=str(GSM8K), help="GSM8K's test.jsonl: its one-step problems are scored")
     parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
     parser.add_argument("--sft_rows", type=PositiveInt, default=350, help="training rows for SFT; GRPO has the others")
-    parser.add_argument(
-        "--sums", type=NonNegativeInt, default=240, help=f"more rows for SFT, of {sums.IN_A_ROW} sums each"
-    )
+    parser.add_argument("--sums", type=NonNegativeInt, default=240, help=f"more rows for SFT, of {IN_A_ROW} sums each")
     for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
         parser.add_argument(f"--{name}", type=PositiveInt, default=None, help=f"{what}; default: its recipe's")
     parser.add_argument("--held_out", type=PositiveInt, default=None, help="score on only the first so many")
@@ -288,14 +287,12 @@ def lines(file: Path) -> list[str]:
 
 def write_data(folder: Path, settings: Settings, rows: dict[str, list[str]]) -> None:
     """One file for each stage, and for each set of problems that is scored: the training rows are shuffled by the seed
-    before they are split, as neighbours in the file are variants of one problem. SFT's answers are worked, and sums
-    come with them."""
+    before they are split, as neighbours in the file are variants of one problem. Only SFT gets sums."""
     numbers = random.Random(settings.seed)
     train_rows = rows["train"][:]
     numbers.shuffle(train_rows)
-    answers = [sums.worked_answer(row) for row in train_rows[: settings.sft_rows]]
     parts = {
-        "sft": answers + [json.dumps(sums.drill(numbers)) for _ in range(settings.sums)],
+        "sft": train_rows[: settings.sft_rows] + [json.dumps(drill(numbers)) for _ in range(settings.sums)],
         "grpo": train_rows[settings.sft_rows :],
         **{name: rows[name][: settings.held_out] for name in ("test", ONE_STEP) if name in rows},
     }
