@@ -85,7 +85,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--data", default=str(DATA), help="folder with train.jsonl and test.jsonl in GSM8K's form")
     parser.add_argument("--gsm8k", default=str(GSM8K), help="GSM8K's test.jsonl: its one-step problems are scored")
     parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
-    parser.add_argument("--sft_rows", type=PositiveInt, default=350, help="training rows for SFT; GRPO has the others")
+    parser.add_argument("--sft_rows", type=PositiveInt, default=160, help="training rows for SFT; GRPO has the others")
     parser.add_argument("--sums", type=NonNegativeInt, default=240, help=f"more rows for SFT, of {IN_A_ROW} sums each")
     for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
         parser.add_argument(f"--{name}", type=PositiveInt, default=None, help=f"{what}; default: its recipe's")
