@@ -1,7 +1,8 @@
 """Properties that must hold for any input, and for longer: python -m tests.reliability.generated --minutes 60
 
 test_generated.py tries a few inputs of each in the suite, always the same ones; this program goes on with new ones
-until the time is over, and prints the first input that breaks a property, made as small as can be.
+until the time is over, and prints a line for each way in which a property breaks, with an input that does it, made as
+small as can be. A property that broke is not tried again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -337,6 +339,16 @@ def tried(property_: Callable[..., None], examples: int, again: bool) -> Callabl
     )(property_)
 
 
+def told(error: Exception) -> list[str]:
+    """A line for each way in which a property broke: the error, where it was raised, and the input, which Hypothesis
+    adds as notes."""
+    if isinstance(error, ExceptionGroup):
+        return [line for each in error.exceptions for line in told(each)]
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    words = f"{error!r} ({Path(raised.filename).name}:{raised.lineno}) {' '.join(getattr(error, '__notes__', []))}"
+    return [" ".join(words.split())]
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.reliability.generated", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -359,8 +371,7 @@ def main(argv: list[str]) -> int:
                     property_()
                 except Exception as error:  # noqa: BLE001  # whatever an input has brought out
                     failed[name] = error
-                    notes = " ".join(getattr(error, "__notes__", []))
-                    print(f"{name}: {type(error).__name__}: {error} {notes}", flush=True)
+                    print(*(f"{name}: {line}" for line in told(error)), sep="\n", flush=True)
     print(f"{rounds} rounds of 200 inputs of each property, {len(failed)} broken")
     return bool(failed)
 
