@@ -241,7 +241,7 @@ def made(run: Run, numbers: range) -> list[Row]:
 
 
 def compare(old: Sequence[Row], young: Sequence[Row], changes: Sequence[float]) -> dict[int, list[float]]:
-    """`timing/step` of the old process over the young one's in the same step, by how often both had changed cores, modulo 2.
+    """`timing/step` of the old process over the young one's in the same step, by the parity of the changes before it.
 
     Left out: the first SETTLING steps, the last one, which has a validation and a checkpoint, and the steps in which a
     process changed its core, or which both made on the same one.
