@@ -9,8 +9,8 @@ is logged; `--output` is written every hundred steps and at the end.
 What a step takes depends on its data (rows with zero advantage are left out of the update) and on what else the
 machine does, so that a late step is not comparable to an early one. Whether a process gets slower with its age is
 therefore measured apart: after the last of the `--steps`, the run is suspended, and a young process resumes a copy of
-its folder. Both then make the same hundred steps at the same time, bit for bit, each on a core of its own where there
-are two, and change cores every ten steps.
+its folder. Both then make the same hundred steps, bit for bit, in turns of five: while one runs, the other is
+suspended, so that each has the machine as the run had it.
 
 The last line is JSON:
 
@@ -21,11 +21,10 @@ The last line is JSON:
     step_timed_s_first, _last    the same by `timing/step` (perl/training/metrics.py), which counts no logging
     last_over_first        step_s_last over step_s_first
     old_over_young         `timing/step` of the old process over that of the young one, in the same step: the median,
-                           without the first ten steps and those with a validation or a checkpoint; of both
-                           arrangements on the cores, the geometric mean. null where --steps leaves no checkpoint
-    old_over_young_by_core the medians that it is made of
-    compared_steps         how many steps they are of
-    pinned_to              the cores that both changed between; null where there was but one
+                           without the first ten steps, the last one, and those in which a process was suspended; null
+                           where --steps is no multiple of --every, and so leaves no checkpoint to resume
+    old_over_young_quartiles  half of the steps lie between them
+    compared_steps         how many steps these are
     lost, doubled          steps that metrics.jsonl does not hold, or holds twice
 """
 
@@ -41,11 +40,10 @@ import shutil
 import sys
 import tempfile
 import time
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +59,8 @@ COMPARED = 100
 """Steps whose median stands for the beginning, and for the end."""
 SETTLING = 10
 """Steps of a young process that are not compared."""
-ON_A_CORE = 10
-"""Steps of the young process until both change cores."""
+TURN = 5
+"""Steps that one process makes while the other is suspended."""
 NO_WORK = ("time", "step_time", "timing/", "perf/")
 """How the names of a row's values begin that are of the machine, not of the work."""
 
@@ -102,6 +100,8 @@ class Run:
 
     def __init__(self, folder: Path, steps: int, every: int):
         self.folder = folder
+        self.suspended_at: list[float] = []
+        """Unix time."""
         words = [f"--config.{name}={value}" for name, value in settings(folder, steps, every).items()]
         recipe = str(ROOT / "recipes" / "quickstart.yaml")
         with folder.with_suffix(".log").open("wb") as log:
@@ -157,19 +157,15 @@ class Run:
         return sum(sizes) / 1e6, len(sizes)
 
     def suspend(self) -> None:
+        self.suspended_at.append(time.time())
         for each in self.processes():
-            each.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
 
     def go_on(self) -> None:
         for each in self.processes():
-            each.resume()
-
-    def pin(self, core: int) -> None:
-        """Put every thread of all its processes on one core."""
-        for each in self.processes():
-            for thread in (Path("/proc") / str(each.pid) / "task").glob("*"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(thread.name), {core})
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
 
 
 def followed(run: Run) -> Iterator[Step]:
@@ -194,19 +190,15 @@ def old_and_young(old: Run, folder: Path, asked: int, every: int) -> dict[str, A
     shutil.copytree(old.folder, folder)
     with Run(folder, asked + every, every) as young:
         wait_until(lambda: bool(young.new_rows()), young)
-        old.go_on()
-        cores = sorted(os.sched_getaffinity(0))[:2]
-        changes = changing_cores(old, young, cores) if len(cores) == 2 else []
-        for run in (old, young):
-            wait_until(run.ended, run)
+        young.suspend()
+        in_turns(old, young)
         numbers = range(asked + 1, asked + every + 1)
-        ratios = compare(made(old, numbers), made(young, numbers), changes)
-    middle = {parity: median(found) for parity, found in ratios.items()}
+        ratios = compare(made(old, numbers), made(young, numbers), old.suspended_at, young.suspended_at)
+    quartiles = quantiles(ratios, n=4) if len(ratios) > 1 else None
     return {
-        "old_over_young": round(geometric_mean(middle.values()), 4) if middle else None,
-        "old_over_young_by_core": [round(value, 4) for value in middle.values()],
-        "compared_steps": sum(map(len, ratios.values())),
-        "pinned_to": cores if changes else None,
+        "old_over_young": round(median(ratios), 4) if ratios else None,
+        "old_over_young_quartiles": quartiles and [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "compared_steps": len(ratios),
     }
 
 
@@ -217,19 +209,16 @@ def wait_until(condition: Callable[[], bool], run: Run) -> None:
         time.sleep(0.02)
 
 
-def changing_cores(old: Run, young: Run, cores: Sequence[int]) -> list[float]:
-    """Have both run on a core of their own until one has ended, and change cores every ON_A_CORE steps of the young
-    one; when they changed, in Unix time, the first time included."""
-    changes: list[float] = []
-    steps = 0
-    while not (old.ended() or young.ended()):
-        steps += len(young.new_rows())
-        if steps >= ON_A_CORE * len(changes):
-            for run, core in zip((old, young), cores if len(changes) % 2 == 0 else cores[::-1], strict=True):
-                run.pin(core)
-            changes.append(time.time())
-        time.sleep(0.02)
-    return changes
+def in_turns(*runs: Run) -> None:
+    """Have suspended runs go on to their end, TURN steps of one after TURN steps of the other."""
+    while not all(run.ended() for run in runs):
+        for run in runs:
+            run.go_on()
+            steps = 0
+            while steps < TURN and not run.ended():
+                steps += len(run.new_rows())
+                time.sleep(0.005)
+            run.suspend()
 
 
 def made(run: Run, numbers: range) -> list[Row]:
@@ -240,38 +229,41 @@ def made(run: Run, numbers: range) -> list[Row]:
     return rows
 
 
-def compare(old: Sequence[Row], young: Sequence[Row], changes: Sequence[float]) -> dict[int, list[float]]:
-    """`timing/step` of the old process over the young one's in the same step, by the parity of the changes before it.
-
-    Left out: the first SETTLING steps, the last one, which has a validation and a checkpoint, and the steps in which a
-    process changed its core, or which both made on the same one.
+def compare(
+    old: Sequence[Row], young: Sequence[Row], old_suspended: Sequence[float], young_suspended: Sequence[float]
+) -> list[float]:
+    """`timing/step` of the old process over the young one's, of each step but the first SETTLING ones, the last one,
+    which has a validation and a checkpoint, and those in which a process was suspended.
 
     Args:
         old, young: the rows of the same steps, in order.
-        changes: when both changed cores, in Unix time; empty where neither was pinned.
+        old_suspended, young_suspended: when the processes were suspended, in Unix time.
 
     Raises:
         RuntimeError: the two did not do the same work.
     """
-    ratios: dict[int, list[float]] = {}
-    for index, pair in enumerate(zip(old, young, strict=True)):
-        one, other = map(work, pair)
-        if one != other:
-            name = next(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    ratios = []
+    for index, (one, other) in enumerate(zip(old, young, strict=True)):
+        if name := other_work(one, other):
             raise RuntimeError(
-                f"step {pair[0]['step']}: {name} is {one.get(name)} in the old process and {other.get(name)} in the"
-                " young one; a resumed run must make the same steps"
+                f"step {one['step']}: {name} is {one.get(name)} in the old process and {other.get(name)} in the young"
+                " one; a resumed run must make the same steps"
             )
-        began = [bisect(changes, row["time"] - row["timing/step"]) for row in pair]
-        ended = [bisect(changes, row["time"]) for row in pair]
-        if SETTLING <= index < len(old) - 1 and began == ended and began[0] % 2 == began[1] % 2:
-            ratios.setdefault(began[0] % 2, []).append(pair[0]["timing/step"] / pair[1]["timing/step"])
+        if SETTLING <= index < len(old) - 1 and not (
+            suspended_in(old, index, old_suspended) or suspended_in(young, index, young_suspended)
+        ):
+            ratios.append(one["timing/step"] / other["timing/step"])
     return ratios
 
 
-def work(row: Row) -> Row:
-    """What a step did: its values, without seconds, rates and memory."""
-    return {name: value for name, value in row.items() if not name.startswith(NO_WORK)}
+def other_work(one: Row, other: Row) -> str | None:
+    """The first value that differs, without seconds, rates and memory."""
+    names = [name for name in (*one, *other) if not name.startswith(NO_WORK)]
+    return next((name for name in names if one.get(name) != other.get(name)), None)
+
+
+def suspended_in(rows: Sequence[Row], index: int, suspended: Sequence[float]) -> bool:
+    return any(rows[index - 1]["time"] <= at <= rows[index]["time"] for at in suspended)
 
 
 # ----------------------------------------------------------------------------------------------------------- the result

@@ -199,20 +199,17 @@ def logged(seconds, begin=1000.0, **values):
 
 
 def test_soak_compares_the_same_steps_of_an_old_and_a_young_process():
-    """Neither the first ten steps count nor the last, nor one in which a process changes its core."""
-    old, young = logged([9.0] * 10 + [1.5] * 4 + [9.0]), logged([1.0] * 10 + [1.0] * 4 + [1.0])
-    assert soak.compare(old, young, []) == {0: [1.5] * 4}
-    at = [1000.0, 1020.5]
-    old, young = logged([1.25] * 24), logged([1.0] * 24)
-    # The old one changes its core in its 17th step, the young one in its 21st: the 11th to the 16th were made before
-    # by both, the 22nd and the 23rd behind it.
-    assert soak.compare(old, young, at) == {1: [1.25] * 6, 0: [1.25] * 2}
+    """Neither the first ten steps count nor the last, nor one in which a process is suspended."""
+    old, young = logged([9.0] * 10 + [1.5, 1.5, 1.25, 1.5] + [9.0]), logged([1.0] * 15)
+    assert soak.compare(old, young, [], []) == [1.5, 1.5, 1.25, 1.5]
+    # The old one was suspended in the 12th step, which went from 1091.5 to 1093, the young one in the 14th.
+    assert soak.compare(old, young, [900.0, 1092.0], [1013.5]) == [1.5, 1.25]
 
 
 def test_soak_refuses_a_young_process_that_does_other_work():
     old = logged([1.0] * 12)
     with pytest.raises(RuntimeError, match=r"^step 101: reward is 0.0 in the old process and 0.5 in the young one; "):
-        soak.compare(old, logged([1.0] * 12, reward=0.5), [])
+        soak.compare(old, logged([1.0] * 12, reward=0.5), [], [])
 
 
 @pytest.mark.slow
