@@ -32,9 +32,9 @@ def gathered(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager
     """Where ZeRO-3's parameters are whole; nothing changes for others."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters(parameters)
+    return deepspeed.zero.GatheredParameters(parameters)
 
 
 class Steps(TrainerCallback):
