@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._learning import add, learn, markdown, panels, read, write_between
-from perl.errors import lookup
 from perl.scoring.statistics import seeds_reach, t_tails
 from perl.tools import real
 from perl.tools.quickstart import run as quickstart
@@ -203,8 +202,11 @@ def main() -> None:
         draw(read(args.output))
         return
     arms = args.arms.split(";")
-    for arm in arms:
-        lookup(ARMS, arm, "arm", "--arms")
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        parser.error(f"--arms: unknown: {'; '.join(unknown)}; known: {'; '.join(ARMS)}")
+    for folder in args.real or []:
+        if not (folder / real.SETTINGS).is_file():
+            parser.error(f"--real {folder}: no {real.SETTINGS} in it; name a folder of `python -m perl real`")
     if args.real:
         starts = {real_start(folder).how.seed: lambda folder=folder: real_start(folder) for folder in args.real}
     else:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl.adapter_files import leads_out, require_contained
 from perl.errors import UserError
+from perl.paths import user_path
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ def modelscope_variable(environment: Mapping[str, str] = os.environ) -> str | No
 
 def resolve_model(model: str, flag: str = "--model") -> Path:
     """The local folder of `model`, a path or a hub name; a hub name is downloaded unless it is in the cache."""
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             hint = "; it holds an adapter, write it after --adapter" if (folder / ADAPTER_CONFIG).is_file() else ""

@@ -178,6 +178,9 @@ def report_errors() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            sys.stderr.write(f"error: {error.filename!s:.60}…: too long for the name of a file; write a shorter one\n")
+            sys.exit(EXIT_USER_ERROR)
         if lost_a_peer(error):
             time.sleep(RANK_0_SPEAKS_S)
         if (refused := _disk_refuses(error)) is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl import checkpoints
 from perl.errors import UserError
+from perl.paths import user_path
 from perl.records import Message
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _file(image: Any, where: str) -> bytes:
         image.save(file, format="PNG")  # without loss
         return file.getvalue()
     try:
-        content = Path(image).expanduser().read_bytes() if isinstance(image, str) else image
+        content = user_path(image).read_bytes() if isinstance(image, str) else image
     except OSError as error:
         raise UserError(f"{where}: {image}: {error.strerror or error}; a path counts from this folder") from error
     if not isinstance(content, bytes):

@@ -28,6 +28,7 @@ from typing import Any
 
 from perl import device
 from perl.errors import RankError, UserError
+from perl.paths import user_path
 from perl.records import Problem
 
 log = logging.getLogger(__name__)
@@ -284,7 +285,7 @@ def _explain(name: str, function: RewardFunction, error: BaseException, where: s
 @functools.cache  # checked before the model is loaded, built after: run once
 def _import(name: str) -> RewardFunction:
     path, _, function = name.rpartition(".py:")
-    file = Path(f"{path}.py").expanduser()
+    file = user_path(f"{path}.py")
     if not path or not function:
         raise UserError(f"{FLAG}: {name}: write path/to/file.py:function")
     if not file.is_file():

@@ -29,6 +29,7 @@ LEVELS = [
         "config",
         "sharding",
         "checkpoints",
+        "paths",
         "tracking",
         "results",
     },

@@ -9,6 +9,7 @@ from jsonargparse import Namespace
 
 from perl.checkpoints import require_adapter
 from perl.errors import UserError
+from perl.paths import user_path
 
 FLAG = "--config.peft.adapter"
 OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
@@ -32,7 +33,7 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
             f"{FLAG}: --config.peft.type none trains all weights, and no adapter further; write {FLAG}_mode merge to"
             " start from the base with the adapter in its weights"
         )
-    peft.adapter = str(Path(peft.adapter).expanduser())
+    peft.adapter = str(user_path(peft.adapter))
     adapter = require_adapter(Path(peft.adapter), FLAG)
     if peft.adapter_mode == "merge":
         return []

@@ -77,7 +77,7 @@ class Parser(ArgumentParser):
             return self._no_field(found[1], found[2])
         if found := re.search(r"Parser key \"([\w.]+)\":\s*(.*)", message, flags=re.DOTALL):
             if one := re.match(r"Expected a <class 'list'>. Got value: (.*)", found[2], flags=re.DOTALL):
-                return f"--{found[1]}: expected a list, not {one[1]}; write '{_as_list(one[1])}'"
+                return f"--{found[1]}: expected a list, not {one[1]}{_as_list(one[1])}"
             return f"--{found[1]}: {_expected(found[2]) or found[2].replace('<class ', '').replace('>.', '.')}"
         return message
 
@@ -114,13 +114,25 @@ def _expected(complaint: str) -> str | None:
     last = [(kind.rpartition(".")[2], literal or other) for kind, literal, other in kinds]
     names = [WORDS.get(kind, kind) or other for kind, other in last]
     value = found[2].strip()
-    as_list = f"; write '{_as_list(value)}'" if names[0].startswith("list[") and not value.startswith("[") else ""
+    as_list = _as_list(value) if names[0].startswith("list[") else ""
     return f"expected {' or '.join(names)}, not {value}{as_list}"
 
 
 def _as_list(value: str) -> str:
-    """What to write for a list of the words in `value`: '["accuracy", "format"]' for accuracy,format."""
-    return json.dumps([yaml.safe_load(word) for word in value.strip().split(",")], default=str)
+    """What to write for a list of the words in `value`: '["accuracy", "format"]' for accuracy,format; nothing for a
+    list that breaks off."""
+    if value.strip().startswith("["):
+        return ""
+    return f"; write '{json.dumps([_scalar(word) for word in value.strip().split(',')])}'"
+
+
+def _scalar(word: str) -> str | float | bool | None:
+    """What YAML reads in a word; the word itself where that is no scalar of JSON, or where it is not YAML."""
+    try:
+        read = yaml.safe_load(word)
+    except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError: a date that there is not
+        return word
+    return read if read is None or isinstance(read, str | float | int) else word
 
 
 def _last(flag: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from perl.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, content_hash, require_adapter
 from perl.errors import UserError
+from perl.paths import user_path
 from perl.results import BEST_FILE
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def find_candidates(words: Sequence[str] | None) -> tuple[Candidate, ...]:
     if not words:
         return (Candidate(),)
     found = [candidate for word in words for candidate in _of_word(word)]
-    if len(words) == 1 and len(found) == 1 and found[0].adapter == Path(words[0]).expanduser():
+    if len(words) == 1 and len(found) == 1 and found[0].adapter == user_path(words[0]):
         return (replace(found[0], name=""),)
     if list(words) == [BASE]:
         raise UserError("--adapter base: the base alone needs no --adapter; leave it out, or write adapters with it")
@@ -63,7 +64,7 @@ def _of_word(word: str) -> Iterator[Candidate]:
     if word == BASE:
         yield Candidate(step=0)
         return
-    folder = Path(word).expanduser()
+    folder = user_path(word)
     if whole := whole_model(folder):
         raise UserError(f"--adapter {word}: {whole} is a whole model; write --model {whole}, and no --adapter")
     checkpoints = checkpoints_of(folder) if folder.is_dir() and not (folder / ADAPTER_CONFIG).is_file() else []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.grading import RULES
+from perl.paths import user_path
 from perl.records import Problem
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
@@ -44,7 +45,7 @@ def few_shot_examples(config: EvalConfig, spec: str, problems: Sequence[Problem]
     if config.few_shot.isdecimal():
         examples = _examples_of_split(spec, int(config.few_shot), config.task)
     else:
-        examples = _examples_of_file(Path(config.few_shot).expanduser())
+        examples = _examples_of_file(user_path(config.few_shot))
     asked = {problem.question for problem in problems if problem.question}
     if any(question in asked for question, _ in examples):
         raise UserError(

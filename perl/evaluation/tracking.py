@@ -13,6 +13,7 @@ from typing import Any
 
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.candidates import Candidate
+from perl.paths import user_path
 from perl.redact import drop_secrets
 from perl.scoring.summary import shown
 from perl.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
@@ -50,7 +51,7 @@ def log_results(
     trained = {candidate.name: candidate.adapter for candidate in scored if candidate.adapter is not None}
     runs = {name: training_run(folder) for name, folder in trained.items()}
     if not trained:  # a whole model lies in the folder of its training
-        runs = {candidate.name: training_run(Path(config.model).expanduser()) for candidate in scored}
+        runs = {candidate.name: training_run(user_path(config.model)) for candidate in scored}
     only = next(iter(runs.values())) if len(set(runs.values())) == 1 else None
     of_run: dict[WandbRun | None, list[Candidate]] = {}
     for candidate in scored:  # the base belongs to the sweep's training, if that is one

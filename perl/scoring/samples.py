@@ -9,11 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.errors import UserError
 from perl.images import fitted, has_images
+from perl.paths import user_path
 from perl.prompts import PromptStyle, build_messages, encode, row_seed
 from perl.records import Completion, Grade, Problem, Sample, Sampling
 from perl.results import SampleRecord
@@ -63,7 +63,7 @@ def make_samples(
 
 def folder_name(spec: str) -> str:
     """gsm8k for gsm8k, open-r1_DAPO-Math-17k-Processed for the hub's name, test for data/test.parquet."""
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if spec not in TASKS and path.exists():
         spec = path.resolve().stem if path.is_file() else path.resolve().name
     return re.sub(r"[^\w.\-]+", "_", spec).strip("._") or "dataset"
@@ -76,7 +76,7 @@ def folder_names(specs: Sequence[str]) -> list[str]:
     count = Counter(names)
     return [
         f"{folder_name(str(path.resolve().parent))}_{name}" if count[name] > 1 and path.exists() else name
-        for name, path in zip(names, (Path(spec).expanduser() for spec in specs), strict=True)
+        for name, path in zip(names, (user_path(spec) for spec in specs), strict=True)
     ]
 
 

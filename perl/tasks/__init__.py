@@ -12,6 +12,7 @@ from pathlib import Path
 
 from perl.errors import UserError, lookup, nearest
 from perl.grading import RULES, Grader
+from perl.paths import user_path
 from perl.records import Problem
 from perl.tasks.files import SUFFIXES, Row, find_files, read_rows, require_characters
 from perl.tasks.hub import Hub, hub_rows
@@ -38,7 +39,7 @@ def data_name(spec: str) -> str:
     """The name of a task or a known repository of the hub as it is written here, whatever its case and its hyphens in
     `spec` ("GSM8K", "MATH-500"); anything else, and what names an existing file or folder, as it stands."""
     repo, colon, config = spec.partition(":")
-    if spec in TASKS or repo in HUBS or Path(spec).expanduser().exists() or _looks_like_path(spec):
+    if spec in TASKS or repo in HUBS or user_path(spec).exists() or _looks_like_path(spec):
         return spec
     found = [name for name in (*TASKS, *HUBS) if _plain(name) == _plain(repo)]
     return f"{found[0]}{colon}{config}" if len(found) == 1 else spec
@@ -86,7 +87,7 @@ def training_split(spec: str) -> str | None:
     """The split to train on where the user names none: the data set's own training split, a folder's train files, and
     for a single file None. A UserError for a bench, which has none: what is trained on can no longer be scored on."""
     spec = data_name(spec)
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
         return "train" if path.is_dir() else None
     _, hub = _hub_of(spec)
@@ -99,7 +100,7 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
     """Yield (row, place, task or None) of whatever `spec` names; the task is known where `spec` or the caller says it.
     A task's name comes first, then an existing path, then the hub."""
     spec = data_name(spec)
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
         for file in find_files(path, split):
             yield from ((row, where, task) for row, where in read_rows(file))
@@ -111,7 +112,7 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
 
 def source_of(spec: str, split: str | None) -> tuple[str, ...]:
     """What `rows_of` would read: the files, or repository, configuration and split on the hub."""
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
         return tuple(str(file.resolve()) for file in find_files(path, split))
     _, hub = _hub_of(spec)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from perl.errors import UserError
+from perl.paths import user_path
 from perl.records import Problem
 from perl.results import atomic_write
 from perl.tasks import source_of, training_split
@@ -88,7 +89,7 @@ def _source(dataset: str | list[str], split: str | None, run: Path) -> tuple[str
     data sets has written its problems down."""
     if not isinstance(dataset, str):
         return None
-    place = Path((_read(run / "environment.json") or {}).get("folder", "."), Path(dataset).expanduser())
+    place = Path((_read(run / "environment.json") or {}).get("folder", "."), user_path(dataset))
     spec = str(place) if place.exists() else dataset
     try:
         return source_of(spec, split or training_split(spec))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from perl.paths import user_path
 from perl.training.model_card import CARD, add_results
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    adapter = Path(args.adapter).expanduser()
-    results = add_results(adapter, [Path(folder).expanduser() for folder in args.results])
+    adapter = user_path(args.adapter)
+    results = add_results(adapter, [user_path(folder) for folder in args.results])
     print(f"{adapter / CARD}: {len(results)} results")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from perl.errors import UserError
 from perl.evaluation.compare import compare, print_comparison
+from perl.paths import user_path
 from perl.reports.agreement import LIMITS, Comparison, Runs, compare_runs, limit_in_words, remarks, verdict
 from perl.reports.agreement_page import write_agreement
 from perl.reports.curves import READERS, Curves, is_training, read_curves
@@ -60,12 +62,12 @@ def run(args: argparse.Namespace) -> int:
 
 def split(text: str, flag: str) -> list[Path]:
     """The paths that `text` names: a comma in the name of what exists separates nothing."""
-    if Path(text).expanduser().exists():
-        return [Path(text).expanduser()]
+    if os.path.exists(user_path(text)):  # Path.exists raises where the names together are too long for one
+        return [user_path(text)]
     names = text.split(",")
     if not all(names):
         raise UserError(f"{flag} {text}: an empty name between commas; write run1,run2")
-    return [Path(name).expanduser() for name in names]
+    return [user_path(name) for name in names]
 
 
 def is_evaluation(path: Path) -> bool:
@@ -106,7 +108,7 @@ def compare_trainings(args: argparse.Namespace, paths: dict[str, list[Path]]) ->
     if window < 1:
         raise UserError(f"--window {window}: write 1 or more rollouts")
     comparison = compare_runs(runs, limits, args.error or "relative", args.align or "auto", window)
-    page = write_agreement(comparison, runs, Path(args.output).expanduser()) if args.output else None
+    page = write_agreement(comparison, runs, user_path(args.output)) if args.output else None
     if args.json:
         print(json.dumps(as_json(comparison, runs), ensure_ascii=False))
     else:

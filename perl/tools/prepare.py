@@ -11,6 +11,7 @@ from typing import Any
 
 from perl.errors import UserError, lookup
 from perl.grading import Grader
+from perl.paths import user_path
 from perl.prompts import build_messages
 from perl.records import Problem
 from perl.results import atomic_write
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     task = lookup(TASKS, args.task, "task", "prepare")
     if args.test_rows < 0:
         raise UserError(f"--test_rows {args.test_rows}: must be 0 or more")
-    folder = Path(args.local_save_dir).expanduser()
+    folder = user_path(args.local_save_dir)
     splits: dict[str, list[tuple[Row, Problem]]] = defaultdict(list)
     for split, row, where in _source_rows(task, args.source):
         splits[split].append((row, problem_of_row(row, where, task.name)))
@@ -75,7 +76,7 @@ def _source_rows(task: Task, sources: Sequence[str]) -> Iterator[tuple[str, Row,
             yield from ((split, row, where) for row, where, _ in rows_of(task.name, theirs[split]))
         return
     for source in map(Path, sources):
-        path = source.expanduser()
+        path = user_path(source)
         if path.is_dir():
             names = {split: find_files(path, split) for split in SPLITS if list(path.glob(f"{split}[.-]*"))}
             if not names:

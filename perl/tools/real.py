@@ -30,6 +30,7 @@ from perl.checkpoints import resolve_model
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
 from perl.errors import Stopped, UserError, lookup
+from perl.paths import user_path
 from perl.records import Sampling
 from perl.results import write_json
 from perl.tools import stages
@@ -93,8 +94,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = Path(args.output_dir).expanduser().absolute()
-    rows = read_data(Path(args.data).expanduser(), Path(args.gsm8k).expanduser(), args.sft_rows)
+    folder = user_path(args.output_dir).absolute()
+    rows = read_data(user_path(args.data), user_path(args.gsm8k), args.sft_rows)
     settings = Settings(
         seed=int(args.seed),
         engine=args.engine,
@@ -191,7 +192,7 @@ def model_folder(settings: Settings, folder: Path) -> Path:
 def get_model(model: str, folder: Path, console: Console, where: Where) -> None:
     """Fetch the base into the run's folder, unless it is a folder of the user's own."""
     if model not in MODELS:
-        if not Path(model).expanduser().is_dir():
+        if not user_path(model).is_dir():
             lookup(MODELS, model, "model", "--model")
         return
     target = folder / "model"

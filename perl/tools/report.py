@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 from perl.evaluation.compare import compare
+from perl.paths import user_path
 from perl.reports.comparisons import Comparison
 from perl.reports.page import NAME, write_page
 from perl.reports.readme_figure import write_figure
@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    material = compared(read_material([Path(folder).expanduser() for folder in args.folders]))
-    output = Path(args.output).expanduser() if args.output else material.folder / NAME
+    material = compared(read_material([user_path(folder) for folder in args.folders]))
+    output = user_path(args.output) if args.output else material.folder / NAME
     if args.figure:
-        for file in write_figure(material, Path(args.figure).expanduser()):
+        for file in write_figure(material, user_path(args.figure)):
             print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
     write_page(material, output)
     print(f"{output}: {output.stat().st_size / 1e3:,.0f} kB, needs no network")

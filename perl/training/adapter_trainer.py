@@ -8,6 +8,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -72,6 +73,7 @@ class AdapterTrainer:
         """Once PEFT has wrapped the model: the method's own start, what is trained, and its schedule."""
         self.adapter, self.adapter_config = adapter, config
         policy = self.accelerator.unwrap_model(self.model)
+        hook_inputs_once(policy.get_base_model() if has_adapter(policy) else policy)
         require_finite_weights(policy, f"--config.model.model_name_or_path {policy.config.name_or_path}")
         if adapter.start is not None:
             adapter.start(policy, config, DistributedBackend(self.accelerator).gather_params)
@@ -299,6 +301,23 @@ class GoOn(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.restore()
+
+
+def hook_inputs_once(model: Any) -> None:
+    """Have `model`, one of transformers, keep one hook on its embeddings that makes their output require a gradient.
+
+    transformers adds one each time gradient checkpointing is enabled. Where it is disabled, which TRL does for each
+    rollout, the hook is removed only from a model that has loaded an adapter itself: a rollout in a PEFT model left one
+    more, and each forward called them all."""
+    if not hasattr(model, "disable_input_require_grads"):
+        return
+
+    def enable(self: Any) -> None:
+        if hasattr(self, "_require_grads_hook"):
+            self.disable_input_require_grads()
+        type(self).enable_input_require_grads(self)
+
+    model.enable_input_require_grads = MethodType(enable, model)
 
 
 def begin_with_epoch(loader: Any, epoch: int) -> None:

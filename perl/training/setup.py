@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from perl.config.load import Config
 from perl.config.schema import data_sets
 from perl.errors import UserError
 from perl.images import fitted, has_images, load_processing, tokenizer_of
+from perl.paths import user_path
 from perl.prompts import (
     PromptStyle,
     build_messages,
@@ -237,7 +239,7 @@ def _warn_of_context(prompt: int, completion: int, context: int) -> None:
 def _problems(config: DatasetConfig, graded: bool) -> list[Problem]:
     """Of all data sets, one after the other, up to example_numbers."""
     flag, named = "--config.dataset.dataset_name_or_path", config.dataset_name_or_path
-    if isinstance(named, str) and "," in named and not Path(named).expanduser().exists():
+    if isinstance(named, str) and "," in named and not os.path.exists(user_path(named)):
         raise UserError(f"{flag} {named}: several data sets are a list; write '{_as_list(named)}'")
     if not named:
         raise UserError(f"{flag} is empty; name a task, a data set on the hub, a file or a folder")
@@ -257,7 +259,7 @@ def _as_list(named: str) -> str:
     names, and arrives as its text), else what stands between commas."""
     try:
         listed = yaml.safe_load(named)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError: a date that there is not
         listed = None
     return json.dumps([str(item) for item in listed] if isinstance(listed, list) else named.split(","))
 

@@ -72,6 +72,21 @@ def test_curves_are_drawn_with_their_mean():
     assert 'points="28.0,72.0 128.0,72.0 228.0,24.0" fill="none" stroke="#c0392b" stroke-width="2"' in drawn
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--arms", "none;lineer, clean"], "--arms: unknown: lineer, clean; known: none; linear, clean; "),
+        (["--real", "nowhere"], "--real nowhere: no real.json in it; name a folder of `python -m perl real`"),
+    ],
+)
+def test_mistakes_with_the_benchmark_of_aqn_are_one_line(flags, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["aqn", *flags])
+    with pytest.raises(SystemExit) as ended:
+        aqn.main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_one_run_of_aqn_stands_in_the_results_and_is_not_repeated(tmp_path):
     command = [sys.executable, "-m", "benchmarks.aqn", "--arms", "linear, noisy", "--seeds", "3", "--steps", "2"]

@@ -1,5 +1,6 @@
 """The benchmarks of training at tiny shapes: they force the same lengths on every side and end in their JSON line."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -159,7 +160,7 @@ def test_memory_is_what_was_planned():
 
 
 def soak_step(number, at, rss, processes=1):
-    return soak.Step(number, at, 0.5, rss, processes, 0.002 if number <= 400 else 0.003)
+    return soak.Step(number, at, 0.5, rss, processes)
 
 
 def test_soak_finds_the_slope_the_slowdown_and_the_lost_step():
@@ -174,11 +175,10 @@ def test_soak_finds_the_slope_the_slowdown_and_the_lost_step():
     assert (found["steps"], found["rss_mb_per_100_steps"]) == (500, 1.0)
     assert (found["rss_mb_first"], found["rss_mb_last"]) == (901.0, 905.0)
     assert (found["step_s_first"], found["step_s_last"], found["last_over_first"]) == (1.0, 1.1, 1.1)
-    assert found["reference_last_over_first"] == 1.5
     found = soak.result([*steps[:249], *steps[250:300], *steps[299:]], 500, warm_up=100)
     assert (found["steps"], found["lost"], found["doubled"]) == (499, 1, 1)
     assert soak.result(steps[:150], 500, warm_up=100)["last_over_first"] is None  # too early to tell
-    assert soak.result(steps[:50], 500, warm_up=100)["reference_last_over_first"] is None
+    assert soak.result(steps[:50], 500, warm_up=100)["rss_mb_first"] is None
 
 
 def test_soak_does_not_count_a_process_that_starts_as_growth():
@@ -187,11 +187,46 @@ def test_soak_does_not_count_a_process_that_starts_as_growth():
     assert soak.result(steps, 500, warm_up=100)["rss_mb_per_100_steps"] == 1.0
 
 
+def logged(seconds, begin=1000.0, **values):
+    """Rows of steps that took so many seconds, one after the other."""
+    ends = itertools.accumulate(seconds, initial=begin)
+    next(ends)
+    return [
+        {"step": 101 + i, "loss": 0.5, "reward": i / 8, "time": end, "timing/step": each, "perf/throughput": each}
+        | values
+        for i, (each, end) in enumerate(zip(seconds, ends, strict=True))
+    ]
+
+
+def test_soak_compares_the_same_steps_of_an_old_and_a_young_process():
+    """Neither the first ten steps count nor the last, nor one in which a process is suspended."""
+    old, young = logged([9.0] * 10 + [1.5, 1.5, 1.25, 1.5] + [9.0]), logged([1.0] * 15)
+    assert soak.compare(old, young, [], []) == [1.5, 1.5, 1.25, 1.5]
+    # The old one was suspended in the 12th step, which went from 1091.5 to 1093, the young one in the 14th.
+    assert soak.compare(old, young, [900.0, 1092.0], [1013.5]) == [1.5, 1.25]
+
+
+def test_soak_refuses_a_young_process_that_does_other_work():
+    old = logged([1.0] * 12)
+    with pytest.raises(RuntimeError, match=r"^step 101: reward is 0.0 in the old process and 0.5 in the young one; "):
+        soak.compare(old, logged([1.0] * 12, reward=0.5), [], [])
+
+
+@pytest.mark.slow
+def test_soak_of_an_old_and_a_young_process():
+    """Both make the same twenty steps: the benchmark refuses others."""
+    result = run_module("soak", "--steps", "20", "--every", "20")
+    assert (result["steps"], result["lost"], result["doubled"]) == (20, 0, 0)
+    assert 0 < result["compared_steps"] <= 9
+    assert result["old_over_young"] > 0
+
+
 @pytest.mark.slow
 def test_soak():
     result = run_module("soak", "--steps", "3")
     assert (result["steps"], result["lost"], result["doubled"]) == (3, 0, 0)
     assert result["rss_mb_last"] > 100
+    assert result["old_over_young"] is None  # there is no checkpoint
 
 
 def test_what_a_critic_can_explain_at_best_by_hand():

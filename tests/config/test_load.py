@@ -1,5 +1,7 @@
 """What a command line and a recipe become, and what each mistake says."""
 
+import re
+
 import pytest
 import yaml
 
@@ -168,6 +170,34 @@ def test_a_word_where_a_list_is_wanted_says_what_to_write(flag, value, written):
     assert said.startswith(f"--config.{flag}: expected ")
     assert said.endswith(f"not {value}; write '{written}'")
     assert parse([f"--config.{flag}", written])
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("|0", '["|0"]'),
+        ("{0", '["{0"]'),
+        ("\x08", '["\\b"]'),
+        ("!!python/name:os.system", '["!!python/name:os.system"]'),
+        ("2024-13-45", '["2024-13-45"]'),
+        ("&a {b: *a}", '["'),  # holds itself
+        ("{{" + 2000 * "{", '["{{'),
+        ("gsm8k,3", '["gsm8k", 3]'),
+    ],
+)
+def test_a_word_that_is_no_yaml_is_one_line_where_a_list_is_wanted(value, written):
+    """The line that says what to write read the word as YAML once more, and raised its errors."""
+    with pytest.raises(UserError) as told:
+        parse([f"--config.validation.datasets={value}"])
+    assert "expected a list" in str(told.value)
+    assert f"; write '{written}" in str(told.value)
+
+
+@pytest.mark.parametrize("flag", ["validation.datasets", "reward.functions", "training.reward_weights"])
+@pytest.mark.parametrize("value", ["[1", "[[[[[["])
+def test_a_list_that_breaks_off_is_one_line(flag, value):
+    with pytest.raises(UserError, match=rf"^--config.{flag}: expected [^;]*, not {re.escape(value)}$"):
+        parse([f"--config.{flag}={value}"])
 
 
 def test_epochs_of_the_user_go_before_the_recipes_steps(tmp_path):

@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from tests.npu.test_training import CONFIGS, launch
+from tests.npu.test_training import CONFIGS, launch, zero3_with_nothing_persistent
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "npu_fsdp2"])  # DDP, ZeRO-2, FSDP2
+@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2"])  # npu_4: ZeRO-2
 def test_both_ranks_skip_the_same_updates_and_stop_at_the_same_one(run_npu, tmp_path, strategy):
-    ranks = launch(run_npu, tmp_path, CONFIGS / f"{strategy}.yaml", {}, worker="nonfinite_worker")
+    config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
+    ranks = launch(run_npu, tmp_path, config, {}, worker="nonfinite_worker")
     for rank in ranks:
         assert rank["moved"] == [False, False, True]
         assert rank["skipped"] == 2

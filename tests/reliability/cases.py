@@ -182,6 +182,7 @@ MODEL = [
     flags("unknown_model_argument", training__model_init_kwargs='{"nothing": 1}'),
 ]
 CONFIGURATION = [
+    train("no_list_and_no_yaml", lambda p: p.train(None, "--config.validation.datasets", "{0")),
     train("unknown_flag", lambda p: p.train(None, "--config.training.max_stepz", "3")),
     flags("no_number", training__learning_rate="fast"),
     flags("not_finite", training__learning_rate=".nan"),
@@ -236,6 +237,8 @@ FOLDERS_AND_ADAPTERS = [
     train("read_only_disk", lambda p: p.train(None, training__output_dir=mounted(p, "1m", "ro"))),
     train("full_disk", lambda p: p.train(None, training__output_dir=mounted(p, "40k"), training__save_steps=1)),
     flags("no_such_adapter", peft__adapter="adapter"),
+    flags("adapter_of_no_user", peft__adapter="~no-such-user/adapter"),
+    flags("adapter_with_too_long_a_name", peft__adapter="a" * 300),
     adapter("adapter_of_another_rank", "--config.peft.r", "8"),
     adapter("adapter_of_another_base", adapter_model_safetensors=tensors(lambda t: narrow(t))),
     adapter("broken_adapter_config", adapter_config_json=text("{")),

@@ -15,6 +15,7 @@ from perl.reports.agreement import LIMITS, compare_runs, welch
 from perl.reports.agreement_page import sides
 from perl.reports.curves import Curves
 from perl.reports.training_run import facts, read_training_run
+from perl.tools.compare import split
 from tests.reports.conftest import logged, record, write_results, write_training
 
 DATA = Path(__file__).parent / "data"
@@ -247,6 +248,12 @@ def test_the_command_with_verls_log(tmp_path, capsys):
     reward = made["metrics"][0]
     assert (reward["name"], reward["logged_as"]) == ("reward", ["critic/score/mean", "reward"])
     assert reward["relative"] == pytest.approx(0.01 / 0.34375)
+
+
+def test_names_that_together_are_longer_than_one_may_be():
+    """Whether a path of the whole text exists could not be asked: File name too long."""
+    names = ["a" * 200, "b" * 200]
+    assert split(",".join(names), "A") == [Path(name) for name in names]
 
 
 def test_the_command_with_seeds(tmp_path, capsys):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,15 @@ def poison(trainer: Any, what: str, steps: Collection[int]) -> None:
     norm.register_forward_hook(hook)
 
 
+def gathered(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[Any]:
+    """Where ZeRO-3's parameters are whole; nothing changes for others."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
 class Steps(TrainerCallback):
     """What is trained, after each step."""
 
@@ -34,9 +44,9 @@ class Steps(TrainerCallback):
         self.weights: list[dict[str, torch.Tensor]] = []
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.weights.append(
-            {name: whole(p).detach().float().clone() for name, p in model.named_parameters() if p.requires_grad}
-        )
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        with gathered(list(trained.values())):
+            self.weights.append({name: whole(p).detach().float().clone() for name, p in trained.items()})
 
     def moved(self) -> list[bool]:
         """Of each step but the first: whether it has changed anything."""

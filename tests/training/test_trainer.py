@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from perl.adapters import ADAPTERS
@@ -268,3 +269,18 @@ def test_prompts_are_cut_where_the_run_says(tmp_path):
     trainer.truncation = "middle"
     ids, _, _ = trainer._tokenize_prompts([[{"role": "user", "content": "What is 1 + 2 ?"}]])
     assert list(ids[0]) == full[:2] + full[-2:]
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine": "fast"}, {"adapter": "none"}, {"beta": 0.1}])
+def test_no_hook_is_left_by_a_step(tmp_path, settings):
+    """transformers adds one each time TRL enables gradient checkpointing again, behind each rollout: a run got slower
+    with each step."""
+
+    counts = []
+
+    class Hooks(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            counts.append(sum(len(module._forward_hooks) for module in model.modules()))
+
+    make_trainer(tmp_path, max_steps=3, gradient_checkpointing=True, callbacks=[Hooks()], **settings).train()
+    assert counts[0] == counts[2] > 0

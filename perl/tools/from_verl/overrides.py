@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from perl.errors import UserError, nearest
+from perl.paths import user_path
 from perl.tools.from_verl.shell import TRAINERS, UNKNOWN, Launch, Script, read_script, read_source
 
 DEFAULTS = Path(__file__).parent / "ppo_trainer.yaml"
@@ -90,7 +91,7 @@ def read_command(source: str | None, words: Sequence[str]) -> Command:
         script = Script(place="command line", variables=dict(os.environ))
         launch = _launch_of(script, words)
         return _compose(launch, script, [], Path.cwd())
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.is_file():
         raise UserError(f"{source}: no such file; give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
     if path.suffix in (".yaml", ".yml"):
@@ -184,7 +185,7 @@ def _add_base(command: Command, name: str) -> None:
 def _add_named(command: Command, name: str, path: str | None, folder: Path) -> None:
     """--config-name, one of verl's own or a file of the user's."""
     stem = name.removesuffix(".yaml")
-    places = [Path(path).expanduser()] if path else []
+    places = [user_path(path)] if path else []
     places = [place if place.is_absolute() else base / place for place in places for base in (folder, Path.cwd())]
     for place in [*places, *([] if path else [folder, Path.cwd()])]:
         if (file := place / f"{stem}.yaml").is_file():

@@ -22,6 +22,7 @@ from perl.config.sft import SFTRunConfig
 from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE
 from perl.engines.decoder import unsupported_reason
 from perl.errors import UserError, lookup
+from perl.paths import user_path
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape
 from perl.training.microbatches import why_fixed
@@ -60,7 +61,7 @@ def read_config(model: str) -> Any:
 
 def _config_text(model: str) -> tuple[str, str]:
     """Where config.json is, and what it holds."""
-    path = Path(model).expanduser()
+    path = user_path(model)
     if not path.exists():
         return model, _hub_text(model)
     file = path / "config.json" if path.is_dir() else path

@@ -26,6 +26,7 @@ from perl.config.schema import data_sets
 from perl.config.sft import SFTRunConfig
 from perl.config.types import PositiveInt
 from perl.errors import Stopped, UserError
+from perl.paths import user_path
 from perl.redact import redact
 from perl.reports.methods import COMPARISON, PAGE, SAMPLED, SETTINGS, Comparison, Place, Run, as_json, compare
 from perl.reports.methods_page import write_comparison
@@ -133,7 +134,7 @@ def run(args: Any) -> int:
 
 def read_command(args: Any) -> Sweep:
     """Check the whole command, the cheap checks first; nothing is written. Raises UserError."""
-    output = Path(args.output or f"outputs/sweep_{Path(args.recipe).stem}").expanduser().absolute()
+    output = user_path(args.output or f"outputs/sweep_{Path(args.recipe).stem}").absolute()
     further = read_eval_flags(args.eval_flags)
     flags = given_flags(args)
     program, notes = program_of(args.recipe, flags[::2], args.method)
@@ -242,7 +243,7 @@ def of_recipe(config: Config | SFTRunConfig) -> list[str]:
 
 def held_out(dataset: str) -> str | None:
     """The test split of a task whose training split is another one, or test.jsonl next to train.jsonl."""
-    path, name = Path(dataset).expanduser(), data_name(dataset)
+    path, name = user_path(dataset), data_name(dataset)
     if name in TASKS:
         hub = TASKS[name].hub
         return name if hub and hub.train_split and hub.train_split != hub.eval_split else None
