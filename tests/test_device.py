@@ -30,4 +30,12 @@ def test_a_training_on_npus_starts_with_hccls_settings_unless_the_user_has_set_t
     found = device.start_environment("npu")
     assert "HCCL_BUFFSIZE" not in found
     assert (found["HCCL_CONNECT_TIMEOUT"], found["ASCEND_HOME_PATH"]) == ("1200", str(tmp_path))
-    assert device.start_environment("cpu") == device.start_environment("cuda") == {}
+    assert device.start_environment("cuda") == {}
+
+
+def test_a_training_on_a_cpu_keeps_freed_memory_unless_the_user_has_set_it(monkeypatch):
+    for name in device.START_VARIABLES["cpu"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
+    found = device.start_environment("cpu")
+    assert found == {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1099511627776"}

@@ -44,10 +44,11 @@ class RolloutMerge:
         model: the policy, not wrapped by DDP or DeepSpeed. One without an adapter is prepared all the same.
         merge: True merges wherever it is possible, False never does, "auto" merges unless rounding to the weights'
             dtype would lose more than ACCEPTED_ROUNDING_ERROR of the update.
+        dtype: what the trainer computes in; None is the weights'. Packed weights are multiplied in it.
     """
 
-    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto"):
-        self.model, self.merge = model, merge
+    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto", dtype: torch.dtype | None = None):
+        self.model, self.merge, self.dtype = model, merge, dtype
         self.layers = adapted_layers(model)
         self.merged = False
         """Whether the weights that compute hold the adapter now."""
@@ -77,7 +78,7 @@ class RolloutMerge:
                 for adapted in self.layers:
                     layer: Any = adapted.layer
                     if layer.get_base_layer() in to_pack:
-                        self._pack(layer, **adapted.merged())
+                        self._pack(layer, **adapted.merged(), merged=True)
                     else:
                         self._write(adapted)
                     to_pack -= set(layer.modules())
@@ -87,9 +88,11 @@ class RolloutMerge:
                 self._pack(layer, layer.weight, layer.bias)
             yield
 
-    def _pack(self, layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def _pack(
+        self, layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None, merged: bool = False
+    ) -> None:
         self._packed.append(layer)
-        pack(layer, weight, bias)
+        pack(layer, weight, bias, self.dtype, merged=merged)
 
     def _wanted(self) -> bool:
         """Decide for this rollout; the log says so where it was decided otherwise before."""

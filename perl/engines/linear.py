@@ -2,6 +2,11 @@
 
 A decode step multiplies each weight with as many rows as are in flight. torch hands that to a BLAS that lays the weight
 out again in each call; oneDNN does it once and multiplies two to three times as fast with 4 to 30 rows.
+
+Where the policy is trained in bfloat16 on a CPU whose AMX units multiply it, products are of bfloat16 too, as in the
+update. A weight w that holds the adapter is kept as two tensors, h = bfloat16(w) and l = bfloat16(w - h), and the
+product is x h + x l, so that nothing of the adapter is lost (h + l is w within 2^-16 of it). Two such products take
+half the time of the float32 one.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from perl import device
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +59,27 @@ def packable(model: nn.Module) -> list[nn.Linear]:
     return layers
 
 
-def pack(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def pack(
+    module: nn.Module,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype | None = torch.float32,
+    *,
+    merged: bool = False,
+) -> None:
     """Have `module` compute the product with a copy of `weight` in oneDNN's layout, until `unpack`.
 
     Args:
         module: a linear layer, or PEFT's layer around one, then with the merged weight.
         weight: float32 [out, in] on the CPU; it may go, the copy stays.
         bias: float32 [out], or None.
+        dtype: what is multiplied: bfloat16 where the CPU does that fast, for any other float32.
+        merged: the weight holds an adapter, whose small part in it is kept.
     """
-    module.forward = _Product(module, weight, bias)  # pyright: ignore[reportAttributeAccessIssue]
+    parts: tuple[torch.Tensor, ...] = (weight.detach(),)
+    if dtype == torch.bfloat16 and device.multiplies_bfloat16():
+        parts = split(parts[0]) if merged else (parts[0].bfloat16(),)
+    module.forward = _Product(module, parts, bias)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def unpack(module: nn.Module) -> None:
@@ -88,13 +107,27 @@ def _available() -> bool:
 class _Product:
     """The forward of a packed layer."""
 
-    def __init__(self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None):
+    def __init__(self, module: Any, parts: tuple[torch.Tensor, ...], bias: torch.Tensor | None):
         self.module, self.bias = module, None if bias is None else bias.detach()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+        self.weights = [torch.ops.mkldnn._reorder_linear_weight(part, ROWS) for part in parts]
+        self.dtype = parts[0].dtype
         self.has_adapter = hasattr(module, "disable_adapters")
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = self.has_adapter and self.module.disable_adapters  # the module's own forward leaves the adapter out
         if own or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             return type(self.module).forward(self.module, x, *args, **kwargs)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if self.dtype == torch.float32:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weights[0], self.bias, "none", [], "")
+        rounded = x.to(self.dtype)
+        high, *low = (torch.ops.mkldnn._linear_pointwise(rounded, w, None, "none", [], "") for w in self.weights)
+        product = high.float()
+        for further in (*low, self.bias):
+            product = product if further is None else product.add_(further)
+        return product
+
+
+def split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two bfloat16 tensors whose sum is the float32 `weight`, within 2^-16 of each number."""
+    high = weight.bfloat16()
+    return high, (weight - high).bfloat16()

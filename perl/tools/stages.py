@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Literal
 
 from rich.console import Console
 
+from perl import device
 from perl.errors import UserError
 from perl.records import PROGRESS, Sampling
 
@@ -71,6 +72,8 @@ class Evaluation:
     seed: int
     more: tuple[Path, ...] = ()
     """Files of other problems, which are scored greedily alone."""
+    dp_size: int = 1
+    """Processes that share the sampled completions, which are several times as many as the greedy ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +93,23 @@ HERE = Where()
 def evaluate(
     how: Evaluation, folder: Path, console: Console, adapter: Path | None = None, where: Where = HERE
 ) -> Scores:
-    """Score the base model, or the base with `adapter`: sampled and greedy at the same time, a core for each. The
-    evaluator goes on with what an interrupted one has left in `folder`."""
+    """Score the base model, or the base with `adapter`: sampled and greedy at the same time. The evaluator goes on with
+    what an interrupted one has left in `folder`."""
     command = [sys.executable, str(ROOT / "perl" / "eval.py"), "--model", str(how.model)]
     command += ["--seed", str(how.seed)]
     command += ["--adapter", str(adapter)] if adapter else []
     command += ["--use_vllm"] if how.engine == "vllm" else []
     commands = {}
-    for name, sampling, more in (("sampled", how.sampled, ()), ("greedy", how.greedy, how.more)):
-        flags = {"n": sampling.n, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
+    for name, sampling, more, dp_size in (
+        ("sampled", how.sampled, (), how.dp_size),
+        ("greedy", how.greedy, how.more, 1),
+    ):
+        flags = {
+            "dp_size": dp_size,
+            "n": sampling.n,
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+        }
         flags["dataset"] = ",".join(map(str, (how.held_out, *more)))
         words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         commands[folder / f"{name}.log"] = [*command, *words, "--result_dir", str(folder / name)]
@@ -117,6 +128,7 @@ def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console
     command += ["--config_file", str(ROOT / "scripts" / "accelerate" / "single.yaml"), "-m", module]
     command += ["--recipe", str(recipe), *flags, "--config.training.output_dir", str(folder)]
     log = folder.with_suffix(".log")
+    where = replace(where, variables={**device.start_environment(device.detect().kind), **where.variables})
     with start(command, log, pipe=True, append=True, where=where) as process, log.open("a", encoding="utf-8") as file:
         assert process.stdout is not None
         for line in process.stdout:

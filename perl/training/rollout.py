@@ -165,7 +165,7 @@ class RolloutPolicy:
         if batching_config is not None:
             batching_config.return_logprobs = True
         require_possible(generation_kwargs)
-        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter, dtype), RolloutCopies(model, dtype)
         self.kernel = device.paged_attention(kernels)
         further = {name: value for name, value in generation_kwargs.items() if name not in SERVED}
         if generation_config.suppress_tokens is not None:  # TRL's: a drawn image token has no image

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 
+from perl import device
 from perl.adapters import ADAPTERS, rollout_merge
 from perl.adapters.layers import adapted_layers
 from perl.adapters.rollout_merge import RolloutMerge
@@ -76,6 +77,19 @@ def test_merged_weights_compute_what_the_adapter_does_and_every_bit_returns(way,
         if not written:
             require_same(model, before)  # nothing is written to the base
     assert forwards == []
+    require_same(model, before)
+    assert torch.equal(logits(model), apart)
+
+
+def test_a_trainer_in_bfloat16_samples_in_it(monkeypatch):
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
+    model = make()
+    before, apart = state(model), logits(model)
+    with RolloutMerge(model, dtype=torch.bfloat16).applied():
+        forward = vars(adapted_layers(model)[0].layer)["forward"]
+        assert [weight.dtype for weight in forward.weights] == [torch.bfloat16, torch.bfloat16]
+        difference = (logits(model) - apart).abs().max()
+    assert 1e-4 < difference < 2**-6 * apart.abs().max()
     require_same(model, before)
     assert torch.equal(logits(model), apart)
 

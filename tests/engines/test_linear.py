@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from perl import device
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.engines import linear
 from perl.engines.hf import HFEngine
-from perl.engines.linear import prepacked
+from perl.engines.linear import pack, prepacked, split, unpack
 from perl.records import Prompt, Sampling
 from tests.engines.models import decode, make_sequences, prompts, tiny
 from tests.tiny import save_tiny
@@ -25,6 +27,44 @@ def test_the_product_is_the_same(rows, bias):
             assert "forward" in vars(layer)
             assert torch.allclose(layer(x), expected, atol=1e-5)
     assert "forward" not in vars(layer)
+
+
+def test_a_weight_is_the_sum_of_two_bfloat16_numbers():
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96)
+    high, low = split(weight)
+    assert high.dtype == low.dtype == torch.bfloat16
+    left = weight - high.float() - low.float()
+    assert (left.abs() <= weight.abs() * 2**-16).all()
+    assert not (weight - high.float()).abs().le(weight.abs() * 2**-12).all()  # one number would not do
+
+
+def test_products_in_bfloat16_lose_nothing_of_a_small_update(monkeypatch):
+    """Of W + U with U far below bfloat16's spacing in W; what is left is the rounding of x and of the result."""
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
+    torch.manual_seed(0)
+    weight, update = torch.randn(160, 96), 1e-3 * torch.randn(160, 96)
+    layer, x = nn.Linear(96, 160), torch.randn(3000, 96).bfloat16().float()  # x itself is not rounded then
+    results = []
+    for each in (weight, weight + update):
+        pack(layer, each, layer.bias, torch.bfloat16, merged=True)
+        with torch.no_grad():
+            results.append(layer(x))
+        unpack(layer)
+    assert results[0].dtype == torch.float32
+    assert torch.allclose(results[0], F.linear(x, weight, layer.bias), rtol=2**-7, atol=2**-6)
+    found, wanted = results[1] - results[0], x @ update.T
+    assert (found * wanted).sum() / wanted.square().sum() == pytest.approx(1, abs=0.02)  # its share, over the noise
+
+
+def test_a_cpu_without_units_for_bfloat16_computes_in_float32(monkeypatch):
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: False)
+    layer, x = nn.Linear(32, 32), torch.randn(2, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        pack(layer, layer.weight, layer.bias, torch.bfloat16)
+        assert torch.allclose(layer(x), expected, atol=1e-5)
+    unpack(layer)
 
 
 def test_weights_of_now_are_used_each_time():
