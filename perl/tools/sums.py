@@ -10,6 +10,7 @@ from fractions import Fraction
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 100
 """Characters of an expression; SVAMP's have up to 20."""
+WORDS = {"-": "difference", "+": "sum", "*": "product", "/": "quotient"}
 IN_A_ROW = 12
 
 
@@ -23,20 +24,23 @@ def value_of(text: str) -> Fraction | None:
 
 
 def drill(numbers: random.Random) -> dict[str, str]:
-    """A row (question, answer) of sums to work out: half of them differences, which small models compute worst, with
-    results of 0 or more."""
-    sums = []
+    """A row (question, answer) of sums that are told in words, in any order, and written and worked out in the answer:
+    "the difference of 28 and 63" -> "63 - 28 = 35". Results are whole and 0 or more."""
+    told, written = [], []
     for _ in range(IN_A_ROW):
-        sign = numbers.choices("-+*/", (55, 23, 10, 12))[0]
-        most = numbers.choices((20, 100, 1000), (20, 65, 15))[0]
+        sign = numbers.choices("-+*/", (40, 25, 15, 20))[0]
+        most = numbers.choices((10, 20, 100, 1000), (10, 25, 50, 15))[0]
         x, y = numbers.randint(1, most), numbers.randint(1, most)
         if sign in "*/":
             x, y = numbers.randint(2, 20), numbers.randint(2, 12)
+        if sign == "/":
+            x *= y
+        told.append(f"the {WORDS[sign]} of {x} and {y}")
         if sign == "-":
             x, y = max(x, y), min(x, y)
-        sums.append(f"{x * y if sign == '/' else x} {sign} {y}")
-    answer = [f"{each} = {value_of(each)}" for each in sums]
-    return {"question": "Work out: " + ", ".join(sums), "answer": "\n".join([*answer, f"#### {value_of(sums[-1])}"])}
+        written.append(f"{x} {sign} {y}")
+    answer = [f"{each} = {value_of(each)}" for each in written]
+    return {"question": f"Work out {', '.join(told)}.", "answer": "\n".join([*answer, f"#### {value_of(written[-1])}"])}
 
 
 def _parse(text: str) -> ast.expr:

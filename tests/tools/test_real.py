@@ -67,7 +67,7 @@ def test_every_training_row_is_for_sft_or_for_grpo_and_the_seed_decides(tmp_path
     real.write_data(tmp_path / "1", settings(seed=1, sums=2), there)
     with_sums = [(tmp_path / "1" / f"{name}.jsonl").read_text().splitlines() for name in ("sft", "grpo")]
     assert (with_sums[0][:4], with_sums[1]) == (parts[1]["sft"], parts[1]["grpo"])
-    assert ["Work out: " in row for row in with_sums[0]] == [False] * 4 + [True] * 2
+    assert ["Work out the " in row for row in with_sums[0]] == [False] * 4 + [True] * 2
 
 
 def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
