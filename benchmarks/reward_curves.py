@@ -1,6 +1,7 @@
 """Does the engine change what is learned? Reward curves of the quickstart's problem with TRL's sampler and with ours.
 
     python -m benchmarks.reward_curves [--seeds 5] [--steps 40]
+    python -m benchmarks.reward_curves --real outputs/real_1 [--steps 60] [--noise]
 
 GRPOTrainer and PerlGRPOTrainer (engine fast, no noise) train the same adapter on the same problems in the same order;
 the seed of the sampling alone differs from run to run. A run's number is its mean reward over the steps. The last
@@ -9,6 +10,11 @@ mean difference of two of TRL's own runs, "equal" whether the first is no larger
 to deal the runs out to two sides that differ at least as much. "…_smoothed" are the same two differences step by
 step: mean absolute difference of two runs' curves, averaged over ten steps, first of a run of each side, then of two
 of TRL's.
+
+`--real` trains the second stage of `python -m perl real` once on each side, from the adapter that SFT left in that
+folder: same model, rows, rewards and number of steps; `--noise` leaves AQN on ours, as `perl real` has it. The line of
+JSON has both curves, the seconds of each step and "ratio", TRL's median over ours; it goes to --output too, and the
+curves to assets/reward_curves_real.svg.
 """
 
 from __future__ import annotations
@@ -20,20 +26,41 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from benchmarks._learning import panels
 from perl.adapters import ADAPTERS
 from perl.config.load import Config, parse
 from perl.grading import Grader
+from perl.results import write_json
 from perl.rewards import build_rewards, reward_context
+from perl.tools import real
+from perl.tools.stages import ROOT
 from perl.training.setup import build_dataset, load_model, load_tokenizer
 from perl.training.trainer import PerlGRPOTrainer
 
 WINDOW = 10
+RESULTS, CURVES = ROOT / "docs" / "results" / "reward_curves_real.json", ROOT / "assets" / "reward_curves_real.svg"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one training leaves."""
+
+    rewards: list[float]
+    """Mean of all rewards, weighted, of each step."""
+    accuracy: list[float]
+    """Mean of the reward `accuracy` of each step."""
+    seconds: list[float]
+    """Of each step."""
 
 
 class SamplingSeed(TrainerCallback):
@@ -46,38 +73,68 @@ class SamplingSeed(TrainerCallback):
         torch.manual_seed(self.seed)
 
 
-def configure(steps: int, folder: str) -> Config:
+class Seconds(TrainerCallback):
+    """Of each step."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(round(time.perf_counter() - self.begun, 3))
+
+
+def quickstart_flags() -> list[str]:
     """recipes/quickstart.yaml without noise."""
-    flags = {"training.max_steps": steps, "training.output_dir": folder, "training.logging_steps": 1}
-    flags |= {"noise_injection.enabled": "false", "rollout.engine": "fast"}
-    words = [word for name, value in flags.items() for word in (f"--config.{name}", str(value))]
-    return parse(["--recipe", "recipes/quickstart.yaml", *words]).build()
+    return [*words_of(recipe="recipes/quickstart.yaml", noise="false"), "--config.rollout.engine", "fast"]
 
 
-def run(side: str, sampling_seed: int, steps: int, grader: Grader) -> list[float]:
-    """Mean reward of each step."""
+def real_flags(folder: Path, noise: bool) -> list[str]:
+    """The GRPO stage of a folder of `python -m perl real`, whose SFT has finished."""
+    settings = real.Settings(**json.loads((folder / real.SETTINGS).read_text(encoding="utf-8")))
+    own = words_of(recipe=str(real.GRPO_RECIPE), noise=str(noise).lower())
+    return [*own, *real.grpo_flags(settings, folder.absolute()), *real.mixed_precision()]
+
+
+def words_of(recipe: str, noise: str) -> list[str]:
+    return ["--recipe", recipe, "--config.noise_injection.enabled", noise]
+
+
+def configure(flags: Sequence[str], steps: int | None, folder: str) -> Config:
+    own = {"output_dir": folder, "logging_steps": 1, "save_strategy": "no"}
+    own |= {} if steps is None else {"max_steps": steps}
+    words = [word for name, value in own.items() for word in (f"--config.training.{name}", str(value))]
+    return parse([*flags, *words]).build()
+
+
+def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, grader: Grader) -> Run:
+    """Train once as `flags` of perl.train say."""
     with tempfile.TemporaryDirectory() as folder:
-        config = configure(steps, folder)
+        config = configure(flags, steps, folder)
         tokenizer = load_tokenizer(config.model.model_name_or_path)
-        adapter = ADAPTERS[config.peft.type]
-        extra: dict[str, Any] = {"peft_config": adapter.build(config.peft)}
+        adapter, model = ADAPTERS[config.peft.type], load_model(config)
+        extra: dict[str, Any] = {} if isinstance(model, PeftModel) else {"peft_config": adapter.build(config.peft)}
         if side == "ours":
             extra = {"adapter": adapter, "adapter_config": config.peft}
             extra |= {"noise": config.noise_injection, "rollout": config.rollout}
         trainer_class: Any = PerlGRPOTrainer if side == "ours" else GRPOTrainer
+        clock = Seconds()
         trainer = trainer_class(
-            model=load_model(config),
+            model=model,
             args=config.training,
             train_dataset=build_dataset(config.dataset, tokenizer),
             processing_class=tokenizer,
             reward_funcs=build_rewards(config.reward.functions, reward_context(config, grader)),
-            callbacks=[SamplingSeed(sampling_seed)],
+            callbacks=[SamplingSeed(sampling_seed), clock],
             **extra,
         )
         if side == "ours":
             trainer.sampling_seed = sampling_seed
         trainer.train()
-    return [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    return Run([row["reward"] for row in rows], [row["rewards/accuracy/mean"] for row in rows], clock.seconds)
 
 
 def smooth(curve: Sequence[float]) -> list[float]:
@@ -128,19 +185,63 @@ def judge(theirs: list[list[float]], mine: list[list[float]]) -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=5, help="of the quickstart")
+    parser.add_argument("--steps", type=int, help="default: 40 of the quickstart, the recipe's of --real")
+    parser.add_argument("--real", type=Path, help="a folder of `python -m perl real`")
+    parser.add_argument("--noise", action="store_true", help="AQN on our side of --real")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="of --real")
     return parser
 
 
+def compare_real(options: argparse.Namespace) -> dict[str, Any]:
+    """Both sides once on the pretrained model."""
+    seed = int(json.loads((options.real / real.SETTINGS).read_text(encoding="utf-8"))["seed"])
+    runs: dict[str, Run] = {}
+    with Grader(deadline_s=5.0) as grader:
+        for side in ("trl", "ours"):
+            flags = real_flags(options.real, options.noise and side == "ours")
+            runs[side] = run(side, flags, seed, options.steps, grader)
+            seconds = statistics.median(runs[side].seconds[1:])
+            print(f"{side}: {seconds:.1f} s a step, accuracy {runs[side].accuracy}", flush=True)
+    medians = {side: statistics.median(found.seconds[1:]) for side, found in runs.items()}
+    sides = {
+        side: {
+            "accuracy": found.accuracy,
+            "reward": [round(reward, 4) for reward in found.rewards],
+            "step_s": found.seconds,
+        }
+        for side, found in runs.items()
+    }
+    figures = {
+        "ratio": round(medians["trl"] / medians["ours"], 3),
+        "step_s": {side: round(median, 2) for side, median in medians.items()},
+        "distance_smoothed": round(distance(runs["trl"].accuracy, runs["ours"].accuracy), 4),
+    }
+    versions = {name: version(name) for name in ("torch", "trl", "transformers", "peft")}
+    result = {**figures, **sides, "seed": seed, "noise": options.noise, "versions": versions}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.output, result)
+    if options.output == RESULTS:
+        curves = {side: [found.accuracy] for side, found in runs.items()}
+        CURVES.write_text(panels(curves | {"both": [found.accuracy for found in runs.values()]}), encoding="utf-8")
+    return result
+
+
 def main() -> None:
-    options = make_parser().parse_args()
+    parser = make_parser()
+    options = parser.parse_args()
+    if options.real is not None:
+        if not (options.real / "sft" / "adapter").is_dir():
+            parser.error(f"--real {options.real}: no sft/adapter in it; name a folder of `python -m perl real`")
+        print(json.dumps({"benchmark": "reward_curves", "real": str(options.real), **compare_real(options)}))
+        return
+    options.steps = options.steps or 40
     curves: dict[str, list[list[float]]] = {"trl": [], "ours": []}
     with Grader(deadline_s=5.0) as grader:
         for seed in range(1, options.seeds + 1):
             for side, found in curves.items():
                 started = time.perf_counter()
-                found.append(run(side, seed, options.steps, grader))
+                found.append(run(side, quickstart_flags(), seed, options.steps, grader).rewards)
                 ends = f"{statistics.fmean(found[-1][:5]):.3f} to {statistics.fmean(found[-1][-5:]):.3f}"
                 print(
                     f"{side}, sampling seed {seed}: reward {ends} (means of five steps),"
@@ -148,7 +249,7 @@ def main() -> None:
                     flush=True,
                 )
     figures = judge(curves["trl"], curves["ours"])
-    print(json.dumps({"benchmark": "reward_curves", **vars(options), **figures}))
+    print(json.dumps({"benchmark": "reward_curves", "seeds": options.seeds, "steps": options.steps, **figures}))
 
 
 if __name__ == "__main__":
