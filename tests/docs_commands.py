@@ -214,6 +214,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.train_step",
             "benchmarks.scaling",
             "benchmarks.reward_curves",
+            "benchmarks.adapter_paths",
             "benchmarks.accelerator",
             "benchmarks.report_page",
             "benchmarks.validation",

@@ -6,9 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
-from benchmarks import aqn
+from benchmarks import adapter_paths, aqn, reward_curves
 from benchmarks._learning import add, markdown, panels, read, write_between
+from perl.checkpoints import load_model
+from perl.tools.quickstart.base import BASE_FOLDER
+from perl.tools.quickstart.problems import DATA_FOLDER
 from perl.tools.stages import ROOT
 
 
@@ -70,6 +75,68 @@ def test_curves_are_drawn_with_their_mean():
     assert drawn.count("<polyline") == 3
     assert 'points="28.0,120.0 128.0,72.0 228.0,24.0"' in drawn
     assert 'points="28.0,72.0 128.0,72.0 228.0,24.0" fill="none" stroke="#c0392b" stroke-width="2"' in drawn
+
+
+def test_agreement_counts_rows():
+    one = {("a", 0): {"completion": "1", "score": 1.0}, ("b", 0): {"completion": "2", "score": 0.0}}
+    other = {("b", 0): {"completion": "3", "score": 0.0}, ("a", 0): {"completion": "1", "score": 1.0}}
+    assert adapter_paths.agreement(one, other) == {"equal_completions": 0.5, "equal_verdicts": 1.0}
+    with pytest.raises(ValueError, match="1 rows are not in both"):
+        adapter_paths.agreement(one, {("a", 0): one["a", 0]})
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "--model: name it, or --real"),
+        (["--model", "nowhere"], "--model nowhere: not there"),
+        (["--model", ".", "--adapter", ".", "--dataset", ".", "--ways", "vLLM"], "--ways: unknown: vLLM; known: "),
+    ],
+)
+def test_mistakes_with_the_ways_of_an_adapter_are_one_line(flags, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["adapter_paths", *flags])
+    with pytest.raises(SystemExit) as ended:
+        adapter_paths.main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_folder_without_sft_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["reward_curves", "--real", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        reward_curves.main()
+    assert ended.value.code == 2
+    assert "no sft/adapter in it" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "refused"), [(1e-3, True), (0.1, False)])
+def test_one_adapter_in_two_ways(size, refused, tmp_path):
+    """Of an update of 1e-3 of the weights bfloat16 loses 38 %, and most of its effect: that merge is refused."""
+    peft_model = get_peft_model(load_model(BASE_FOLDER), LoraConfig(r=4, target_modules="all-linear"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=size)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    problems = (DATA_FOLDER / "test.jsonl").read_text().splitlines(keepends=True)[:12]
+    (tmp_path / "problems.jsonl").write_text("".join(problems))
+    ways = ["transformers, float32", "transformers, bfloat16"]
+    command = [sys.executable, "-m", "benchmarks.adapter_paths", "--model", str(BASE_FOLDER), "--ways", ";".join(ways)]
+    command += ["--adapter", str(tmp_path / "adapter"), "--dataset", str(tmp_path / "problems.jsonl")]
+    command += ["--max_new_tokens", "24", "--output", str(tmp_path / "ways.json")]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads((tmp_path / "ways.json").read_text())
+    exact, rounded = (result["ways"][way] for way in ways)
+    assert result["problems"] == 12
+    assert (exact["equal_completions"], exact["equal_verdicts"], exact["update_lost"]) == (1, 1, 0)
+    if refused:
+        assert "the model written in bfloat16 differs from PEFT's" in rounded["refused"]
+    else:
+        assert 0 < rounded["update_lost"] < 0.1
+        assert 0 <= rounded["equal_completions"] <= 1
 
 
 @pytest.mark.parametrize(
