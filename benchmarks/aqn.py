@@ -40,25 +40,21 @@ LAST = 10
 """Steps at the end of a training whose entropy is averaged."""
 
 
-def noise(old_logps: str, **settings: object) -> tuple[str, ...]:
-    """The guides' noise, but for `settings`."""
-    guides = {"enabled": "true", "sigma_start": 0.05, "sigma_end": 0.0005, "num_stages": 10, "old_logps": old_logps}
-    settings = guides | settings
-    return tuple(word for name, value in settings.items() for word in (f"--config.noise_injection.{name}", str(value)))
-
-
 SCHEDULES: dict[str, dict[str, object]] = {
     "linear": {},
     "exponential": {"schedule": "exponential", "warmup_stage": "true"},
     "relative": {"relative": "true"},
     "target_kl": {"schedule": "target_kl"},
 }
-ARMS: dict[str, tuple[str, ...]] = {"none": ("--config.noise_injection.enabled", "false")} | {
-    f"{name}, {old_logps}": noise(old_logps, **settings)
-    for old_logps in ("clean", "noisy")
-    for name, settings in SCHEDULES.items()
+ARMS: dict[str, dict[str, object]] = {
+    "none": {"enabled": "false"},
+    **{
+        f"{name}, {old_logps}": {"enabled": "true", "num_stages": 10, "old_logps": old_logps, **settings}
+        for old_logps in ("clean", "noisy")
+        for name, settings in SCHEDULES.items()
+    },
 }
-"""Schedule and old log-probabilities -> flags."""
+"""Schedule and old log-probabilities -> fields of noise_injection, but for sigma."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +64,10 @@ class Start:
     recipe: Path
     flags: tuple[str, ...]
     how: Evaluation
+    sigma: float
+    """The first one; the last is a hundredth of it."""
+    sigma_relative: float
+    """The first one of the arms `relative`."""
 
 
 def quickstart_start(seed: int) -> Start:
@@ -75,14 +75,24 @@ def quickstart_start(seed: int) -> Start:
     how = Evaluation(
         model=BASE_FOLDER, held_out=quickstart.HELD_OUT, sampled=SAMPLED, greedy=GREEDY, engine="hf", seed=seed
     )
-    return Start(quickstart.RECIPE, flags, how)
+    return Start(quickstart.RECIPE, flags, how, 0.05, 0.05)  # the guides'; these norm weights are 1
 
 
 def real_start(folder: Path) -> Start:
-    """From a folder of `perl real` whose SFT has finished."""
+    """From a folder of `perl real` whose SFT has finished. Its norm weights of 0.23 get a fiftieth of that as noise: the
+    guides' 0.05 silences the reward."""
     settings = json.loads((folder / real.SETTINGS).read_text(encoding="utf-8"))
     made = real.Settings(**settings)
-    return Start(real.GRPO_RECIPE, tuple(real.grpo_flags(made, folder)), real.evaluation(made, folder))
+    flags = (*real.grpo_flags(made, folder), *real.mixed_precision())
+    return Start(real.GRPO_RECIPE, flags, real.evaluation(made, folder), 0.005, 0.02)
+
+
+def noise_flags(arm: str, start: Start) -> list[str]:
+    settings = dict(ARMS[arm])
+    if arm != "none":
+        first = start.sigma_relative if "relative" in settings else start.sigma
+        settings |= {"sigma_start": first, "sigma_end": first / 100}
+    return [word for name, value in settings.items() for word in (f"--config.noise_injection.{name}", str(value))]
 
 
 def run_all(
@@ -94,7 +104,7 @@ def run_all(
             if any((row["model"], row["arm"], row["seed"]) == (model, arm, seed) for row in read(output)):
                 continue
             begin = start()
-            flags = [*begin.flags, *ARMS[arm], *validated(begin.how)]
+            flags = [*begin.flags, *noise_flags(arm, begin), *validated(begin.how)]
             flags += ["--config.training.max_steps", str(steps)] if steps else []
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name) / "train"

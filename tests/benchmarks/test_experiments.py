@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,23 @@ def test_paired_test():
     mean, p = aqn.paired_test([4])
     assert mean == 4
     assert math.isnan(p)
+
+
+def test_noise_fits_the_weights_of_the_model():
+    quickstart = aqn.quickstart_start(1)
+    real = replace(quickstart, sigma=0.005, sigma_relative=0.02)
+    assert aqn.noise_flags("none", real) == ["--config.noise_injection.enabled", "false"]
+    for start, arm, first, last in (
+        (quickstart, "linear, clean", "0.05", "0.0005"),
+        (quickstart, "relative, noisy", "0.05", "0.0005"),
+        (real, "exponential, clean", "0.005", "5e-05"),
+        (real, "relative, clean", "0.02", "0.0002"),
+    ):
+        flags = aqn.noise_flags(arm, start)
+        found = dict(zip(flags[::2], flags[1::2], strict=True))
+        assert found["--config.noise_injection.sigma_start"] == first
+        assert found["--config.noise_injection.sigma_end"] == last
+        assert found["--config.noise_injection.old_logps"] == arm.split(", ")[1]
 
 
 def row(arm, seed, accuracy, reward):
