@@ -79,8 +79,8 @@ def quickstart_start(seed: int) -> Start:
 
 
 def real_start(folder: Path) -> Start:
-    """From a folder of `perl real` whose SFT has finished. Its norm weights of 0.23 get a fiftieth of that as noise: the
-    guides' 0.05 silences the reward."""
+    """From a folder of `perl real` whose SFT has finished. Noise begins at 2 % of its norm weights, whose RMS is 0.23:
+    the guides' 0.05 silences the reward."""
     settings = json.loads((folder / real.SETTINGS).read_text(encoding="utf-8"))
     made = real.Settings(**settings)
     flags = (*real.grpo_flags(made, folder), *real.mixed_precision())
