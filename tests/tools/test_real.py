@@ -36,7 +36,7 @@ def data(folder: Path, train: int = 10, test: int = 4) -> Path:
 
 
 def settings(**changes) -> real.Settings:
-    common = {"seed": 1, "engine": "hf", "model": "smollm2", "data": "hash", "sft_rows": 4, "sums": 0}
+    common = {"seed": 1, "engine": "hf", "model": "smollm2", "data": "hash", "sft_rows": 4, "sums": 0, "grpo_sums": 0}
     return real.Settings(**{**common, "sft_steps": None, "grpo_steps": None, "held_out": None, **changes})
 
 
@@ -64,10 +64,11 @@ def test_every_training_row_is_for_sft_or_for_grpo_and_the_seed_decides(tmp_path
         assert sorted(part["sft"] + part["grpo"]) == sorted(there["train"])
         assert part["test"] == there["test"][:3]
     assert parts[1]["sft"] != parts[2]["sft"]
-    real.write_data(tmp_path / "1", settings(seed=1, sums=2), there)
+    real.write_data(tmp_path / "1", settings(seed=1, sums=2, grpo_sums=3), there)
     with_sums = [(tmp_path / "1" / f"{name}.jsonl").read_text().splitlines() for name in ("sft", "grpo")]
-    assert (with_sums[0][:4], with_sums[1]) == (parts[1]["sft"], parts[1]["grpo"])
+    assert (with_sums[0][:4], with_sums[1][:6]) == (parts[1]["sft"], parts[1]["grpo"])
     assert ["Work out the " in row for row in with_sums[0]] == [False] * 4 + [True] * 2
+    assert ["What is the " in row for row in with_sums[1]] == [False] * 6 + [True] * 3
 
 
 def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):

@@ -2,13 +2,14 @@
 
 import json
 import random
+import re
 from collections import Counter
 from fractions import Fraction
 
 import pytest
 
 from perl.tools.real import DATA, lines
-from perl.tools.sums import IN_A_ROW, drill, value_of
+from perl.tools.sums import IN_A_ROW, WORDS, drill, problem, value_of
 
 
 @pytest.mark.parametrize(
@@ -42,16 +43,30 @@ def test_every_expression_of_svamp_has_the_gold_value():
     assert [value_of(equation.split(" = ")[0]) for equation, _ in pairs] == [value_of(gold) for _, gold in pairs]
 
 
-def test_drills_are_right_and_not_below_0():
+TOLD = re.compile(r"the (\w+) of (\d+) and (\d+)")
+
+
+@pytest.mark.parametrize(("make", "count"), [(drill, IN_A_ROW), (problem, 1)])
+def test_sums_are_right_and_not_below_0_and_the_question_has_no_sign(make, count):
     signs = Counter()
-    for seed in range(50):
-        row = drill(random.Random(seed))
+    for seed in range(600 // count):
+        row = make(random.Random(seed))
         *answers, last = row["answer"].splitlines()
-        assert len(answers) == IN_A_ROW
-        assert row["question"] == "Work out: " + ", ".join(answer.split(" = ")[0] for answer in answers)
-        for answer in answers:
+        told = TOLD.findall(row["question"])
+        assert len(answers) == len(told) == count
+        for answer, (word, one, other) in zip(answers, told, strict=True):
             expression, result = answer.split(" = ")
+            left, sign, right = expression.split(" ")
+            assert word == WORDS[sign]
+            assert {left, right} == {one, other}
             assert value_of(expression) == int(result) >= 0
-            signs[answer.split(" ")[1]] += 1
+            signs[sign] += 1
         assert last == f"#### {answers[-1].split(' = ')[1]}"
-    assert 0.45 < signs["-"] / signs.total() < 0.65
+        assert not re.search("[-+*/=]", row["question"])
+    assert 0.3 < signs["-"] / signs.total() < 0.5
+
+
+def test_a_difference_is_told_in_any_order():
+    rows = [drill(random.Random(seed)) for seed in range(10)]
+    told = [found for row in rows for found in TOLD.findall(row["question"]) if found[0] == "difference"]
+    assert {int(one) < int(other) for _, one, other in told} == {True, False}
