@@ -215,6 +215,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.scaling",
             "benchmarks.reward_curves",
             "benchmarks.adapter_paths",
+            "benchmarks.aqn",
             "benchmarks.accelerator",
             "benchmarks.report_page",
             "benchmarks.validation",
