@@ -44,11 +44,10 @@ class RolloutMerge:
         model: the policy, not wrapped by DDP or DeepSpeed. One without an adapter is prepared all the same.
         merge: True merges wherever it is possible, False never does, "auto" merges unless rounding to the weights'
             dtype would lose more than ACCEPTED_ROUNDING_ERROR of the update.
-        dtype: what the trainer computes in; None is the weights'. Packed weights are multiplied in it.
     """
 
-    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto", dtype: torch.dtype | None = None):
-        self.model, self.merge, self.dtype = model, merge, dtype
+    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto"):
+        self.model, self.merge = model, merge
         self.layers = adapted_layers(model)
         self.merged = False
         """Whether the weights that compute hold the adapter now."""
@@ -65,11 +64,15 @@ class RolloutMerge:
         self._said = ""
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """The weights that compute hold the adapter inside this context, unless something stands against it, which one
         line in the log says; the base has its own bits at the end, also on an exception. An unmerged adapter computes
         its updates in fewer products (perl.adapters.batched). On a CPU all linear layers are prepacked. The adapter
-        must not change inside, and nothing can be differentiated."""
+        must not change inside, and nothing can be differentiated.
+
+        Args:
+            dtype: what packed weights are multiplied in (perl.engines.linear.pack); None is float32.
+        """
         with resharded(self.model), contextlib.ExitStack() as stack:
             to_pack = set(packable(self.model))
             stack.callback(self._restore)
@@ -78,21 +81,26 @@ class RolloutMerge:
                 for adapted in self.layers:
                     layer: Any = adapted.layer
                     if layer.get_base_layer() in to_pack:
-                        self._pack(layer, **adapted.merged(), merged=True)
+                        self._pack(layer, dtype, **adapted.merged(), merged=True)
                     else:
                         self._write(adapted)
                     to_pack -= set(layer.modules())
             else:
                 stack.enter_context(self._batched.applied(self.layers))
             for layer in to_pack:
-                self._pack(layer, layer.weight, layer.bias)
+                self._pack(layer, dtype, layer.weight, layer.bias)
             yield
 
     def _pack(
-        self, layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None, merged: bool = False
+        self,
+        layer: nn.Module,
+        dtype: torch.dtype | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        merged: bool = False,
     ) -> None:
         self._packed.append(layer)
-        pack(layer, weight, bias, self.dtype, merged=merged)
+        pack(layer, weight, bias, dtype, merged=merged)
 
     def _wanted(self) -> bool:
         """Decide for this rollout; the log says so where it was decided otherwise before."""

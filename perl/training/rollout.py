@@ -165,7 +165,8 @@ class RolloutPolicy:
         if batching_config is not None:
             batching_config.return_logprobs = True
         require_possible(generation_kwargs)
-        self.merge, self.copies = RolloutMerge(model, config.merge_adapter, dtype), RolloutCopies(model, dtype)
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
+        self.dtype = dtype
         self.kernel = device.paged_attention(kernels)
         further = {name: value for name, value in generation_kwargs.items() if name not in SERVED}
         if generation_config.suppress_tokens is not None:  # TRL's: a drawn image token has no image
@@ -196,7 +197,7 @@ class RolloutPolicy:
         with self.gathered(), self.copies.applied(), sampling_weights(self.model, self.noise, request.weights):
             if self.config.engine == "continuous_batching":  # which takes no noise
                 return self._generate_batch(request.prompt_ids)
-            with self.merge.applied():
+            with self.merge.applied(self.dtype):
                 if self.config.engine == "generate":
                     generate_plain(self.model, sequences, self.generation_config)
                 else:
@@ -220,7 +221,7 @@ class RolloutPolicy:
             self.gathered(),
             self.copies.applied(),
             sampling_weights(self.model, None, request.weights),
-            self.merge.applied(),
+            self.merge.applied(),  # in float32 where it packs: on a CPU the evaluator computes in that
         ):
             for sequence in run(sequences, sampling):
                 if request.on_finished is not None:

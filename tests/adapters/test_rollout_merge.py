@@ -85,7 +85,7 @@ def test_a_trainer_in_bfloat16_samples_in_it(monkeypatch):
     monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
     model = make()
     before, apart = state(model), logits(model)
-    with RolloutMerge(model, dtype=torch.bfloat16).applied():
+    with RolloutMerge(model).applied(torch.bfloat16):
         forward = vars(adapted_layers(model)[0].layer)["forward"]
         assert [weight.dtype for weight in forward.weights] == [torch.bfloat16, torch.bfloat16]
         difference = (logits(model) - apart).abs().max()

@@ -10,10 +10,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
+from perl.adapters import rollout_merge
 from perl.errors import RankError, UserError
 from perl.records import Sampling
 from perl.training.callbacks import MetricsWriter
-from perl.training.rollout import evaluation_mode, rollout_seeds, sampling_of
+from perl.training.rollout import (
+    EvaluatorRules,
+    RolloutRequest,
+    Weights,
+    evaluation_mode,
+    rollout_seeds,
+    sampling_of,
+)
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer
 from tests.training.test_trainer import adapter_state, guide_noise
@@ -103,6 +111,22 @@ def merged_while_sampling(trainer):
     trainer.sampler.complete = watched
     trainer.model.get_base_model().model.register_forward_pre_hook(look)
     return seen
+
+
+def test_rollouts_are_multiplied_in_the_trainers_dtype_and_validations_in_the_evaluators(tmp_path, monkeypatch):
+    """Which on a CPU is float32."""
+    trainer = make_trainer(tmp_path, bf16=True)
+    dtypes = []
+    pack = rollout_merge.pack
+    monkeypatch.setattr(rollout_merge, "pack", lambda *args, **kwargs: dtypes.append(args[3]) or pack(*args, **kwargs))
+    asked = RolloutRequest(
+        prompt_ids=[[7, 8]], seeds=[1], sampling=Sampling(max_new_tokens=2), weights=Weights(0, 0, 0.0)
+    )
+    trainer.sampler.complete(asked)
+    assert set(dtypes) == {torch.bfloat16}
+    dtypes.clear()
+    trainer.sampler.complete(dataclasses.replace(asked, rules=EvaluatorRules(eos_token_ids=frozenset(), context=None)))
+    assert set(dtypes) == {None}
 
 
 @pytest.mark.parametrize("engine", ["fast", "generate"])
