@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from perl import device
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +94,8 @@ def test_nothing_that_a_library_prints_is_among_what_the_script_evaluates(tmp_pa
     command = [sys.executable, "-m", "perl.tools.launch", *flags(model, sums)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=True)
     names = [line.partition("=")[0] for line in done.stdout.splitlines()]
-    assert names == ["DEVICE", "NUM_PROCESSES", "ACCELERATE_CONFIG", "RUN_DIR"]
+    exported = [f"export {name}" for name in device.START_VARIABLES["cpu"]]
+    assert names == ["DEVICE", "NUM_PROCESSES", "ACCELERATE_CONFIG", "RUN_DIR", *exported]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):

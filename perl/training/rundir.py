@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 APPLIED = "peft.json"
 """What is trained, of which layers (perl.adapters.applied.Applied)."""
-VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "PYTORCH_", "VLLM_", "ACCELERATE_", "PERL_")
+VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "MALLOC_", "PYTORCH_", "VLLM_", "ACCELERATE_",
+                     "PERL_")  # fmt: skip
 SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 
 

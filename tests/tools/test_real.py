@@ -2,6 +2,7 @@
 is slow."""
 
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -217,11 +218,15 @@ def test_all_stages_and_a_run_that_was_interrupted(tmp_path):
     for name, place in (("base", "base"), ("sft", "after_sft"), ("grpo", "after_grpo")):
         summary = json.loads((folder / place / "sampled" / "test" / "summary.json").read_text())
         assert (summary["n"], summary["problems"]) == (8, 8)
+        assert summary["generation"]["dp_size"] == min(len(os.sched_getaffinity(0)), real.MOST_PROCESSES)
         assert result[name]["avg@8"] == round(summary["metrics"]["accuracy"]["value"], 4)
         hashes.add(summary["adapter_hash"])
     assert len(hashes) == 3
     assert None in hashes
     assert json.loads((folder / "grpo" / "adapter" / "adapter_config.json").read_text())["r"] == 16
+    for stage in ("sft", "grpo"):
+        variables = json.loads((folder / stage / "environment.json").read_text())["variables"]
+        assert real.device.START_VARIABLES["cpu"].items() <= variables.items()
     assert lines[-2] == f"report: {folder / 'report.html'}"
     third = start()
     assert third.communicate(timeout=300)[0].count("finished before") == 5

@@ -75,21 +75,21 @@ def test_the_table_for_a_person(plan):
 
 
 def test_a_fine_tunings_recipe_is_planned_as_such(plan):
-    """8 rows of 1024 tokens a device, padded; nothing is sampled, and ZeRO-3 gathers nothing for it."""
+    """4 rows of 1024 tokens a device, padded; nothing is sampled, and ZeRO-3 gathers nothing for it."""
     sft = str(ROOT / "recipes" / "real_sft.yaml")
     checkpointing = "--config.training.gradient_checkpointing", "true"
     found = json.loads(plan(sft, MODEL, QWEN, *checkpointing, "--device", "910b", "--count", "2", "--json"))
     assert (found["method"], set(found["peak"])) == ("sft", {"update"})
     held = {(item["name"], item["phase"]): item["bytes"] for item in found["items"]}
     assert not [name for name, phase in held if phase == "rollout" or "KV" in name]
-    # With gradient_checkpointing each layer's input, 28 x 8 x 1024 tokens of 3584 numbers, and the end.
-    assert held["inputs of the layers", "update"] == 8 * 1024 * 3584 * (28 * 2 + 4 + 2)
+    # With gradient_checkpointing each layer's input, 28 x 4 x 1024 tokens of 3584 numbers, and the end.
+    assert held["inputs of the layers", "update"] == 4 * 1024 * 3584 * (28 * 2 + 4 + 2)
     assert "--config.training.steps_per_generation" not in found["proposal"]
     zero3 = found["by_parallel"]["zero3"]["checkpointing_true"]["update"]
     assert zero3 < found["by_parallel"]["ddp"]["checkpointing_true"]["update"]
     text = plan(sft, MODEL, QWEN, "--device", "910b", "--count", "2")
     assert "supervised fine-tuning" in text
-    assert "rows: 16 an update, 8 a forward and device, of up to 1024 tokens" in text
+    assert "rows: 8 an update, 4 a forward and device, of up to 1024 tokens" in text
     assert "rollout" not in text
 
 
