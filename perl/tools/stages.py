@@ -118,7 +118,7 @@ def evaluate(
     scores = read_scores(how, folder)
     shown = [f"avg@{how.sampled.n} {scores.sampled}", f"greedy {scores.greedy}"]
     shown += [f"{name} greedy {score}" for name, score in scores.more.items()]
-    console.print("      " + "  ".join(shown), highlight=False, markup=False)
+    console.print("      " + "  ".join(shown), highlight=False, markup=False, soft_wrap=True)
     return scores
 
 
