@@ -73,7 +73,7 @@ class Settings:
     engine: Engine
     model: str
     data: str
-    """SHA-256 over the rows for training and for scoring."""
+    """SHA-256 over the rows for each training and for scoring."""
     sft_rows: int
     sums: int
     grpo_sums: int
@@ -99,7 +99,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = user_path(args.output_dir).absolute()
-    rows = read_data(user_path(args.data), user_path(args.gsm8k), args.sft_rows)
+    rows = divide(read_data(user_path(args.data), user_path(args.gsm8k), args.sft_rows), args)
     settings = Settings(
         seed=int(args.seed),
         engine=args.engine,
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         with alone(folder, "--output_dir", console) as kept_open:
             if ONE_STEP not in rows:
                 console.print(f"{args.gsm8k} is not there: GSM8K's one-step problems are not scored", soft_wrap=True)
-            write_data(folder / "data", settings, rows)
+            write_data(folder / "data", rows)
             result = real(settings, folder, console, Where(kept_open=(kept_open,)))
     except StageError as error:
         print(f"error: {error}; the same command goes on from there", file=sys.stderr)
@@ -139,17 +139,21 @@ def real(settings: Settings, folder: Path, console: Console, where: Where) -> di
     """Run what is left of the stages and show the table; returns what the JSON line holds."""
     get_model(settings.model, folder, console, where)
     how = evaluation(settings, folder)
+    each = threads(where, cores() // (how.dp_size + 1))  # the greedy process runs next to those of the sampled part
     sft, grpo = folder / "sft", folder / "grpo"
+    places = {"base": folder / "base", "sft": folder / "after_sft", "grpo": folder / "after_grpo"}
 
-    once(folder, "score base", console, lambda: evaluate(how, folder / "base", console, where=where))
+    def score(name: str, adapter: Path | None = None) -> None:
+        once(folder, f"score {name}", console, lambda: evaluate(how, places[name], console, adapter, where=each))
+
+    score("base")
     flags = sft_flags(settings, folder)
     once(folder, "sft", console, lambda: train_on("perl.sft", SFT_RECIPE, flags, sft, console, where))
-    once(folder, "score sft", console, lambda: evaluate(how, folder / "after_sft", console, sft / "adapter", where))
+    score("sft", sft / "adapter")
     more = [*grpo_flags(settings, folder), *steps(settings.grpo_steps)]
     once(folder, "grpo", console, lambda: train_on("perl.train", GRPO_RECIPE, more, grpo, console, where))
-    once(folder, "score grpo", console, lambda: evaluate(how, folder / "after_grpo", console, grpo / "adapter", where))
+    score("grpo", grpo / "adapter")
 
-    places = {"base": folder / "base", "sft": folder / "after_sft", "grpo": folder / "after_grpo"}
     page = report([grpo, *places.values()], folder / "report.html")
     scores = {name: read_scores(how, place) for name, place in places.items()}
     console.print(table(scores))
@@ -243,10 +247,18 @@ def common_flags(settings: Settings, folder: Path) -> list[str]:
 def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console, where: Where) -> Path:
     """Train from the start, or from the last checkpoint of an attempt that was interrupted. A thread for each core,
     unless the user has set another number: nothing else runs at that time."""
-    threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
-    where = replace(where, variables={**where.variables, "OMP_NUM_THREADS": threads})
+    where = where if os.environ.get("OMP_NUM_THREADS") else threads(where, cores())
     flags = [*flags, *mixed_precision(), "--config.training.resume_from_checkpoint", "auto"]
     return train(module, recipe, flags, folder, console, where)
+
+
+def threads(where: Where, number: int) -> Where:
+    """`where` with so many threads, at least one, for each process of a stage."""
+    return replace(where, variables={**where.variables, "OMP_NUM_THREADS": str(max(1, number))})
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def mixed_precision() -> list[str]:
@@ -287,19 +299,23 @@ def lines(file: Path) -> list[str]:
     return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
-def write_data(folder: Path, settings: Settings, rows: dict[str, list[str]]) -> None:
-    """One file for each stage, and for each set of problems that is scored: the training rows are shuffled by the seed
+def divide(rows: dict[str, list[str]], args: argparse.Namespace) -> dict[str, list[str]]:
+    """The rows of each training, and each set of problems that is scored: the training rows are shuffled by the seed
     before they are split, as neighbours in the file are variants of one problem. SFT and GRPO get sums besides."""
-    numbers = random.Random(settings.seed)
+    numbers = random.Random(int(args.seed))
     train_rows = rows["train"][:]
     numbers.shuffle(train_rows)
-    parts = {
-        "sft": train_rows[: settings.sft_rows] + [json.dumps(drill(numbers)) for _ in range(settings.sums)],
-        "grpo": train_rows[settings.sft_rows :] + [json.dumps(problem(numbers)) for _ in range(settings.grpo_sums)],
-        **{name: rows[name][: settings.held_out] for name in ("test", ONE_STEP) if name in rows},
+    return {
+        "sft": train_rows[: args.sft_rows] + [json.dumps(drill(numbers)) for _ in range(args.sums)],
+        "grpo": train_rows[args.sft_rows :] + [json.dumps(problem(numbers)) for _ in range(args.grpo_sums)],
+        **{name: rows[name][: args.held_out] for name in ("test", ONE_STEP) if name in rows},
     }
+
+
+def write_data(folder: Path, rows: dict[str, list[str]]) -> None:
+    """A file for each."""
     folder.mkdir(exist_ok=True)
-    for name, part in parts.items():
+    for name, part in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in part), encoding="utf-8")
 
 

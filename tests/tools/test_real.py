@@ -1,6 +1,7 @@
 """python -m perl real: the folder, the rows, and which stages are done again; the whole path on the quickstart's model
 is slow."""
 
+import argparse
 import json
 import os
 import runpy
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +38,10 @@ def data(folder: Path, train: int = 10, test: int = 4) -> Path:
     return folder
 
 
+def divided(there: dict[str, list[str]], **changes) -> dict[str, list[str]]:
+    return real.divide(there, argparse.Namespace(**asdict(settings(**changes))))
+
+
 def settings(**changes) -> real.Settings:
     common = {"seed": 1, "engine": "hf", "model": "smollm2", "data": "hash", "sft_rows": 4, "sums": 0, "grpo_sums": 0}
     return real.Settings(**{**common, "sft_steps": None, "grpo_steps": None, "held_out": None, **changes})
@@ -54,22 +60,19 @@ def quiet() -> Console:
 def test_every_training_row_is_for_sft_or_for_grpo_and_the_seed_decides(tmp_path):
     there = real.read_data(data(tmp_path / "svamp"), NOWHERE, 4)
     assert set(there) == {"train", "test"}
-    parts = {}
-    for seed in (1, 2):
-        real.write_data(tmp_path / str(seed), settings(seed=seed, held_out=3), there)
-        parts[seed] = {
-            n: (tmp_path / str(seed) / f"{n}.jsonl").read_text().splitlines() for n in ("sft", "grpo", "test")
-        }
+    parts = {seed: divided(there, seed=seed, held_out=3) for seed in (1, 2)}
     for part in parts.values():
         assert (len(part["sft"]), len(part["grpo"])) == (4, 6)
         assert sorted(part["sft"] + part["grpo"]) == sorted(there["train"])
         assert part["test"] == there["test"][:3]
     assert parts[1]["sft"] != parts[2]["sft"]
-    real.write_data(tmp_path / "1", settings(seed=1, sums=2, grpo_sums=3), there)
-    with_sums = [(tmp_path / "1" / f"{name}.jsonl").read_text().splitlines() for name in ("sft", "grpo")]
-    assert (with_sums[0][:4], with_sums[1][:6]) == (parts[1]["sft"], parts[1]["grpo"])
-    assert ["Work out the " in row for row in with_sums[0]] == [False] * 4 + [True] * 2
-    assert ["What is the " in row for row in with_sums[1]] == [False] * 6 + [True] * 3
+    with_sums = divided(there, sums=2, grpo_sums=3)
+    assert (with_sums["sft"][:4], with_sums["grpo"][:6]) == (parts[1]["sft"], parts[1]["grpo"])
+    assert ["Work out the " in row for row in with_sums["sft"]] == [False] * 4 + [True] * 2
+    assert ["What is the " in row for row in with_sums["grpo"]] == [False] * 6 + [True] * 3
+    real.write_data(tmp_path / "run", with_sums)
+    written = {file.stem: file.read_text().splitlines() for file in (tmp_path / "run").iterdir()}
+    assert written == with_sums
 
 
 def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
@@ -82,7 +85,7 @@ def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
     file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in answers.items()))
     there = real.read_data(data(tmp_path / "svamp"), file, 4)
     (tmp_path / "run").mkdir()
-    real.write_data(tmp_path / "run" / "data", settings(), there)
+    real.write_data(tmp_path / "run" / "data", divided(there))
     held_out = tmp_path / "run" / "data" / "gsm8k_one_step.jsonl"
     assert [json.loads(line)["question"] for line in held_out.read_text().splitlines()] == ["one"]
     assert real.evaluation(settings(model=str(ROOT / "assets" / "quickstart-base")), tmp_path / "run").more == (
@@ -119,7 +122,7 @@ def test_a_line_ends_with_a_newline_alone(tmp_path):
     (folder / "test.jsonl").write_text(strange + "\n", encoding="utf-8")
     there = real.read_data(folder, NOWHERE, 4)
     assert there["test"] == [strange]
-    real.write_data(tmp_path / "out", settings(), there)
+    real.write_data(tmp_path / "out", divided(there))
     assert (tmp_path / "out" / "test.jsonl").read_text(encoding="utf-8") == strange + "\n"
 
 
@@ -170,6 +173,41 @@ def test_a_training_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has_amx=has_amx: {"amx_bf16": has_amx})
         real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet(), HERE)
         assert called[-1][2] == ["--flag", *more, "--config.training.resume_from_checkpoint", "auto"]
+
+
+def test_other_sums_are_another_run(tmp_path, monkeypatch):
+    """Rows that another version makes of the same settings are other rows: its folder is not gone on with."""
+    monkeypatch.setattr(real, "real", lambda *_: {})
+    monkeypatch.setattr(real.signal, "signal", lambda *_: None)
+    words = ["--output_dir", str(tmp_path / "run"), "--data", str(data(tmp_path / "svamp")), "--sft_rows", "4"]
+    assert run(*words) == 0
+    assert run(*words) == 0
+    monkeypatch.setattr(real, "drill", lambda _: {"question": "1?", "answer": "#### 1"})
+    with pytest.raises(UserError, match=r"holds a run with data \w+, not \w+; write another folder"):
+        run(*words)
+
+
+def test_a_process_of_an_evaluation_has_its_share_of_the_cores(tmp_path, monkeypatch):
+    """Three of them run at once, and two threads each on two cores take several times as long as one."""
+    shares = {}
+    scores = SimpleNamespace(sampled=SimpleNamespace(value=0.0), greedy=SimpleNamespace(value=0.0), more={})
+
+    def evaluate(how, folder, console, *adapter, where):
+        shares[folder.name] = (how.dp_size, where.variables["OMP_NUM_THREADS"])
+        return scores
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for name, fake in {"evaluate": evaluate, "train": lambda *_: None, "report": lambda *_: "page"}.items():
+        monkeypatch.setattr(real, name, fake)
+    monkeypatch.setattr(real, "read_scores", lambda *_: scores)
+    monkeypatch.setattr(real, "table", lambda _: "")
+    for count, share in ((2, (2, "1")), (16, (4, "3"))):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        monkeypatch.setattr(real, "cores", lambda count=count: count)
+        monkeypatch.setattr(real.device, "detect", lambda count=count: SimpleNamespace(kind="cpu", count=count))
+        real.real(settings(model=str(ROOT / "assets" / "quickstart-base")), folder, quiet(), HERE)
+        assert shares == dict.fromkeys(("base", "after_sft", "after_grpo"), share)
 
 
 def test_two_commands_in_one_folder_are_refused(tmp_path, monkeypatch):
