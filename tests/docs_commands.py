@@ -216,6 +216,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.reward_curves",
             "benchmarks.adapter_paths",
             "benchmarks.aqn",
+            "benchmarks.real",
             "benchmarks.accelerator",
             "benchmarks.report_page",
             "benchmarks.validation",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks import adapter_paths, aqn, reward_curves
+from benchmarks import adapter_paths, aqn, real, reward_curves
 from benchmarks._learning import add, markdown, panels, read, write_between
 from perl.checkpoints import load_model
 from perl.tools.quickstart.base import BASE_FOLDER
@@ -31,13 +31,13 @@ def test_paired_test():
 
 def test_noise_fits_the_weights_of_the_model():
     quickstart = aqn.quickstart_start(1)
-    real = replace(quickstart, sigma=0.005, sigma_relative=0.02)
-    assert aqn.noise_flags("none", real) == ["--config.noise_injection.enabled", "false"]
+    pretrained = replace(quickstart, sigma=0.005, sigma_relative=0.02)
+    assert aqn.noise_flags("none", pretrained) == ["--config.noise_injection.enabled", "false"]
     for start, arm, first, last in (
         (quickstart, "linear, clean", "0.05", "0.0005"),
         (quickstart, "relative, noisy", "0.05", "0.0005"),
-        (real, "exponential, clean", "0.005", "5e-05"),
-        (real, "relative, clean", "0.02", "0.0002"),
+        (pretrained, "exponential, clean", "0.005", "5e-05"),
+        (pretrained, "relative, clean", "0.02", "0.0002"),
     ):
         flags = aqn.noise_flags(arm, start)
         found = dict(zip(flags[::2], flags[1::2], strict=True))
@@ -70,6 +70,35 @@ def test_table_of_aqn_compares_with_no_noise_at_the_same_seed():
     assert (
         f"| 53.0 ± 12.7 | 100.0 ± 0.0 | 0.750 ± 0.000 | 0.250 ± 0.000 | +3.0 ({p:.3f}) | +0.500 (< 0.001) |" in linear
     )
+
+
+def scored(seed: int, avg: tuple[float, ...]) -> dict:
+    """A run whose base, SFT and GRPO have these scores, sampled and greedy."""
+    stages = {name: {"avg@8": value, "greedy": value / 2} for name, value in zip(real.STAGES, avg, strict=True)}
+    return {**stages, "grpo_over_sft": {"avg@8": [0.1, 0.05, 0.15], "greedy": [0.05, -0.01, 0.11]}, "wall_s": 2910.0,
+            "seed": seed}  # fmt: skip
+
+
+def test_table_of_pretrained_runs_has_a_row_for_each_seed():
+    rows = real.replaced([scored(1, (0.0, 0.1, 0.15)), scored(2, (0.0, 0.1, 0.2))], scored(1, (0.0625, 0.1, 0.2)))
+    assert [row["seed"] for row in rows] == [1, 2]
+    first, _ = real.table(rows, real.HEADS[""]).splitlines()[2:]
+    assert first == ("| 1 | 6.2 | 10.0 | 20.0 | +10.0 [+5.0, +15.0] | 3.1 | 5.0 | 10.0 | +5.0 [-1.0, +11.0] | 48 |")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "name finished folders of `python -m perl real`, or write --draw"),
+        (["nowhere"], "nowhere: no result.json in it; name a folder of `python -m perl real` that has finished"),
+    ],
+)
+def test_a_folder_that_has_not_finished_is_one_line(words, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["real", *words])
+    with pytest.raises(SystemExit) as ended:
+        real.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"real: error: {told}"
 
 
 def test_results_are_appended_and_read(tmp_path):

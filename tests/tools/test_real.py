@@ -268,3 +268,11 @@ def test_all_stages_and_a_run_that_was_interrupted(tmp_path):
     assert lines[-2] == f"report: {folder / 'report.html'}"
     third = start()
     assert third.communicate(timeout=300)[0].count("finished before") == 5
+    results = tmp_path / "results.jsonl"
+    listing = [sys.executable, "-m", "benchmarks.real", str(folder), "--output", str(results)]
+    subprocess.run(listing, cwd=ROOT, check=True, capture_output=True)
+    (row,) = map(json.loads, results.read_text().splitlines())
+    assert result.items() <= row.items()
+    change = result["grpo"]["avg@8"] - result["sft"]["avg@8"]
+    assert row["grpo_over_sft"]["avg@8"][0] == pytest.approx(change, abs=2e-4)
+    assert list(row["stages"]) == ["score base", "sft", "score sft", "grpo", "score grpo"]

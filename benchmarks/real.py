@@ -1,0 +1,107 @@
+"""Does GRPO learn on a pretrained model, with each seed? The tables of README.md and docs/real.md.
+
+    python -m benchmarks.real outputs/real_1 [outputs/real_2 ...]
+    python -m benchmarks.real --draw
+
+The first adds a line of JSON to docs/results/real.jsonl for each of these folders of `python -m perl real`, whose
+stages have all finished: the line that the run ended with, the seconds of its stages, its settings, versions and
+commit, and the change by GRPO over SFT, paired by problem, with a 95 % interval. A seed that stands there is replaced.
+`--draw` writes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks._learning import markdown, read, write_between
+from perl.evaluation.compare import compare
+from perl.tools import real
+from perl.tools.stages import ROOT
+
+RESULTS = ROOT / "docs" / "results" / "real.jsonl"
+SAMPLED = f"avg@{real.SAMPLED.n}"
+STAGES = ("base", "sft", "grpo")
+HEADS = {
+    "": ("seed", "avg@8: base", "SFT", "GRPO", "by GRPO", "greedy: base", "SFT", "GRPO", "by GRPO", "minutes"),
+    "_zh": ("种子", "avg@8：基座", "SFT", "GRPO", "GRPO 提高", "贪心：基座", "SFT", "GRPO", "GRPO 提高", "分钟"),
+}
+PAGES = ("README", "docs/real")
+
+
+def row_of(folder: Path) -> dict[str, Any]:
+    """A finished run's line for the list of results."""
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    settings = json.loads((folder / real.SETTINGS).read_text(encoding="utf-8"))
+    changes = {}
+    for name, part in ((SAMPLED, "sampled"), ("greedy", "greedy")):
+        found = compare(folder / "after_sft" / part, folder / "after_grpo" / part)["datasets"]["test"]
+        metric = next(iter(found["metrics"].values()))  # the mean score
+        changes[name] = [round(metric[key], 4) for key in ("value", "low", "high")]
+    made = json.loads((folder / "after_grpo" / "sampled" / "test" / "summary.json").read_text(encoding="utf-8"))
+    provenance = made["provenance"]
+    return {
+        **result,
+        "grpo_over_sft": changes,
+        "stages": {row["stage"]: row["seconds"] for row in real.read_stages(folder) if row["finished"]},
+        "settings": settings,
+        "command": f"python -m perl real --output_dir {folder} --seed {settings['seed']}",
+        "versions": provenance["versions"],
+        "git_commit": provenance["git_commit"],
+    }
+
+
+def replaced(rows: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """`rows` with the new one in the place of that seed's, in the order of seeds."""
+    return sorted([row for row in rows if row["seed"] != new["seed"]] + [new], key=lambda row: row["seed"])
+
+
+def table(rows: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
+    """Markdown: a row for each seed, in percent and points."""
+    lines = []
+    for row in rows:
+        cells = [str(row["seed"])]
+        for metric in (SAMPLED, "greedy"):
+            cells += [f"{100 * row[stage][metric]:.1f}" for stage in STAGES]
+            value, low, high = (100 * bound for bound in row["grpo_over_sft"][metric])
+            cells.append(f"{value:+.1f} [{low:+.1f}, {high:+.1f}]")
+        lines.append([*cells, f"{row['wall_s'] / 60:.0f}"])
+    return markdown(heads, lines)
+
+
+def draw(rows: Sequence[Mapping[str, Any]]) -> None:
+    for page in PAGES:
+        for language, heads in HEADS.items():
+            write_between(ROOT / f"{page}{language}.md", "real", table(rows, heads))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="*", help="finished folders of `python -m perl real`")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--draw", action="store_true", help="only write the tables")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    if not args.folders and not args.draw:
+        parser.error("name finished folders of `python -m perl real`, or write --draw")
+    for folder in args.folders:
+        if not (folder / "result.json").is_file():
+            parser.error(f"{folder}: no result.json in it; name a folder of `python -m perl real` that has finished")
+        row = row_of(folder)
+        rows = replaced(read(args.output), row)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(json.dumps(row))
+    if args.draw:
+        draw(read(args.output))
+
+
+if __name__ == "__main__":
+    main()
