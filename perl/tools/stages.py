@@ -133,6 +133,7 @@ def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
+            file.flush()  # for who reads it meanwhile
             if (found := PROGRESS_STEP.match(line)) and int(found[1]) % SHOWN_STEPS == 0:
                 console.print("      " + line.removeprefix(PROGRESS).strip(), highlight=False, soft_wrap=True)
         finish(process, log, "training")

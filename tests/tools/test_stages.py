@@ -1,11 +1,13 @@
 """A stage and what it starts end with the process that started it."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -75,6 +77,24 @@ def test_the_log_of_an_earlier_attempt_stays(tmp_path):
     assert (first, second) == ("first", "second")
     assert between.startswith("---- ")
     assert between.endswith(": started again")
+
+
+def test_the_log_of_a_training_can_be_followed(tmp_path, monkeypatch):
+    """It stood in a buffer until the training had ended."""
+    log, seen = tmp_path / "grpo.log", []
+
+    def output():
+        for line in ("one\n", "two\n"):
+            yield line
+            seen.append(log.read_text())
+
+    @contextlib.contextmanager
+    def start(*_, **__):
+        yield SimpleNamespace(stdout=output(), wait=lambda: 0)
+
+    monkeypatch.setattr(stages, "start", start)
+    stages.train("perl.train", Path("recipe.yaml"), [], tmp_path / "grpo", Console(quiet=True))
+    assert seen == ["one\n", "one\ntwo\n"]
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):

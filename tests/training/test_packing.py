@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from trl.trainer.utils import add_fused_lm_head
 
+import perl.training.packing as packing_module
 from perl.training.metrics import Work
 from perl.training.packing import (
     Row,
@@ -185,6 +186,32 @@ def test_autocast_reaches_the_attention_of_a_packed_forward():
     assert 0 < (lower - model(**forward_arguments(packed)).log_probs).abs().max() < 0.02
     lower.sum().backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
+
+
+@pytest.mark.parametrize(("few", "dtype"), [(90_000, torch.float32), (0, torch.bfloat16)])
+def test_the_backward_of_few_bfloat16_numbers_on_a_cpu_is_computed_in_float32(few, dtype, monkeypatch):
+    """In bfloat16 it took up to twelve times as long."""
+    name, met = "_scaled_dot_product_flash_attention_for_cpu_backward", []
+    kernel = getattr(torch.ops.aten, name)
+
+    def spy(*args, **kwargs):
+        met.append({args[place].dtype for place in (0, 1, 2, 3, 4)})
+        return kernel(*args, **kwargs)
+
+    torch.manual_seed(0)
+    states = [torch.randn(1, heads, 11, 16).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    groups = [packing_module.Group(slice(0, 5), [slice(5, 8), slice(8, 11)])]
+    exact = [each.detach().float().requires_grad_() for each in states]
+    weights = torch.randn(1, 11, 4, 16)
+    wanted = torch.autograd.grad((packing_module._CpuAttention.apply(*exact, groups, None) * weights).sum(), exact)
+    monkeypatch.setattr(torch.ops.aten, name, spy)
+    monkeypatch.setattr(packing_module, "FEW_PAIRS", few)
+    found = packing_module._CpuAttention.apply(*states, groups, None)
+    gradients = torch.autograd.grad((found * weights).sum(), states)
+    assert met == [{dtype}] * 4  # the prompt, two rows, and both rows to the prompt
+    for got, exactly in zip(gradients, wanted, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.float(), exactly, atol=0.05, rtol=0.05)
 
 
 def test_on_a_cpu_attention_takes_no_mask(monkeypatch):
