@@ -2,13 +2,14 @@
 
     python -m benchmarks.adapter_paths --model BASE --adapter ADAPTER --dataset FILE [--output FILE] [--ways "..."]
     python -m benchmarks.adapter_paths --real outputs/real_1
+    python -m benchmarks.adapter_paths --draw
 
 Each way is a command of perl/eval.py, greedy, one after the other: transformers and vLLM with the adapter merged in
 float32 and in bfloat16, and vLLM in bfloat16 with the adapter unmerged. Of each way the table and the last line, JSON,
 have accuracy, the shares of rows whose completion and whose verdict equal those of the first way, tokens per second
 without the start, and of the merge the share of the update that rounding loses; or the line with which the evaluator
 refuses it, as it does where rounding leaves little of the adapter's effect. --real takes model, adapter and the
-held-out problems of a folder of `python -m perl real`.
+held-out problems of a folder of `python -m perl real`. `--draw` writes the table of --output into docs/real.md.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import perl
-from benchmarks._learning import markdown
+from benchmarks._learning import markdown, write_between
 from perl.results import SUMMARY, read_samples, write_json
 from perl.tools.stages import ROOT
 
@@ -39,6 +40,12 @@ WAYS: dict[str, tuple[str, ...]] = {
     "vLLM, bfloat16, unmerged": ("--use_vllm", "--dtype", "bfloat16", "--adapter_mode", "lora"),
 }
 """Name -> flags of perl/eval.py."""
+HEADS = {
+    "real.md": ("way", "accuracy, %", "equal completions, %", "equal verdicts, %", "tokens/s", "start, s",
+                "of the update lost, %"),
+    "real_zh.md": ("方式", "准确率，%", "相同的回答，%", "相同的判定，%", "词元/秒", "启动，秒", "更新中丢失的，%"),
+}  # fmt: skip
+"""Page -> heads of its table."""
 
 
 def score(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -89,6 +96,20 @@ def row_of(way: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def table(ways: Mapping[str, Mapping[str, Any]], heads: Sequence[str]) -> str:
+    """Markdown: a row for each way; one that is refused has no numbers."""
+
+    def percent(share: float | None) -> str:
+        return "" if share is None else f"{100 * share:.1f}"
+
+    lines = []
+    for name, way in ways.items():
+        shares = [percent(way.get(key)) for key in ("accuracy", "equal_completions", "equal_verdicts")]
+        speed = [f"{way[key]:.0f}" if key in way else "" for key in ("tokens_per_s", "start_s")]
+        lines.append([name, *shares, *speed, percent(way.get("update_lost"))])
+    return markdown(heads, lines)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", type=Path, help="a folder of `python -m perl real` that has finished")
@@ -97,12 +118,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--ways", default=";".join(WAYS), help="names, separated by semicolons")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--draw", action="store_true", help="only write the table")
     return parser
 
 
 def main() -> None:
     parser = make_parser()
     options = parser.parse_args()
+    if options.draw:
+        ways = json.loads(options.output.read_text(encoding="utf-8"))["ways"]
+        for page, heads in HEADS.items():
+            write_between(ROOT / "docs" / page, "adapter-paths", table(ways, heads))
+        return
     if options.real is not None:
         options.model, options.adapter = options.real / "model", options.real / "grpo" / "adapter"
         options.dataset = options.real / "data" / "test.jsonl"
@@ -122,9 +149,7 @@ def main() -> None:
             first = first or found
             rows[name] = row_of(found, first)
             print(f"{name}: {rows[name]}", flush=True)
-    print(
-        markdown(("way", *next(iter(rows.values()))), [[name, *map(str, row.values())] for name, row in rows.items()])
-    )
+    print(table(rows, HEADS["real.md"]))
     versions = {"perl": perl.__version__} | {name: version(name) for name in ("torch", "transformers")}
     result = {"benchmark": "adapter_paths", "problems": len(first["rows"]) if first else 0, "ways": rows}
     result |= {"versions": versions, "max_new_tokens": options.max_new_tokens, "seed": "greedy"}

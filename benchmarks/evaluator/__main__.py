@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 
 from benchmarks.evaluator import generation, grading, lm_eval
 from benchmarks.evaluator.ours import ROOT
+from perl.provenance import versions
+from perl.results import write_json
 
 PARTS = ("raw", "dp2", "lm_eval", "grading")
 
@@ -40,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--few_shot", type=int, default=0, help="of lm_eval: the first so many rows of gsm8k/train.jsonl"
     )
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--output", type=Path, help="file for the JSON of the last line, as those in docs/results")
     return parser
 
 
@@ -69,9 +73,16 @@ def main() -> None:
             result |= lm_eval.measure(options, folder)
         if "grading" in parts:
             result |= grading.measure(options.data, options.rows, options.pairs)
-    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    given = {name: value for name, value in vars(options).items() if name not in ("data", "output")}
+    arguments = {
+        name: os.path.relpath(value, ROOT) if isinstance(value, Path) else value for name, value in given.items()
+    }
     seconds = round(time.monotonic() - began)
-    print(json.dumps({"benchmark": "evaluator", **arguments, "benchmark_s": seconds, **result}))
+    made = versions() | {"lm-eval": lm_eval.VERSION}
+    line = {"benchmark": "evaluator", **arguments, "benchmark_s": seconds, **result, "versions": made}
+    if options.output:
+        write_json(options.output, line)
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -93,12 +93,23 @@ def test_grading_from_the_command_line(tmp_path):
     for name, row in (("gsm8k/test.jsonl", GSM8K), ("bench/math500.jsonl", MATH)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(json.dumps(row) + "\n")
-    command = ["-m", "benchmarks.evaluator", "--only", "grading", "--pairs", "1", "--data"]
+    command = [
+        "-m",
+        "benchmarks.evaluator",
+        "--only",
+        "grading",
+        "--pairs",
+        "1",
+        "--output",
+        str(tmp_path / "it.json"),
+        "--data",
+    ]
     done = subprocess.run(
         [sys.executable, *command, str(tmp_path)], cwd=ROOT, timeout=300, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads((tmp_path / "it.json").read_text())
     assert result["benchmark"] == "evaluator"
     assert result["grading_per_s"] > 0
     assert result["math_ratio"] > 0

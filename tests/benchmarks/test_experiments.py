@@ -132,6 +132,17 @@ def test_agreement_counts_rows():
         adapter_paths.agreement(one, {("a", 0): one["a", 0]})
 
 
+def test_table_of_ways_has_a_refused_one():
+    scored = {"accuracy": 0.2333, "equal_completions": 0.9133, "equal_verdicts": 1.0, "tokens_per_s": 50.2}
+    ways = {"one": scored | {"start_s": 8.63, "update_lost": 0.151}, "two": {"refused": "why"}}
+    ways |= {"three": scored | {"start_s": 20.6, "update_lost": None}}
+    assert adapter_paths.table(ways, "abcdefg").splitlines()[2:] == [
+        "| one | 23.3 | 91.3 | 100.0 | 50 | 9 | 15.1 |",
+        "| two |  |  |  |  |  |  |",
+        "| three | 23.3 | 91.3 | 100.0 | 50 | 21 |  |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
