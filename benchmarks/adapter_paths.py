@@ -126,6 +126,8 @@ def main() -> None:
     parser = make_parser()
     options = parser.parse_args()
     if options.draw:
+        if not options.output.is_file():
+            parser.error(f"--output {options.output}: not there; --draw needs the JSON of a run")
         ways = json.loads(options.output.read_text(encoding="utf-8"))["ways"]
         for page, heads in HEADS.items():
             write_between(ROOT / "docs" / page, "adapter-paths", table(ways, heads))

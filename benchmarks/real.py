@@ -100,6 +100,8 @@ def main() -> None:
         args.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(json.dumps(row))
     if args.draw:
+        if not args.output.is_file():
+            parser.error(f"--output {args.output}: not there; --draw needs rows to draw")
         draw(read(args.output))
 
 

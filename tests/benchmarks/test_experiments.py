@@ -101,6 +101,18 @@ def test_a_folder_that_has_not_finished_is_one_line(words, told, monkeypatch, ca
     assert capsys.readouterr().err.splitlines()[-1] == f"real: error: {told}"
 
 
+@pytest.mark.parametrize("module", [real, adapter_paths])
+def test_nothing_to_draw_is_one_line_and_the_pages_stay(module, tmp_path, monkeypatch, capsys):
+    """One emptied the tables, the other ended with a traceback."""
+    pages = {page: page.read_bytes() for page in [ROOT / "README.md", ROOT / "docs" / "real.md"]}
+    monkeypatch.setattr(sys, "argv", ["draw", "--draw", "--output", str(tmp_path / "none.json")])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+    assert f"--output {tmp_path / 'none.json'}: not there" in capsys.readouterr().err.splitlines()[-1]
+    assert pages == {page: page.read_bytes() for page in pages}
+
+
 def test_results_are_appended_and_read(tmp_path):
     file = tmp_path / "results" / "some.jsonl"
     assert read(file) == []
