@@ -99,18 +99,21 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = user_path(args.output_dir).absolute()
-    rows = divide(read_data(user_path(args.data), user_path(args.gsm8k), args.sft_rows), args)
+    seed, sft_rows, sums, grpo_sums = (int(args.seed), int(args.sft_rows), int(args.sums), int(args.grpo_sums))
+    held_out = args.held_out and int(args.held_out)
+    there = read_data(user_path(args.data), user_path(args.gsm8k), sft_rows)
+    rows = divide(there, seed=seed, sft_rows=sft_rows, sums=sums, grpo_sums=grpo_sums, held_out=held_out)
     settings = Settings(
-        seed=int(args.seed),
+        seed=seed,
         engine=args.engine,
         model=str(args.model),
         data=hashlib.sha256("\n\n".join("\n".join(part) for part in rows.values()).encode()).hexdigest(),
-        sft_rows=int(args.sft_rows),
-        sums=int(args.sums),
-        grpo_sums=int(args.grpo_sums),
+        sft_rows=sft_rows,
+        sums=sums,
+        grpo_sums=grpo_sums,
         sft_steps=args.sft_steps and int(args.sft_steps),
         grpo_steps=args.grpo_steps and int(args.grpo_steps),
-        held_out=args.held_out and int(args.held_out),
+        held_out=held_out,
     )
     open_folder(folder, settings)
     signal.signal(signal.SIGTERM, stopped)
@@ -299,16 +302,18 @@ def lines(file: Path) -> list[str]:
     return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
-def divide(rows: dict[str, list[str]], args: argparse.Namespace) -> dict[str, list[str]]:
+def divide(
+    rows: dict[str, list[str]], *, seed: int, sft_rows: int, sums: int, grpo_sums: int, held_out: int | None
+) -> dict[str, list[str]]:
     """The rows of each training, and each set of problems that is scored: the training rows are shuffled by the seed
     before they are split, as neighbours in the file are variants of one problem. SFT and GRPO get sums besides."""
-    numbers = random.Random(int(args.seed))
+    numbers = random.Random(seed)
     train_rows = rows["train"][:]
     numbers.shuffle(train_rows)
     return {
-        "sft": train_rows[: args.sft_rows] + [json.dumps(drill(numbers)) for _ in range(args.sums)],
-        "grpo": train_rows[args.sft_rows :] + [json.dumps(problem(numbers)) for _ in range(args.grpo_sums)],
-        **{name: rows[name][: args.held_out] for name in ("test", ONE_STEP) if name in rows},
+        "sft": train_rows[:sft_rows] + [json.dumps(drill(numbers)) for _ in range(sums)],
+        "grpo": train_rows[sft_rows:] + [json.dumps(problem(numbers)) for _ in range(grpo_sums)],
+        **{name: rows[name][:held_out] for name in ("test", ONE_STEP) if name in rows},
     }
 
 

@@ -1,7 +1,6 @@
 """python -m perl real: the folder, the rows, and which stages are done again; the whole path on the quickstart's model
 is slow."""
 
-import argparse
 import json
 import os
 import runpy
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +37,8 @@ def data(folder: Path, train: int = 10, test: int = 4) -> Path:
 
 
 def divided(there: dict[str, list[str]], **changes) -> dict[str, list[str]]:
-    return real.divide(there, argparse.Namespace(**asdict(settings(**changes))))
+    how = {"seed": 1, "sft_rows": 4, "sums": 0, "grpo_sums": 0, "held_out": None}
+    return real.divide(there, **{**how, **changes})
 
 
 def settings(**changes) -> real.Settings:

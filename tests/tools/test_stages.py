@@ -1,13 +1,11 @@
 """A stage and what it starts end with the process that started it."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -26,6 +24,18 @@ launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 works = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
 with stages.start([sys.executable, "-c", launcher, works], Path(sys.argv[1])) as process:
     process.wait()
+"""
+READS_ITS_LOG = """
+import sys, time
+from pathlib import Path
+
+print("one")
+end = time.monotonic() + 30
+while "one\\n" not in Path("grpo.log").read_text():
+    if time.monotonic() > end:
+        sys.exit("what was printed is not in the log")
+    time.sleep(0.02)
+print("two")
 """
 
 
@@ -79,22 +89,12 @@ def test_the_log_of_an_earlier_attempt_stays(tmp_path):
     assert between.endswith(": started again")
 
 
-def test_the_log_of_a_training_can_be_followed(tmp_path, monkeypatch):
+def test_the_log_of_a_training_can_be_followed(tmp_path):
     """It stood in a buffer until the training had ended."""
-    log, seen = tmp_path / "grpo.log", []
-
-    def output():
-        for line in ("one\n", "two\n"):
-            yield line
-            seen.append(log.read_text())
-
-    @contextlib.contextmanager
-    def start(*_, **__):
-        yield SimpleNamespace(stdout=output(), wait=lambda: 0)
-
-    monkeypatch.setattr(stages, "start", start)
-    stages.train("perl.train", Path("recipe.yaml"), [], tmp_path / "grpo", Console(quiet=True))
-    assert seen == ["one\n", "one\ntwo\n"]
+    (tmp_path / "reads_its_log.py").write_text(READS_ITS_LOG)
+    where = stages.Where(folder=tmp_path)
+    stages.train("reads_its_log", Path("recipe.yaml"), [], tmp_path / "grpo", Console(quiet=True), where)
+    assert (tmp_path / "grpo.log").read_text().endswith("one\ntwo\n")
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
