@@ -1,12 +1,12 @@
 """The evaluator side by side with raw vLLM, lm-evaluation-harness and math-verify.
 
-    python -m benchmarks.evaluator [--only raw|dp2|lm_eval|grading] [--rows N] [--pairs 3] [--few_shot N]
+    python -m benchmarks.evaluator [--only raw|dp2|lm_eval|grading] [--rows N] [--pairs 3] [--few_shot N] [--cores N]
 
 raw: tokens/s after start-up of perl/eval.py --use_vllm over those of `LLM.generate` with the same prompts and
 SamplingParams, each row's seed included. dp2: the same of --dp_size 2 over two raw engines, each pinned to one core.
 lm_eval: wall time of lm-evaluation-harness with its vLLM backend over ours, both from the command to its end, on the
-same problems and model, with --few_shot after worked examples; completions and verdicts compared. grading: completions
-a second on one core.
+same problems and model, with --few_shot after worked examples; completions and verdicts compared; each side on one
+core, or on --cores: ours by --dp_size, lm-eval by the threads of its engine. grading: completions a second on one core.
 
 The last line is JSON: every ratio is the other's cost over ours, or our rate over the other's, by median over pairs.
 GSM8K and MATH-500 are read from --data (gsm8k/test.jsonl, bench/math500.jsonl); what is not there is left out.
@@ -42,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--few_shot", type=int, default=0, help="of lm_eval: the first so many rows of gsm8k/train.jsonl"
     )
+    parser.add_argument("--cores", type=int, default=1, help="of lm_eval, for each side")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--output", type=Path, help="file for the JSON of the last line, as those in docs/results")
     return parser

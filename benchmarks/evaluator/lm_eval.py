@@ -84,6 +84,7 @@ def compare(
     flags = {"model": model, "dataset": file, "task": "gsm8k", "max_new_tokens": options.max_new_tokens}
     flags |= {"max_samples": options.rows} if options.rows else {}
     flags |= {"few_shot": examples} if examples else {}
+    flags |= {"dp_size": options.cores} if options.cores > 1 else {}
     ratios, agreement = [], {}
     for pair in range(pairs):
         run, theirs = None, None
@@ -92,7 +93,7 @@ def compare(
             if side == "ours":
                 run = evaluate(flags, place)
             else:
-                theirs = run_lm_eval(model, task, name, options.rows, place)
+                theirs = run_lm_eval(model, task, name, options.rows, options.cores, place)
         assert run is not None
         assert theirs is not None
         ratios.append(theirs[0] / run.wall_s)
@@ -129,13 +130,15 @@ def our_answers(records: list[dict[str, Any]]) -> Answers:
     }
 
 
-def run_lm_eval(model: Path, task: Path, name: str, limit: int | None, output: Path) -> tuple[float, Answers]:
-    """Seconds of the whole command, and what it wrote."""
+def run_lm_eval(
+    model: Path, task: Path, name: str, limit: int | None, threads: int, output: Path
+) -> tuple[float, Answers]:
+    """Seconds of the whole command, and what it wrote. vLLM gives a CPU's cores to one engine as threads."""
     arguments = f"pretrained={model.resolve()},dtype=float32,max_num_seqs=256"
     command = [str(PYTHON), "-m", "lm_eval", "run", "--model", "vllm", "--model_args", arguments, "--tasks", name]
     command += ["--include_path", str(task), "--apply_chat_template", "--batch_size", "auto", "--log_samples"]
     command += ["--output_path", str(output), *(["--limit", str(limit)] if limit else [])]
-    env = environment() | {"HF_HOME": str(output / "hf"), "HF_DATASETS_OFFLINE": "1"}
+    env = environment() | {"HF_HOME": str(output / "hf"), "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     began = time.perf_counter()
     run_logged(command, output.with_suffix(".log"), env)
     return time.perf_counter() - began, their_answers(next(output.rglob("samples_*.jsonl")))
