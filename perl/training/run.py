@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from perl import device
 from perl.adapters import ADAPTERS
@@ -96,24 +96,36 @@ def train(argv: Sequence[str]) -> Path:
                 validation=open_validation(config, run_dir, checked, grader),
                 write_card=functools.partial(write_training_card, run_dir),
                 on_nonfinite=config.common.on_nonfinite,
-                callbacks=[
-                    MetricsWriter(run_dir / METRICS),
-                    ProgressLine(),
-                    tracking.WandbRunWriter(run_dir),
-                    stop,
-                ],
+                callbacks=[*log_writers(run_dir), stop],
             )
-        if config.training.process_index == 0:
-            rundir.write_applied(run_dir, trainer.applied)
         watch.clock = trainer.clock
-        trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
-        with plain_checkpoint(checked.checkpoint):
-            trainer.train(resume_from_checkpoint=checked.checkpoint)
-        stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
-        save_result(trainer, run_dir)
+        fit(trainer, run_dir, checked.checkpoint, stop)
         save_critic(trainer, run_dir)
         push_result(trainer, run_dir)
     return run_dir
+
+
+def log_writers(run_dir: Path) -> list[TrainerCallback]:
+    """What is logged goes to metrics.jsonl, the screen and the trackers."""
+    return [MetricsWriter(run_dir / METRICS), ProgressLine(), tracking.WandbRunWriter(run_dir)]
+
+
+def fit(trainer: Any, run_dir: Path, checkpoint: str | None, stop: StopOnSignal) -> None:
+    """Train from the start, or on from `checkpoint`, and leave the result in the run's folder.
+
+    Args:
+        trainer: an AdapterTrainer that is one of transformers' trainers.
+
+    Raises:
+        Stopped: a signal ended the training, after a checkpoint.
+    """
+    if trainer.args.process_index == 0:
+        rundir.write_applied(run_dir, trainer.applied)
+    trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
+    with plain_checkpoint(checkpoint):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
+    save_result(trainer, run_dir)
 
 
 def reward_deadline(config: Config) -> RewardDeadline:

@@ -8,23 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import PrinterCallback
-
 from perl.adapters import ADAPTERS
 from perl.config.sft import parse
-from perl.results import METRICS
-from perl.training import rundir, tracking
-from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
+from perl.training.callbacks import StopOnSignal
 from perl.training.model_card import write_training_card
 from perl.training.out_of_memory import explain_out_of_memory
 from perl.training.preflight import check_processes
 from perl.training.run import (
     agree_on_folder,
+    fit,
     hide_vllm,
+    log_writers,
     open_run,
-    plain_checkpoint,
     push_result,
-    save_result,
     set_up_logging,
     users_error,
 )
@@ -68,21 +64,10 @@ def fine_tune(argv: Sequence[str]) -> Path:
                 adapter_config=config.peft,
                 write_card=functools.partial(write_training_card, run_dir),
                 on_nonfinite=config.common.on_nonfinite,
-                callbacks=[
-                    MetricsWriter(run_dir / METRICS),
-                    ProgressLine(),
-                    tracking.WandbRunWriter(run_dir),
-                    stop,
-                ],
+                callbacks=[*log_writers(run_dir), stop],
             )
-        if config.training.process_index == 0:
-            rundir.write_applied(run_dir, trainer.applied)
         watch.clock = trainer.clock
-        trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
-        with plain_checkpoint(checked.checkpoint):
-            trainer.train(resume_from_checkpoint=checked.checkpoint)
-        stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
-        save_result(trainer, run_dir)
+        fit(trainer, run_dir, checked.checkpoint, stop)
         push_result(trainer, run_dir)
     return run_dir
 
