@@ -15,6 +15,7 @@ GSM8K and MATH-500 are read from --data (gsm8k/test.jsonl, bench/math500.jsonl);
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import tempfile
@@ -60,8 +61,11 @@ def generation_flags(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = make_parser().parse_args()
+    parser = make_parser()
+    options = parser.parse_args()
     parts = [options.only] if options.only else PARTS
+    if parts != ["grading"] and importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed here; `make .venv/.installed-full` installs it, --only grading needs none")
     result: dict[str, Any] = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:

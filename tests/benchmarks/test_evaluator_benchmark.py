@@ -1,5 +1,6 @@
 """The evaluator's benchmark: what it compares, by hand, and its part without an engine from the command line."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from benchmarks.evaluator.__main__ import main
 from benchmarks.evaluator.generation import share_of_equal
 from benchmarks.evaluator.grading import gsm8k_rows, math_rows
 from benchmarks.evaluator.lm_eval import Answer, compare_answers, our_answers, their_answers, write_task
@@ -113,3 +115,13 @@ def test_grading_from_the_command_line(tmp_path):
     assert result["benchmark"] == "evaluator"
     assert result["grading_per_s"] > 0
     assert result["math_ratio"] > 0
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch, capsys):
+    """It made lm-eval's environment, and ended with a traceback."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["evaluator", "--only", "lm_eval"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "vLLM is not installed here; `make .venv/.installed-full` installs it" in capsys.readouterr().err
