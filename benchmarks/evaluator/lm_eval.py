@@ -49,7 +49,8 @@ Answers = Mapping[int, Answer]
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Both sides on GSM8K, twice at most, and without worked examples once on the quickstart's own kind of problem."""
+    """Both sides on GSM8K, twice at most. The quickstart's model is compared on its own kind of problem too, once,
+    where there are no worked examples."""
     make_environment()
     model = options.trained or trained_model(options.model, folder)
     gsm8k = options.data / "gsm8k" / "test.jsonl"
@@ -61,7 +62,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows = gsm8k.with_name("train.jsonl").read_text(encoding="utf-8").splitlines()[: options.few_shot]
         examples.write_text("\n".join(rows), encoding="utf-8")
     result: dict[str, Any] = {}
-    sets = [("gsm8k", gsm8k, min(options.pairs, 2)), *([] if options.few_shot else [("word_problems", own, 1)])]
+    sets = [
+        ("gsm8k", gsm8k, min(options.pairs, 2)),
+        *([] if options.few_shot or options.trained else [("word_problems", own, 1)]),
+    ]
     for name, file, pairs in sets:
         if file.is_file():
             result |= compare(name, model, file, pairs, options, folder, examples if options.few_shot else None)
