@@ -222,11 +222,14 @@ def free_memory() -> int | None:
 
 
 def available_memory() -> int:
-    """Bytes that this process can still put into tensors: on its accelerator, or on a CPU its share of the machine's
-    memory among the processes that torch's launcher or perl's evaluator have started here (LOCAL_WORLD_SIZE)."""
+    """Bytes that this process can still put into tensors: on its accelerator, or on a CPU in the machine's memory."""
     free = free_memory()
-    if free is not None:
-        return free
+    return host_memory() if free is None else free
+
+
+def host_memory() -> int:
+    """Bytes of the machine's memory that this process can still take: its share of what is available, where torch's
+    launcher or perl's evaluator have started several here (LOCAL_WORLD_SIZE)."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

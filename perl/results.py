@@ -14,6 +14,7 @@ RUN/best/best.json                  step and scores of the best of them, whose a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -318,6 +319,22 @@ def read_json(file: Path, flag: str = "", hint: str = "") -> Any:
         where, advice = f"{flag}: " if flag else "", f"; {hint}" if hint else ""
         raise UserError(f"{where}{file} is not readable ({error}){advice}") from error
     return content
+
+
+def add_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Append a line of JSON. A last line that a kill has cut off is removed first; several processes may add to one
+    file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab+") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        opened.seek(0)
+        opened.truncate(opened.read().rfind(b"\n") + 1)
+        opened.write(json.dumps(row).encode() + b"\n")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The lines of JSON in `file`, none where it is not there; without a last line that was cut off."""
+    return [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.is_file() else []
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 ROWS = 16
 """Rows of a product for which oneDNN chooses its layout; others are computed with it as well."""
 SHARE_OF_FREE_MEMORY = 0.25
-"""Of the machine's free memory, how much the packed copies may take."""
+"""Of the memory that this process can still take, how much the packed copies may have."""
 
 
 @contextlib.contextmanager
@@ -52,7 +51,7 @@ def packable(model: nn.Module) -> list[nn.Linear]:
         return []
     layers = [module for module in model.modules() if type(module) is nn.Linear and _takes(module)]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    room = SHARE_OF_FREE_MEMORY * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = SHARE_OF_FREE_MEMORY * device.host_memory()
     if size > room:
         logger.info("weights are not prepacked: %.1f GB, %.1f GB allowed", size / 1e9, room / 1e9)
         return []

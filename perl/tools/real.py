@@ -32,11 +32,13 @@ from perl.config.types import NonNegativeInt, PositiveInt
 from perl.errors import Stopped, UserError, lookup
 from perl.paths import user_path
 from perl.records import Sampling
-from perl.results import write_json
+from perl.results import add_row, read_rows, write_json
 from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
 from perl.tools.stages import (
+    LOCK,
     ROOT,
+    STAGE_LOCK,
     Engine,
     Evaluation,
     Scores,
@@ -58,6 +60,7 @@ MAX_NEW_TOKENS = 96
 SAMPLED = Sampling(n=8, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
 GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
 SETTINGS, STAGES = "real.json", "stages.jsonl"
+LOCKS = {LOCK, STAGE_LOCK}
 MOST_PROCESSES = 4
 """Of an evaluation: each has the model in its memory, 0.6 GB in float32 and as much for oneDNN's copy."""
 ONE_STEP = "gsm8k_one_step"
@@ -72,6 +75,7 @@ class Settings:
     seed: int
     engine: Engine
     model: str
+    """A key of MODELS, or the absolute path of another model's folder."""
     data: str
     """SHA-256 over the rows for each training and for scoring."""
     sft_rows: int
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         seed=seed,
         engine=args.engine,
-        model=str(args.model),
+        model=base_of(str(args.model)),
         data=hashlib.sha256("\n\n".join("\n".join(part) for part in rows.values()).encode()).hexdigest(),
         sft_rows=sft_rows,
         sums=sums,
@@ -115,12 +119,13 @@ def run(args: argparse.Namespace) -> int:
         grpo_steps=args.grpo_steps and int(args.grpo_steps),
         held_out=held_out,
     )
-    open_folder(folder, settings)
+    is_of_this_run(folder, settings)
     signal.signal(signal.SIGTERM, stopped)
     console = Console()
     console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
     try:
         with alone(folder, "--output_dir", console) as kept_open:
+            open_folder(folder, settings)
             if ONE_STEP not in rows:
                 console.print(f"{args.gsm8k} is not there: GSM8K's one-step problems are not scored", soft_wrap=True)
             write_data(folder / "data", rows)
@@ -184,28 +189,31 @@ def once(folder: Path, name: str, console: Console, stage: Callable[[], object])
         finished = True
     finally:
         row = {"stage": name, "seconds": round(time.monotonic() - started, 1), "finished": finished}
-        with (folder / STAGES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        add_row(folder / STAGES, row)
 
 
 def read_stages(folder: Path) -> list[dict]:
-    """What `once` noted, without a last line that was cut off."""
-    if not (folder / STAGES).is_file():
-        return []
-    lines = (folder / STAGES).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """What `once` noted."""
+    return read_rows(folder / STAGES)
+
+
+def base_of(model: str) -> str:
+    """What `--model` names: a key of MODELS, or the absolute path of a folder, whatever it is called from."""
+    if model in MODELS:
+        return model
+    if not user_path(model).is_dir():
+        lookup(MODELS, model, "model", "--model")
+    return str(resolve_model(model).absolute())
 
 
 def model_folder(settings: Settings, folder: Path) -> Path:
     """Where the base is: the user's own, or what is fetched into the run's folder."""
-    return folder / "model" if settings.model in MODELS else resolve_model(settings.model).absolute()
+    return folder / "model" if settings.model in MODELS else Path(settings.model)
 
 
 def get_model(model: str, folder: Path, console: Console, where: Where) -> None:
     """Fetch the base into the run's folder, unless it is a folder of the user's own."""
     if model not in MODELS:
-        if not user_path(model).is_dir():
-            lookup(MODELS, model, "model", "--model")
         return
     target = folder / "model"
 
@@ -324,19 +332,37 @@ def write_data(folder: Path, rows: dict[str, list[str]]) -> None:
         (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in part), encoding="utf-8")
 
 
-def open_folder(folder: Path, settings: Settings) -> None:
-    """Make the folder, or check that it holds this very run."""
-    file, wanted = folder / SETTINGS, asdict(settings)
-    if file.is_file():
-        there = json.loads(file.read_text(encoding="utf-8"))
-        other = [f"{name} {there.get(name)}, not {value}" for name, value in wanted.items() if there.get(name) != value]
-        if other:
+def is_of_this_run(folder: Path, settings: Settings) -> bool:
+    """Whether the folder holds this very run; False where it is new. A UserError where it holds another one, or
+    something else."""
+    if (folder / SETTINGS).is_file():
+        there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        wanted = asdict(settings).items()
+        if other := [f"{name} {there.get(name)}, not {value}" for name, value in wanted if there.get(name) != value]:
             raise UserError(f"--output_dir {folder}: holds a run with {'; '.join(other)}; write another folder")
-        return
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        return True
+    if folder.is_file() or (folder.is_dir() and {file.name for file in folder.iterdir()} - LOCKS):
         raise UserError(f"--output_dir {folder}: holds something else; write a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(file, wanted)
+    return False
+
+
+def open_folder(folder: Path, settings: Settings) -> None:
+    """Have the folder say what run it holds. It is this command's alone now: another may have begun in it before."""
+    if not is_of_this_run(folder, settings):
+        write_json(folder / SETTINGS, asdict(settings))
+
+
+def read_run(folder: Path, stage: str, flag: str) -> Settings:
+    """The settings of a run whose training `stage` has finished, for a benchmark that begins with its adapter.
+
+    Raises:
+        UserError: no such run is in `folder`, which the user has named with `flag`.
+    """
+    if not (folder / SETTINGS).is_file():
+        raise UserError(f"{flag} {folder}: no {SETTINGS} in it; name a folder of `python -m perl real`")
+    if not (folder / stage / "adapter").is_dir():
+        raise UserError(f"{flag} {folder}: no {stage}/adapter in it; run `python -m perl real` to the end of {stage}")
+    return Settings(**json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
 
 
 def table(scores: dict[str, Scores]) -> Table:

@@ -231,7 +231,8 @@ def start(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             if process.stdout is not None:
-                process.stdout.read()  # up to the end of the last process that can write to it, not of the launcher's
+                with log.open("a", encoding="utf-8") as file:  # up to the end of the last process that can write to it
+                    file.write(process.stdout.read())
             process.wait()
         watcher.communicate("ended\n")
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from perl.config.parser import Parser
 from perl.errors import UserError
 from perl.tools import real
-from perl.tools.stages import HERE, alone
+from perl.tools.stages import HERE, LOCK, alone
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = Path("gsm8k that is not there.jsonl")
@@ -105,7 +105,8 @@ def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
         ("He had 8 - 3 = 5", "5", 0.0),
         ("__import__('os') = 5", "5", 0.0),
         ("9 ** 9 ** 9 = 5", "5", 0.0),
-        ("((((" * 100 + " = 5", "5", 0.0),
+        ("(" * 90 + " = 5", "5", 0.0),
+        ("(" * 400 + " = 5", "5", 0.0),
         ("", "5", 0.0),
         ("a", "b", 0.0),
     ],
@@ -134,8 +135,12 @@ def test_data_that_is_not_there_or_too_little_is_one_line(tmp_path):
 
 
 def test_a_folder_is_of_one_run(tmp_path):
+    assert not real.is_of_this_run(tmp_path / "run", settings())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).touch()  # of a command that was killed before it wrote anything else
     real.open_folder(tmp_path / "run", settings())
     real.open_folder(tmp_path / "run", settings())
+    assert real.is_of_this_run(tmp_path / "run", settings())
     with pytest.raises(UserError, match=r"holds a run with seed 1, not 2; grpo_steps None, not 5; write another"):
         real.open_folder(tmp_path / "run", settings(seed=2, grpo_steps=5))
     (tmp_path / "other").mkdir()
@@ -162,6 +167,8 @@ def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
     with (tmp_path / real.STAGES).open("a") as file:
         file.write('{"stage": "score grpo", "sec')  # cut off by a kill
     assert real.read_stages(tmp_path) == noted
+    real.once(tmp_path, "score grpo", quiet(), lambda: None)  # its line continued the one that was cut off
+    assert [row["stage"] for row in real.read_stages(tmp_path)] == ["sft", "sft", "grpo", "score grpo"]
 
 
 def test_a_training_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
@@ -221,8 +228,28 @@ def test_two_commands_in_one_folder_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_wrong_model_is_corrected(tmp_path):
+    """And nothing is made: the corrected command was told that the folder holds a run of the wrong one."""
+    words = ["--output_dir", str(tmp_path / "run"), "--data", str(data(tmp_path / "svamp")), "--sft_rows", "4"]
     with pytest.raises(UserError, match=r"^--model: unknown model 'smollm'; did you mean 'smollm2'"):
-        real.get_model("smollm", tmp_path, quiet(), HERE)
+        run(*words, "--model", "smollm")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_the_same_from_everywhere(monkeypatch):
+    """A relative path was kept as it was typed: from another folder the same words named another model."""
+    monkeypatch.chdir(ROOT / "assets")
+    assert real.base_of("quickstart-base") == str(ROOT / "assets" / "quickstart-base")
+    assert real.base_of("smollm2") == "smollm2"
+
+
+def test_a_run_that_a_benchmark_begins_with(tmp_path):
+    with pytest.raises(UserError, match=rf"^--real {tmp_path}: no real\.json in it; name a folder of `python -m perl"):
+        real.read_run(tmp_path, "sft", "--real")
+    real.open_folder(tmp_path, settings(seed=2))
+    with pytest.raises(UserError, match=r"no sft/adapter in it; run `python -m perl real` to the end of sft"):
+        real.read_run(tmp_path, "sft", "--real")
+    (tmp_path / "sft" / "adapter").mkdir(parents=True)
+    assert real.read_run(tmp_path, "sft", "--real") == settings(seed=2)
 
 
 @pytest.mark.slow

@@ -102,3 +102,18 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     with pytest.raises(UserError) as error, stages.alone(tmp_path / "file" / "run", "--output_dir", Console()):
         pass
     assert str(error.value) == f"--output_dir {tmp_path}/file/run: Not a directory; write another folder"
+
+
+def test_what_an_interrupted_training_says_last_is_in_its_log(tmp_path):
+    """It was read, so that the stage could end, and thrown away: the line that names the checkpoint, or a traceback."""
+    saves = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit('checkpoint saved'));"
+        "print('begun', flush=True); time.sleep(300)"
+    )
+    with (
+        pytest.raises(KeyboardInterrupt),
+        stages.start([sys.executable, "-c", saves], tmp_path / "grpo.log", pipe=True) as process,
+    ):
+        assert process.stdout.readline() == "begun\n"
+        raise KeyboardInterrupt
+    assert (tmp_path / "grpo.log").read_text() == "checkpoint saved\n"
