@@ -17,7 +17,9 @@ from typing import Any
 from rich.console import Console
 
 import perl
-from perl.tools.stages import train
+from perl.errors import UserError
+from perl.results import read_rows
+from perl.tools.stages import StageError, train
 
 WIDTH, HEIGHT, LEFT, COLUMNS = 200, 96, 28, 4
 """Of a curve's panel, in pixels; the margin at its left; panels in a row."""
@@ -25,10 +27,15 @@ CURVE, MEAN = "#2a6fbb", "#c0392b"
 
 
 def learn(recipe: Path, flags: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Train by perl.train into `folder`. Returns the mean reward and the noise of each step, the entropy of those
-    that had an update, and what the run took; flags are given without paths."""
+    """Train by perl.train into `folder`, on one thread unless OMP_NUM_THREADS says otherwise. Returns the mean of the
+    reward `accuracy` and the noise of each step, the entropy of those that had an update (over the completions whose
+    advantage is not 0), and what the run took; flags are given without paths."""
     started = time.monotonic()
-    train("perl.train", recipe, flags, folder, Console(quiet=True))
+    try:
+        train("perl.train", recipe, flags, folder, Console(quiet=True))
+    except StageError as error:  # its log goes with the folder
+        log = folder.with_suffix(".log").read_text(encoding="utf-8")
+        raise StageError(f"{error}, which ended with:\n{log[-3000:]}") from None
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "rewards/accuracy/mean" in row]
     return {
@@ -37,26 +44,41 @@ def learn(recipe: Path, flags: Sequence[str], folder: Path) -> dict[str, Any]:
         "sigma": [round(row["aqn/sigma"], 6) for row in steps if "aqn/sigma" in row],
         "step_time": round(statistics.median(row["step_time"] for row in steps), 4),
         "train_s": round(time.monotonic() - started, 1),
-        "flags": [flag for flag in flags if not flag.startswith(("/", '["/'))],
+        "flags": [word for pair in zip(flags[::2], flags[1::2], strict=True) if "/" not in pair[1] for word in pair],
         "versions": {"perl": perl.__version__} | {name: version(name) for name in ("torch", "trl", "transformers")},
     }
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """Rows of a results file, none where there is no file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+def is_there(file: Path, run: Mapping[str, Any], steps: int) -> bool:
+    """Whether the results file has a row with these values, so that the run need not be repeated.
+
+    Raises:
+        UserError: the file has runs of another number of steps, and a table would mix them.
+    """
+    rows = [row for row in read_rows(file) if row.get("model") == run.get("model")]
+    if other := sorted({len(row["reward"]) for row in rows} - {steps}):
+        raise UserError(f"--output {file}: holds runs of {other[0]} steps, not {steps}; write another file, or --steps")
+    return any(all(row[name] == value for name, value in run.items()) for row in rows)
 
 
-def add(file: Path, row: Mapping[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as opened:
-        opened.write(json.dumps(row) + "\n")
+def rows_to_draw(file: Path) -> list[dict[str, Any]]:
+    """Rows of a results file.
+
+    Raises:
+        UserError: there is no such file, and what is drawn of nothing would empty the tables.
+    """
+    if not file.is_file():
+        raise UserError(f"--output {file}: not there; --draw needs rows to draw")
+    return read_rows(file)
 
 
 def write_between(page: Path, mark: str, text: str) -> None:
     """Put `text` between the lines <!-- mark:begin --> and <!-- mark:end --> of a page."""
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-    head, rest = page.read_text(encoding="utf-8").split(begin)
+    text_before = page.read_text(encoding="utf-8")
+    if text_before.count(begin) != 1 or text_before.count(end) != 1:
+        raise UserError(f"{page}: it needs the lines {begin} and {end}, once each")
+    head, rest = text_before.split(begin)
     _, tail = rest.split(end)
     page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 

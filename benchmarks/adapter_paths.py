@@ -27,10 +27,13 @@ from typing import Any
 
 import perl
 from benchmarks._learning import markdown, write_between
+from perl.errors import report_errors
 from perl.results import SUMMARY, read_samples, write_json
+from perl.tools import real
 from perl.tools.stages import ROOT
 
-USERS_MISTAKE = 2
+USERS_MISTAKE, REFUSED = 2, " differs from PEFT's"
+"""How the evaluator ends where the merged model computes something else, and its words."""
 RESULTS = ROOT / "docs" / "results" / "adapter_paths.json"
 WAYS: dict[str, tuple[str, ...]] = {
     "transformers, float32": ("--dtype", "float32"),
@@ -62,7 +65,7 @@ def score(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
         text=True,
         check=False,
     )
-    if done.returncode == USERS_MISTAKE:
+    if done.returncode == USERS_MISTAKE and REFUSED in done.stderr:
         return {"refused": done.stderr.strip().splitlines()[-1].removeprefix("error: ")}
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -82,8 +85,9 @@ def agreement(one: Mapping[Any, Mapping[str, Any]], other: Mapping[Any, Mapping[
     }
 
 
-def row_of(way: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    if "refused" in way:
+def row_of(way: Mapping[str, Any], first: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the table says of a way, next to the first one that was not refused."""
+    if first is None or "refused" in way:
         return dict(way)
     summary = way["summary"]
     merge = summary["merge"] or {}
@@ -122,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@report_errors()
 def main() -> None:
     parser = make_parser()
     options = parser.parse_args()
@@ -133,7 +138,9 @@ def main() -> None:
             write_between(ROOT / "docs" / page, "adapter-paths", table(ways, heads))
         return
     if options.real is not None:
-        options.model, options.adapter = options.real / "model", options.real / "grpo" / "adapter"
+        settings = real.read_run(options.real, "grpo", "--real")
+        options.model = real.model_folder(settings, options.real)
+        options.adapter = options.real / "grpo" / "adapter"
         options.dataset = options.real / "data" / "test.jsonl"
     for name in ("model", "adapter", "dataset"):
         path = getattr(options, name)
@@ -148,7 +155,7 @@ def main() -> None:
         first = None
         for name in names:
             found = score(name, options, Path(folder))
-            first = first or found
+            first = first or (None if "refused" in found else found)
             rows[name] = row_of(found, first)
             print(f"{name}: {rows[name]}", flush=True)
     print(table(rows, HEADS["real.md"]))

@@ -21,8 +21,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks._learning import add, learn, markdown, panels, read, write_between
+from benchmarks._learning import is_there, learn, markdown, panels, rows_to_draw, write_between
 from perl.algorithms import ALGORITHMS
+from perl.errors import report_errors
+from perl.results import add_row
 from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.quickstart.run import HELD_OUT, RECIPE
 from perl.tools.stages import ROOT, Evaluation, evaluate
@@ -89,24 +91,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@report_errors()
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     if args.draw:
-        draw(read(args.output))
+        draw(rows_to_draw(args.output))
         return
     names = args.algorithms.split(",")
     if unknown := sorted(set(names) - set(ALGORITHMS)):
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(ALGORITHMS)}")
     for seed in map(int, args.seeds.split(",")):
         for name in names:
-            done = {(row["algorithm"], row["seed"], row["steps"]) for row in read(args.output)}
-            if (name, seed, args.steps) in done:
+            if is_there(args.output, {"algorithm": name, "seed": seed}, args.steps):
                 continue
             with tempfile.TemporaryDirectory() as removed:
                 folder = (args.keep or Path(removed)) / f"{name}_{seed}"
                 result = run(name, seed, args.steps, folder)
-            add(args.output, result)
+            add_row(args.output, result)
             print(
                 f"{name} seed {seed}: {result['before']:.3f} -> {result['after']:.3f}, {result['wall_s']} s", flush=True
             )

@@ -8,8 +8,8 @@ The first trains the quickstart. The second trains the second stage of `python -
 from the adapter that SFT left in those folders, whose seeds it takes. Each run adds a line of JSON to --output
 (docs/results/aqn.jsonl): model, arm, seed, flags, versions, reward, entropy and sigma of each step, and the scores on
 held-out problems at temperature 1. A run that stands there is not repeated, so that the list can be worked off in
-parts. `--draw` writes the tables of docs/aqn.md and docs/aqn_zh.md and the curves assets/aqn_quickstart.svg and
-assets/aqn_smollm2.svg.
+parts, by several commands at once too. `--draw` writes the tables of docs/aqn.md and docs/aqn_zh.md and the curves
+assets/aqn_quickstart.svg and assets/aqn_smollm2.svg.
 
 The table gives means over seeds with Student's t intervals of 95 %, and for each arm the mean difference from `none`
 at the same seed with the p-value of a paired t-test (two-sided, not corrected for the number of arms).
@@ -27,7 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._learning import add, learn, markdown, panels, read, write_between
+import yaml
+
+from benchmarks._learning import is_there, learn, markdown, panels, rows_to_draw, write_between
+from perl.errors import report_errors
+from perl.results import add_row
 from perl.scoring.statistics import seeds_reach, t_tails
 from perl.tools import real
 from perl.tools.quickstart import run as quickstart
@@ -61,6 +65,8 @@ ARMS: dict[str, dict[str, object]] = {
 class Start:
     """What all arms of one seed start from."""
 
+    model: str
+    """Its name in the results."""
     recipe: Path
     flags: tuple[str, ...]
     how: Evaluation
@@ -75,16 +81,16 @@ def quickstart_start(seed: int) -> Start:
     how = Evaluation(
         model=BASE_FOLDER, held_out=quickstart.HELD_OUT, sampled=SAMPLED, greedy=GREEDY, engine="hf", seed=seed
     )
-    return Start(quickstart.RECIPE, flags, how, 0.05, 0.05)  # the guides'; these norm weights are 1
+    return Start("quickstart", quickstart.RECIPE, flags, how, 0.05, 0.05)  # the guides'; these norm weights are 1
 
 
 def real_start(folder: Path) -> Start:
     """From a folder of `perl real` whose SFT has finished. Noise begins at 2 % of its norm weights, whose RMS is 0.23:
     the guides' 0.05 silences the reward."""
-    settings = json.loads((folder / real.SETTINGS).read_text(encoding="utf-8"))
-    made = real.Settings(**settings)
-    flags = (*real.grpo_flags(made, folder), *real.mixed_precision())
-    return Start(real.GRPO_RECIPE, flags, real.evaluation(made, folder), 0.005, 0.02)
+    settings = real.read_run(folder, "sft", "--real")
+    flags = (*real.grpo_flags(settings, folder), *real.mixed_precision())
+    name = Path(settings.model).name
+    return Start(name, real.GRPO_RECIPE, flags, real.evaluation(settings, folder), 0.005, 0.02)
 
 
 def noise_flags(arm: str, start: Start) -> list[str]:
@@ -95,23 +101,24 @@ def noise_flags(arm: str, start: Start) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--config.noise_injection.{name}", str(value))]
 
 
-def run_all(
-    model: str, starts: Mapping[int, Callable[[], Start]], arms: Sequence[str], steps: int | None, output: Path
-) -> None:
-    """Train each arm of each seed that is not in `output` yet."""
-    for seed, start in starts.items():
+def run_all(starts: Sequence[Start], arms: Sequence[str], steps: int | None, output: Path) -> None:
+    """Train each arm of each start that is not in `output` yet."""
+    for start in starts:
+        recipe = yaml.safe_load(start.recipe.read_text(encoding="utf-8"))
+        max_steps = steps or recipe["training"]["max_steps"]
         for arm in arms:
-            if any((row["model"], row["arm"], row["seed"]) == (model, arm, seed) for row in read(output)):
+            run = {"model": start.model, "arm": arm, "seed": start.how.seed}
+            if is_there(output, run, max_steps):
                 continue
-            begin = start()
-            flags = [*begin.flags, *noise_flags(arm, begin), *validated(begin.how)]
-            flags += ["--config.training.max_steps", str(steps)] if steps else []
+            flags = [*start.flags, *noise_flags(arm, start), *validated(start.how)]
+            flags += ["--config.training.max_steps", str(max_steps)]
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name) / "train"
-                found = learn(begin.recipe, flags, folder)
+                found = learn(start.recipe, flags, folder)
                 scores = scores_of(folder)
-            add(output, {"model": model, "arm": arm, "seed": seed, **scores, **found})
-            print(f"{model}, {arm}, seed {seed}: {scores}, {found['train_s']} s", flush=True)
+            if not is_there(output, run, max_steps):  # a command beside this one may have been faster
+                add_row(output, {**run, **scores, **found})
+            print(f"{', '.join(map(str, run.values()))}: {scores}, {found['train_s']} s", flush=True)
 
 
 def scores_of(folder: Path) -> dict[str, float]:
@@ -171,22 +178,21 @@ def table(results: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
         cells = [arm, str(len(runs))]
         for name, value in COLUMNS.items():
             values = [value(row) for row in runs.values()]
-            cells.append(f"{statistics.mean(values):.{DIGITS[name]}f} ± {seeds_reach(values):.{DIGITS[name]}f}")
+            reach = f" ± {seeds_reach(values):.{DIGITS[name]}f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.{DIGITS[name]}f}{reach}")
         for name in ("accuracy", "reward"):
             value, none = COLUMNS[name], by_arm["none"]
             differences = [value(row) - value(none[seed]) for seed, row in runs.items() if seed in none]
             mean, p = paired_test(differences) if differences and arm != "none" else (math.nan, math.nan)
-            shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
-            cells.append("" if math.isnan(mean) else f"{mean:+.{DIGITS[name]}f} ({shown})")
+            shown = "" if math.isnan(p) else " (< 0.001)" if p < 0.001 else f" ({p:.3f})"
+            cells.append("" if math.isnan(mean) else f"{mean:+.{DIGITS[name]}f}{shown}")
         lines.append(cells)
     return markdown(heads, lines)
 
 
 def draw(results: Sequence[Mapping[str, Any]]) -> None:
-    for model in ("quickstart", "smollm2"):
+    for model in sorted({row["model"] for row in results}):
         rows = [row for row in results if row["model"] == model]
-        if not rows:
-            continue
         for page in PAGES:
             write_between(page, f"aqn-{model}", table(rows, HEADS[page.name]))
         curves = {arm: [row["reward"] for row in rows if row["arm"] == arm] for arm in ARMS}
@@ -205,23 +211,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@report_errors()
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     if args.draw:
-        draw(read(args.output))
+        draw(rows_to_draw(args.output))
         return
     arms = args.arms.split(";")
     if unknown := [arm for arm in arms if arm not in ARMS]:
         parser.error(f"--arms: unknown: {'; '.join(unknown)}; known: {'; '.join(ARMS)}")
-    for folder in args.real or []:
-        if not (folder / real.SETTINGS).is_file():
-            parser.error(f"--real {folder}: no {real.SETTINGS} in it; name a folder of `python -m perl real`")
     if args.real:
-        starts = {real_start(folder).how.seed: lambda folder=folder: real_start(folder) for folder in args.real}
+        starts = [real_start(folder.absolute()) for folder in args.real]
     else:
-        starts = {seed: lambda seed=seed: quickstart_start(seed) for seed in map(int, args.seeds.split(","))}
-    run_all("smollm2" if args.real else "quickstart", starts, arms, args.steps, args.output)
+        starts = [quickstart_start(seed) for seed in map(int, args.seeds.split(","))]
+    run_all(starts, arms, args.steps, args.output)
 
 
 if __name__ == "__main__":

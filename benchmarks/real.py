@@ -5,7 +5,8 @@
 
 The first adds a line of JSON to docs/results/real.jsonl for each of these folders of `python -m perl real`, whose
 stages have all finished: the line that the run ended with, the seconds of its stages, its settings, versions and
-commit, and the change by GRPO over SFT, paired by problem, with a 95 % interval. A seed that stands there is replaced.
+commit, and the change by GRPO over SFT, paired by problem, with a 95 % interval. A seed that stands there is replaced;
+runs that differ in more than the seed (`--held_out 8`) are not put into one file.
 `--draw` writes the tables.
 """
 
@@ -17,14 +18,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._learning import markdown, read, write_between
+from benchmarks._learning import markdown, rows_to_draw, write_between
+from perl.errors import UserError, report_errors
 from perl.evaluation.compare import compare
+from perl.results import atomic_write, read_rows
 from perl.tools import real
 from perl.tools.stages import ROOT
 
 RESULTS = ROOT / "docs" / "results" / "real.jsonl"
 SAMPLED = f"avg@{real.SAMPLED.n}"
 STAGES = ("base", "sft", "grpo")
+OF_A_SEED = ("seed", "data")
+"""Settings of a run in which the seeds differ."""
 HEADS = {
     "": ("seed", "avg@8: base", "SFT", "GRPO", "by GRPO", "greedy: base", "SFT", "GRPO", "by GRPO", "minutes"),
     "_zh": ("种子", "avg@8：基座", "SFT", "GRPO", "GRPO 提高", "贪心：基座", "SFT", "GRPO", "GRPO 提高", "分钟"),
@@ -55,7 +60,12 @@ def row_of(folder: Path) -> dict[str, Any]:
 
 
 def replaced(rows: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """`rows` with the new one in the place of that seed's, in the order of seeds."""
+    """`rows` with the new one in the place of that seed's, in the order of seeds. A UserError where their settings
+    differ in more than the seed and what follows from it."""
+    for row in rows:
+        own, others = ({k: v for k, v in each["settings"].items() if k not in OF_A_SEED} for each in (new, row))
+        if other := [f"{name} {own[name]}, not {others.get(name)}" for name in own if own[name] != others.get(name)]:
+            raise UserError(f"seed {new['seed']} is of a run with {'; '.join(other)}; write another --output")
     return sorted([row for row in rows if row["seed"] != new["seed"]] + [new], key=lambda row: row["seed"])
 
 
@@ -86,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@report_errors()
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
@@ -95,14 +106,13 @@ def main() -> None:
         if not (folder / "result.json").is_file():
             parser.error(f"{folder}: no result.json in it; name a folder of `python -m perl real` that has finished")
         row = row_of(folder)
-        rows = replaced(read(args.output), row)
+        rows = replaced(read_rows(args.output), row)
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        with atomic_write(args.output) as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
         print(json.dumps(row))
     if args.draw:
-        if not args.output.is_file():
-            parser.error(f"--output {args.output}: not there; --draw needs rows to draw")
-        draw(read(args.output))
+        draw(rows_to_draw(args.output))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 GRPOTrainer and PerlGRPOTrainer (engine fast, no noise) train the same adapter on the same problems in the same order;
 the seed of the sampling alone differs from run to run. A run's number is its mean reward over the steps. The last
 line is JSON: "between_samplers" is the difference of the two sides' means over their runs, "between_trl_seeds" the
-mean difference of two of TRL's own runs, "equal" whether the first is no larger; "p_value" is the share of all ways
+mean difference of two of TRL's own runs; "p_value" is the share of all ways
 to deal the runs out to two sides that differ at least as much. "…_smoothed" are the same two differences step by
 step: mean absolute difference of two runs' curves, averaged over ten steps, first of a run of each side, then of two
 of TRL's.
@@ -22,10 +22,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -37,8 +40,10 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from benchmarks._learning import panels
+from perl import device
 from perl.adapters import ADAPTERS
 from perl.config.load import Config, parse
+from perl.errors import report_errors
 from perl.grading import Grader
 from perl.results import write_json
 from perl.rewards import build_rewards, reward_context
@@ -93,7 +98,7 @@ def quickstart_flags() -> list[str]:
 
 def real_flags(folder: Path, noise: bool) -> list[str]:
     """The GRPO stage of a folder of `python -m perl real`, whose SFT has finished."""
-    settings = real.Settings(**json.loads((folder / real.SETTINGS).read_text(encoding="utf-8")))
+    settings = real.read_run(folder, "sft", "--real")
     own = words_of(recipe=str(real.GRPO_RECIPE), noise=str(noise).lower())
     return [*own, *real.grpo_flags(settings, folder.absolute()), *real.mixed_precision()]
 
@@ -179,7 +184,6 @@ def judge(theirs: list[list[float]], mine: list[list[float]]) -> dict[str, Any]:
             statistics.fmean(distance(a, b) for a, b in itertools.combinations(theirs, 2)), 4
         ),
         "p_value": round(p_value(their_means, my_means), 3),
-        "equal": between <= own,
     }
 
 
@@ -193,16 +197,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run_alone(side: str, flags: Sequence[str], seed: int, steps: int | None) -> Run:
+    """`run` in a process of its own, as `python -m perl.train` is one."""
+    with Grader(deadline_s=5.0) as grader:
+        return run(side, flags, seed, steps, grader)
+
+
 def compare_real(options: argparse.Namespace) -> dict[str, Any]:
     """Both sides once on the pretrained model."""
-    seed = int(json.loads((options.real / real.SETTINGS).read_text(encoding="utf-8"))["seed"])
+    seed = real.read_run(options.real, "sft", "--real").seed
+    os.environ |= device.start_environment(device.detect().kind) | os.environ
     runs: dict[str, Run] = {}
-    with Grader(deadline_s=5.0) as grader:
-        for side in ("trl", "ours"):
-            flags = real_flags(options.real, options.noise and side == "ours")
-            runs[side] = run(side, flags, seed, options.steps, grader)
-            seconds = statistics.median(runs[side].seconds[1:])
-            print(f"{side}: {seconds:.1f} s a step, accuracy {runs[side].accuracy}", flush=True)
+    for side in ("trl", "ours"):
+        flags = real_flags(options.real, options.noise and side == "ours")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:  # glibc reads it once
+            runs[side] = process.submit(run_alone, side, flags, seed, options.steps).result()
+        seconds = statistics.median(runs[side].seconds[1:])
+        print(f"{side}: {seconds:.1f} s a step, accuracy {runs[side].accuracy}", flush=True)
     medians = {side: statistics.median(found.seconds[1:]) for side, found in runs.items()}
     sides = {
         side: {
@@ -227,14 +238,17 @@ def compare_real(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+@report_errors()
 def main() -> None:
     parser = make_parser()
     options = parser.parse_args()
     if options.real is not None:
-        if not (options.real / "sft" / "adapter").is_dir():
-            parser.error(f"--real {options.real}: no sft/adapter in it; name a folder of `python -m perl real`")
+        if options.steps == 1:
+            parser.error("--steps 1: the first step is not timed; write 2 or more")
         print(json.dumps({"benchmark": "reward_curves", "real": str(options.real), **compare_real(options)}))
         return
+    if options.seeds < 2:
+        parser.error("--seeds 1: two runs of each side at least say how far apart two runs are")
     options.steps = options.steps or 40
     curves: dict[str, list[list[float]]] = {"trl": [], "ours": []}
     with Grader(deadline_s=5.0) as grader:

@@ -66,6 +66,9 @@ def main() -> None:
     parts = [options.only] if options.only else PARTS
     if parts != ["grading"] and importlib.util.find_spec("vllm") is None:
         parser.error("vLLM is not installed here; `make .venv/.installed-full` installs it, --only grading needs none")
+    examples = options.data / "gsm8k" / "train.jsonl"
+    if options.few_shot and "lm_eval" in parts and not examples.is_file():
+        parser.error(f"--few_shot {options.few_shot}: {examples} is not there; name the folder with --data")
     result: dict[str, Any] = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:

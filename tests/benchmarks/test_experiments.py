@@ -10,9 +10,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks import adapter_paths, aqn, real, reward_curves
-from benchmarks._learning import add, markdown, panels, read, write_between
+from benchmarks import adapter_paths, algorithms, aqn, real, reward_curves
+from benchmarks._learning import is_there, markdown, panels, write_between
 from perl.checkpoints import load_model
+from perl.errors import UserError
+from perl.results import add_row, read_rows
 from perl.tools.quickstart.base import BASE_FOLDER
 from perl.tools.quickstart.problems import DATA_FOLDER
 from perl.tools.stages import ROOT
@@ -76,7 +78,7 @@ def scored(seed: int, avg: tuple[float, ...]) -> dict:
     """A run whose base, SFT and GRPO have these scores, sampled and greedy."""
     stages = {name: {"avg@8": value, "greedy": value / 2} for name, value in zip(real.STAGES, avg, strict=True)}
     return {**stages, "grpo_over_sft": {"avg@8": [0.1, 0.05, 0.15], "greedy": [0.05, -0.01, 0.11]}, "wall_s": 2910.0,
-            "seed": seed}  # fmt: skip
+            "seed": seed, "settings": {"seed": seed}}  # fmt: skip
 
 
 def test_table_of_pretrained_runs_has_a_row_for_each_seed():
@@ -101,10 +103,10 @@ def test_a_folder_that_has_not_finished_is_one_line(words, told, monkeypatch, ca
     assert capsys.readouterr().err.splitlines()[-1] == f"real: error: {told}"
 
 
-@pytest.mark.parametrize("module", [real, adapter_paths])
+@pytest.mark.parametrize("module", [real, adapter_paths, algorithms, aqn])
 def test_nothing_to_draw_is_one_line_and_the_pages_stay(module, tmp_path, monkeypatch, capsys):
-    """One emptied the tables, the other ended with a traceback."""
-    pages = {page: page.read_bytes() for page in [ROOT / "README.md", ROOT / "docs" / "real.md"]}
+    """Two emptied the tables, one ended with a traceback."""
+    pages = {page: page.read_bytes() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
     monkeypatch.setattr(sys, "argv", ["draw", "--draw", "--output", str(tmp_path / "none.json")])
     with pytest.raises(SystemExit) as ended:
         module.main()
@@ -115,10 +117,60 @@ def test_nothing_to_draw_is_one_line_and_the_pages_stay(module, tmp_path, monkey
 
 def test_results_are_appended_and_read(tmp_path):
     file = tmp_path / "results" / "some.jsonl"
-    assert read(file) == []
-    add(file, {"seed": 1})
-    add(file, {"seed": 2})
-    assert read(file) == [{"seed": 1}, {"seed": 2}]
+    assert read_rows(file) == []
+    add_row(file, {"seed": 1})
+    with file.open("a") as opened:
+        opened.write('{"see')  # cut off by a kill
+    assert read_rows(file) == [{"seed": 1}]
+    add_row(file, {"seed": 2})
+    assert read_rows(file) == [{"seed": 1}, {"seed": 2}]
+
+
+def test_a_run_is_there_and_runs_of_other_lengths_are_refused(tmp_path):
+    """A trial of two steps was taken for the run of sixty."""
+    file = tmp_path / "some.jsonl"
+    assert not is_there(file, {"model": "quickstart", "seed": 1}, 60)
+    add_row(file, {"model": "quickstart", "seed": 1, "reward": [0.5, 0.6]})
+    assert is_there(file, {"model": "quickstart", "seed": 1}, 2)
+    assert not is_there(file, {"model": "quickstart", "seed": 2}, 2)
+    assert not is_there(file, {"model": "smollm2", "seed": 1}, 40)
+    with pytest.raises(UserError, match=r"holds runs of 2 steps, not 60; write another file, or --steps"):
+        is_there(file, {"model": "quickstart", "seed": 2}, 60)
+
+
+def test_a_page_without_the_marks_is_one_line(tmp_path):
+    (tmp_path / "page.md").write_text("<!-- it:begin -->\n")
+    with pytest.raises(UserError, match=r"page\.md: it needs the lines <!-- it:begin --> and <!-- it:end -->, once"):
+        write_between(tmp_path / "page.md", "it", "text")
+
+
+def test_a_run_with_other_settings_does_not_replace_a_seed():
+    """One on eight problems took the place of the one on 300."""
+    row = {"seed": 1, "settings": {"seed": 1, "data": "a", "held_out": None}}
+    assert real.replaced([row], {"seed": 2, "settings": {"seed": 2, "data": "b", "held_out": None}})[0] == row
+    with pytest.raises(UserError, match=r"^seed 1 is of a run with held_out 8, not None; write another --output$"):
+        real.replaced([row], {"seed": 1, "settings": {"seed": 1, "data": "c", "held_out": 8}})
+
+
+def test_where_aqn_starts_on_a_pretrained_model(tmp_path):
+    (tmp_path / "sft" / "adapter").mkdir(parents=True)
+    settings = {"engine": "hf", "model": "smollm2", "data": "hash", "sft_rows": 160, "sums": 600, "grpo_sums": 180}
+    (tmp_path / "real.json").write_text(
+        json.dumps({"seed": 3, "sft_steps": None, "grpo_steps": None, "held_out": None, **settings})
+    )
+    start = aqn.real_start(tmp_path)
+    assert (start.model, start.how.seed, start.sigma, start.sigma_relative) == ("smollm2", 3, 0.005, 0.02)
+    flags = dict(zip(start.flags[::2], start.flags[1::2], strict=True))
+    assert flags["--config.peft.adapter"] == str(tmp_path / "sft" / "adapter")
+    assert flags["--config.model.model_name_or_path"] == str(tmp_path / "model")
+
+
+def test_one_seed_has_no_interval_in_the_table_of_aqn():
+    """It said ± 0.0 and a p of nan."""
+    (line,) = aqn.table([row("none", 1, 0.5, [0.5])], "abcdefgh").splitlines()[2:]
+    assert line == "| none | 1 | 50.0 | 100.0 | 0.500 | 0.250 |  |  |"
+    lines = aqn.table([row("none", 1, 0.5, [0.5]), row("linear, clean", 1, 0.6, [0.7])], "abcdefgh").splitlines()
+    assert lines[3] == "| linear, clean | 1 | 60.0 | 100.0 | 0.700 | 0.250 | +10.0 | +0.200 |"
 
 
 def test_text_between_marks_is_replaced(tmp_path):
@@ -176,7 +228,31 @@ def test_a_folder_without_sft_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         reward_curves.main()
     assert ended.value.code == 2
-    assert "no sft/adapter in it" in capsys.readouterr().err.splitlines()[-1]
+    assert "no real.json in it; name a folder of `python -m perl real`" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_both_trainers_take_the_second_stage_of_a_run(tmp_path):
+    """Of the quickstart's base in the place of a pretrained one, each in a process of its own."""
+    folder = tmp_path / "real"
+    peft_model = get_peft_model(load_model(BASE_FOLDER), LoraConfig(r=4, target_modules="all-linear"))
+    peft_model.save_pretrained(folder / "sft" / "adapter")
+    (folder / "data").mkdir()
+    (folder / "data" / "grpo.jsonl").write_bytes((DATA_FOLDER / "train.jsonl").read_bytes())
+    settings = {"engine": "hf", "model": str(BASE_FOLDER), "data": "hash", "sft_rows": 1, "sums": 0, "grpo_sums": 0}
+    settings |= {"seed": 3, "sft_steps": None, "grpo_steps": None, "held_out": None}
+    (folder / "real.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "benchmarks.reward_curves", "--real", str(folder), "--steps", "2"]
+    command += ["--output", str(tmp_path / "curves.json")]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    written = json.loads((tmp_path / "curves.json").read_text())
+    assert {name: result[name] for name in written} == written
+    assert result["seed"] == 3
+    for side in ("trl", "ours"):
+        assert len(result[side]["accuracy"]) == len(result[side]["step_s"]) == 2
+        assert 0.2 < result[side]["accuracy"][0] < 0.8
+    assert result["ratio"] > 0
 
 
 @pytest.mark.slow
@@ -213,7 +289,7 @@ def test_one_adapter_in_two_ways(size, refused, tmp_path):
     ("flags", "told"),
     [
         (["--arms", "none;lineer, clean"], "--arms: unknown: lineer, clean; known: none; linear, clean; "),
-        (["--real", "nowhere"], "--real nowhere: no real.json in it; name a folder of `python -m perl real`"),
+        (["--real", "nowhere"], "nowhere: no real.json in it; name a folder of `python -m perl real`"),
     ],
 )
 def test_mistakes_with_the_benchmark_of_aqn_are_one_line(flags, told, monkeypatch, capsys):
@@ -229,12 +305,12 @@ def test_one_run_of_aqn_stands_in_the_results_and_is_not_repeated(tmp_path):
     command = [sys.executable, "-m", "benchmarks.aqn", "--arms", "linear, noisy", "--seeds", "3", "--steps", "2"]
     command += ["--output", str(tmp_path / "aqn.jsonl")]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
-    (found,) = read(tmp_path / "aqn.jsonl")
+    (found,) = read_rows(tmp_path / "aqn.jsonl")
     assert (found["model"], found["arm"], found["seed"]) == ("quickstart", "linear, noisy", 3)
     assert len(found["reward"]) == 2
     assert found["sigma"] == [0.05, pytest.approx(0.0225)]
     assert 0.2 < found["accuracy"] < 0.8 < found["pass@8"]
     again = subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True)
     assert again.stdout == ""
-    assert len(read(tmp_path / "aqn.jsonl")) == 1
+    assert len(read_rows(tmp_path / "aqn.jsonl")) == 1
     assert json.dumps(found).count(str(tmp_path)) == 0

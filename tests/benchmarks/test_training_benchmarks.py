@@ -102,7 +102,6 @@ def test_scaling(monkeypatch, capfd):
 @pytest.mark.slow
 def test_reward_curves(monkeypatch, capfd):
     result = run_here(reward_curves, monkeypatch, capfd, "--seeds", "2", "--steps", "2")
-    assert result["equal"] == (result["between_samplers"] <= result["between_trl_seeds"])
     assert result["between_trl_seeds"] > 0  # the sampling seed reaches each sampler
     assert result["between_our_seeds"] > 0
     assert 0.2 < result["trl_mean"] < 0.8
@@ -144,12 +143,10 @@ def test_p_value_counts_all_divisions():
     assert reward_curves.p_value([0.5, 0.5], [0.5, 0.5]) == 1.0
 
 
-def test_verdict_compares_the_samplers_with_trls_own_seeds():
+def test_the_samplers_are_compared_with_trls_own_seeds():
     near = reward_curves.judge([[0.1, 0.3], [0.3, 0.5]], [[0.2, 0.4], [0.2, 0.5]])
     assert near["between_trl_seeds"] == 0.2
     assert near["between_samplers"] == 0.025
-    assert near["equal"]
-    assert not reward_curves.judge([[0.1], [0.2]], [[0.5], [0.6]])["equal"]
 
 
 @pytest.mark.slow

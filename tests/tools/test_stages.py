@@ -110,10 +110,6 @@ def test_what_an_interrupted_training_says_last_is_in_its_log(tmp_path):
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit('checkpoint saved'));"
         "print('begun', flush=True); time.sleep(300)"
     )
-    with (
-        pytest.raises(KeyboardInterrupt),
-        stages.start([sys.executable, "-c", saves], tmp_path / "grpo.log", pipe=True) as process,
-    ):
+    with stages.start([sys.executable, "-c", saves], tmp_path / "grpo.log", pipe=True) as process:
         assert process.stdout.readline() == "begun\n"
-        raise KeyboardInterrupt
     assert (tmp_path / "grpo.log").read_text() == "checkpoint saved\n"
