@@ -229,7 +229,10 @@ def compare_real(options: argparse.Namespace) -> dict[str, Any]:
         "distance_smoothed": round(distance(runs["trl"].accuracy, runs["ours"].accuracy), 4),
     }
     versions = {name: version(name) for name in ("torch", "trl", "transformers", "peft")}
-    result = {**figures, **sides, "seed": seed, "noise": options.noise, "versions": versions}
+    steps = len(runs["ours"].seconds)
+    command = f"python -m benchmarks.reward_curves --real {options.real} --steps {steps}"
+    given = {"command": command + " --noise" * options.noise, "threads": os.environ.get("OMP_NUM_THREADS")}
+    result = {**figures, **sides, "steps": steps, "seed": seed, "noise": options.noise, **given, "versions": versions}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.output, result)
     if options.output == RESULTS:
