@@ -26,7 +26,7 @@ from perl.config.load import parse
 from perl.grading import Grader
 from perl.results import SUMMARY, read_samples, write_json
 from perl.scoring.summary import summarize
-from perl.training.run import import_trainer
+from perl.training.grpo import import_trainer
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MODEL, PROBLEMS = ASSETS / "quickstart-base", ASSETS / "quickstart-data" / "test.jsonl"

@@ -9,7 +9,7 @@ from perl.errors import report_errors
 
 def main() -> None:
     with report_errors():
-        from perl.training.run import train
+        from perl.training.grpo import train
 
         train(sys.argv[1:])
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from perl.config.load import parse
-from perl.training.run import train
+from perl.training.grpo import train
 from tests.tiny import geometry_file, save_tiny, save_tiny_vision
 
 RECIPES = sorted(Path("recipes").glob("*.yaml"))

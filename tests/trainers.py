@@ -13,7 +13,7 @@ from datasets import Dataset
 from perl.adapters import ADAPTERS
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
-from perl.training.run import import_trainer
+from perl.training.grpo import import_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SETTINGS: dict[str, Any] = {
@@ -76,7 +76,7 @@ def make_trainer(
 ) -> Any:
     """PerlGRPOTrainer with an adapter of rank 4 on `tiny_model(scale=4.0)`, without noise.
 
-    vLLM is hidden from TRL unless the rollouts use it, as in a run (perl.training.run.import_trainer): to import it
+    vLLM is hidden from TRL unless the rollouts use it, as in a run (perl.training.grpo.import_trainer): to import it
     takes longer than to train.
 
     Args:

@@ -1,14 +1,13 @@
-"""The main path of training: configuration -> prompts -> GRPO with AQN -> adapter, or model."""
+"""Around every trainer, from top to bottom: logging, the run's folder, the training, its result."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -19,138 +18,25 @@ from safetensors import SafetensorError
 from transformers import PrinterCallback, TrainerCallback
 
 from perl import device
-from perl.adapters import ADAPTERS
 from perl.adapters.none import store_as
-from perl.config.load import Config, Parsed, parse
 from perl.errors import UserError
-from perl.grading import Grader
 from perl.redact import hide_secrets_in_logs
 from perl.results import METRICS
-from perl.rewards import build_rewards, grade_early, reward_context
 from perl.tasks.trained import write_trained
 from perl.training import rundir, tracking
 from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
-from perl.training.model_card import write_training_card
-from perl.training.out_of_memory import explain_out_of_memory
-from perl.training.preflight import Checked, check_processes, check_run
 from perl.training.process_state import NOT_DATA
 from perl.training.push import pushed
-from perl.training.reward_deadline import RewardDeadline
-from perl.training.run_checkpoints import CRITIC, SAVING, goes_on, leave_behind
-from perl.training.setup import load_critic_base, load_model
-from perl.training.validation import Validation
-from perl.training.vision import language_part
+from perl.training.run_checkpoints import SAVING, goes_on, leave_behind
 
 if TYPE_CHECKING:
+    from perl.config.load import Config, Parsed
     from perl.config.sft import SFTRunConfig
     from perl.training.adapter_trainer import AdapterTrainer
+    from perl.training.preflight import Checked
     from perl.training.sft_rows import CheckedRows
-    from perl.training.trainer import PerlGRPOTrainer
 
 log = logging.getLogger(__name__)
-
-
-def train(argv: Sequence[str]) -> Path:
-    """Train as the command line `argv` says and return the run's folder; adapter/ in it, or model/, is the result.
-
-    Raises:
-        UserError: before a model is loaded, for whatever the user can fix.
-        Stopped: a signal ended the run, after a checkpoint.
-    """
-    parsed = parse(argv)
-    check_processes()
-    config = parsed.build()
-    set_up_logging(config)
-    for warning in parsed.warnings:
-        log.warning(warning)
-    run_dir = agree_on_folder(config, parsed)
-    checked = check_run(config, run_dir)
-
-    trainer_class = import_trainer(config)
-    with (
-        StopOnSignal() as stop,
-        explain_out_of_memory(config) as watch,
-        Grader(deadline_s=config.reward.deadline_s) as grader,
-        reward_deadline(config) as deadline,
-    ):
-        context = reward_context(config, grader)
-        rewards = deadline.over(config.reward.functions, build_rewards(config.reward.functions, context))
-        open_run(run_dir, config, parsed, checked)
-        with users_error("--config"):  # TRL checks combinations of its own arguments
-            trainer = trainer_class(
-                model=load_model(config),
-                args=config.training,
-                train_dataset=checked.dataset,
-                processing_class=checked.tokenizer,
-                reward_funcs=rewards,
-                adapter=ADAPTERS[config.peft.type],
-                adapter_config=language_part(config.peft, checked.tokenizer),
-                noise=config.noise_injection,
-                algorithm=config.algorithm,
-                critic=config.critic,
-                critic_base=load_critic_base(config),
-                rollout=config.rollout,
-                truncate_prompts_to=config.dataset.max_prompt_length,
-                truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
-                grade_early=grade_early(config.reward.functions, context),
-                validation=open_validation(config, run_dir, checked, grader),
-                write_card=functools.partial(write_training_card, run_dir),
-                on_nonfinite=config.common.on_nonfinite,
-                callbacks=[*log_writers(run_dir), stop],
-            )
-        watch.clock = trainer.clock
-        fit(trainer, run_dir, checked.checkpoint, stop)
-        save_critic(trainer, run_dir)
-        push_result(trainer, run_dir)
-    return run_dir
-
-
-def log_writers(run_dir: Path) -> list[TrainerCallback]:
-    """What is logged goes to metrics.jsonl, the screen and the trackers."""
-    return [MetricsWriter(run_dir / METRICS), ProgressLine(), tracking.WandbRunWriter(run_dir)]
-
-
-def fit(trainer: Any, run_dir: Path, checkpoint: str | None, stop: StopOnSignal) -> None:
-    """Train from the start, or on from `checkpoint`, and leave the result in the run's folder.
-
-    Args:
-        trainer: an AdapterTrainer that is one of transformers' trainers.
-
-    Raises:
-        Stopped: a signal ended the training, after a checkpoint.
-    """
-    if trainer.args.process_index == 0:
-        rundir.write_applied(run_dir, trainer.applied)
-    trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
-    with plain_checkpoint(checkpoint):
-        trainer.train(resume_from_checkpoint=checkpoint)
-    stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
-    save_result(trainer, run_dir)
-
-
-def reward_deadline(config: Config) -> RewardDeadline:
-    """Shorter than the time that other processes wait for the rewards."""
-    seconds = config.reward.function_deadline_s or config.training.ddp_timeout / 2
-    return RewardDeadline(
-        seconds,
-        "if it needs longer, raise --config.reward.function_deadline_s, and --config.training.ddp_timeout, which must"
-        " be longer",
-    )
-
-
-def import_trainer(config: Config) -> type[PerlGRPOTrainer]:
-    """The trainer class. TRL imports vLLM wherever it is installed, which takes ten seconds in every process; it is
-    shown vLLM only when the rollouts use it."""
-    if not config.training.use_vllm:
-        hide_vllm()
-    from perl.training.trainer import PerlGRPOTrainer
-
-    return PerlGRPOTrainer
-
-
-def hide_vllm() -> None:
-    """From TRL, before it imports a trainer."""
-    setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
 
 
 def set_up_logging(config: Config | SFTRunConfig) -> None:
@@ -174,6 +60,11 @@ def set_up_logging(config: Config | SFTRunConfig) -> None:
         )
     if main:
         print(f"num_processes: {world_size}", flush=True)
+
+
+def hide_vllm() -> None:
+    """From TRL, before it imports a trainer."""
+    setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
 
 
 def agree_on_folder(config: Config | SFTRunConfig, parsed: Parsed) -> Path:
@@ -216,12 +107,9 @@ def agree_on_checkpoint(checkpoint: str | None) -> None:
         )
 
 
-def open_validation(config: Config, run_dir: Path, checked: Checked, grader: Grader) -> Validation | None:
-    """What validates while the model trains; None where no dataset is named."""
-    if checked.validation is None:
-        return None
-    engine, training = "vllm" if config.training.use_vllm else "hf", config.training
-    return Validation(checked.validation, grader, run_dir, engine, training.process_index, training.world_size)
+def log_writers(run_dir: Path) -> list[TrainerCallback]:
+    """What is logged goes to metrics.jsonl, the screen and the trackers."""
+    return [MetricsWriter(run_dir / METRICS), ProgressLine(), tracking.WandbRunWriter(run_dir)]
 
 
 @contextlib.contextmanager
@@ -232,6 +120,24 @@ def users_error(where: str) -> Iterator[None]:
     except (ValueError, NotImplementedError, ImportError, TemplateError) as error:
         log.debug("what the library raised", exc_info=error)  # --config.common.debug true shows it
         raise UserError(f"{where}: {error}") from error
+
+
+def fit(trainer: Any, run_dir: Path, checkpoint: str | None, stop: StopOnSignal) -> None:
+    """Train from the start, or on from `checkpoint`, and leave the result in the run's folder.
+
+    Args:
+        trainer: an AdapterTrainer that is one of transformers' trainers.
+
+    Raises:
+        Stopped: a signal ended the training, after a checkpoint.
+    """
+    if trainer.args.process_index == 0:
+        rundir.write_applied(run_dir, trainer.applied)
+    trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
+    with plain_checkpoint(checkpoint):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
+    save_result(trainer, run_dir)
 
 
 @contextlib.contextmanager
@@ -260,13 +166,6 @@ def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
     trainer.put_in_place(made, folder)
     if args.process_index == 0:
         log.info("%s: %s", name, folder.resolve())
-
-
-def save_critic(trainer: PerlGRPOTrainer, run_dir: Path) -> None:
-    """The critic, whole, where there is one."""
-    if trainer.critic is not None:
-        trainer.save_critic(run_dir / SAVING)
-        trainer.put_in_place(run_dir / SAVING / CRITIC.parent, run_dir / CRITIC.parent)
 
 
 def push_result(trainer: AdapterTrainer, run_dir: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 from perl.evaluation.contamination import trained_on
 from perl.evaluation.run import evaluate
 from perl.tasks.trained import TRAINED_PROBLEMS
-from perl.training.run import train
+from perl.training.grpo import train
 
 
 @pytest.fixture(scope="module")

@@ -345,7 +345,7 @@ def test_a_run_captures_each_shape_once(answer, tmp_path):
     found = answer(
         DECODE
         + f"""
-    from perl.training.run import train
+    from perl.training.grpo import train
     flags = ["--config.rollout.capture_graphs", "true", "--config.training.max_steps", "8"]
     train(["--recipe", "recipes/quickstart.yaml", "--config.training.output_dir", {str(tmp_path / "run")!r}, *flags])
     answer = [len(captures), len(replays), lines]

@@ -50,7 +50,7 @@ def signalled(monkeypatch, function: str, number: int, call: int = 1) -> None:
 @pytest.mark.parametrize("sign", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_while_the_model_is_loaded(sign, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    signalled(monkeypatch, "perl.training.run.load_model", signal.Signals[sign])
+    signalled(monkeypatch, "perl.training.grpo.load_model", signal.Signals[sign])
     code, said = run(monkeypatch, capfd, Place(tmp_path).train())
     assert code == NUMBERS[sign]
     assert said == f"stopped: {sign} before the first step; there was nothing to save\n"

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from perl.checkpoints import load_model
 from perl.config.schema import DatasetConfig
-from perl.training.run import train
+from perl.training.grpo import train
 from perl.training.setup import Limits, build_dataset
 from tests.reliability.place import Place, field
 from tests.tiny import tiny_tokenizer

@@ -23,7 +23,7 @@ from perl.tools.from_verl.keys import KEYS, handler_of
 from perl.tools.from_verl.outcomes import Choices
 from perl.tools.from_verl.overrides import default_keys, read_command
 from perl.tools.from_verl.translate import Translation, translate
-from perl.training.run import train
+from perl.training.grpo import train
 
 SCRIPTS = Path(__file__).parents[1] / "verl"
 GUIDES = sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.yaml")])

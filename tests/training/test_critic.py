@@ -12,8 +12,8 @@ from perl.algorithms.ppo import gae
 from perl.config.load import parse
 from perl.errors import UserError
 from perl.training.critic import SCALE, value_loss
+from perl.training.grpo import save_critic
 from perl.training.passes import tokens_of
-from perl.training.run import save_critic
 from perl.training.run_checkpoints import CRITIC, check_critic
 from perl.training.setup import check_critic_base, load_critic_base
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer

@@ -21,9 +21,9 @@ from perl.errors import UserError
 from perl.evaluation.run import evaluate
 from perl.results import same_model
 from perl.training import out_of_memory
+from perl.training.grpo import train
 from perl.training.model_card import add_results
 from perl.training.preflight import check_engine
-from perl.training.run import train
 from perl.training.setup import load_model
 from perl.training.sft import fine_tune
 from perl.training.vllm_sync import merged_weights

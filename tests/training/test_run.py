@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from perl.device import detect
 from perl.errors import UserError
-from perl.training.run import train
+from perl.training.grpo import train
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.training.small_run import SETTINGS
 
@@ -265,7 +265,7 @@ def message(argv, capsys=None):
 
 def test_mistakes_are_one_line_before_a_model_is_loaded(tmp_path, flags, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("perl.training.run.load_model", lambda config: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("perl.training.grpo.load_model", lambda config: pytest.fail("a model was loaded"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "./nowhere: no such folder" in message(flags(model__model_name_or_path="./nowhere"))
     assert "did you mean 'lora'" in message(flags(peft__type="lorra"))

@@ -24,7 +24,7 @@ from perl.prompts import encode
 from perl.reports.page import write_report
 from perl.tasks.trained import read_trained
 from perl.training.callbacks import MetricsWriter
-from perl.training.run import train
+from perl.training.grpo import train
 from perl.training.setup import build_dataset
 from perl.training.sft import fine_tune, import_trainer
 from perl.training.sft_rows import read, to_dataset

@@ -12,7 +12,7 @@ from perl.config.load import parse
 from perl.config.sft import parse as parse_sft
 from perl.errors import UserError
 from perl.tracking import WandbRun, wandb_mode
-from perl.training.run import train
+from perl.training.grpo import train
 from perl.training.rundir import default_run_dir, method_of
 from perl.training.tracking import check_trackers, configure, trackers
 from tests.training.small_run import small_run

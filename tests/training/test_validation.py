@@ -30,8 +30,8 @@ from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
 from perl.training import validation
 from perl.training.callbacks import ProgressLine
+from perl.training.grpo import train
 from perl.training.rollout import EvaluatorRules
-from perl.training.run import train
 from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, share_of
 from perl.training.validation_setup import set_up_validation
 from tests.tiny import END, save_tiny, tiny_tokenizer
@@ -398,7 +398,7 @@ def test_a_signal_in_a_validation_ends_the_run_with_the_step_before_it(made, fla
     ],
 )
 def test_mistakes_are_one_line_before_a_model_is_loaded(made, flags, tmp_path, monkeypatch, changes, said):
-    monkeypatch.setattr("perl.training.run.load_model", lambda config: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("perl.training.grpo.load_model", lambda config: pytest.fail("a model was loaded"))
     given = {"validation.datasets": f'["{made / "others.jsonl"}"]', "training.output_dir": tmp_path / "run"}
     with pytest.raises(UserError, match=said) as caught:
         train(flags(given, {f"validation.{name}": value for name, value in changes.items()}))

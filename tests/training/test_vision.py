@@ -21,7 +21,7 @@ from perl.errors import UserError
 from perl.evaluation.run import evaluate
 from perl.images import decoded, load_processing
 from perl.results import read_samples
-from perl.training.run import train
+from perl.training.grpo import train
 from perl.training.setup import build_dataset
 from perl.training.sft import fine_tune
 from perl.training.trainer import PerlGRPOTrainer

@@ -1,0 +1,128 @@
+"""The main path of training: configuration -> prompts -> GRPO with AQN -> adapter, or model."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perl.adapters import ADAPTERS
+from perl.config.load import Config, parse
+from perl.grading import Grader
+from perl.rewards import build_rewards, grade_early, reward_context
+from perl.training.callbacks import StopOnSignal
+from perl.training.model_card import write_training_card
+from perl.training.out_of_memory import explain_out_of_memory
+from perl.training.preflight import Checked, check_processes, check_run
+from perl.training.reward_deadline import RewardDeadline
+from perl.training.run import (
+    agree_on_folder,
+    fit,
+    hide_vllm,
+    log_writers,
+    open_run,
+    push_result,
+    set_up_logging,
+    users_error,
+)
+from perl.training.run_checkpoints import CRITIC, SAVING
+from perl.training.setup import load_critic_base, load_model
+from perl.training.validation import Validation
+from perl.training.vision import language_part
+
+if TYPE_CHECKING:
+    from perl.training.trainer import PerlGRPOTrainer
+
+log = logging.getLogger(__name__)
+
+
+def train(argv: Sequence[str]) -> Path:
+    """Train as the command line `argv` says and return the run's folder; adapter/ in it, or model/, is the result.
+
+    Raises:
+        UserError: before a model is loaded, for whatever the user can fix.
+        Stopped: a signal ended the run, after a checkpoint.
+    """
+    parsed = parse(argv)
+    check_processes()
+    config = parsed.build()
+    set_up_logging(config)
+    for warning in parsed.warnings:
+        log.warning(warning)
+    run_dir = agree_on_folder(config, parsed)
+    checked = check_run(config, run_dir)
+
+    trainer_class = import_trainer(config)
+    with (
+        StopOnSignal() as stop,
+        explain_out_of_memory(config) as watch,
+        Grader(deadline_s=config.reward.deadline_s) as grader,
+        reward_deadline(config) as deadline,
+    ):
+        context = reward_context(config, grader)
+        rewards = deadline.over(config.reward.functions, build_rewards(config.reward.functions, context))
+        open_run(run_dir, config, parsed, checked)
+        with users_error("--config"):  # TRL checks combinations of its own arguments
+            trainer = trainer_class(
+                model=load_model(config),
+                args=config.training,
+                train_dataset=checked.dataset,
+                processing_class=checked.tokenizer,
+                reward_funcs=rewards,
+                adapter=ADAPTERS[config.peft.type],
+                adapter_config=language_part(config.peft, checked.tokenizer),
+                noise=config.noise_injection,
+                algorithm=config.algorithm,
+                critic=config.critic,
+                critic_base=load_critic_base(config),
+                rollout=config.rollout,
+                truncate_prompts_to=config.dataset.max_prompt_length,
+                truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
+                grade_early=grade_early(config.reward.functions, context),
+                validation=open_validation(config, run_dir, checked, grader),
+                write_card=functools.partial(write_training_card, run_dir),
+                on_nonfinite=config.common.on_nonfinite,
+                callbacks=[*log_writers(run_dir), stop],
+            )
+        watch.clock = trainer.clock
+        fit(trainer, run_dir, checked.checkpoint, stop)
+        save_critic(trainer, run_dir)
+        push_result(trainer, run_dir)
+    return run_dir
+
+
+def reward_deadline(config: Config) -> RewardDeadline:
+    """Shorter than the time that other processes wait for the rewards."""
+    seconds = config.reward.function_deadline_s or config.training.ddp_timeout / 2
+    return RewardDeadline(
+        seconds,
+        "if it needs longer, raise --config.reward.function_deadline_s, and --config.training.ddp_timeout, which must"
+        " be longer",
+    )
+
+
+def import_trainer(config: Config) -> type[PerlGRPOTrainer]:
+    """The trainer class. TRL imports vLLM wherever it is installed, which takes ten seconds in every process; it is
+    shown vLLM only when the rollouts use it."""
+    if not config.training.use_vllm:
+        hide_vllm()
+    from perl.training.trainer import PerlGRPOTrainer
+
+    return PerlGRPOTrainer
+
+
+def open_validation(config: Config, run_dir: Path, checked: Checked, grader: Grader) -> Validation | None:
+    """What validates while the model trains; None where no dataset is named."""
+    if checked.validation is None:
+        return None
+    engine, training = "vllm" if config.training.use_vllm else "hf", config.training
+    return Validation(checked.validation, grader, run_dir, engine, training.process_index, training.world_size)
+
+
+def save_critic(trainer: PerlGRPOTrainer, run_dir: Path) -> None:
+    """The critic, whole, where there is one."""
+    if trainer.critic is not None:
+        trainer.save_critic(run_dir / SAVING)
+        trainer.put_in_place(run_dir / SAVING / CRITIC.parent, run_dir / CRITIC.parent)
