@@ -14,7 +14,8 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: help quickstart real test test-all test-ray lint audit bench clean
 help:
 	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
-	@echo "make real         fetch SmolLM2-135M, fine-tune it, train it by GRPO, score each stage; again: goes on"
+	@echo "make real         fetch SmolLM2-135M, fine-tune it, train it by GRPO, score each stage; again: goes on;"
+	@echo "                  DATA=SVAMP.json names the problems, SEED=2 another seed"
 	@echo "make test         linters, and all tests but those marked slow or ray; about ten minutes on two cores"
 	@echo "make test-all     make test, then the slow ones and test-ray: what CI runs; under an hour on two cores"
 	@echo "make test-ray     the tests that start Ray clusters on loopback, about three minutes"
@@ -51,7 +52,7 @@ quickstart: $(if $(filter vllm,$(QUICKSTART_ENGINE)),$(FULL),$(TRAIN))
 
 SEED ?= 1
 real: $(TRAIN)
-	@env -u OMP_NUM_THREADS $(VENV)/bin/python -m perl real --output_dir outputs/real_$(SEED) --seed $(SEED)
+	@env -u OMP_NUM_THREADS $(VENV)/bin/python -m perl real --output_dir outputs/real_$(SEED) --seed $(SEED) $(if $(DATA),--data "$(DATA)")
 
 # A process of tests a core. Each has a run of neighbours, which share what a module or folder makes for its tests, and
 # takes from the end of another's run when its own is done. (xdist 3.8 cannot group tests under pytest 9.2.)

@@ -46,7 +46,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 HEADS = {
     "real.md": ("way", "accuracy, %", "equal completions, %", "equal verdicts, %", "tokens/s", "start, s",
                 "of the update lost, %"),
-    "real_zh.md": ("方式", "准确率，%", "相同的回答，%", "相同的判定，%", "词元/秒", "启动，秒", "更新中丢失的，%"),
+    "real_zh.md": ("方式", "准确率，%", "相同的补全，%", "相同的判定，%", "token/秒", "启动，秒", "更新中丢失的，%"),
 }  # fmt: skip
 """Page -> heads of its table."""
 

@@ -153,7 +153,7 @@ HEADS = {
     "aqn.md": ("arm, old_logps", "seeds", "at temperature 1, %", "pass@8, %", "mean reward over all steps",
                "entropy at the end", "points over none (p)", "mean reward over none (p)"),
     "aqn_zh.md": ("设置，old_logps", "种子数", "温度 1，%", "pass@8，%", "全部步的平均奖励", "结束时的熵",
-                  "比无噪声高的点数（p）", "平均奖励比无噪声高（p）"),
+                  "与无噪声之差，百分点（p）", "平均奖励与无噪声之差（p）"),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -64,6 +65,9 @@ LOCKS = {LOCK, STAGE_LOCK}
 MOST_PROCESSES = 4
 """Of an evaluation: each has the model in its memory, 0.6 GB in float32 and as much for oneDNN's copy."""
 ONE_STEP = "gsm8k_one_step"
+SVAMP = "github.com/arkilpatel/SVAMP"
+WHOLE = re.compile(r"\.0\b")
+"""What SVAMP writes after a whole number: `( 76.0 - 25.0 )`."""
 CALCULATION = "<<"
 """GSM8K's mark of a calculation in an answer: `48/2 = <<48/2=24>>24`."""
 
@@ -90,7 +94,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--output_dir", required=True, help="folder for everything; of an earlier run: it goes on")
     parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of rows, training and evaluation")
     parser.add_argument("--engine", type=Engine, default="hf", help="what evaluates: transformers or vLLM")
-    parser.add_argument("--data", default=str(DATA), help="folder with train.jsonl and test.jsonl in GSM8K's form")
+    parser.add_argument("--data", default=str(DATA), help="SVAMP.json, or a folder with train.jsonl and test.jsonl")
     parser.add_argument("--gsm8k", default=str(GSM8K), help="GSM8K's test.jsonl: its one-step problems are scored")
     parser.add_argument("--model", default=MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
     parser.add_argument("--sft_rows", type=PositiveInt, default=160, help="training rows for SFT; GRPO has the others")
@@ -289,19 +293,41 @@ def steps(number: int | None) -> list[str]:
 
 
 def read_data(data: Path, gsm8k: Path, sft_rows: int) -> dict[str, list[str]]:
-    """The lines of train.jsonl and of test.jsonl in `data`, and those of `gsm8k`, where it is there, whose answer has
-    one calculation."""
-    for name in ("train.jsonl", "test.jsonl"):
-        if not (data / name).is_file():
-            raise UserError(
-                f"--data {data}: no {name}; write a folder with SVAMP's train.jsonl and test.jsonl, rows of question"
-                " and answer, the answer ending in #### and the number"
-            )
-    rows = {name: lines(data / f"{name}.jsonl") for name in ("train", "test")}
+    """The training rows and the held-out ones of `data` (SVAMP.json, or a folder with train.jsonl and test.jsonl), and
+    the lines of `gsm8k`, where it is there, whose answer has one calculation."""
+    rows = svamp_rows(data) if data.is_file() else folder_rows(data)
     if sft_rows >= len(rows["train"]):
         raise UserError(f"--sft_rows {sft_rows}: leaves none of the {len(rows['train'])} training rows for GRPO")
     if gsm8k.is_file():
         rows[ONE_STEP] = [line for line in lines(gsm8k) if line.count(CALCULATION) == 1]
+    return rows
+
+
+def folder_rows(data: Path) -> dict[str, list[str]]:
+    for name in ("train.jsonl", "test.jsonl"):
+        if not (data / name).is_file():
+            raise UserError(
+                f"--data {data}: no {name}; write SVAMP.json of {SVAMP} (make real DATA=SVAMP.json), or a folder with"
+                " train.jsonl and test.jsonl, rows of question and answer, the answer ending in #### and the number"
+            )
+    return {name: lines(data / f"{name}.jsonl") for name in ("train", "test")}
+
+
+def svamp_rows(file: Path) -> dict[str, list[str]]:
+    """SVAMP's own file in GSM8K's form: of each ten problems the first seven are for training, three are held out."""
+    rows: dict[str, list[str]] = {"train": [], "test": []}
+    try:
+        for index, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
+            question = f"{row['Body'].strip().rstrip('.')}. {row['Question'].strip()}"
+            expression = WHOLE.sub("", row["Equation"].strip().removeprefix("(").removesuffix(")").strip())
+            number = WHOLE.sub("", str(row["Answer"]))
+            answer = f"{expression} = {number}\n#### {number}"
+            rows["train" if index % 10 < 7 else "test"].append(json.dumps({"question": question, "answer": answer}))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"--data {file}: is not SVAMP.json of {SVAMP}, a list of objects with Body, Question, Equation and Answer"
+            f" ({type(error).__name__}: {error})"
+        ) from error
     return rows
 
 
@@ -314,7 +340,7 @@ def divide(
     rows: dict[str, list[str]], *, seed: int, sft_rows: int, sums: int, grpo_sums: int, held_out: int | None
 ) -> dict[str, list[str]]:
     """The rows of each training, and each set of problems that is scored: the training rows are shuffled by the seed
-    before they are split, as neighbours in the file are variants of one problem. SFT and GRPO get sums besides."""
+    before they are split. SFT and GRPO get sums besides."""
     numbers = random.Random(seed)
     train_rows = rows["train"][:]
     numbers.shuffle(train_rows)

@@ -98,7 +98,7 @@ def test_of_gsm8k_only_problems_of_one_step_are_scored(tmp_path):
         ("8 - 3 = 5\n#### 5", "5", 1.0),
         ("8 - 3 = 6\n#### 6", "5", 1.0),  # miscalculated, which accuracy tells
         ("8 + 3 = 5\n#### 5", "5", 0.0),
-        ("10 - 3 ) - 5 = 2", "2", 1.0),  # as SVAMP writes it
+        ("10 - 3 ) - 5 = 2", "2", 1.0),  # rows may lack the brackets at their ends
         ("35 * ( 4 / 2 = 70", "70", 1.0),
         ("1,200 / 7 = 171", "171", 0.0),
         ("8 / 0 = 5", "5", 0.0),
@@ -126,8 +126,38 @@ def test_a_line_ends_with_a_newline_alone(tmp_path):
     assert (tmp_path / "out" / "test.jsonl").read_text(encoding="utf-8") == strange + "\n"
 
 
+def test_svamp_as_its_authors_publish_it(tmp_path):
+    """Seven of each ten problems are for training; the numbers and the outer brackets are those of GSM8K's form."""
+    rows = [
+        {"ID": f"chal-{i}", "Body": f"A box holds {i} pens. ", "Question": "How many?", "Equation": f"( {i}.0 + 1.0 )",
+         "Answer": i + 1.0, "Type": "Addition"}
+        for i in range(20)
+    ]  # fmt: skip
+    rows[0] |= {"Body": "Ann had 30 pens", "Equation": "( ( 30.0 - 10.0 ) * 1.05 )", "Answer": 21.0}
+    rows[1] |= {"Equation": "( 1000000.0 - ( 2.0 + 3.0 ) )", "Answer": 999995}
+    file = tmp_path / "SVAMP.json"
+    file.write_text(json.dumps(rows))
+    there = {name: [json.loads(row) for row in part] for name, part in real.read_data(file, NOWHERE, 4).items()}
+    assert there["train"][0] == {
+        "question": "Ann had 30 pens. How many?", "answer": "( 30 - 10 ) * 1.05 = 21\n#### 21"
+    }  # fmt: skip
+    assert there["train"][1]["answer"] == "1000000 - ( 2 + 3 ) = 999995\n#### 999995"
+    assert [row["question"] for row in there["test"]] == [
+        f"A box holds {i} pens. How many?" for i in (7, 8, 9, 17, 18, 19)
+    ]
+    assert len(there["train"]) == 14
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"Body": "a"}', '[{"Body": "a", "Question": "b"}]', '[{"Body": 3}]'])
+def test_another_file_than_svamp_is_one_line(tmp_path, text):
+    file = tmp_path / "SVAMP.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=rf"^--data {file}: is not SVAMP\.json of github.com/arkilpatel/SVAMP, a list"):
+        run("--output_dir", str(tmp_path / "run"), "--data", str(file))
+
+
 def test_data_that_is_not_there_or_too_little_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=rf"^--data {tmp_path}: no train\.jsonl; write a folder with SVAMP's"):
+    with pytest.raises(UserError, match=rf"^--data {tmp_path}: no train\.jsonl; write SVAMP\.json of github"):
         run("--output_dir", str(tmp_path / "run"), "--data", str(tmp_path))
     with pytest.raises(UserError, match=r"^--sft_rows 10: leaves none of the 10 training rows for GRPO"):
         run("--output_dir", str(tmp_path / "run"), "--data", str(data(tmp_path / "svamp")), "--sft_rows", "10")
