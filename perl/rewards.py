@@ -150,9 +150,14 @@ def build_rewards(names: Sequence[str], context: RewardContext) -> list[RewardFu
     functions = []
     for name in names:
         function = load_reward(name, context.kwargs) if is_file(name) else REWARDS[name](context)
-        function.__name__ = name.rpartition(":")[2]
+        function.__name__ = logged_name(name)
         functions.append(function)
     return functions
+
+
+def logged_name(name: str) -> str:
+    """What TRL's metrics, and dynamic sampling, know a reward by."""
+    return name.rpartition(":")[2]
 
 
 def check_rewards(names: Sequence[str], kwargs: Mapping[str, Any] | None = None) -> None:
@@ -166,6 +171,10 @@ def check_rewards(names: Sequence[str], kwargs: Mapping[str, Any] | None = None)
             load_reward(name, kwargs or {})
         else:
             lookup(REWARDS, name, "reward", FLAG)
+    for name, count in Counter(map(logged_name, names)).items():
+        if count > 1:
+            both = " and ".join(repr(each) for each in names if logged_name(each) == name)
+            raise UserError(f"{FLAG}: {both} would be logged as one, {name}; give one of the functions another name")
     if kwargs and not any(map(is_file, names)):
         raise UserError(f"{KWARGS_FLAG}: {', '.join(kwargs)} is for a function of your own; {FLAG} names none")
 

@@ -152,3 +152,15 @@ def test_wrong_names(names, message):
     with pytest.raises(UserError) as caught:
         check_rewards(names)
     assert message in str(caught.value)
+
+
+def test_two_functions_of_one_name(tmp_path):
+    """TRL would log both under one key, and dynamic sampling take the first for either."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text(
+            "def accuracy(completions, **kwargs):\n    return [0.0] * len(completions)\n"
+        )
+    one, other = (f"{tmp_path / name}.py:accuracy" for name in ("a", "b"))
+    for names in (["accuracy", one], [one, "format", other]):
+        with pytest.raises(UserError, match=r"'.*accuracy' and '.*accuracy' would be logged as one, accuracy; "):
+            check_rewards(names)

@@ -28,6 +28,7 @@ from trl.data_utils import is_conversational
 from perl.engines.base import warn_once
 from perl.errors import UserError
 from perl.prompts import row_seed
+from perl.rewards import logged_name
 from perl.training.loss import equal_rewards
 from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import Completions, RolloutRequest, Sampler
@@ -225,7 +226,7 @@ def compared_reward(asked: str | None, names: Sequence[str]) -> int | None:
     """
     if asked is None:
         return names.index("accuracy") if "accuracy" in names else None
-    return None if asked == "sum" else names.index(asked.rpartition(":")[2])
+    return None if asked == "sum" else names.index(logged_name(asked))
 
 
 def as_batch(row: dict[str, Any], token_ids: list[list[int]], tokenizer: Any) -> tuple[list[Any], ...]:

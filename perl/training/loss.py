@@ -139,6 +139,8 @@ class Difference(NamedTuple):
     kl: float
     """KL(sampler || trainer), estimated by the mean of r - 1 - log r with r = p_trainer / p_sampler: "k3" of John
     Schulman's "Approximating KL divergence" (2020), unbiased and never negative."""
+    noisy: bool = False
+    """Whether one of those that drew had noise that the other policy had not: they differ by more than rounding."""
 
 
 @dataclass
@@ -147,6 +149,8 @@ class SamplerDifference:
 
     _sums: torch.Tensor | None = field(default=None)
     """float32 [3]: absolute differences, k3 terms, tokens."""
+    noisy: bool = False
+    """As Difference has it, of this process."""
 
     @torch.no_grad()
     def add(self, trainer: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> None:
@@ -165,9 +169,10 @@ class SamplerDifference:
             add_up: from this process's sums to those of all processes.
         """
         sums = torch.zeros(3, device=device) if self._sums is None else self._sums
-        self._sums = None
-        absolute, k3, tokens = add_up(sums).tolist()
-        return Difference(absolute / tokens, k3 / tokens) if tokens else None
+        noisy = torch.tensor([float(self.noisy)], device=sums.device)
+        self._sums, self.noisy = None, False
+        absolute, k3, tokens, noisy_processes = add_up(torch.cat([sums, noisy])).tolist()
+        return Difference(absolute / tokens, k3 / tokens, noisy_processes > 0) if tokens else None
 
 
 @dataclass

@@ -53,11 +53,16 @@ class Measurements:
         self._drift.add(old, policy, mask)
 
     def add_sampler(
-        self, sampler: torch.Tensor, old: torch.Tensor, clean: torch.Tensor | None, mask: torch.Tensor
+        self, sampler: torch.Tensor, old: torch.Tensor, clean: torch.Tensor | None, mask: torch.Tensor, *, noisy: bool
     ) -> None:
         """Those of the sampler against `old`, as `add_update` has them; and against those of the policy without noise,
-        while it is still the one that sampled."""
+        while it is still the one that sampled.
+
+        Args:
+            noisy: the sampler had noise that `old` had not: they differ by more than rounding.
+        """
         self._difference.add(old, sampler, mask)
+        self._difference.noisy |= noisy
         if clean is not None:
             self._noise.add(clean, sampler, mask)
 
@@ -71,12 +76,8 @@ class Measurements:
         found = self._noise.take(add_up, self.accelerator.device)
         return None if found is None else found.kl
 
-    def take(self, noisy: bool) -> dict[str, float]:
-        """The metrics of all processes since the last call. Every process must come here.
-
-        Args:
-            noisy: the sampler had noise that the trainer's policy had not: they differ by more than rounding.
-        """
+    def take(self) -> dict[str, float]:
+        """The metrics of all processes since the last call. Every process must come here."""
         device, reduce = self.accelerator.device, self.accelerator.reduce
         metrics = self._rollouts.take(self.accelerator.gather)
         drift = self._drift.take(reduce, device)
@@ -84,6 +85,6 @@ class Measurements:
         difference = self._difference.take(reduce, device)
         if difference is not None:
             metrics |= {"rollout/logp_mismatch": difference.absolute, "rollout/logp_kl": difference.kl}
-            if not noisy:
+            if not difference.noisy:
                 warn_of_difference(difference, self.tolerance)
         return metrics

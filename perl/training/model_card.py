@@ -82,18 +82,23 @@ class RunFacts:
 # Training
 
 
-def write_training_card(run_dir: Path, folder: Path, history: Sequence[Mapping[str, Any]]) -> None:
+def write_training_card(
+    run_dir: Path, folder: Path, history: Sequence[Mapping[str, Any]], learned: str | None = None
+) -> None:
     """Write README.md into `folder`, which holds what the run in `run_dir` has just saved.
 
     Args:
         run_dir: folder of the run, with its config.yaml and environment.json.
         history: what the trainer has logged so far, one mapping a log, each with its "step".
+        learned: which tokens the loss is of, where it is not of sampled completions.
     """
     config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
     name = (config["training"].get("hub_model_id") or run_dir.resolve().name).rpartition("/")[2]
     dataset = config["dataset"]["dataset_name_or_path"]
     facts = run_facts(config, environment, history)
+    if learned is not None:
+        facts.settings["loss"] += f", of {learned}"
     if (run_dir / APPLIED).is_file() and config["peft"]["type"] != "none":
         facts.settings["adapter"] += f"; {trained(_read_json(run_dir / APPLIED))}"
     new_card(folder, name, dataset, facts, config["model"]["model_name_or_path"]).save(folder / CARD)
@@ -170,9 +175,8 @@ def _adapter(peft: Mapping[str, Any]) -> str:
 
 def _settings_of_sft(config: Mapping[str, Any], batch: int) -> dict[str, str]:
     training = config["training"]
-    learned = "the assistant's turns" if training["assistant_only_loss"] else "completions"
     return {
-        "loss": f"{training['loss_type']}, of {learned}",
+        "loss": training["loss_type"],
         "rows a step": f"{batch}, packed" if training["packing"] else str(batch),
         "longest row": f"{training['max_length']} tokens",
     }

@@ -61,7 +61,9 @@ class NonFinite:
         self.in_a_row = 0
         """Of these, up to now."""
         self.unusable_reward: str | None = None
-        """Which reward of the rollout that is trained on was not finite."""
+        """The first reward that was not finite, of the rollouts that the update under way is of."""
+        self._rewarded_for: int | None = None
+        """The step whose rollouts were looked at last."""
         self._losses: list[torch.Tensor] = []
 
     def state(self) -> dict[str, Any]:
@@ -85,13 +87,16 @@ class NonFinite:
         Raises:
             RunError: it is not, and the run stops.
         """
-        self.unusable_reward, wrong = None, rewards.isinf()
+        if step != self._rewarded_for:  # a step may have several rollouts, and a rollout several steps
+            self.unusable_reward, self._rewarded_for = None, step
+        wrong = rewards.isinf()
         if not wrong.any() and not rewards.isnan().all():
             return True
         mine = slice(first := len(batch.prompts) * self.accelerator.process_index, first + len(batch.prompts))
-        self.unusable_reward = _which(wrong[mine], batch, len(rewards))
+        found = _which(wrong[mine], batch, len(rewards))
+        self.unusable_reward = self.unusable_reward or found
         if self.policy == "stop":
-            self.stop(step, self.unusable_reward, lambda folder: self._save_rewards(folder, rewards[mine], batch))
+            self.stop(step, found, lambda folder: self._save_rewards(folder, rewards[mine], batch))
         return False
 
     def _save_rewards(self, folder: Path, rewards: torch.Tensor, batch: Rewarded) -> None:

@@ -121,7 +121,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
     if config.algorithm.dynamic_sampling:
-        require_whole_groups(config.training)
+        check_dynamic_sampling(config.training)
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
     return Checked(
         tokenizer=tokenizer,
@@ -194,10 +194,12 @@ def check_engine(config: Config) -> None:
         raise UserError("--config.rollout.engine vllm: vllm is not installed; use --config.rollout.engine fast")
 
 
-def require_whole_groups(training: TrainingConfig) -> None:
-    """Dynamic sampling fills the part of the batch of each process by itself."""
+def check_dynamic_sampling(training: TrainingConfig) -> None:
+    """It fills the part of the batch of each process by itself, and how many prompts that takes is known afterwards: a
+    training by epochs can end only where a step does not begin another rollout."""
     assert training.generation_batch_size
     assert training.num_generations
+    assert training.steps_per_generation
     rows = training.generation_batch_size // training.world_size
     if rows % training.num_generations:
         raise UserError(
@@ -205,6 +207,14 @@ def require_whole_groups(training: TrainingConfig) -> None:
             f" {training.per_device_train_batch_size} x steps_per_generation {training.steps_per_generation}) hold no"
             f" whole groups of {training.num_generations}; make them a multiple of --config.training.num_generations,"
             " or write --config.algorithm.dynamic_sampling false"
+        )
+    window = training.steps_per_generation * training.num_iterations
+    if training.max_steps == -1 and window % training.gradient_accumulation_steps:
+        raise UserError(
+            "--config.algorithm.dynamic_sampling true: in a training by --config.training.num_train_epochs its prompts"
+            f" may end in the middle of a step: steps_per_generation {training.steps_per_generation} x num_iterations"
+            f" {training.num_iterations} is no multiple of gradient_accumulation_steps"
+            f" {training.gradient_accumulation_steps}; write --config.training.max_steps, or make it one"
         )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl.errors import UserError
-from perl.results import atomic_write
+from perl.results import BEST, BEST_FILE, VALIDATION, atomic_write
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -194,8 +194,8 @@ def check_made(checkpoint: str | None, training: TrainingArguments) -> None:
 
 def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     """Make the run's folder that of a run at `checkpoint`, or at its beginning (one process alone): what was being
-    written is removed, checkpoints of later steps, which are another attempt's or torn, are moved to LEFT_BEHIND. The
-    metrics of later steps are cut by their writer, when the training begins."""
+    written is removed; checkpoints, validations and the best adapter of later steps, which are another attempt's or
+    torn, are moved to LEFT_BEHIND. The metrics of later steps are cut by their writer, when the training begins."""
     for before in (run_dir / SAVING).glob(f"{BEFORE}*"):
         if not (run_dir / before.name.removeprefix(BEFORE)).exists():
             before.rename(run_dir / before.name.removeprefix(BEFORE))
@@ -205,10 +205,14 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     step = 0
     if checkpoint is not None:
         step = json.loads((Path(checkpoint) / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
-    for folder in checkpoints_in(run_dir):
-        if step_of(folder) > step:
-            kept = run_dir / LEFT_BEHIND / folder.name
+    made_at = {folder: step_of(folder) for folder in checkpoints_in(run_dir)}
+    made_at |= {folder: step_of(folder) for folder in (run_dir / VALIDATION).glob("step-*")}
+    if (best := run_dir / BEST / BEST_FILE).is_file():
+        made_at[best.parent] = json.loads(best.read_text(encoding="utf-8"))["step"]
+    for folder, made in made_at.items():
+        if made > step:
+            kept = run_dir / LEFT_BEHIND / folder.relative_to(run_dir)
             shutil.rmtree(kept, ignore_errors=True)
-            kept.parent.mkdir(exist_ok=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(kept)
             log.info("%s is of a later step than the run goes on from: moved to %s", folder, kept)

@@ -62,7 +62,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
                 processing_class=checked.tokenizer,
                 adapter=ADAPTERS[config.peft.type],
                 adapter_config=config.peft,
-                write_card=functools.partial(write_training_card, run_dir),
+                write_card=functools.partial(write_training_card, run_dir, learned=checked.learned),
                 on_nonfinite=config.common.on_nonfinite,
                 callbacks=[*log_writers(run_dir), stop],
             )

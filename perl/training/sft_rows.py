@@ -54,6 +54,8 @@ class CheckedRows:
     eval_dataset: Dataset | None
     problems: list[str]
     """Which problems its rows are, as far as they are problems."""
+    learned: str
+    """Which tokens of a row, in words."""
     checkpoint: str | None
     """To go on from."""
 
@@ -92,6 +94,7 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
         dataset=to_dataset(rows),
         eval_dataset=to_dataset(eval_rows) if eval_rows else None,
         problems=[row[PROBLEM] for row in rows if PROBLEM in row],
+        learned=learned(training, rows[0]),
         checkpoint=checkpoint,
     )
 
@@ -127,6 +130,14 @@ def check_loss(training: SFTTrainingConfig, row: Row, tokenizer: PreTrainedToken
             " TRL knows no form of it that does; put {% generation %} … {% endgeneration %} around them in the model's"
             " chat_template.jinja, or leave the flag out"
         ) from error
+
+
+def learned(training: SFTTrainingConfig, row: Row) -> str:
+    """Which tokens of rows like this one TRL's SFTTrainer learns."""
+    if training.assistant_only_loss:
+        return "the assistant's turns"
+    only = training.completion_only_loss
+    return "completions" if only or (only is None and "completion" in row) else "all turns"
 
 
 def read(spec: str, split: str | None, limit: int | None, task: str | None, system_prompt: str | None) -> list[Row]:

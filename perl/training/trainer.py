@@ -496,7 +496,8 @@ class PerlGRPOTrainer(PolicyPasses):
         old = inputs.get("old_per_token_logps", logps).detach()
         mask = _trained_tokens(inputs)
         clean = self.noise and self.rollout.weights.step == self.state.global_step  # `logps`, before an update
-        self.measured.add_sampler(sampler, old, logps if clean else None, mask)
+        noisy = self.rollout.weights.sigma != 0 and self.noise_config.old_logps != "noisy"
+        self.measured.add_sampler(sampler, old, logps if clean else None, mask, noisy=noisy)
         level = self.rollout_config.importance_correction
         if level == "none" or self.use_vllm:  # for vLLM TRL does it
             return inputs
@@ -653,7 +654,8 @@ class PerlGRPOTrainer(PolicyPasses):
     # Logging and checkpoints
 
     def _save_batch(self, folder: Path) -> None:
-        """The rollout that the update is of: what TRL logs of each completion, and the tensors of each micro-batch."""
+        """The rollout that the update is of (its last one, where it has several): what TRL logs of each completion, and
+        the tensors of each micro-batch."""
         rank, logged = self.args.process_index, self._logs
         columns = {"prompt": logged["prompt"], "completion": logged["completion"], **logged["rewards"]}
         columns["advantage"] = logged["advantages"]
@@ -683,8 +685,7 @@ class PerlGRPOTrainer(PolicyPasses):
                 logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
                 logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
                 logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
-            noisy = self.rollout.weights.sigma != 0 and self.noise_config.old_logps != "noisy"
-            logs |= self.measured.take(noisy)
+            logs |= self.measured.take()
             logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
         super().log(logs, start_time)
 

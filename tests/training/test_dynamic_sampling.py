@@ -21,7 +21,7 @@ from perl.errors import UserError
 from perl.prompts import row_seed
 from perl.training import dynamic_sampling
 from perl.training.dynamic_sampling import Collection, Hooks, Judged
-from perl.training.preflight import require_whole_groups
+from perl.training.preflight import check_dynamic_sampling
 from perl.training.rollout import RolloutRequest, Weights
 from tests.trainers import make_trainer, question, reward_tokens
 
@@ -460,8 +460,20 @@ def test_a_process_without_whole_groups():
     words = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_generations": 4}
     flags = [word for name, value in words.items() for word in (f"--config.training.{name}", str(value))]
     with pytest.raises(UserError, match=r"3 completions of a process .* no whole groups of 4"):
-        require_whole_groups(parse([*flags, "--config.training.per_device_train_batch_size", "1"]).build(4).training)
-    require_whole_groups(parse([*flags, "--config.training.gradient_accumulation_steps", "4"]).build(1).training)
+        check_dynamic_sampling(parse([*flags, "--config.training.per_device_train_batch_size", "1"]).build(4).training)
+    check_dynamic_sampling(parse([*flags, "--config.training.gradient_accumulation_steps", "4"]).build(1).training)
+
+
+def test_a_training_by_epochs_ends_between_steps():
+    """The prompts of one step would be used up in its second rollout, and the run would end without its adapter."""
+    words = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4}
+    flags = [word for name, value in words.items() for word in (f"--config.training.{name}", str(value))]
+    epochs = [*flags, "--config.training.max_steps", "-1", "--config.training.steps_per_generation"]
+    with pytest.raises(UserError, match=r"steps_per_generation 2 x num_iterations 1 is no multiple of .*_steps 4; "):
+        check_dynamic_sampling(parse([*epochs, "2"]).build(1).training)
+    check_dynamic_sampling(parse([*epochs, "2", "--config.training.num_iterations", "2"]).build(1).training)
+    check_dynamic_sampling(parse([*epochs, "8"]).build(1).training)
+    check_dynamic_sampling(parse([*epochs, "2", "--config.training.max_steps", "9"]).build(1).training)
 
 
 if __name__ == "__main__":

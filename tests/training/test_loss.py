@@ -42,6 +42,17 @@ def test_difference_and_kl_by_hand():
     assert taken(difference) is None
 
 
+def test_a_difference_that_noise_is_part_of_says_so():
+    """One clean rollout after noisy ones is no reason to compare all of them by rounding."""
+    difference, one = SamplerDifference(), torch.ones(1, 1)
+    for noisy in (True, False):
+        difference.add(one, one, one)
+        difference.noisy |= noisy
+    assert taken(difference) == Difference(0.0, 0.0, noisy=True)
+    difference.add(one, one, one)
+    assert taken(difference) == Difference(0.0, 0.0, noisy=False)
+
+
 def test_another_policy_is_refused_and_rounding_is_not():
     require_same_policy(None, 1e-3)
     require_same_policy(Difference(1e-3, 0.0), 1e-3)

@@ -105,6 +105,19 @@ def test_the_line_that_ends_the_run_names_the_reward_that_was_never_finite(tmp_p
         trainer.train()
 
 
+def test_the_reward_of_a_steps_first_rollout_is_named_after_its_second(tmp_path):
+    calls = []
+
+    def broken(completions, **_):
+        calls.append(1)
+        return [math.inf if len(calls) % 2 else 0.5] * len(completions)
+
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "on_nonfinite": "skip"}
+    trainer = make_trainer(tmp_path, max_steps=20, rewards=[broken], **settings)
+    with pytest.raises(RunError, match=f"^step {MOST_IN_A_ROW}: a reward is not finite: broken on completion 0 "):
+        trainer.train()
+
+
 def rewards_of(*numbers):
     """A reward that gives these numbers to the rows of its second call, and an irregular one to all others."""
     calls = []

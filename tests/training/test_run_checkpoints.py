@@ -92,6 +92,22 @@ def test_what_another_attempt_left_is_not_in_the_way(tmp_path, caplog):
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "best", "_left_behind"}
 
 
+def test_scores_of_later_steps_are_left_behind(tmp_path):
+    """The best adapter too: its score would never be reached by the run that goes on, nor stand in its metrics."""
+    checkpoint(tmp_path, 9)
+    for name in ("best", "validation/step-9/gsm8k", "validation/step-12/gsm8k"):
+        (tmp_path / name).mkdir(parents=True)
+    for step in (9, 12):
+        (tmp_path / "best" / "best.json").write_text(json.dumps({"step": step, "value": 0.5}))
+        leave_behind(tmp_path, find_checkpoint("auto", tmp_path))
+        assert (tmp_path / "best").is_dir() == (step == 9)
+    left = tmp_path / "_left_behind"
+    assert sorted(str(path.relative_to(left)) for path in left.rglob("*")) == [
+        "best", "best/best.json", "validation", "validation/step-12", "validation/step-12/gsm8k"
+    ]  # fmt: skip
+    assert [path.name for path in (tmp_path / "validation").iterdir()] == ["step-9"]
+
+
 def test_a_checkpoint_takes_the_place_of_another_attempts(tmp_path):
     checkpoint(tmp_path, 9)
     again = checkpoint(tmp_path, 9, MADE | {"processes": 3})

@@ -27,7 +27,7 @@ from perl.training.callbacks import MetricsWriter
 from perl.training.grpo import train
 from perl.training.setup import build_dataset
 from perl.training.sft import fine_tune, import_trainer
-from perl.training.sft_rows import read, to_dataset
+from perl.training.sft_rows import learned, read, to_dataset
 from tests.tiny import CHAT_TEMPLATE, END, save_tiny, tiny_model, tiny_tokenizer
 from tests.training.poison import poison
 
@@ -113,6 +113,7 @@ def test_a_run_learns_and_leaves_what_a_training_leaves(tuned, model, data):
     assert "trained with supervised fine-tuning for 8 steps" in card
     assert "\n- sft\n" in card
     assert "grpo" not in card.lower()
+    assert ", of completions" in card
     page = write_report(tuned).read_text()
     assert f"{model.name}: SFT with LoRA" in page
     assert "evaluation" in page
@@ -225,6 +226,22 @@ def test_all_turns_of_messages_are_learned_or_the_assistants_alone():
     asked, first, again = (tokenizer.encode(part) for part in parts)
     last = tokenizer.encode("#### 3 <|end|> ")
     assert found["labels"] == [-100] * len(asked) + first + [-100] * len(again) + last
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "said"),
+    [
+        ({"messages": TALK}, {}, "all turns"),
+        ({"messages": TALK}, {"template": MARKED, "assistant_only_loss": "true"}, "the assistant's turns"),
+        ({"prompt": "so", "completion": "3"}, {}, "completions"),
+        ({"prompt": "so", "completion": "3"}, {"completion_only_loss": "false"}, "all turns"),
+    ],
+)
+def test_the_model_card_says_what_is_learned(row, changes, said):
+    trainer = trainer_of([row], **changes)
+    assert learned(trainer.args, row) == said
+    (found,) = trainer.train_dataset
+    assert (found["labels"] == found["input_ids"]) == (said == "all turns")
 
 
 def test_tool_calls_and_tools_reach_the_template_as_they_are():
