@@ -31,7 +31,7 @@ from trl import GRPOTrainer
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.config.schema import AlgorithmConfig, NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.training.trainer import PerlGRPOTrainer
 
@@ -229,7 +229,8 @@ def make_trainer(
     if side == "ours":
         noise = NoiseConfig(enabled=False, seed=0)
         rollout = RolloutConfig(engine="fast", merge_adapter=policy.merge_adapter, capture_graphs=policy.capture_graphs)
-        extra = {"adapter": adapter, "adapter_config": PEFT, "noise": noise, "rollout": rollout, "algorithm": algorithm}
+        extra = {"adapter": adapter, "adapter_config": PEFT, "noise": noise, "rollout": rollout}
+        extra |= {"algorithm": algorithm or AlgorithmConfig(), "critic": CriticConfig()}
     trainer_class: Any = PerlGRPOTrainer if side == "ours" else GRPOTrainer
     trainer = trainer_class(
         model=make_model(policy),

@@ -124,6 +124,7 @@ def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, 
         if side == "ours":
             extra = {"adapter": adapter, "adapter_config": config.peft}
             extra |= {"noise": config.noise_injection, "rollout": config.rollout}
+            extra |= {"algorithm": config.algorithm, "critic": config.critic}
         trainer_class: Any = PerlGRPOTrainer if side == "ours" else GRPOTrainer
         clock = Seconds()
         trainer = trainer_class(

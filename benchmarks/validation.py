@@ -79,6 +79,8 @@ def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], 
         adapter=ADAPTERS["lora"],
         adapter_config=config.peft,
         noise=config.noise_injection,
+        algorithm=config.algorithm,
+        critic=config.critic,
         rollout=config.rollout,
         validation=validation,
     )

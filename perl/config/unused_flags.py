@@ -177,11 +177,6 @@ RULES: tuple[Rule, ...] = (
         "training.entropy_target", lambda v: v.training.use_adaptive_entropy, "training.use_adaptive_entropy is false"
     ),
     Rule(
-        "training.sync_ref_model",
-        lambda v: v.training.beta != 0.0,
-        "beta is 0, so there is no reference model",
-    ),
-    Rule(
         "validation.",
         lambda v: bool(v.validation.datasets),
         "validation.datasets is empty",

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
@@ -69,9 +69,12 @@ class AdapterTrainer:
     add_callback: Callable[[TrainerCallback], None]
     get_optimizer_cls_and_kwargs: Callable[..., tuple[type, dict[str, Any]]]
 
-    def start_adapter(self, adapter: Adapter, config: PeftConfig) -> None:
+    def start_adapter(
+        self, adapter: Adapter, config: PeftConfig, write_card: WriteCard | None, on_nonfinite: Literal["stop", "skip"]
+    ) -> None:
         """Once PEFT has wrapped the model: the method's own start, what is trained, and its schedule."""
-        self.adapter, self.adapter_config = adapter, config
+        self.adapter, self.adapter_config, self.write_card = adapter, config, write_card
+        self.nonfinite = NonFinite(on_nonfinite, Path(self.args.output_dir or "."), self.accelerator)
         policy = self.accelerator.unwrap_model(self.model)
         hook_inputs_once(policy.get_base_model() if has_adapter(policy) else policy)
         require_finite_weights(policy, f"--config.model.model_name_or_path {policy.config.name_or_path}")

@@ -44,8 +44,7 @@ class Measurements:
 
     def add_rollout(self, batch: dict[str, Any], rewards: torch.Tensor) -> None:
         """A generation batch, and the rewards of all processes, NaN where a row has none."""
-        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-        self._rollouts.add(batch["prompt_mask"].sum(dim=1), mask, batch["advantages"], rewards)
+        self._rollouts.add(batch["prompt_mask"].sum(dim=1), batch["completion_mask"], batch["advantages"], rewards)
 
     def add_update(self, policy: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> None:
         """Log-probabilities of a micro-batch's tokens by the policy and by the one that its ratio refers to, in nats,

@@ -106,7 +106,7 @@ class MicroBatcher:
     def _computed(self, rows: MicroBatch) -> torch.Tensor:
         """bool [rows]: whether anything of the row enters the loss. Where all its tokens are masked (a completion that
         was cut off, or a tool's output) neither advantage nor KL does; it counts in a mean over rows, as SCALE says."""
-        mask = rows["completion_mask"] * rows.get("tool_mask", 1)
+        mask = rows["completion_mask"]
         computed = mask.any(dim=1)
         if not self.leave_out_zero:
             return computed

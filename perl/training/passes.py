@@ -28,7 +28,7 @@ from perl.training.metrics import StepClock
 from perl.training.microbatches import UpdatePlan
 from perl.training.packing import log_probs
 from perl.training.rollout import Weights, sampling_weights
-from perl.training.vision import IMAGE_FIELDS, in_chunks
+from perl.training.vision import images_of, in_chunks
 
 
 class PolicyPasses(AdapterTrainer, GRPOTrainer):
@@ -123,22 +123,23 @@ class PolicyPasses(AdapterTrainer, GRPOTrainer):
             fields = fields | {"mm_token_type_ids": ids.eq(image).int()}
         return super()._get_per_token_logps_and_entropies(model, ids, mask, width, **fields)
 
-    def _score(self, model: Any, inputs: dict[str, Any], batch_size: int | None = None) -> TokenLogProbs:
-        """What a forward pass of `model` says of the completions of a micro-batch."""
+    def _score(self, model: Any, inputs: dict[str, Any]) -> TokenLogProbs:
+        """What the loss's own forward pass says of the completions of a micro-batch."""
         return self._get_per_token_logps_and_entropies(
             model,
             *tokens_of(inputs),
-            batch_size=batch_size,
-            compute_entropy=batch_size is None,
-            compute_aux_loss=self.aux_loss_enabled and batch_size is None,
-            **{name: inputs[name] for name in IMAGE_FIELDS if name in inputs},
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **images_of(inputs),
         )
 
     def _logps(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
         """Of the completions of a generation batch by `model`, [rows, tokens], in nats; where no gradient is taken."""
         kwargs: Any = self.args.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, kwargs):  # type: ignore[arg-type]
-            return self._score(model, batch, self.args.per_device_train_batch_size).logps
+            return self._get_per_token_logps_and_entropies(
+                model, *tokens_of(batch), batch_size=self.args.per_device_train_batch_size, **images_of(batch)
+            ).logps
 
     @torch.no_grad()
     def _reference_logps(self, batch: dict[str, Any], wanted: bool) -> torch.Tensor | None:
@@ -160,7 +161,7 @@ class PolicyPasses(AdapterTrainer, GRPOTrainer):
             self._gathered() as policy,
             sampling_weights(policy, self.noise, weights),
         ):
-            return self._score(policy, batch, self.args.per_device_train_batch_size).logps
+            return self._logps(policy, batch)
 
     def _score_and_value(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
         """`_score`, and the critic's values, float32 [rows, tokens], of one pass."""

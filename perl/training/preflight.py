@@ -44,6 +44,7 @@ from perl.training.validation_setup import ValidationSetup, set_up_validation
 from perl.training.vision import check_images, language_part
 
 if TYPE_CHECKING:
+    from perl.config.sft_training import SFTTrainingConfig
     from perl.config.training import TrainingConfig
 
 CHOICES = {
@@ -137,6 +138,18 @@ def check_training(training: TrainingConfig) -> None:
     for field, known in CHOICES.items():
         value = str(getattr(training, field))
         lookup(dict.fromkeys(known), value, field.replace("loss_type", "loss"), f"--config.training.{field}")
+    check_length(training)
+    if training.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+        raise UserError("--config.training.use_liger_kernel true: liger-kernel is not installed; leave the flag out")
+    if training.sync_ref_model:
+        raise UserError(
+            "--config.training.sync_ref_model: the reference is the model that the run begins with, and never changes;"
+            " leave it out"
+        )
+
+
+def check_length(training: TrainingConfig | SFTTrainingConfig) -> None:
+    """There must be a step to make."""
     if training.max_steps == 0 or training.max_steps < -1:
         raise UserError(
             f"--config.training.max_steps {training.max_steps}: no step to train; write a number from 1, or -1 to train"
@@ -145,13 +158,6 @@ def check_training(training: TrainingConfig) -> None:
     if training.max_steps == -1 and training.num_train_epochs <= 0:
         raise UserError(
             f"--config.training.num_train_epochs {training.num_train_epochs}: no step to train; write a number above 0"
-        )
-    if training.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-        raise UserError("--config.training.use_liger_kernel true: liger-kernel is not installed; leave the flag out")
-    if training.sync_ref_model:
-        raise UserError(
-            "--config.training.sync_ref_model: the reference is the model that the run begins with, and never changes;"
-            " leave it out"
         )
 
 

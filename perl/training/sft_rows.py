@@ -31,6 +31,7 @@ from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
 from perl.tasks.files import Row, require_characters
 from perl.tasks.trained import problem_hash
 from perl.training import run_checkpoints, rundir
+from perl.training.preflight import check_length
 from perl.training.setup import MODEL_FLAG, PROBLEM, load_tokenizer, model_dtype
 from perl.training.tracking import check_trackers
 
@@ -97,18 +98,6 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
         learned=learned(training, rows[0]),
         checkpoint=checkpoint,
     )
-
-
-def check_length(training: SFTTrainingConfig) -> None:
-    if training.max_steps == 0 or training.max_steps < -1:
-        raise UserError(
-            f"--config.training.max_steps {training.max_steps}: no step to train; write a number from 1, or -1 to train"
-            " for num_train_epochs"
-        )
-    if training.max_steps == -1 and training.num_train_epochs <= 0:
-        raise UserError(
-            f"--config.training.num_train_epochs {training.num_train_epochs}: no step to train; write a number above 0"
-        )
 
 
 def check_loss(training: SFTTrainingConfig, row: Row, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -19,7 +19,7 @@ from perl.config.sft_training import SFTTrainingConfig
 from perl.errors import UserError
 from perl.training.adapter_trainer import AdapterTrainer, WriteCard
 from perl.training.metrics import StepClock, add_step, model_size, sequences
-from perl.training.nonfinite import NonFinite, save_batch
+from perl.training.nonfinite import save_batch
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,7 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     ):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         super().__init__(*args, peft_config=None if wrapped else adapter.build(adapter_config), **kwargs)
-        self.write_card = write_card
-        self.start_adapter(adapter, adapter_config)
-        self.nonfinite = NonFinite(on_nonfinite, Path(self.args.output_dir or "."), self.accelerator)
+        self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
         self._micro_batches: deque[dict[str, Any]] = deque(maxlen=self.args.gradient_accumulation_steps)
         """Of the update under way, and of the one before where that has begun."""
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]

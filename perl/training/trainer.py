@@ -66,7 +66,7 @@ from perl.training.loss import (
 from perl.training.measurements import Measurements
 from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
-from perl.training.nonfinite import NonFinite, Rewarded, require_finite_weights, save_batch
+from perl.training.nonfinite import Rewarded, require_finite_weights, save_batch
 from perl.training.packing import enable_packing
 from perl.training.passes import PolicyPasses
 from perl.training.process_state import RolloutState
@@ -103,14 +103,12 @@ class Rollout:
     """Of the data set, one for each completion."""
     collected: Collected | None = None
     """What dynamic sampling has chosen for TRL, sampled and rewarded; None without it."""
-    no_advantage: torch.Tensor | None = None
-    """bool [rows]: this process's rows whose group has equal rewards; None before there are any."""
-    rewards: torch.Tensor | None = None
-    """float [rows of all processes]: weighted sums, NaN where a row has none."""
+    rewards: torch.Tensor = field(init=False)
+    """float [rows of all processes, functions], NaN where a function gave a row none."""
     unusable: bool = False
     """Whether a reward was not finite, so that no update is made of it."""
     after_rewards: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Entered when the rewards are known, left when the advantages are."""
+    """Of the clock: entered when the rewards are known, left when TRL has made its advantages of them."""
 
 
 class PerlGRPOTrainer(PolicyPasses):
@@ -121,9 +119,9 @@ class PerlGRPOTrainer(PolicyPasses):
         adapter_config: the group `peft` of the configuration.
         noise: the group `noise_injection`.
         algorithm: the group `algorithm`.
-        critic: the group `critic`, for an algorithm that has one.
-        critic_base: the critic's own base model; None: it shares the policy's.
+        critic: the group `critic`, read for an algorithm that has one.
         rollout: the group `rollout`.
+        critic_base: the critic's own base model; None: it shares the policy's.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
         grade_early: asked for each completion as soon as it ends, while others are drawn.
@@ -139,10 +137,10 @@ class PerlGRPOTrainer(PolicyPasses):
         adapter: Adapter,
         adapter_config: PeftConfig,
         noise: NoiseConfig,
-        algorithm: AlgorithmConfig | None = None,
-        critic: CriticConfig | None = None,
+        algorithm: AlgorithmConfig,
+        critic: CriticConfig,
+        rollout: RolloutConfig,
         critic_base: Any = None,
-        rollout: RolloutConfig | None = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
         grade_early: GradeEarly | None = None,
@@ -154,23 +152,20 @@ class PerlGRPOTrainer(PolicyPasses):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
         vllm_sync = VLLMSync(peft_config)
-        self.algorithm_config = algorithm or AlgorithmConfig()
-        reference = reference_kept(kwargs["args"], self.algorithm_config.kl_in_reward > 0.0)
+        reference = reference_kept(kwargs["args"], algorithm.kl_in_reward > 0.0)
         with vllm_started_by(vllm_sync), reference, reference_loaded_like(kwargs["model"]):
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
         if self.accelerator.num_processes > 1 or not self.log_completions:
             self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
-        self.write_card = write_card
-        self.start_adapter(adapter, adapter_config)
+        self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
         self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
-        self.rollout_config = rollout or RolloutConfig()
-        self.algorithm, self.sampling_seed = ALGORITHMS[self.algorithm_config.name], self.args.seed
-        own_kl = self.algorithm_config.kl_estimator != "low_var_kl"  # TRL's loss has that one alone
+        self.rollout_config, self.algorithm_config = rollout, algorithm
+        self.algorithm, self.sampling_seed = ALGORITHMS[algorithm.name], self.args.seed
+        self.group_size = self.args.num_generations or 1  # which TRL has set
+        own_kl = algorithm.kl_estimator != "low_var_kl"  # TRL's loss has that one alone
         self.beta, self.own_beta = (0.0, self.args.beta) if own_kl else (self.args.beta, 0.0)
         self.kl_coefficient = KLCoefficient(
-            self.algorithm_config.kl_in_reward,
-            self.algorithm_config.kl_in_reward_target,
-            self.algorithm_config.kl_in_reward_horizon,
+            algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
         )
         self.noise_config, self.noise = noise, self._noise_injector(noise)
         self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
@@ -179,16 +174,15 @@ class PerlGRPOTrainer(PolicyPasses):
         self.plan = self._plan_update()
         self.critic: Critic | None = None
         if self.algorithm.critic:
-            self.critic = self._make_critic(critic or CriticConfig(), critic_base)
+            self.critic = self._make_critic(critic, critic_base)
         if self.ref_model is not None and self.plan.packed:
             enable_packing(self.accelerator.unwrap_model(self.ref_model))  # it scores the same micro-batches
         self.rollout = Rollout(Weights(-1, 0, 0.0))
         """The last one."""
         self.measured = Measurements(self.accelerator)
-        self.nonfinite = NonFinite(on_nonfinite, Path(self.args.output_dir or "."), self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
-        self.dynamic_sampling = self._dynamic_sampling() if self.algorithm_config.dynamic_sampling else None
+        self.dynamic_sampling = self._dynamic_sampling() if algorithm.dynamic_sampling else None
         self.validation = validation
         if validation is not None:
             validation.setup.require_room(self.sampler.context)
@@ -203,20 +197,20 @@ class PerlGRPOTrainer(PolicyPasses):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.rollout = rollout = Rollout(self.rollout.weights, inputs)
-        if self.dynamic_sampling and self.model.training:
+        if self.dynamic_sampling:
             rollout.collected = self._collect(self.dynamic_sampling)
             rollout.rows = rollout.collected.rows  # of the data loader's nothing is used
         with rollout.after_rewards:
             output: dict[str, Any] = super()._generate_and_score_completions(rollout.rows)
-        if self._group_size() == 1:
-            self._metrics["train" if self.model.training else "eval"].pop("frac_reward_zero_std", None)  # no group
+        if self.group_size == 1:
+            self._metrics["train"].pop("frac_reward_zero_std", None)  # no group
         reference = self._reference_logps(output, bool(self.own_beta or self.kl_coefficient.value))
-        output["advantages"] = self._advantages(output, self._penalty(output, reference))
+        rewards = self._weighted(rollout.rewards)
+        output |= self._advantages(output, rewards, self._penalty(output, reference))
         if self.own_beta and reference is not None:
             output["ref_per_token_logps"] = reference
-        if self.model.training and rollout.rewards is not None:
-            self.measured.add_rollout(output, rollout.rewards)
-        if self.noise and self.noise_config.old_logps == "noisy" and self.model.training:
+        self.measured.add_rollout(output, rewards)
+        if self.noise and self.noise_config.old_logps == "noisy":
             output["old_per_token_logps"] = self._noisy_logps(output, rollout.weights)
         if rollout.unusable:
             output["advantages"] = torch.full_like(output["advantages"], math.nan)  # and so the loss
@@ -234,23 +228,20 @@ class PerlGRPOTrainer(PolicyPasses):
                     fresh, lambda counts: self._of_all_processes(counts).amax(dim=0).tolist()
                 )
                 inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
-        if self.model.training:
-            self.clock.count_trained(inputs[TOKENS])
+        self.clock.count_trained(inputs[TOKENS])
         return inputs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        if not self.model.training:
-            return super()._compute_loss(model, inputs)
         if self.critic is None:
             return self._policy_loss(inputs, self._score(model, inputs))
         scored, values = self._score_and_value(model, inputs)
-        value_loss = self.critic.loss(values, inputs, _trained_tokens(inputs), self._window_tokens(inputs))
+        value_loss = self.critic.loss(values, inputs, inputs["completion_mask"], self._window_tokens(inputs))
         return self._policy_loss(inputs, scored) * self.critic.policy_learns(self.state.global_step) + value_loss
 
     def _policy_loss(self, inputs: dict[str, Any], scored: TokenLogProbs) -> torch.Tensor:
         if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
             return (scored.logps * 0.0).sum()
-        mask = _trained_tokens(inputs)
+        mask = inputs["completion_mask"]
         self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
         loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
         if self.own_beta:
@@ -294,7 +285,7 @@ class PerlGRPOTrainer(PolicyPasses):
     def _next_weights(self) -> Weights:
         step, last = self.state.global_step, self.rollout.weights
         number = last.number + 1 if last.step == step else 0
-        return Weights(step, number, self.noise_stage.stage.sigma if self.noise and self.model.training else 0.0)
+        return Weights(step, number, self.noise_stage.stage.sigma if self.noise else 0.0)
 
     def _sampling(self) -> Sampling:
         """As the user's generation_kwargs leave it, where this process generates."""
@@ -313,7 +304,7 @@ class PerlGRPOTrainer(PolicyPasses):
     def _compare_first(self, request: RolloutRequest, completions: Completions) -> None:
         """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
         had? Afterwards the loss compares them at no cost (`_weigh`)."""
-        if not self.model.training or self.measured.tolerance is not None:
+        if self.measured.tolerance is not None:
             return
         mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
         self.measured.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
@@ -344,7 +335,7 @@ class PerlGRPOTrainer(PolicyPasses):
     def _count_rollout(self, lengths: list[int], metrics: dict[str, float]) -> None:
         """Of sequences of these lengths, prompts included."""
         for name, value in metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
+            self._metrics["train"][name].append(value)
         if not self.sampler.elsewhere:
             self.clock.count_forward(sequences(lengths))
 
@@ -383,8 +374,9 @@ class PerlGRPOTrainer(PolicyPasses):
         """Prompts of the stream, sampled and rewarded until this process's part of the batch is full. Every process
         must come here."""
         self.rollout.weights = weights = self._next_weights()
-        size = self._group_size()
-        request = RolloutRequest(prompt_ids=[], seeds=[], sampling=self._sampling(), weights=weights, group_size=size)
+        request = RolloutRequest(
+            prompt_ids=[], seeds=[], sampling=self._sampling(), weights=weights, group_size=self.group_size
+        )
         process = self.args.process_index, self.accelerator.num_processes
         with self.clock("rollout"):
             chosen = dynamic.collect(self.sampler, request, self._of_all_processes, *process)
@@ -414,59 +406,65 @@ class PerlGRPOTrainer(PolicyPasses):
             if not self.nonfinite.usable(self.state.global_step + 1, rewards, rows):
                 self.rollout.unusable = True
                 rewards = rewards.masked_fill(rewards.isinf(), math.nan)
-        weights = self.reward_weights.to(rewards.device)
-        together = self.multi_objective_aggregation == "sum_then_normalize"
-        equal = (equal_rewards if together else each_equal)(rewards, weights, self._group_size())
-        self.rollout.no_advantage = equal.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
-        total = (rewards * weights).nansum(dim=1)
-        self.rollout.rewards = total.masked_fill(rewards.isnan().all(dim=1), math.nan)
+        self.rollout.rewards = rewards
         self.rollout.after_rewards.enter_context(self.clock("advantages"))
         return rewards
 
-    def _group_size(self) -> int:
-        return (self.num_generations if self.model.training else self.num_generations_eval) or 1
+    def _weighted(self, rewards: torch.Tensor) -> torch.Tensor:
+        """float [rows of all processes]: the sums of the functions' rewards, NaN where a row has none."""
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return total.masked_fill(rewards.isnan().all(dim=1), math.nan)
+
+    def _without_advantage(self, rewards: torch.Tensor) -> torch.Tensor:
+        """bool [rows]: this process's rows whose group has equal rewards."""
+        together = self.multi_objective_aggregation == "sum_then_normalize"
+        weights = self.reward_weights.to(rewards.device)
+        equal = (equal_rewards if together else each_equal)(rewards, weights, self.group_size)
+        return equal.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
 
     @torch.no_grad()
     def _penalty(self, batch: dict[str, Any], reference: torch.Tensor | None) -> torch.Tensor | None:
         """What the KL divergence of the policy without noise takes from the reward of each token, [rows, tokens], 0
         where none is trained on; None where the reward has none."""
         coefficient = self.kl_coefficient
-        if not coefficient.value or reference is None or self.rollout.rewards is None:
+        if not coefficient.value or reference is None:
             return None
         policy = batch.get("old_per_token_logps")
         if policy is None:
             policy = self._logps(self.model, batch)
-        mask = _trained_tokens(batch)
+        mask = batch["completion_mask"]
         kl = kl_divergence(policy.float(), reference.float(), self.algorithm_config.kl_in_reward_estimator)
         kl = kl.masked_fill(~mask.bool(), 0.0)
         penalty = coefficient.value * kl
-        if self.model.training:
-            mean = self.accelerator.gather(kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()  # type: ignore[union-attr]
-            self._metrics["train"]["kl_in_reward"].append(mean)
-            self._metrics["train"]["kl_in_reward/coefficient"].append(coefficient.value)
-            coefficient.adapt(mean, len(kl) * self.accelerator.num_processes)
+        mean = self.accelerator.gather(kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()  # type: ignore[union-attr]
+        self._metrics["train"]["kl_in_reward"].append(mean)
+        self._metrics["train"]["kl_in_reward/coefficient"].append(coefficient.value)
+        coefficient.adapt(mean, len(kl) * self.accelerator.num_processes)
         return penalty
 
     @torch.no_grad()
-    def _advantages(self, batch: dict[str, Any], penalty: torch.Tensor | None) -> torch.Tensor:
-        """Of a scored generation batch, [rows] or [rows, tokens]: the algorithm's, or TRL's, exactly 0 where a group
-        has equal rewards.
+    def _advantages(
+        self, batch: dict[str, Any], rewards: torch.Tensor, penalty: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Columns of a scored generation batch: `advantages`, [rows] or [rows, tokens], the algorithm's, or TRL's,
+        exactly 0 where a group has equal rewards; and what a critic learns, where there is one.
 
         Args:
+            rewards: float [rows of all processes].
             penalty: what is taken from the reward of each token.
         """
-        trls, rollout = batch["advantages"], self.rollout
+        trls = batch["advantages"]
         estimate = self.algorithm.advantages or (None if penalty is None else group_relative)
-        if estimate is None or rollout.rewards is None:
-            return trls if rollout.no_advantage is None else trls.masked_fill(rollout.no_advantage, 0.0)
+        if estimate is None:
+            return {"advantages": trls.masked_fill(self._without_advantage(self.rollout.rewards), 0.0)}
         first = len(trls) * self.accelerator.process_index
-        rewards = rollout.rewards[first : first + len(trls)]
-        mask = _trained_tokens(batch).bool()
+        rewards = rewards[first : first + len(trls)]
+        mask = batch["completion_mask"].bool()
         scored = Scored(
             rewards=rewards if penalty is None else rewards - penalty.sum(dim=1),
             token_rewards=token_rewards(rewards, mask, penalty),
             mask=mask,
-            group_size=self._group_size(),
+            group_size=self.group_size,
             gather=self.accelerator.gather,  # type: ignore[arg-type]
             first=first,
             gamma=self.algorithm_config.gamma,
@@ -475,16 +473,17 @@ class PerlGRPOTrainer(PolicyPasses):
             scale=self.scale_rewards,  # type: ignore[arg-type]
         )
         with self.clock("advantages"):
+            learned: dict[str, torch.Tensor] = {}
             if self.critic is not None:
                 scored = replace(scored, generalized=generalized(scored))
-                batch |= self.critic.targets(scored)
+                learned = self.critic.targets(scored)
             advantages = estimate(scored)
             shown = (
                 advantages if advantages.ndim == 1 else (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             )
             everywhere: Any = self.accelerator.gather(shown)
             self._logs["advantages"].extend(everywhere.tolist())  # in the place of TRL's
-        return advantages
+        return {"advantages": advantages, **learned}
 
     # Loss
 
@@ -494,7 +493,7 @@ class PerlGRPOTrainer(PolicyPasses):
         if (sampler := inputs.get("sampling_per_token_logps")) is None:
             return inputs
         old = inputs.get("old_per_token_logps", logps).detach()
-        mask = _trained_tokens(inputs)
+        mask = inputs["completion_mask"]
         clean = self.noise and self.rollout.weights.step == self.state.global_step  # `logps`, before an update
         noisy = self.rollout.weights.sigma != 0 and self.noise_config.old_logps != "noisy"
         self.measured.add_sampler(sampler, old, logps if clean else None, mask, noisy=noisy)
@@ -679,14 +678,13 @@ class PerlGRPOTrainer(PolicyPasses):
         add_step(self._metrics["train"], metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.model.training:
-            if self.noise:
-                stage = self.noise_stage.stage
-                logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
-                logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
-                logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
-            logs |= self.measured.take()
-            logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
+        if self.noise:
+            stage = self.noise_stage.stage
+            logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
+            logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
+            logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
+        logs |= self.measured.take()
+        logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
         super().log(logs, start_time)
 
     def _run_state(self) -> dict[str, Any]:
@@ -746,8 +744,3 @@ class PerlGRPOTrainer(PolicyPasses):
         if checkpoint is not None and self.critic is not None and not self.is_deepspeed_enabled:
             self.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
         super()._load_optimizer_and_scheduler(checkpoint)
-
-
-def _trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
-    """[rows, tokens]: 1 at the completions' tokens that are trained on, which a tool's output is not."""
-    return batch["completion_mask"] * batch.get("tool_mask", 1)

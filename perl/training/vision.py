@@ -113,6 +113,11 @@ def trl_fields(rows: Sequence[ImageInputs | None]) -> dict[str, Any]:
     }
 
 
+def images_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a batch that hold its images."""
+    return {name: inputs[name] for name in IMAGE_FIELDS if name in inputs}
+
+
 def in_chunks(fields: dict[str, Any], rows: int, size: int) -> list[dict[str, Any]]:
     """`fields`, as TRL passes them to a forward over `rows`, for each `size` rows. Which tokens are an image's is left
     out: that depends on the columns that are computed."""

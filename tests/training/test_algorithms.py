@@ -114,7 +114,7 @@ class Recording(PerlGRPOTrainer):
             with torch.no_grad(), self._policy().disable_adapter():
                 reference = self._logps(self.model, output)
             with torch.no_grad():
-                self.first = output, self._logps(self.model, output), reference, self.rollout.rewards
+                self.first = output, self._logps(self.model, output), reference, self._weighted(self.rollout.rewards)
         return output
 
 

@@ -96,15 +96,13 @@ def test_micro_batches_have_as_many_rows_on_every_process():
 
 @pytest.mark.parametrize("leave_out_zero", [False, True])
 def test_rows_whose_every_token_is_masked_are_left_out(leave_out_zero):
-    """By mask_truncated_completions, or as a tool's output: neither their advantage nor their KL enters the loss."""
-    tools = [b | {"tool_mask": torch.ones_like(b["completion_mask"])} for b in WINDOW]
-    tools[0]["tool_mask"][1] = 0  # the completion of four tokens
-    tools[1] |= {"completion_mask": tools[1]["completion_mask"] * torch.tensor([[1], [0]])}
-    mine = batcher(leave_out_zero=leave_out_zero).arrange(tools, alone)
+    """By mask_truncated_completions: neither their advantage nor their KL enters the loss."""
+    masked = [b | {"completion_mask": b["completion_mask"] * torch.tensor([[1], [0]])} for b in WINDOW]
+    mine = batcher(leave_out_zero=leave_out_zero).arrange(masked, alone)
     computed = [10] if leave_out_zero else [30, 10]
     assert first_ids(mine)[0] == computed
     assert [b[SCALE] for b in mine] == [len(computed) / 2, 0.0]  # of a mean over two
-    assert batcher(leave_out_zero=leave_out_zero).share_left_out(tools) == 1 - len(computed) / 4
+    assert batcher(leave_out_zero=leave_out_zero).share_left_out(masked) == 1 - len(computed) / 4
 
 
 def pieces(*lengths):

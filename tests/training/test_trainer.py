@@ -44,8 +44,8 @@ def test_the_hooks_that_we_override_exist_in_this_trl():
         if inspect.isfunction(function)
     }
     hooks = {name for name, function in outermost.items() if f"super().{name}(" in inspect.getsource(function)}
-    assert hooks >= {"_compute_loss", "_get_grad_norm", "training_step", "log"}
-    for name in hooks | {"_evaluate", "_generate_single_turn"}:  # which call no super
+    assert hooks >= {"_prepare_inputs", "_get_grad_norm", "training_step", "log"}
+    for name in hooks | {"_compute_loss", "_evaluate", "_generate_single_turn"}:  # which call no super
         assert callable(getattr(GRPOTrainer, name)), name
 
 
