@@ -36,7 +36,8 @@ class EvalConfig:
         max_batch_tokens: most tokens of KV cache at once; default: half of the memory that is free (transformers only).
         gpu_memory_utilization: share of the device's memory (on a CPU: of the machine's) that vLLM takes; default:
             vLLM's, 0.9 or 0.92, on a CPU up to 4 GiB of KV cache (--use_vllm only).
-        enforce_eager: run vLLM without captured graphs: slower, less memory and a shorter start (--use_vllm only).
+        enforce_eager: run vLLM without compiling and without captured graphs: slower, less memory and a shorter start;
+            default: true on a CPU, where compiling takes longer than it saves, else false (--use_vllm only).
         split: split to score on; default: the task's own.
         task: grade every row as this task, whatever the row says.
         max_samples: only the first so many problems of each dataset.
@@ -69,7 +70,7 @@ class EvalConfig:
     max_model_len: PositiveInt | None = None
     max_batch_tokens: PositiveInt | None = None
     gpu_memory_utilization: UnitFloat | None = None
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
     split: str | None = None
     task: str | None = None
     max_samples: PositiveInt | None = None
@@ -106,12 +107,14 @@ def build_parser() -> Parser:
     )
     switches = {
         "use_vllm": "generate with vLLM; without it with transformers",
-        "enforce_eager": "run vLLM without captured graphs: slower, less memory and a shorter start (--use_vllm only)",
+        "enforce_eager": "run vLLM without compiling and without captured graphs: slower, less memory and a shorter"
+        " start; default: true on a CPU, where compiling takes longer than it saves, else false (--use_vllm only)",
         "rescore": "grade the completions in --result_dir again, with today's rules; nothing is generated, no other"
         " flag is needed",
     }
     for name, text in switches.items():
-        parser.add_argument(f"--{name}", type=bool, nargs="?", const=True, default=False, help=text)
+        default = getattr(EvalConfig, name)
+        parser.add_argument(f"--{name}", type=bool, nargs="?", const=True, default=default, help=text)
     return parser
 
 
@@ -159,6 +162,6 @@ def vllm_options(config: EvalConfig) -> dict[str, float | bool]:
     options: dict[str, float | bool] = {}
     if config.gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = float(config.gpu_memory_utilization)
-    if config.enforce_eager:
-        options["enforce_eager"] = True
+    if config.enforce_eager is not None:
+        options["enforce_eager"] = config.enforce_eager
     return options

@@ -283,13 +283,18 @@ def lora_rank(adapter: str) -> int:
 
 def _cpu_options(config: PreTrainedConfig, max_model_len: int | None, share_given: bool) -> dict[str, Any]:
     """What a CPU needs in addition. A seeded request dies there on a prefill in several parts (torch's CPU generator
-    has no offset to set back), so a prompt is always prefilled whole. Unless the user gives a share of the memory, or
-    VLLM_CPU_KVCACHE_SPACE, the KV cache is sized here."""
+    has no offset to set back), so a prompt is always prefilled whole. torch.compile takes a minute or more at each
+    engine's start, for a few per cent of speed (docs/performance.md), so it is left out. Unless the user gives a share
+    of the memory, or VLLM_CPU_KVCACHE_SPACE, the KV cache is sized here."""
     if device.detect().kind != "cpu":
         return {}
     text = config.get_text_config()
     length = max_model_len or text.max_position_embeddings
-    options: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 8192)}
+    options: dict[str, Any] = {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(length, 8192),
+        "enforce_eager": True,
+    }
     in_environment = bool(os.environ.get(vllm_memory.CPU_CACHE))
     if share_given and in_environment:
         raise UserError(

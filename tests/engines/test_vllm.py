@@ -59,8 +59,9 @@ def in_vllm(model: str, adapter: str, other: str, merged: list[str], of_methods:
     prompts = make_prompts()
     order = random.Random(1).sample(range(len(prompts)), len(prompts))
     found: dict[str, Any] = {}
-    engine: Any = ENGINES["vllm"](model, max_model_len=CONTEXT)
+    engine: Any = ENGINES["vllm"](model, max_model_len=CONTEXT, enforce_eager=False)  # as on an accelerator
     found["slots"] = engine.max_num_seqs
+    found["compiled"] = [not engine.engine.vllm_config.model_config.enforce_eager]
     found["sampled"] = dict(engine.generate(prompts, SAMPLED))
     shuffled = dict(engine.generate([prompts[i] for i in order], SAMPLED))
     found["shuffled"] = {order[place]: completion for place, completion in shuffled.items()}
@@ -81,6 +82,7 @@ def in_vllm(model: str, adapter: str, other: str, merged: list[str], of_methods:
     engine.close()
     engine.close()
     engine = ENGINES["vllm"](merged[0], max_model_len=CONTEXT)
+    found["compiled"].append(not engine.engine.vllm_config.model_config.enforce_eager)
     found["fresh"] = dict(engine.generate(prompts[:40], SAMPLED))
     engine.close()
     engine = ENGINES["vllm"](model, max_model_len=CONTEXT, adapters=[adapter, other, *of_methods.values()])
@@ -161,6 +163,12 @@ def test_completions_end_at_the_end_of_sequence_or_at_the_limit(found, base):
         assert (len(completion.token_ids) == limit) >= (completion.finish_reason == "length")
         assert "<|end|>" not in completion.text
     assert reasons == {"stop", "length"}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_cpu_compiles_on_request_alone(found):
+    assert found["compiled"] == [True, False]
 
 
 @pytest.mark.vllm
