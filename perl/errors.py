@@ -23,6 +23,8 @@ from perl.redact import hide
 T = TypeVar("T")
 
 EXIT_USER_ERROR = 2
+EXIT_NOT_ALL_GENERATED = 3
+"""Of perl/eval.py: scored, but some rows have an error in the place of a completion and count as wrong."""
 EXIT_WHILE_RUNNING = 1
 EXIT_BROKEN_PIPE = 141
 """128 + SIGPIPE, as any program that writes into `| head`."""

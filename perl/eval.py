@@ -13,14 +13,11 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
 
-from perl.errors import Stopped, report_errors  # noqa: E402
+from perl.errors import EXIT_NOT_ALL_GENERATED, Stopped, report_errors  # noqa: E402
 
 with report_errors():  # without the environment, one line
     from perl.config.evaluation import parse
     from perl.redact import hide, hide_secrets_in_logs
-
-EXIT_NOT_ALL_GENERATED = 3
-"""Scored, but some rows have an error in the place of a completion and count as wrong."""
 
 
 @contextlib.contextmanager

@@ -27,16 +27,19 @@ class PromptStyle:
 
 
 def build_messages(problem: Problem, style: PromptStyle) -> list[Message]:
-    """The chat that asks `problem`. A ready-made prompt (`problem.messages`) keeps its own wording; the system
-    prompt goes before it unless it brings one."""
+    """The chat that asks `problem`: the system prompt, the examples, the question. A ready-made prompt
+    (`problem.messages`) keeps its own wording, and its own system prompt where it brings one."""
+    asked = None if problem.messages is None else [dict(message) for message in problem.messages]
     messages: list[Message] = []
-    if style.system_prompt is not None and not (problem.messages and problem.messages[0]["role"] == "system"):
+    if asked and asked[0]["role"] == "system":
+        messages.append(asked.pop(0))
+    elif style.system_prompt is not None:
         messages.append({"role": "system", "content": style.system_prompt})
     for question, answer in style.few_shot:
         messages.append({"role": "user", "content": style.template.replace("{question}", question)})
         messages.append({"role": "assistant", "content": answer})
-    if problem.messages is not None:
-        messages.extend(dict(message) for message in problem.messages)
+    if asked is not None:
+        messages.extend(asked)
     else:
         messages.append({"role": "user", "content": style.template.replace("{question}", problem.question)})
     return messages

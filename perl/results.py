@@ -126,6 +126,8 @@ class Identity(TypedDict):
 
     dataset: str
     """As after --dataset."""
+    split: NotRequired[str | None]
+    """As after --split."""
     base_hash: str
     """Of the model without an adapter; "" in a validation of a model whose weights are all trained."""
     adapter_hash: str | None

@@ -55,7 +55,7 @@ class MergeReport:
     tensors: int
     """How many weights the adapter changes."""
     dtype: str
-    """What the merged model is written in. It must be loaded in this dtype: config.json is the base's own."""
+    """What the merged model is written in; its config.json says so."""
     rounding_dtype: str
     """The dtype that `rounding_error` speaks of: the one asked for, the base's own under auto."""
     rounding_error: float
@@ -101,6 +101,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
     with written_whole(output) as folder:
         write_merged(wrapped, checkpoint, written, folder)
         copy_side_files(model, folder)
+        note_dtype(folder / "config.json", _name(written))
         del wrapped
         written_logits = float32_logits(load_model(folder, local_files_only=True, dtype=written).eval(), tokens)
         written_error = require_equal(
@@ -299,6 +300,18 @@ def write_merged(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype, folde
         index = json.loads((checkpoint.folder / INDEX).read_text())
         index.setdefault("metadata", {})["total_size"] = total
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def note_dtype(file: Path, dtype: str) -> None:
+    """Have config.json say what the weights are stored in, where it says otherwise: whoever loads the model takes the
+    dtype from there, and would round a float32 merge to the base's own."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # text_config, of an image model
+    named = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) not in (None, dtype)]
+    for part, key in named:
+        part[key] = dtype
+    if named:
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def require_effect(peft_logits: torch.Tensor, base_logits: torch.Tensor, adapter: Path) -> float:

@@ -99,7 +99,8 @@ class CheckpointRun:
     def close(self, setup: Setup) -> None:
         """Remove what was only needed to complete the samples."""
         self.done.set()
-        shutil.rmtree(setup.folder(self.candidate) / MERGED, ignore_errors=True)
+        if self.candidate.adapter is not None:
+            shutil.rmtree(setup.folder(self.candidate) / MERGED, ignore_errors=True)
 
     def summarize(self, setup: Setup, generation: Generation | None) -> dict[str, Summary]:
         """Compute each dataset's summary, where all samples are on disk, and write the files summary.json.
@@ -143,8 +144,9 @@ def batches(setup: Setup, runs: Sequence[CheckpointRun]) -> Generator[Batch | No
     The weights of the next run are made in a thread alongside generation, once the run before the current one is done,
     so that no more than two merged models lie on disk. A candidate that cannot be scored fails alone in a sweep.
     """
+    stopped = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-        ahead: Future[WeightsSpec] | None = None
+        ahead: Future[WeightsSpec | None] | None = None
         try:
             for place, run in enumerate(runs):
                 while ahead is not None and not ahead.done():
@@ -159,18 +161,20 @@ def batches(setup: Setup, runs: Sequence[CheckpointRun]) -> Generator[Batch | No
                     weights = None
                 if place + 1 < len(runs):
                     before = runs[place - 1].done if place else None
-                    ahead = pool.submit(_weights_after, before, setup, runs[place + 1].candidate)
+                    ahead = pool.submit(_weights_after, before, stopped, setup, runs[place + 1].candidate)
                 if weights is not None:
                     run.began = time.monotonic()
                     yield Batch(weights, run.runnable)
         finally:
+            stopped.set()
             for run in runs:
                 run.done.set()
-            if ahead is not None:
-                ahead.cancel()
 
 
-def _weights_after(before: threading.Event | None, setup: Setup, candidate: Candidate) -> WeightsSpec:
+def _weights_after(
+    before: threading.Event | None, stopped: threading.Event, setup: Setup, candidate: Candidate
+) -> WeightsSpec | None:
+    """`weights_of` the candidate, once the run `before` is done; None where the evaluation has ended instead."""
     if before is not None:
         before.wait()
-    return weights_of(setup, candidate)
+    return None if stopped.is_set() else weights_of(setup, candidate)

@@ -133,7 +133,7 @@ def compare(other: Path, this: Path, flags: tuple[str, str] = ("--compare", "--r
 
 
 def _compare(other: Results, this: Results) -> dict[str, Any]:
-    n = min(max(map(len, results.samples.values()), default=0) for results in (other, this))
+    n = min(_samples_of_each(results) for results in (other, this))
     keys = [
         key
         for key, samples in this.samples.items()
@@ -160,6 +160,11 @@ def _compare(other: Results, this: Results) -> dict[str, Any]:
         metrics[name] = means | difference._asdict()
     both = zip(keys, before["accuracy"], now["accuracy"], strict=True)
     return entry | {"metrics": metrics, "changed": {key: [a, b] for key, a, b in both if a != b}}
+
+
+def _samples_of_each(results: Results) -> int:
+    """As its summary says; without one the most that any problem has, as the evaluation is not finished."""
+    return results.summary.get("n") or max(map(len, results.samples.values()), default=0)
 
 
 def _conditions(results: Results) -> dict[str, Any]:

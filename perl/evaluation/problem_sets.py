@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from perl.paths import user_path
 from perl.records import Problem
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
+from perl.tasks.files import read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,12 +81,13 @@ def _worked_answer(row: Mapping[str, Any], problem: Problem) -> str:
 def _examples_of_file(file: Path) -> list[tuple[str, str]]:
     if not file.is_file():
         raise UserError(f'--few_shot {file}: no such file; write a number, or a jsonl file of {{"question", "answer"}}')
+    if file.suffix != ".jsonl":
+        raise UserError(f'--few_shot {file}: write a number, or a jsonl file of {{"question", "answer"}}')
     examples = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-                examples.append((str(row["question"]), str(row["answer"])))
-            except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f'--few_shot {file}:{number}: not a row {{"question": …, "answer": …}}') from error
+    for row, where in read_rows(file):
+        if not {"question", "answer"} <= row.keys():
+            raise UserError(f'--few_shot {file.with_name(where)}: not a row {{"question": …, "answer": …}}')
+        examples.append((str(row["question"]), str(row["answer"])))
+    if not examples:
+        raise UserError(f'--few_shot {file}: holds no row; write rows {{"question": …, "answer": …}}')
     return examples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, defaultdict
 from dataclasses import fields
@@ -36,7 +37,9 @@ def rescore(config: EvalConfig) -> None:
     files = sorted([*result_dir.glob(f"*/{SAMPLES}"), *result_dir.glob(f"*/*/{SAMPLES}")])
     if not files:
         raise UserError(f"--result_dir {result_dir}: holds no results to grade (no DATASET/samples.jsonl)")
-    with locked(result_dir), Grader() as grader:
+    with contextlib.ExitStack() as locks, Grader() as grader:
+        for folder in dict.fromkeys([result_dir, *(file.parent.parent for file in files)]):
+            locks.enter_context(locked(folder))
         for file in files:
             identity = read_json(file.parent / RUN) | {GRADING_HASH: rules_hash()}
             store = Store(file.parent, {name: value for name, value in identity.items() if name != GRADING_HASH})

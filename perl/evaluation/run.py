@@ -94,6 +94,7 @@ def generate(setup: Setup, runs: Sequence[CheckpointRun]) -> dict[str, Generatio
     pending = sum(len(run.pending) for run in runs)
     run_of = {dataset: run for run in runs for dataset in run.stores}
     stores = {dataset: store for run in runs for dataset, store in run.stores.items()}
+    engine_works = any(not record["error"] for store in stores.values() for record in store.records.values())
     began = time.monotonic()
     if not pending:
         return {}
@@ -110,7 +111,7 @@ def generate(setup: Setup, runs: Sequence[CheckpointRun]) -> dict[str, Generatio
             return {}
         specs = worker_specs(setup, engine, [sample for run in todo for sample in run.runnable])
         with contextlib.closing(batches(setup, todo)) as source, WorkerPool(specs, setup.executor) as pool:
-            for sample, completion in pool.complete(source, progress.refresh):
+            for sample, completion in pool.complete(source, progress.refresh, engine_works):
                 recorder.add(sample, completion)
                 run = run_of[sample.dataset]
                 run.count(completion)

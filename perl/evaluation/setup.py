@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from perl.records import Sample
 from perl.results import Identity, read_json, write_json
 from perl.scoring.problem_sets import ProblemSet
 
-MERGED = "merged"
+MERGED = ".merged"
+"""Below a candidate's folder, removed at the end. No data set's folder is named so, nor should a user's be."""
 MERGE_REPORT = "merge.json"
 CONTEXT_STEP = 1024
 """vLLM compiles a model again for each length of context, and keeps what it has compiled: few lengths, few times."""
@@ -104,6 +106,7 @@ class Setup:
             "max_model_len": self.config.max_model_len,
             "chat_template_hash": text_hash(self.tokenizer.chat_template),
             "dataset": problem_set.spec,
+            "split": self.config.split,
             "styles": json.loads(json.dumps({task: asdict(style) for task, style in problem_set.styles.items()})),
             "sampling": sampling,
             "grading_hash": rules_hash(),
@@ -180,6 +183,8 @@ def merged_model(setup: Setup, candidate: Candidate, adapter: Path) -> MergeRepo
         and setup.config.dtype in ("auto", report.dtype)
     )
     if report is None or not usable:
+        for left in output.parent.glob(f".{MERGED}.*.partial"):  # of an evaluation that was killed while it merged
+            shutil.rmtree(left, ignore_errors=True)
         report = merge_adapter(setup.model, adapter, output, setup.config.dtype)
     write_json(output.parent / MERGE_REPORT, asdict(report))
     return report

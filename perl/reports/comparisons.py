@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perl.results import same_model, samples_hash
+from perl.results import COMPARE, same_model, samples_hash
 
 logger = logging.getLogger(__name__)
 
-NAME = "compare.json"
 VERDICTS = {"better": "better", "worse": "worse", "none": "no difference"}
 LONGEST = 200
 """Characters of a setting that differs, such as a prompt's template; beyond them it is cut."""
@@ -121,7 +120,7 @@ def read_comparison(folder: Path, records: Mapping[str, Sequence[Mapping[str, An
     Args:
         records: rows of samples.jsonl by dataset.
     """
-    file = folder / NAME
+    file = folder / COMPARE
     if not file.is_file():
         return None
     try:

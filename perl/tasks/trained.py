@@ -28,9 +28,6 @@ class Trained:
     """What a run's folder tells of the data that it was trained on."""
 
     run: Path
-    dataset: str | list[str]
-    """As in the run's configuration."""
-    split: str | None
     problems: frozenset[str] | None
     """`problem_hash` of each; None: the run is older than trained_problems.json."""
     source: tuple[str, ...] | None
@@ -77,8 +74,6 @@ def read_trained(folder: Path) -> Trained | None:
     written = _read(run / TRAINED_PROBLEMS)
     return Trained(
         run=run,
-        dataset=dataset,
-        split=split,
         problems=frozenset(written["problems"]) if written else None,
         source=_source(dataset, split, run),
     )

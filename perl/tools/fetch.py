@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from perl.checkpoints import load_model, load_tokenizer, written_whole
 from perl.errors import UserError, lookup
 from perl.paths import user_path
+from perl.results import write_json
 
 if TYPE_CHECKING:
     import torch
@@ -209,7 +210,3 @@ def require_same(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
         found = load_model(folder, "--output", local_files_only=True, dtype="float32").eval()(input_ids=ids).logits
     if not torch.equal(wanted, found):
         raise RuntimeError(f"{folder}: the logits differ after saving by up to {(wanted - found).abs().max():.3g}")
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -216,6 +216,7 @@ class Validation(TrainerCallback):
             "adapter": adapter,
             "step": step,
             "dataset": problem_set.spec,
+            "split": None,
             "base_hash": "" if whole else _base_hash(setup.model),
             "adapter_hash": None,
             "adapter_mode": "merge" if adapter else None,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from perl.adapters.merge import merge_adapter, read_report
 from perl.checkpoints import Checkpoint, content_hash, resolve_model
@@ -128,6 +128,8 @@ def test_a_young_adapter_is_written_in_float32(base, tmp_path, caplog):
     assert "written in float32" in report.note
     assert [r.message for r in caplog.records if "--adapter_mode lora" in r.message] == [report.note]
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
+    assert AutoConfig.from_pretrained(base).dtype == torch.bfloat16
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.float32  # what an engine would round to
     expected = peft_logits(base, adapter)
     assert (folder_logits(tmp_path / "out") - expected).abs().max() < 1e-5
 

@@ -1,10 +1,13 @@
-"""A transformers engine that one token kills. Unpickling POISON_OPTIONS puts it into a worker's ENGINES."""
+"""Two transformers engines, of which one dies of a token and one is late. Unpickling their options puts them into a
+worker's ENGINES."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from perl.engines import ENGINES, Engine
 
@@ -31,4 +34,20 @@ def build(model_path: str, *, hook: Hook, **options) -> Engine:
     return engine
 
 
+@dataclass(frozen=True)
+class Late:
+    """Loads one model only when that model's folder has gone; the others at once."""
+
+    model: str
+
+
+def build_late(model_path: str, *, late: Late, **options) -> Engine:
+    from perl.engines.hf import HFEngine
+
+    while model_path == late.model and Path(model_path).exists():
+        time.sleep(0.05)
+    return HFEngine(model_path, **options)
+
+
 ENGINES["poison"] = build
+ENGINES["late"] = build_late

@@ -80,6 +80,14 @@ def test_only_what_both_have_is_compared(tmp_path):
     assert (reverse["value"], reverse["verdict"]) == (-0.5, "worse")
 
 
+def test_problems_that_got_more_samples_since_are_compared_by_those_of_the_summary(tmp_path):
+    """The first has a summary of one sample each; going on to two was interrupted after one problem."""
+    before = write_results(tmp_path / "a", {"a": [0.0, 0.0], "b": [0.0], "c": [0.0]}, n=1)
+    after = write_results(tmp_path / "b", {key: [1.0, 1.0] for key in "abc"}, n=2)
+    entry = compare(before, after)["datasets"]["gsm8k"]
+    assert (entry["problems"], entry["n"], entry["left_out"]) == (3, 1, 0)
+
+
 def test_a_base_serves_no_adapter_and_so_does_not_differ_in_how(tmp_path):
     base = write_results(tmp_path / "base", {"a": [1.0]}, adapter_mode=None)
     merged = write_results(tmp_path / "run", {"a": [1.0]}, adapter_mode="merge")

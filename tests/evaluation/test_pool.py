@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from perl.evaluation.pool.pool import WorkerError, WorkerPool
 from perl.evaluation.pool.retries import TWICE_ALONE
 from perl.evaluation.pool.worker import Batch, WeightsSpec, WorkerSpec
 from perl.records import Problem, Sample, Sampling
-from tests.evaluation.poison import POISON, Hook
+from tests.evaluation.poison import POISON, Hook, Late
 
 CONTEXT = 48
 OPTIONS = {"max_model_len": CONTEXT, "max_batch_tokens": 4 * CONTEXT}
@@ -71,6 +73,48 @@ def test_rows_that_kill_their_worker_are_recorded_and_all_others_complete(tiny, 
             assert finished[str(index)] == completion
     assert pool.restarts > 4
     assert sum("it counts as wrong" in record.getMessage() for record in caplog.records) == 2
+
+
+@pytest.mark.slow
+def test_where_every_row_kills_nothing_is_recorded_unless_the_engine_has_worked(tiny, tmp_path):
+    """So few that each is found to have killed twice, alone, before the worker is given up."""
+    samples = make_samples(2, poisonous={0, 1})
+    finished = []
+    with (
+        pytest.raises(WorkerError, match="each of the 2 rows killed its worker and none was completed"),
+        WorkerPool([spec(tiny, tmp_path)], LocalExecutor(1, 1)) as pool,
+    ):
+        finished.extend(pool.complete(batch_of(tiny, samples)))
+    assert finished == []
+    with WorkerPool([spec(tiny, tmp_path)], LocalExecutor(1, 1)) as pool:
+        (failed,) = pool.complete(batch_of(tiny, samples[:1]), engine_works=True)
+    assert failed[1].error == TWICE_ALONE
+
+
+@pytest.mark.slow
+def test_a_worker_whose_first_weights_are_done_with_goes_on_with_the_next(tiny, tmp_path):
+    """In a sweep the first merged model is removed when its last row is done, which another worker may still load."""
+    first, second = (shutil.copytree(tiny, tmp_path / name) for name in ("first", "second"))
+    specs = [
+        replace(spec(first, tmp_path, index), engine="late", options={**OPTIONS, "late": Late(of)})
+        for index, of in enumerate(("", str(first)))
+    ]
+    samples = make_samples(41, poisonous=set())
+    samples = [replace(sample, dataset="second" if int(sample.key) else "first") for sample in samples]
+
+    def batches() -> Iterator[Batch | None]:
+        yield Batch(WeightsSpec(str(first), "auto"), samples[:1])
+        while not pool.restarts:
+            yield None
+        yield Batch(WeightsSpec(str(second), "auto"), samples[1:])
+
+    finished = []
+    with WorkerPool(specs, LocalExecutor(2, 1)) as pool:
+        for sample, completion in pool.complete(batches()):
+            finished.append(completion.error)
+            if sample.dataset == "first":
+                shutil.rmtree(first)
+    assert finished == [None] * 41
 
 
 @pytest.mark.slow

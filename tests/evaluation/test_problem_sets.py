@@ -6,7 +6,7 @@ import pytest
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.evaluation.problem_sets import given, load_problem_set, load_problem_sets
-from perl.prompts import row_seed
+from perl.prompts import PromptStyle, build_messages, row_seed
 from perl.records import Problem
 from perl.scoring.samples import cluster_of, folder_name, problem_keys, sampling_of_task
 from tests.tiny import tiny_tokenizer
@@ -75,9 +75,31 @@ def test_few_shot_examples_must_not_be_scored(tmp_path, config, sums):
     shots.write_text('{"question": "1 + 1 ?", "answer": "#### 2"}\n')
     made = load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
     assert made.styles["gsm8k"].few_shot == (("1 + 1 ?", "#### 2"),)
-    shots.write_text('{"question": "1 + 1 ?"}\n')
-    with pytest.raises(UserError, match=r"shots\.jsonl:1"):
-        load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
+    refused = {
+        b'{"question": "1 + 1 ?"}\n': r"shots\.jsonl:1: not a row",
+        b"\n": r"shots\.jsonl: holds no row",
+        b'{"question": "\xff"}\n': r"shots\.jsonl: not readable as UTF-8",
+    }
+    for content, message in refused.items():
+        shots.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
+
+
+def test_examples_may_hold_any_line_separator_of_unicode(tmp_path, config, sums):
+    shots = tmp_path / "shots.jsonl"
+    shots.write_text('{"question": "1\u2028+ 1 ?", "answer": "#### 2"}\n', encoding="utf-8")
+    made = load_problem_set(replace(config, few_shot=str(shots)), tiny_tokenizer(), str(sums), "x")
+    assert made.styles["gsm8k"].few_shot == (("1\u2028+ 1 ?", "#### 2"),)
+
+
+def test_examples_stand_between_a_rows_own_system_prompt_and_its_question():
+    asked = ({"role": "system", "content": "Count."}, {"role": "user", "content": "1 + 2"})
+    problem = Problem(task="gsm8k", question="", gold="3", source="", messages=asked)
+    style = PromptStyle(system_prompt="Be brief.", few_shot=(("1 + 1", "2"),))
+    assert [(m["role"], m["content"]) for m in build_messages(problem, style)] == [
+        ("system", "Count."), ("user", "1 + 1"), ("assistant", "2"), ("user", "1 + 2"),
+    ]  # fmt: skip
 
 
 def test_folder_names(tmp_path, config, sums):

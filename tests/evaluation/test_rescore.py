@@ -13,7 +13,7 @@ from perl.config.evaluation import parse
 from perl.errors import UserError
 from perl.eval import main
 from perl.evaluation.run import evaluate
-from perl.evaluation.store import Store
+from perl.evaluation.store import Store, locked
 from tests.evaluation.conftest import read
 from tests.evaluation.test_worker import make_adapter
 
@@ -71,6 +71,18 @@ def test_an_unfinished_evaluation_is_graded_as_far_as_it_is(finished, capsys):
     assert "sums: 11 completions graded again" in shown
     assert "not finished" in shown
     assert (folder / "samples.jsonl").read_bytes() == data[: data[:-1].rfind(b"\n") + 1]
+
+
+def test_a_folder_that_an_evaluation_writes_to_is_left_alone(finished):
+    before = (finished / "base" / "sums" / "samples.jsonl").read_bytes()
+    spoil(finished / "base" / "sums" / "samples.jsonl", 6)
+    spoilt = (finished / "base" / "sums" / "samples.jsonl").read_bytes()
+    with (
+        locked(finished / "base"),
+        pytest.raises(UserError, match="base: another evaluation is writing here"),
+    ):
+        main(["--rescore", "--result_dir", str(finished)])
+    assert (finished / "base" / "sums" / "samples.jsonl").read_bytes() == spoilt != before
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,12 +70,8 @@ def test_two_workers_make_the_same_rows_as_one(config, undisturbed, tmp_path):
 
 def test_summary_agrees_with_its_samples(config, undisturbed, tmp_path):
     """Recompute from samples.jsonl what does not need a bootstrap."""
-    rows = list(undisturbed.values())
-    (tmp_path / "sums").mkdir()
-    folder = tmp_path / "sums"
     summary = evaluate(replace(config, result_dir=str(tmp_path), n=2))["sums"]
     rows = list(read(tmp_path).values())
-    assert folder.is_dir()
     assert len(rows) == 80 == summary["samples"]
     assert summary["metrics"]["accuracy"]["value"] == pytest.approx(sum(r["score"] for r in rows) / 80)
     by_key: dict[str, list[float]] = {}
@@ -91,6 +88,29 @@ def test_summary_agrees_with_its_samples(config, undisturbed, tmp_path):
     assert summary["provenance"]["versions"]["transformers"]
     # Two of sixteen samples: the same rows as in the run of sixteen.
     assert read(tmp_path).items() <= undisturbed.items()
+
+
+def test_a_folder_or_data_set_called_merged_stays(config, tiny, sums, tmp_path):
+    """The evaluator's own merged models lie in .merged, and it removes nothing else."""
+    model = shutil.copytree(tiny, tmp_path / "out" / "merged")
+    settings = replace(config, model=str(model), result_dir=str(tmp_path / "out"), n=1, max_samples=2)
+    evaluate(settings)
+    assert (model / "config.json").is_file()
+    data = shutil.copy(sums, tmp_path / "merged.jsonl")
+    evaluate(replace(settings, dataset=str(data), result_dir=str(tmp_path / "other")))
+    assert len(read(tmp_path / "other", "merged")) == 2
+
+
+def test_another_split_needs_another_folder(config, sums, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = sums.read_text().splitlines(keepends=True)
+    for name, own in (("train", lines[:5]), ("test", lines[5:10])):
+        (data / f"{name}.jsonl").write_text("".join(own))
+    settings = replace(config, dataset=str(data), result_dir=str(tmp_path / "out"), n=1)
+    evaluate(replace(settings, split="train"))
+    with pytest.raises(UserError, match='split was "train", is null; name another --result_dir'):
+        evaluate(settings)
 
 
 def test_resuming_makes_only_what_is_missing(config, undisturbed, tmp_path):

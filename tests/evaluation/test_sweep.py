@@ -13,7 +13,10 @@ from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.eval import main
 from perl.evaluation.candidates import find_candidates
+from perl.evaluation.checkpoint_run import CheckpointRun, batches
+from perl.evaluation.problem_sets import load_problem_sets
 from perl.evaluation.run import evaluate
+from perl.evaluation.setup import MERGED, Setup
 from perl.evaluation.sweep import SweepError
 from tests.evaluation.conftest import read
 from tests.evaluation.test_worker import make_adapter
@@ -79,10 +82,29 @@ def test_each_candidate_gets_the_rows_of_an_evaluation_of_its_own(swept, setting
         of_sweep = json.loads((swept / name / "sums" / "summary.json").read_text())
         assert of_sweep["metrics"] == summary["metrics"]
         assert of_sweep["adapter_hash"] == summary["adapter_hash"] == summary["merge"]["adapter_hash"]
-        assert not (swept / name / "merged").exists()
+        assert not (swept / name / MERGED).exists()
     assert read(swept / "base").items() <= undisturbed.items()
     rows = [tuple(r["completion"] for r in read(swept / name).values()) for name in ("base", "checkpoint-4")]
     assert rows[0] != rows[1]
+
+
+def test_no_model_is_merged_once_the_sweep_has_ended(settings, run, tiny, tmp_path):
+    """The next but one waits for a candidate to be done, which the end of the evaluation makes it."""
+    adapters = [str(run / "checkpoint-4"), str(run / "checkpoint-12"), str(make_adapter(tiny, tmp_path / "third"))]
+    sweep = replace(settings, adapter=adapters, result_dir=str(tmp_path / "out"))
+    setup = Setup.of(sweep)
+    runs = [
+        CheckpointRun.open(setup, candidate, load_problem_sets(sweep, setup.tokenizer))
+        for candidate in setup.candidates
+    ]
+    source = batches(setup, runs)
+    handed_out = 0
+    while handed_out < 2:
+        handed_out += next(source) is not None
+    source.close()
+    assert [(tmp_path / "out" / candidate.name / MERGED).exists() for candidate in setup.candidates] == [
+        True, True, False,
+    ]  # fmt: skip
 
 
 def test_sweep_json_holds_the_curve(swept, run):

@@ -10,6 +10,7 @@ import pytest
 
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.run import evaluate
+from perl.evaluation.setup import MERGED
 from tests.engines.test_vllm import make_adapter
 from tests.evaluation.conftest import Records, read
 
@@ -28,7 +29,7 @@ def two_workers(settings, tmp_path_factory) -> tuple[dict, Records]:
     summary = evaluate(replace(settings, result_dir=str(folder), dp_size=2))["sums"]
     logs = [file.read_text() for file in sorted((folder / "logs").iterdir())]
     assert len(logs) == 2
-    assert not (folder / "merged").exists()
+    assert not (folder / MERGED).exists()
     return summary, read(folder)
 
 

@@ -1,5 +1,6 @@
 """A stage and what it starts end with the process that started it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from perl.errors import UserError
+from perl.records import Sampling
 from perl.tools import stages
+from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
 PARENT = """
@@ -87,6 +90,28 @@ def test_the_log_of_an_earlier_attempt_stays(tmp_path):
     assert (first, second) == ("first", "second")
     assert between.startswith("---- ")
     assert between.endswith(": started again")
+
+
+@pytest.mark.slow
+def test_a_row_without_a_completion_counts_as_wrong_and_the_run_goes_on(tmp_path, capsys):
+    """perl/eval.py ends with exit code 3 then, and would at each further try."""
+    model = save_tiny(tmp_path / "model", scale=8.0)
+    rows = [{"question": "1 + 1 " * count, "answer": "#### 2"} for count in (1, 2, 3, 5000)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = stages.Evaluation(
+        model=model,
+        held_out=tmp_path / "held_out.jsonl",
+        sampled=Sampling(n=2, temperature=1.0, max_new_tokens=4),
+        greedy=Sampling(n=1, temperature=0.0, max_new_tokens=4),
+        engine="hf",
+        seed=0,
+    )
+    scores = stages.evaluate(how, tmp_path / "scores", Console())
+    assert 0.0 <= scores.greedy.value <= 0.75
+    shown = "".join(capsys.readouterr().out.split())
+    assert shown.count("rowswithoutacompletioncountaswrong;read") == 2
+    summary = json.loads((tmp_path / "scores" / "greedy" / "held_out" / "summary.json").read_text())
+    assert (summary["samples"], summary["not_generated"]) == (4, 1)
 
 
 def test_the_log_of_a_training_can_be_followed(tmp_path):

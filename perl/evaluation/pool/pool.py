@@ -39,7 +39,8 @@ PREFETCH = 1.25
 
 
 class WorkerError(RuntimeError):
-    """No worker is left that could do the rest, or an engine did not start. One line; nothing that was done is lost."""
+    """No worker is left that could do the rest, an engine did not start, or none has completed a row. One line; nothing
+    that was done is lost."""
 
 
 @dataclass
@@ -149,7 +150,10 @@ class WorkerPool:
         self._executor.close()
 
     def complete(
-        self, batches: Iterator[Batch | None], on_wait: Callable[[], None] = lambda: None
+        self,
+        batches: Iterator[Batch | None],
+        on_wait: Callable[[], None] = lambda: None,
+        engine_works: bool = False,
     ) -> Iterator[tuple[Sample, Completion]]:
         """Yield samples as they finish, each exactly once; one that kills its workers comes with an error. Samples have
         to differ in their `id`.
@@ -158,15 +162,19 @@ class WorkerPool:
             batches: the work, asked for when all samples so far are handed out; None: nothing at the moment. The
                 workers start with what the first batch needs.
             on_wait: called at least every half second, to look after the screen.
+            engine_works: samples of this evaluation were completed before, so that one that fails now is at fault
+                itself, and not the engine.
 
         Raises:
-            WorkerError: an engine failed to start, or all workers died more often than they are restarted.
+            WorkerError: an engine failed to start, all workers died more often than they are restarted, or all samples
+                failed and none was ever completed.
         """
         work = Queue(batches)
         while work.refill():
             self._dispatch(work)
             for worker, message in self._messages(timeout=0.5):
                 if isinstance(message, Result):
+                    engine_works = True
                     worker.held.pop(message.id, None)
                     worker.max_num_seqs, worker.deaths_without_progress = message.max_num_seqs, 0
                     if (sample := work.unfinished.pop(message.id, None)) is not None:
@@ -181,7 +189,12 @@ class WorkerPool:
                     self._restart(worker, message, work)
                 else:
                     self._on_worker_exit(worker, work)
-            if work.unfinished.keys() <= work.retries.failed.keys():
+            if work.unfinished and work.unfinished.keys() <= work.retries.failed.keys():
+                if not engine_works:
+                    raise WorkerError(
+                        f"each of the {len(work.unfinished)} rows killed its worker and none was completed, so the"
+                        f" engine itself may be at fault; nothing is recorded (log: {self.workers[0].spec.log})"
+                    )
                 yield from work.pop_failed()
             on_wait()
         self._shut_down()
@@ -236,7 +249,9 @@ class WorkerPool:
     def _on_worker_exit(self, worker: Worker, work: Queue) -> None:
         """Clear up after a dead worker, have its samples tried again, and start it again, if that makes sense."""
         index, held, was_ready = worker.spec.index, list(worker.held.values()), worker.max_num_seqs is not None
-        broken = worker.starts == 1 and not was_ready and worker.failure is not None
+        # In a sweep its weights may have been done, and removed, while it still loaded them.
+        wanted = any(work.weights_of(sample) == worker.spec.weights for sample in work.unfinished.values())
+        broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted
         reason = worker.kill()
         if broken:  # once it ran, its device is at fault
             raise WorkerError(f"the engine of worker {index} did not start: {reason}")

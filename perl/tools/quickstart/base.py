@@ -23,6 +23,7 @@ from perl.config.types import NonNegativeInt, PositiveInt
 from perl.errors import report_errors
 from perl.prompts import PromptStyle, build_messages, encode
 from perl.records import Problem, Sampling
+from perl.results import write_json
 from perl.tasks import TASKS
 from perl.tools.quickstart.problems import DATA_FOLDER, NAMES, TEST_SIZE, WordProblem, derivation, endless, problem_set
 
@@ -185,10 +186,6 @@ def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> No
         "chat_template": CHAT_TEMPLATE,
     }
     write_json(folder / "tokenizer_config.json", tokenizer_config)
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def measure(folder: Path, sampling: Sampling, limit: int | None = None) -> float:
