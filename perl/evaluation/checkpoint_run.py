@@ -1,4 +1,5 @@
-"""One candidate's share of an evaluation: its samples, where they are stored, and what became of it."""
+"""One candidate's share of an evaluation: its samples, the weights that complete them, where they are stored, and what
+became of it."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
 from perl.errors import UserError
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.contamination import trained_on
 from perl.evaluation.pool.worker import Batch, WeightsSpec
-from perl.evaluation.setup import MERGED, Setup, weights_of
+from perl.evaluation.setup import MERGE_REPORT, Setup
 from perl.evaluation.store import Store
 from perl.provenance import provenance
 from perl.records import Completion, Sample
@@ -24,6 +27,9 @@ from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.summary import grading_of, summarize
 
 logger = logging.getLogger(__name__)
+
+MERGED = ".merged"
+"""Below a candidate's folder, removed at the end. No data set's folder is named so, nor should a user's be."""
 
 
 @dataclass(eq=False)
@@ -178,3 +184,37 @@ def _weights_after(
     if before is not None:
         before.wait()
     return None if stopped.is_set() else weights_of(setup, candidate)
+
+
+def weights_of(setup: Setup, candidate: Candidate) -> WeightsSpec:
+    """What completes the samples of `candidate`: the base, or a merged model, made here. Merged or served, the adapter
+    is proven to fit and to do something.
+
+    Raises:
+        UserError: it does not fit the base, changes nothing, or cannot be merged.
+    """
+    dtype = setup.config.dtype
+    if candidate.adapter is None or setup.config.adapter_mode == "lora":
+        if candidate.adapter is not None:
+            adapter_effect(setup.model, candidate.adapter)
+        return WeightsSpec(str(setup.model.resolve()), dtype, candidate.served(setup.config.adapter_mode))
+    report = merged_model(setup, candidate, candidate.adapter)
+    folder = setup.folder(candidate) / MERGED
+    return WeightsSpec(str(folder.resolve()), report.dtype if dtype == "auto" and report.note else dtype)
+
+
+def merged_model(setup: Setup, candidate: Candidate, adapter: Path) -> MergeReport:
+    """Merge into the candidate's folder, or use what an interrupted run of the same model and adapter has left."""
+    output = setup.folder(candidate) / MERGED
+    report = read_report(output)
+    usable = (
+        report is not None
+        and (report.base_hash, report.adapter_hash) == (setup.base_hash, candidate.adapter_hash)
+        and setup.config.dtype in ("auto", report.dtype)
+    )
+    if report is None or not usable:
+        for left in output.parent.glob(f".{MERGED}.*.partial"):  # of an evaluation that was killed while it merged
+            shutil.rmtree(left, ignore_errors=True)
+        report = merge_adapter(setup.model, adapter, output, setup.config.dtype)
+    write_json(output.parent / MERGE_REPORT, asdict(report))
+    return report

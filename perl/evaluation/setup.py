@@ -1,17 +1,14 @@
-"""What is checked and looked up before any model is loaded, what the workers are started with, and each candidate's
-weights."""
+"""What is checked and looked up before any model is loaded, and what the workers are started with."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
 from perl.checkpoints import content_hash, load_config, require_whole_weights, resolve_model
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.errors import UserError
@@ -23,11 +20,9 @@ from perl.images import has_images, load_processing, tokenizer_of
 from perl.prompts import require_chat_template, require_known, require_vocabulary
 from perl.provenance import text_hash
 from perl.records import Sample
-from perl.results import Identity, read_json, write_json
+from perl.results import Identity, read_json
 from perl.scoring.problem_sets import ProblemSet
 
-MERGED = ".merged"
-"""Below a candidate's folder, removed at the end. No data set's folder is named so, nor should a user's be."""
 MERGE_REPORT = "merge.json"
 CONTEXT_STEP = 1024
 """vLLM compiles a model again for each length of context, and keeps what it has compiled: few lengths, few times."""
@@ -154,37 +149,3 @@ def needed_context(setup: Setup, samples: Sequence[Sample]) -> int:
     if setup.config.use_vllm:
         needed = math.ceil(needed / CONTEXT_STEP) * CONTEXT_STEP
     return min(needed, setup.context) if setup.context else needed
-
-
-def weights_of(setup: Setup, candidate: Candidate) -> WeightsSpec:
-    """What completes the samples of `candidate`: the base, or a merged model, made here. Merged or served, the adapter
-    is proven to fit and to do something.
-
-    Raises:
-        UserError: it does not fit the base, changes nothing, or cannot be merged.
-    """
-    dtype = setup.config.dtype
-    if candidate.adapter is None or setup.config.adapter_mode == "lora":
-        if candidate.adapter is not None:
-            adapter_effect(setup.model, candidate.adapter)
-        return WeightsSpec(str(setup.model.resolve()), dtype, candidate.served(setup.config.adapter_mode))
-    report = merged_model(setup, candidate, candidate.adapter)
-    folder = setup.folder(candidate) / MERGED
-    return WeightsSpec(str(folder.resolve()), report.dtype if dtype == "auto" and report.note else dtype)
-
-
-def merged_model(setup: Setup, candidate: Candidate, adapter: Path) -> MergeReport:
-    """Merge into the candidate's folder, or use what an interrupted run of the same model and adapter has left."""
-    output = setup.folder(candidate) / MERGED
-    report = read_report(output)
-    usable = (
-        report is not None
-        and (report.base_hash, report.adapter_hash) == (setup.base_hash, candidate.adapter_hash)
-        and setup.config.dtype in ("auto", report.dtype)
-    )
-    if report is None or not usable:
-        for left in output.parent.glob(f".{MERGED}.*.partial"):  # of an evaluation that was killed while it merged
-            shutil.rmtree(left, ignore_errors=True)
-        report = merge_adapter(setup.model, adapter, output, setup.config.dtype)
-    write_json(output.parent / MERGE_REPORT, asdict(report))
-    return report

@@ -13,10 +13,10 @@ from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
 from perl.eval import main
 from perl.evaluation.candidates import find_candidates
-from perl.evaluation.checkpoint_run import CheckpointRun, batches
+from perl.evaluation.checkpoint_run import MERGED, CheckpointRun, batches
 from perl.evaluation.problem_sets import load_problem_sets
 from perl.evaluation.run import evaluate
-from perl.evaluation.setup import MERGED, Setup
+from perl.evaluation.setup import Setup
 from perl.evaluation.sweep import SweepError
 from tests.evaluation.conftest import read
 from tests.evaluation.test_worker import make_adapter
