@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -85,17 +86,18 @@ def test_a_folder_that_an_evaluation_writes_to_is_left_alone(finished):
     assert (finished / "base" / "sums" / "samples.jsonl").read_bytes() == spoilt != before
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    """A limit on the size of files stands in for the disk."""
     store = Store(tmp_path, {})
     store.append([{"key": "a", "sample": 0, "score": 0.0}])
     before = store.path.read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("perl.results.os.fsync", full)
-    with pytest.raises(UserError, match="No space left on device; it stays as it was"):
-        store.replace([{"key": "a", "sample": 0, "score": 1.0}])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="File too large; it stays as it was"):
+            store.replace([{"key": "a", "sample": n, "score": 1.0} for n in range(100)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert store.path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
 

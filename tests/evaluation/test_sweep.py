@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from perl.evaluation.run import evaluate
 from perl.evaluation.setup import Setup
 from perl.evaluation.sweep import SweepError
 from tests.evaluation.conftest import read
+from tests.evaluation.test_run import alive, command, lines, wait_for, workers_of
 from tests.evaluation.test_worker import make_adapter
 from tests.tiny import save_tiny
 
@@ -105,6 +108,29 @@ def test_no_model_is_merged_once_the_sweep_has_ended(settings, run, tiny, tmp_pa
     assert [(tmp_path / "out" / candidate.name / MERGED).exists() for candidate in setup.candidates] == [
         True, True, False,
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_sweep_whose_command_goes_on(config, undisturbed, run, tmp_path):
+    words = [*command(replace(config, result_dir=str(tmp_path), dp_size=2)), "--adapter", "base", str(run)]
+    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    wait_for(lambda: lines(tmp_path / "base") > 50)
+    workers = workers_of(running.pid)
+    running.send_signal(signal.SIGTERM)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 143, errors.decode()
+    said = "stopped: SIGTERM; the rows that are done stay, and the same command goes on"
+    assert errors.decode().splitlines()[-1] == said
+    assert not any(map(alive, workers))
+    kept = read(tmp_path / "base")
+    assert kept.items() < undisturbed.items()
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "base") == undisturbed
+    summary = json.loads((tmp_path / "base" / "sums" / "summary.json").read_text())
+    assert summary["generation"]["rows"] == len(undisturbed) - len(kept)
+    assert [len(read(tmp_path / name)) for name in ("checkpoint-4", "checkpoint-12")] == [len(undisturbed)] * 2
+    assert not list(tmp_path.rglob(MERGED))
 
 
 def test_sweep_json_holds_the_curve(swept, run):
