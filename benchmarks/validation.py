@@ -95,7 +95,7 @@ def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], 
 def evaluator_round(options: argparse.Namespace, folder: Path) -> Callable[[], dict[str, Any]]:
     from perl.config.evaluation import EvalConfig
     from perl.engines.hf import HFEngine
-    from perl.evaluation.problem_sets import load_problem_sets
+    from perl.evaluation.datasets import load_problem_sets
     from perl.evaluation.recorder import Recorder
     from perl.evaluation.store import Store
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perl.config.evaluation import EvalConfig, parse
-from perl.evaluation.problem_sets import load_problem_sets
+from perl.evaluation.datasets import load_problem_sets
 from perl.records import Sample
 
 ROOT = Path(__file__).resolve().parents[2]

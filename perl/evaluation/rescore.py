@@ -12,8 +12,8 @@ from rich.console import Console
 
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError, lookup
+from perl.evaluation.score_table import print_table
 from perl.evaluation.store import GRADING_HASH, Store, locked
-from perl.evaluation.summary import print_table
 from perl.evaluation.sweep import print_sweep
 from perl.grading import Grader, rules_hash
 from perl.provenance import provenance

@@ -20,13 +20,13 @@ from perl.errors import UserError
 from perl.evaluation.checkpoint_run import CheckpointRun, batches
 from perl.evaluation.compare import compare, print_comparison, require_common
 from perl.evaluation.contamination import warn_of_trained
+from perl.evaluation.datasets import load_problem_sets
 from perl.evaluation.pool.pool import WorkerError, WorkerPool
-from perl.evaluation.problem_sets import load_problem_sets
 from perl.evaluation.progress import Progress
 from perl.evaluation.recorder import Recorder
+from perl.evaluation.score_table import print_table
 from perl.evaluation.setup import Setup, worker_specs
 from perl.evaluation.store import locked
-from perl.evaluation.summary import print_table
 from perl.evaluation.sweep import SweepError, print_sweep, sweep_entry
 from perl.evaluation.tracking import check_tracker, log_results
 from perl.provenance import provenance

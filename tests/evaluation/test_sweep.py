@@ -16,7 +16,7 @@ from perl.errors import UserError
 from perl.eval import main
 from perl.evaluation.candidates import find_candidates
 from perl.evaluation.checkpoint_run import MERGED, CheckpointRun, batches
-from perl.evaluation.problem_sets import load_problem_sets
+from perl.evaluation.datasets import load_problem_sets
 from perl.evaluation.run import evaluate
 from perl.evaluation.setup import Setup
 from perl.evaluation.sweep import SweepError

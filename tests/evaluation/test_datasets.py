@@ -5,7 +5,7 @@ import pytest
 
 from perl.config.evaluation import EvalConfig
 from perl.errors import UserError
-from perl.evaluation.problem_sets import given, load_problem_set, load_problem_sets
+from perl.evaluation.datasets import given, load_problem_set, load_problem_sets
 from perl.prompts import PromptStyle, build_messages, row_seed
 from perl.records import Problem
 from perl.scoring.samples import cluster_of, folder_name, problem_keys, sampling_of_task
