@@ -8,8 +8,8 @@ The first trains the quickstart. The second trains the second stage of `python -
 from the adapter that SFT left in those folders, whose seeds it takes. Each run adds a line of JSON to --output
 (docs/results/aqn.jsonl): model, arm, seed, flags, versions, reward, entropy and sigma of each step, and the scores on
 held-out problems at temperature 1. A run that stands there is not repeated, so that the list can be worked off in
-parts, by several commands at once too. `--draw` writes the tables of docs/aqn.md and docs/aqn_zh.md and the curves
-assets/aqn_quickstart.svg and assets/aqn_smollm2.svg.
+parts, by several commands at once too. Runs of another number of steps need a file of their own. `--draw` writes, of
+each model in --output, the table in docs/aqn.md and docs/aqn_zh.md and the curves assets/aqn_MODEL_STEPS.svg.
 
 The table gives means over seeds with Student's t intervals of 95 %, and for each arm the mean difference from `none`
 at the same seed with the p-value of a paired t-test (two-sided, not corrected for the number of arms).
@@ -193,11 +193,12 @@ def table(results: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
 def draw(results: Sequence[Mapping[str, Any]]) -> None:
     for model in sorted({row["model"] for row in results}):
         rows = [row for row in results if row["model"] == model]
+        steps = len(rows[0]["reward"])
         for page in PAGES:
-            write_between(page, f"aqn-{model}", table(rows, HEADS[page.name]))
+            write_between(page, f"aqn-{model}-{steps}", table(rows, HEADS[page.name]))
         curves = {arm: [row["reward"] for row in rows if row["arm"] == arm] for arm in ARMS}
         found = {arm: several for arm, several in curves.items() if several}
-        (ROOT / "assets" / f"aqn_{model}.svg").write_text(panels(found, mean=True), encoding="utf-8")
+        (ROOT / "assets" / f"aqn_{model}_{steps}.svg").write_text(panels(found, mean=True), encoding="utf-8")
 
 
 def make_parser() -> argparse.ArgumentParser:
