@@ -250,17 +250,33 @@ def measure(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[i
     import torch
 
     count, error = 0, RoundingError()
-    for name, merge in merged_weights(wrapped).items():
-        if name not in checkpoint:
+    weights = merged_weights(wrapped)
+    tied = tied_weights(wrapped, checkpoint)
+    changed = [weights[name]() for name in tied if name in weights]
+    together = len(changed) == 2 and torch.allclose(*changed, atol=1e-6)
+    if together:
+        del weights[tied[1]]
+    for name, merge in weights.items():
+        if (name in tied and not together) or name not in checkpoint:
             raise UserError(
-                f"{checkpoint.folder}: the adapter changes {name}, which the base does not store under that name"
-                " (tied to another weight, or fused); write --adapter_mode lora to serve it unmerged"
+                f"{checkpoint.folder}: the adapter changes {name}, which the base does not store by itself under that"
+                " name (tied to another weight, or fused); write --adapter_mode lora to serve it unmerged"
             )
         exact = merge()
         base = checkpoint.read(name).float()
         count += not torch.equal(exact, base)
         error.add(base, exact, dtype)
     return count, error.relative
+
+
+def tied_weights(wrapped: Any, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Names of the input and the output embedding where the files hold one tensor for both, else nothing."""
+    model = wrapped.get_base_model()
+    names = {module: name for name, module in model.named_modules()}
+    head = model.get_output_embeddings()
+    if head is None or f"{names[head]}.weight" in checkpoint:
+        return ()
+    return f"{names[model.get_input_embeddings()]}.weight", f"{names[head]}.weight"
 
 
 def choose_dtype(flag: str, asked: torch.dtype, rounding_error: float) -> tuple[torch.dtype, str]:

@@ -193,11 +193,39 @@ def test_an_adapter_with_too_few_layers_is_refused(tmp_path):
         merge_adapter(base, adapter, tmp_path / "out")
 
 
-def test_a_change_of_tied_weights_is_refused(tmp_path):
-    base = make_base(tmp_path / "base", tied=True)
-    adapter = make_adapter(tmp_path / "adapter", base, config=LoraConfig(r=4, target_modules=["lm_head"]))
+CHANGES_OF_ONE = {
+    "head": LoraConfig(r=4, target_modules=["lm_head"]),
+    "embedding": LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
+    "embedding_saved_whole": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
+}
+CHANGES_OF_BOTH = {
+    "tokens": LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+    "embedding": LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True),
+    "embedding_saved_whole": LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("change", CHANGES_OF_ONE)
+def test_a_change_of_one_of_two_tied_weights_is_refused(change, dtype, tmp_path):
+    """In bfloat16 a change of the embedding alone once passed for rounding."""
+    base = make_base(tmp_path / "base", tied=True, dtype=dtype)
+    adapter = make_adapter(tmp_path / "adapter", base, config=CHANGES_OF_ONE[change])
     with pytest.raises(UserError, match="tied to another weight"):
         merge_adapter(base, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_BOTH)
+def test_tied_weights_that_change_together_are_merged(change, tmp_path):
+    base = make_base(tmp_path / "base", tied=True, dtype=torch.float32)
+    adapter = make_adapter(tmp_path / "adapter", base, config=CHANGES_OF_BOTH[change])
+    merge_adapter(base, adapter, tmp_path / "out")
+    expected = peft_logits(base, adapter)
+    assert (folder_logits(tmp_path / "out") - expected).abs().max() < 1e-5
+    assert (folder_logits(base) - expected).abs().max() > 1e-3
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
 
 
 def test_another_base_name_is_one_warning(base, tmp_path, caplog):
