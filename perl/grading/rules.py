@@ -48,7 +48,14 @@ _NUMBER = re.compile(
     r"(?!\s*\^|\s*/\s*\d|\d|\.\d|,\d{3})"  # a power or a fraction is more than the number it begins with
 )
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_ARITHMETIC = re.compile(r"\\(?:[dtc]?frac|sqrt|times|cdot|div|d?binom|pi\b)")
+_OPERATION = (
+    r"[\s)\]}]*+\\(?:[dtc]?frac|sqrt|times|cdot|div|d?binom|pi\b)"
+    r"|(?<=\d)[\s)\]}]*+(?:[-+*/^×÷]\s*+[({\[$]*+-?[\d.\\]|[eE][-+]?\d)"  # 20 + 5, 7e4; not 20 - the rest
+)
+_EXPRESSION = re.compile(rf"[(\[{{\s]*+-?{_CURRENCY}(?:{_UNSIGNED})?(?:{_OPERATION})")
+_ANY_OPERATION = re.compile(_OPERATION)
+_SCIENTIFIC = re.compile(r"(?<=\d)[eE]([-+]?\d++)")  # to TeX, e is Euler's number
+_WORDS_BEHIND = re.compile(r"(?<=[\d)}\]])\s++(?!x\s*+\d)[A-Za-z].*+$")  # the dollars of 20 + 5 dollars
 
 
 def normalize_number(text: str) -> str:
@@ -95,21 +102,22 @@ def _extract_verl_strict(completion: str) -> str | None:
 def _extract_flexible(completion: str) -> str | None:
     """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number.
 
-    `#### Step 2` is a heading: behind the marker the number comes first. An expression in either place
-    (`\\boxed{\\frac{36}{2}}`) is no number: None, and algebra has to decide.
+    `#### Step 2` is a heading: behind the marker the number comes first. An expression in either place (`20+5`,
+    `\\boxed{\\frac{36}{2}}`) is no number: it comes whole, and algebra has to decide.
     """
     text = plain(completion)
     marker, box = last_match(_MARKER, text), last_box(text)
     if marker and (box is None or marker.start() > box[0]):
-        stated, arithmetic, number = marker[1], _ARITHMETIC.match, _NUMBER.match
+        stated, expression, number = marker[1], _EXPRESSION.match, _NUMBER.match
     elif box:
-        stated, arithmetic, number = box[1], _ARITHMETIC.search, _NUMBER.search
+        stated, expression, number = box[1], _ANY_OPERATION.search, _NUMBER.search
     else:
-        stated, arithmetic, number = "", _ARITHMETIC.match, _NUMBER.match
-    stated = stated[:LONGEST_ANSWER].rsplit("=", 1)[-1].lstrip(" \t$*`(")
-    if arithmetic(stated):
-        return None
-    match = number(stated) or last_match(_NUMBER, text)
+        stated, expression, number = "", _EXPRESSION.match, _NUMBER.match
+    stated = stated[:LONGEST_ANSWER].rsplit("=", 1)[-1].strip(" \t$*`")
+    if expression(stated):
+        written = _WORDS_BEHIND.sub("", stated.replace("\\$", "").replace("$", "")).rstrip(" .")
+        return _SCIENTIFIC.sub(r" \\times 10^{\1}", written)
+    match = number(stated.lstrip("(")) or last_match(_NUMBER, text)
     return match[1] if match else None
 
 
