@@ -402,8 +402,11 @@ def copy_side_files(source: Path, target: Path) -> None:
 def written_whole(output: Path) -> Iterator[Path]:
     """A temporary folder next to `output` that takes its place when the body ends well and vanishes when it does not.
 
-    `output` must be absent, empty, or an earlier merge of ours.
+    `output` must be absent, empty, or an earlier merge of ours. Where it is a link, what it leads to is replaced.
     """
+    output = output.resolve()
+    if output == Path.cwd():
+        raise UserError(f"--output {output}: is the current folder, which would be replaced; write a new folder in it")
     if output.exists() and not (output / "merge.json").is_file() and (output.is_file() or any(output.iterdir())):
         raise UserError(f"--output {output}: exists and is not a merged model; write a new folder")
     temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")

@@ -16,6 +16,7 @@ import inspect
 import json
 import logging
 import math
+import sys
 import time
 import traceback
 from collections import defaultdict
@@ -29,6 +30,7 @@ from typing import Any
 from perl import device
 from perl.errors import RankError, UserError
 from perl.paths import user_path
+from perl.provenance import text_hash
 from perl.records import Problem
 
 log = logging.getLogger(__name__)
@@ -290,12 +292,15 @@ def _import(name: str) -> RewardFunction:
         raise UserError(f"{FLAG}: {name}: write path/to/file.py:function")
     if not file.is_file():
         raise UserError(f"{FLAG}: {name}: no such file {file}")
-    loader = SourceFileLoader(f"perl_user_reward_{file.stem}", str(file))
+    unique = text_hash(str(file.absolute()))[:8]  # files in two folders may have one name
+    loader = SourceFileLoader(f"perl_user_reward_{file.stem}_{unique}", str(file))
     module = ModuleType(loader.name)
     module.__file__ = str(file)
+    sys.modules[loader.name] = module  # where dataclasses, and whatever reads annotations, look for it
     try:
         loader.exec_module(module)
     except RAISED as error:
+        del sys.modules[loader.name]
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(f"{FLAG}: {file}{line} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import contextlib
 import importlib.util
 import json
 import logging
@@ -12,8 +14,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from perl.errors import UserError
+from perl.paths import user_path
 from perl.redact import hide, redact
 
 log = logging.getLogger(__name__)
@@ -83,9 +87,22 @@ def wandb_mode() -> str:
 
 
 def _has_wandb_key() -> bool:
+    """Where W&B itself looks; its own question, wandb.login(prompt=False), also asks the server, which may be away."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    named = os.environ.get("NETRC")
+    files = [named] if named else ["~/.netrc", "~/_netrc"]
+    for file in map(user_path, files):
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            return netrc.netrc(str(file)).authenticators(_wandb_host()) is not None
+    return False
+
+
+def _wandb_host() -> str:
+    """WANDB_BASE_URL's, else that of `wandb login --host`, else the public one."""
+    saved = configparser.ConfigParser()
+    folder = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")
+    with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
+        saved.read(user_path(folder) / "settings")
+    address = os.environ.get("WANDB_BASE_URL") or saved.get("default", "base_url", fallback="https://api.wandb.ai")
+    return urlsplit(address).hostname or ""

@@ -177,6 +177,17 @@ def test_one_device_needs_no_deepspeed_and_several_say_how_to_do_without(monkeyp
         launch.accelerate_config("cuda", 2)
 
 
+@pytest.mark.parametrize("content", ["", "- npu\n"])
+def test_a_file_of_accelerate_without_settings_is_one_line(content, monkeypatch, tmp_path):
+    from perl.errors import UserError
+    from perl.tools import launch
+
+    (tmp_path / "mine.yaml").write_text(content)
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "mine.yaml"))
+    with pytest.raises(UserError, match=r"mine.yaml: holds no settings; take one of"):
+        launch.accelerate_config("cuda", 2)
+
+
 @pytest.mark.slow
 def test_a_failure_while_training_ends_with_the_log_and_its_exit_code(tmp_path, model, sums):
     reward = tmp_path / "broken.py"

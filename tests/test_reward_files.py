@@ -81,6 +81,29 @@ def test_a_function_that_is_not_there(tmp_path):
         check_rewards([f"{tmp_path}/mine.py:LIMIT"])
 
 
+def test_a_file_may_hold_a_dataclass(reward):
+    """dataclasses looks its module up by name, where annotations are texts."""
+    score = reward(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Weights:\n    right: float = 2.0\n"
+        "def score(completions, **_):\n    return [Weights().right for _ in completions]\n"
+    )
+    assert score(**given("a", "b")) == [2.0, 2.0]
+
+
+def test_files_of_one_name_in_two_folders_are_two(reward, tmp_path):
+    found = []
+    for place in ("one", "three"):
+        (tmp_path / place).mkdir()
+        code = (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            f"@dataclass\nclass Name:\n    text: str = {place!r}\n"
+            "def compute_score(data_source, solution_str, ground_truth):\n    return float(len(Name().text))\n"
+        )
+        found.append(reward(code, f"{place}/mine.py"))
+    assert [function(**given("a")) for function in found] == [[3.0], [5.0]]
+
+
 def test_a_broken_file(tmp_path):
     (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
     with pytest.raises(UserError, match=r"syntax\.py, line 2 cannot be imported: SyntaxError"):

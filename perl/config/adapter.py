@@ -14,6 +14,8 @@ from perl.paths import user_path
 FLAG = "--config.peft.adapter"
 OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
 """Fields of the group that an adapter which is trained further brings with it."""
+FURTHER = ("modules_to_save", "bias", "trainable_token_indices")
+"""Fields of a LoRA adapter that name what it trains besides its matrices."""
 HINT = f"it is trained further as it is; leave the flag out, or write {FLAG}_mode merge for a new adapter on top of it"
 
 
@@ -22,8 +24,8 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     run's records say what is trained. One line for what the recipe says otherwise.
 
     Raises:
-        UserError: no adapter lies there, none of LoRA that could be trained further, a flag says otherwise, or no
-            adapter is trained at all.
+        UserError: no adapter lies there, none of LoRA's matrices alone that could be trained further, a flag says
+            otherwise, or no adapter is trained at all.
     """
     peft = values.peft
     if peft.adapter is None:
@@ -41,6 +43,11 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
         raise UserError(
             f"{FLAG} {peft.adapter}: is of method {adapter.get('peft_type')}, which is not trained further; write"
             f" {FLAG}_mode merge for a new adapter on top of it, or the folder of a LoRA one"
+        )
+    if further := [f"{name} {adapter[name]}" for name in FURTHER if adapter.get(name) not in (None, "none", [], {})]:
+        raise UserError(
+            f"{FLAG} {peft.adapter}: trains more than LoRA's matrices ({', '.join(further)}), and is not trained"
+            f" further; write {FLAG}_mode merge for a new adapter on top of it"
         )
     own = {name: adapter.get(name) for name in OWN[1:]} | {"type": _type(adapter, peft.type)}
     for name, value in own.items():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from perl.errors import UserError, lookup
 from perl.grading import Grader
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     with Grader(args.deadline_s) as grader, atomic_write(output, errors="backslashreplace") as lines:
         for row, grade in graded_rows(source, task, grader):
             reasons[grade.reason] += 1
-            lines.write(json.dumps(row | grade.as_dict(), ensure_ascii=False, default=float) + "\n")
+            lines.write(json.dumps(row | grade.as_dict(), ensure_ascii=False, default=_plain) + "\n")
         if not (rows := reasons.total()):
             raise UserError(f"--input: {source} holds no rows")
     counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
@@ -71,3 +74,10 @@ def graded_rows(source: Path, task: Task, grader: Grader) -> Iterator[tuple[Row,
             outputs.append(row["output"])
         for (row, _), grade in zip(batch, grader.grade(task.rubric, outputs, golds), strict=True):
             yield row, grade
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: a fractional number, bytes of an image, a time of a parquet file."""
+    if isinstance(value, Decimal):
+        return float(value)
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

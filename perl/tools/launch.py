@@ -88,8 +88,10 @@ def accelerate_config(kind: str, processes: int) -> str:
     path = Path(chosen) if chosen else CONFIG_FOLDER / default
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"ACCELERATE_CONFIG={chosen}: not a readable YAML file; take one of {CONFIG_FOLDER}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"ACCELERATE_CONFIG={chosen}: holds no settings; take one of {CONFIG_FOLDER}")
     if content.get("distributed_type") == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
         without = f"{kind}_ddp.yaml" if kind != "cpu" else "cpu.yaml"
         raise UserError(

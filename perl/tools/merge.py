@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from perl.adapters.merge import DTYPES, merge_adapter
 from perl.checkpoints import resolve_model
+from perl.paths import user_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    output = Path(args.output)
-    report = merge_adapter(resolve_model(args.model), Path(args.adapter), output, args.dtype)
+    output = user_path(args.output)
+    report = merge_adapter(resolve_model(args.model), user_path(args.adapter), output, args.dtype)
     print(
         f"{output}: {report.method} merged into {report.tensors} weights, written in {report.dtype}; rounding to"
         f" {report.rounding_dtype} loses {report.rounding_error:.1%} of the update; probe logits: adapter's effect"

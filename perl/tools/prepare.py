@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -47,8 +48,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"prepare: no rows in {' '.join(args.source) or task.name}")
     splits = {split: _without_repeats(split, rows, task) for split, rows in splits.items()}
     if "test" not in splits and args.test_rows:
-        splits["train"], splits["test"] = _hold_out(splits["train"], args.test_rows, task)
-        print(f"test: {len(splits['test'])} rows held out of train, chosen by a hash of their prompts")
+        splits["train"], held_out = _hold_out(splits["train"], args.test_rows, task)
+        if held_out:
+            splits["test"] = held_out
+            print(f"test: {len(held_out)} rows held out of train, chosen by a hash of their prompts")
+        else:
+            print(f"test: none, as a tenth of {len(splits['train'])} rows is less than one")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,15 +82,19 @@ def _source_rows(task: Task, sources: Sequence[str]) -> Iterator[tuple[str, Row,
         return
     for source in map(Path, sources):
         path = user_path(source)
-        if path.is_dir():
-            names = {split: find_files(path, split) for split in SPLITS if list(path.glob(f"{split}[.-]*"))}
-            if not names:
-                find_files(path, "train")  # says what is there instead
-        else:
-            names = {_split_of(path, known): find_files(path, None)}
+        names = splits_of(path) if path.is_dir() else {_split_of(path, known): find_files(path, None)}
         for split, files in names.items():
             for file in files:
                 yield from ((split, row, where) for row, where in read_rows(file))
+
+
+def splits_of(folder: Path) -> dict[str, list[Path]]:
+    """The files of each split that a folder holds; a UserError where there is none."""
+    found = {}
+    for split in SPLITS:
+        with contextlib.suppress(UserError):
+            found[split] = find_files(folder, split)
+    return found or {"train": find_files(folder, "train")}  # its error says what is there instead
 
 
 def _split_of(file: Path, known: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from perl.adapters.merge import merge_adapter, read_report
 from perl.checkpoints import Checkpoint, content_hash, resolve_model
 from perl.errors import UserError
+from perl.tools import merge
 from tests.tiny import tiny_model
 
 TOKENS = torch.tensor([[5, 17, 300, 2, 99, 511, 64, 8]])
@@ -191,6 +193,31 @@ def test_an_adapter_with_too_few_layers_is_refused(tmp_path):
     adapter = make_adapter(tmp_path / "adapter", make_base(tmp_path / "other", layers=2), config=config)
     with pytest.raises(UserError, match=r"lacks .*layers\.2"):
         merge_adapter(base, adapter, tmp_path / "out")
+
+
+def test_a_merge_goes_where_a_link_leads_and_replaces_no_folder_that_one_stands_in(tmp_path, monkeypatch):
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", base)
+    disk = tmp_path / "disk" / "merged"
+    disk.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(disk)
+    merge_adapter(base, adapter, tmp_path / "link")
+    assert (disk / "merge.json").is_file()
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match="is the current folder, which would be replaced; write a new folder in it"):
+        merge_adapter(base, adapter, Path())
+
+
+def test_perl_merge_knows_the_home_folder(tmp_path, monkeypatch):
+    base = make_base(tmp_path / "base")
+    make_adapter(tmp_path / "home" / "adapter", base)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    parser = argparse.ArgumentParser()
+    merge.add_arguments(parser)
+    assert merge.run(parser.parse_args(["--model", str(base), "--adapter=~/adapter", "--output=~/out"])) == 0
+    assert (tmp_path / "home" / "out" / "merge.json").is_file()
 
 
 CHANGES_OF_ONE = {

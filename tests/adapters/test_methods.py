@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_lorafa_optimizer
 from transformers import AutoModelForCausalLM
 
@@ -191,6 +191,20 @@ def test_an_adapter_of_any_method_is_merged_but_only_lora_is_trained_further(tmp
         parse(["--config.peft.adapter", str(tmp_path)])
     words = ["--config.peft.adapter", str(tmp_path), "--config.peft.adapter_mode", "merge", "--config.peft.type", "oft"]
     assert parse(words).values.peft.type == "oft"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("modules_to_save", ["lm_head"]), ("bias", "lora_only"), ("trainable_token_indices", [3, 4])],
+)
+def test_an_adapter_that_trains_more_than_its_matrices_is_merged_and_not_trained_further(name, value, tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], **{name: value}))
+    model.save_pretrained(tmp_path)
+    told = rf"trains more than LoRA's matrices \({name} .*, and is not trained further; write .*_mode merge"
+    with pytest.raises(UserError, match=told):
+        parse(["--config.peft.adapter", str(tmp_path)])
+    words = ["--config.peft.adapter", str(tmp_path), "--config.peft.adapter_mode", "merge"]
+    assert parse(words).values.peft.adapter_mode == "merge"
 
 
 def test_lora_is_trained_further_as_lora_fa_if_asked(tmp_path):

@@ -1,10 +1,14 @@
 """python -m perl grade, as a user starts it."""
 
+import datetime
 import json
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 
@@ -41,6 +45,23 @@ def test_rows_come_back_with_their_grades(tmp_path):
     assert [row["score"] for row in graded] == [1.0, 1.0, 0.0, 0.0]
     assert [row["reason"] for row in graded] == ["correct", "correct", "timeout", "unextracted"]
     assert graded[3]["output"] == rows[3]["output"]
+
+
+def test_columns_of_parquet_that_json_has_no_form_for(tmp_path):
+    columns = {
+        "gold": ["18"],
+        "output": ["#### 18"],
+        "image": [{"bytes": b"\x89PNG", "path": None}],
+        "time": [datetime.datetime(2026, 11, 23, 19, 30)],
+        "share": [Decimal("0.25")],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+    output = tmp_path / "out.jsonl"
+    done = perl("grade", "--task", "gsm8k", "--input", str(tmp_path / "in.parquet"), "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    row = json.loads(output.read_text())
+    assert row["image"] == {"bytes": "iVBORw==", "path": None}
+    assert (row["time"], row["share"], row["score"]) == ("2026-11-23 19:30:00", 0.25, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,26 @@ def test_dapo_drops_repeats_and_conflicts_and_says_so(tmp_path, capsys):
     assert {row["data_source"] for row in train} == {"math_dapo"}
 
 
+@pytest.mark.parametrize("below", ["", "data", "main"])
+def test_a_folder_is_read_wherever_the_hub_keeps_its_files(below, tmp_path):
+    folder = tmp_path / "gsm8k" / below
+    folder.mkdir(parents=True)
+    write(folder / "train-00000-of-00002.jsonl", [gsm8k_row(1)])
+    write(folder / "train-00001-of-00002.jsonl", [gsm8k_row(2)])
+    write(folder / "test-00000-of-00001.jsonl", [gsm8k_row(3)])
+    assert run("gsm8k", "--local_save_dir", str(tmp_path / "out"), "--source", str(tmp_path / "gsm8k")) == 0
+    assert [p.gold for p in load_problems(str(tmp_path / "out"), "train")] == ["1", "2"]
+    assert [p.gold for p in load_problems(str(tmp_path / "out"), "test")] == ["3"]
+
+
+def test_of_fewer_than_ten_rows_none_is_held_out(tmp_path, capsys):
+    source = write(tmp_path / "rows.jsonl", [dapo_row(f"Find {n}.", str(n)) for n in range(5)])
+    assert run("dapo-math", "--local_save_dir", str(tmp_path / "out"), "--source", source) == 0
+    assert "test: none, as a tenth of 5 rows is less than one" in capsys.readouterr().out
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["train.parquet"]
+    assert len(load_problems(str(tmp_path / "out"))) == 5
+
+
 def test_held_out_rows_do_not_depend_on_the_order(tmp_path):
     rows = [dapo_row(f"Find {n}.", str(n)) for n in range(40)]
     answers = []

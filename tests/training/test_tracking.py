@@ -95,6 +95,27 @@ def test_wandb_mode(monkeypatch, tmp_path):
     assert wandb_mode() == "offline"
 
 
+def test_wandb_is_online_after_a_login_to_a_server_of_ones_own(monkeypatch, tmp_path):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = tmp_path / ".netrc"
+    keys.write_text("machine wandb.example.com\n  login user\n  password 0123\n")
+    keys.chmod(0o600)
+    assert wandb_mode() == "offline"  # no key for the public server
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com:8080/")
+    assert wandb_mode() == "online"
+    monkeypatch.delenv("WANDB_BASE_URL")
+    settings = tmp_path / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\nbase_url = https://wandb.example.com\n")  # of wandb login --host
+    assert wandb_mode() == "online"
+    keys.rename(tmp_path / "keys")
+    assert wandb_mode() == "offline"
+    monkeypatch.setenv("NETRC", str(tmp_path / "keys"))
+    assert wandb_mode() == "online"
+
+
 def test_a_file_that_names_no_run_is_one_line(tmp_path):
     assert WandbRun.read(tmp_path) is None
     (tmp_path / "wandb_run.json").write_text("{}")
