@@ -253,7 +253,7 @@ def measure(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[i
     weights = merged_weights(wrapped)
     tied = tied_weights(wrapped, checkpoint)
     changed = [weights[name]() for name in tied if name in weights]
-    together = len(changed) == 2 and torch.allclose(*changed, atol=1e-6)
+    together = len(changed) == 2 and torch.allclose(changed[0], changed[1], atol=1e-6)
     if together:
         del weights[tied[1]]
     for name, merge in weights.items():
