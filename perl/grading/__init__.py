@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perl.errors import UserError, lookup
-from perl.grading.rules import RULES, Rule, is_number
+from perl.grading.rules import RULES, Rule, is_number, is_unevaluated
 from perl.grading.verifier import MathVerifier, Question, Verdict
 from perl.provenance import text_hash
 from perl.records import Grade
@@ -122,6 +122,7 @@ def _read(rubric: Rubric, completion: str, gold: str) -> _Reading:
         reading.scores[name] = float(normalized == reference)
         if name == rubric.primary:
             settled = normalized == reference or (is_number(normalized) and is_number(reference))
+            settled = settled or (rule.evaluated and is_unevaluated(written))
             reading = _Reading(reading.scores, written, normalized, settled)
     return reading
 

@@ -27,6 +27,8 @@ class Rule:
     """The form in which an extracted answer and a gold are equal as strings."""
     form: str
     """How an answer is stated for this rule; `{answer}` is replaced."""
+    evaluated: bool = False
+    """Whether an answer has to be worked out (see `is_unevaluated`)."""
 
     def state(self, answer: str) -> str:
         return self.form.replace("{answer}", answer)
@@ -55,6 +57,8 @@ _OPERATION = (
 _EXPRESSION = re.compile(rf"[(\[{{\s]*+-?{_CURRENCY}(?:{_UNSIGNED})?(?:{_OPERATION})")
 _ANY_OPERATION = re.compile(_OPERATION)
 _SCIENTIFIC = re.compile(r"(?<=\d)[eE]([-+]?\d++)")  # to TeX, e is Euler's number
+_POWER_OF_TEN = re.compile(r"\s*+(?:[*×]|\\times|\\cdot)\s*+10\s*+\^")
+_LEFT_STANDING = re.compile(r"(?<=[\d)\]}])\s*+(?:[-+*×÷]|\\(?:times|cdot|div))\s*+[({\[]*+-?[\d.\\]")
 _WORDS_BEHIND = re.compile(r"(?<=[\d)}\]])\s++(?!x\s*+\d)[A-Za-z].*+$")  # the dollars of 20 + 5 dollars
 
 
@@ -68,6 +72,12 @@ def normalize_number(text: str) -> str:
     if "." in number:
         number = number.rstrip("0").rstrip(".")
     return "0" if number in ("-0", "-", "") else number
+
+
+def is_unevaluated(text: str) -> bool:
+    """Whether a sum, difference, product or quotient is left standing, other than a fraction or a power of ten. As a
+    right answer it would teach a policy to leave the arithmetic out."""
+    return _LEFT_STANDING.search(_POWER_OF_TEN.sub("", text)) is not None
 
 
 def is_number(text: str) -> bool:
@@ -103,7 +113,7 @@ def _extract_flexible(completion: str) -> str | None:
     """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number.
 
     `#### Step 2` is a heading: behind the marker the number comes first. An expression in either place (`20+5`,
-    `\\boxed{\\frac{36}{2}}`) is no number: it comes whole, and algebra has to decide.
+    `\\boxed{\\frac{36}{2}}`) is no number: it comes whole; algebra has to decide, or it is wrong (`is_unevaluated`).
     """
     text = plain(completion)
     marker, box = last_match(_MARKER, text), last_box(text)
@@ -180,7 +190,7 @@ def normalize_answer(answer: str) -> str:
 RULES: dict[str, Rule] = {
     "strict": Rule(_extract_strict, lambda answer: plain(answer).replace(",", "").strip(), "#### {answer}"),
     "verl_strict": Rule(_extract_verl_strict, lambda answer: answer.replace(",", ""), "#### {answer}"),
-    "flexible": Rule(_extract_flexible, normalize_number, "The answer is {answer}."),
+    "flexible": Rule(_extract_flexible, normalize_number, "The answer is {answer}.", evaluated=True),
     "answer_line": Rule(_extract_answer_line, normalize_answer, "Answer: {answer}"),
     "boxed": Rule(_extract_boxed, normalize_answer, "\\boxed{{answer}}"),
     "answer": Rule(_extract_answer, normalize_answer, "Answer: {answer}"),

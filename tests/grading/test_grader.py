@@ -88,24 +88,37 @@ def test_never_means_never():
 
 
 @pytest.mark.parametrize(
-    ("completion", "value", "operand"),
+    ("completion", "value", "other"),
     [
-        ("\\boxed{20+5}", "25", "20"),
-        ("\\boxed{20 * 5}", "100", "20"),
-        ("\\boxed{(20+5)*2}", "50", "20"),
-        ("\\boxed{10-5}", "5", "10"),
         ("\\boxed{7e4}", "70000", "7"),
         ("#### 7e4", "70000", "7"),
         ("#### 7 \\times 10^4", "70000", "7"),
-        ("#### 20 + 5 dollars.", "25", "20"),
         ("There are 25.\n#### 25^{2}", "625", "25"),
         ("There are 3 of 4.\n#### 3/4", "0.75", "4"),
         ("#### \\frac{36}{2} \\text{ eggs}", "18", "36"),
     ],
 )
-def test_an_expression_counts_as_its_value_and_not_as_one_of_its_numbers(completion, value, operand, grader):
-    right, wrong = grader.grade(GSM8K, [completion] * 2, [value, operand])
+def test_an_expression_counts_as_its_value_and_not_as_one_of_its_numbers(completion, value, other, grader):
+    right, wrong = grader.grade(GSM8K, [completion] * 2, [value, other])
     assert (right.score, wrong.score) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "value", "operand"),
+    [
+        ("\\boxed{20+5}", "25", "20"),
+        ("\\boxed{20 * 5}", "100", "20"),
+        ("\\boxed{20 \\times 5}", "100", "20"),
+        ("\\boxed{(20+5)*2}", "50", "20"),
+        ("#### 63 - 28", "35", "63"),
+        ("63 - 28 is it.\n#### $20 + $5 dollars.", "25", "20"),
+    ],
+)
+def test_arithmetic_that_is_left_standing_is_no_answer(completion, value, operand, grader):
+    """Else a policy would be rewarded for leaving it out."""
+    grades = grader.grade(GSM8K, [completion] * 2, [value, operand])
+    assert [(grade.score, grade.reason) for grade in grades] == [(0.0, "wrong")] * 2
+    assert "20" in (grades[0].extracted or "") or "63 - 28" in (grades[0].extracted or "")
 
 
 @pytest.mark.parametrize("rubric", [GSM8K, DAPO, MATH], ids=["gsm8k", "dapo", "math"])
