@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 
 import perl
-from perl.errors import UserError
-from perl.results import read_rows
+from perl.base.errors import UserError
+from perl.base.files import read_rows
 from perl.tools.stages import StageError, train
 
 WIDTH, HEIGHT, LEFT, COLUMNS = 200, 96, 28, 4

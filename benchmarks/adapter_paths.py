@@ -27,8 +27,9 @@ from typing import Any
 
 import perl
 from benchmarks._learning import markdown, write_between
-from perl.errors import report_errors
-from perl.results import SUMMARY, read_samples, write_json
+from perl.base.errors import report_errors
+from perl.base.files import write_json
+from perl.scoring.results import SUMMARY, read_samples
 from perl.tools import real
 from perl.tools.stages import ROOT
 

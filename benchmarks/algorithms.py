@@ -23,8 +23,8 @@ from rich.console import Console
 
 from benchmarks._learning import is_there, learn, markdown, panels, rows_to_draw, write_between
 from perl.algorithms import ALGORITHMS
-from perl.errors import report_errors
-from perl.results import add_row
+from perl.base.errors import report_errors
+from perl.base.files import add_row
 from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.quickstart.run import HELD_OUT, RECIPE
 from perl.tools.stages import ROOT, Evaluation, evaluate

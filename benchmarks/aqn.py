@@ -30,8 +30,8 @@ from typing import Any
 import yaml
 
 from benchmarks._learning import is_there, learn, markdown, panels, rows_to_draw, write_between
-from perl.errors import report_errors
-from perl.results import add_row
+from perl.base.errors import report_errors
+from perl.base.files import add_row
 from perl.scoring.statistics import seeds_reach, t_tails
 from perl.tools import real
 from perl.tools.quickstart import run as quickstart

@@ -25,8 +25,8 @@ import torch
 from perl.config.load import parse
 from perl.grading import Grader
 from perl.prompts import encode
-from perl.rewards import grade_rows
-from perl.training.setup import build_dataset, load_model, load_tokenizer
+from perl.rewards.functions import grade_rows
+from perl.runs.setup import build_dataset, load_model, load_tokenizer
 
 
 def estimates(completions: Sequence[tuple[int, ...]], rewards: Sequence[float]) -> list[list[float]]:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._learning import markdown, rows_to_draw, write_between
-from perl.errors import UserError, report_errors
+from perl.base.errors import UserError, report_errors
+from perl.base.files import atomic_write, read_rows
 from perl.evaluation.compare import compare
-from perl.results import atomic_write, read_rows
 from perl.tools import real
 from perl.tools.stages import ROOT
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from perl.errors import UserError, report_errors
+from perl.base.errors import UserError, report_errors
 from perl.reports.page import NAME, write_page
 from perl.reports.sources import read_material
 from perl.tools.report import compared

@@ -42,14 +42,14 @@ from trl import GRPOTrainer
 from benchmarks._learning import panels
 from perl import device
 from perl.adapters import ADAPTERS
+from perl.base.errors import report_errors
+from perl.base.files import write_json
 from perl.config.load import Config, parse
-from perl.errors import report_errors
 from perl.grading import Grader
-from perl.results import write_json
-from perl.rewards import build_rewards, reward_context
+from perl.rewards.functions import build_rewards, reward_context
+from perl.runs.setup import build_dataset, load_model, load_tokenizer
 from perl.tools import real
 from perl.tools.stages import ROOT
-from perl.training.setup import build_dataset, load_model, load_tokenizer
 from perl.training.trainer import PerlGRPOTrainer
 
 WINDOW = 10

@@ -18,7 +18,7 @@ The last line is JSON:
                            steps with as many processes; second_half_…: of the later half of them
     step_s_first, _last    median seconds of a step among the first and the last hundred after the warm-up, from one log
                            to the next; steps with a validation or a checkpoint are left out
-    step_timed_s_first, _last    the same by `timing/step` (perl/training/metrics.py), which counts no logging
+    step_timed_s_first, _last    the same by `timing/step` (perl/runs/metrics.py), which counts no logging
     last_over_first        step_s_last over step_s_first
     old_over_young         `timing/step` of the old process over that of the young one, in the same step: the median,
                            without the first ten steps, the last one, and those in which a process was suspended; null
@@ -49,8 +49,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from perl.provenance import versions
-from perl.results import METRICS
+from perl.base.provenance import versions
+from perl.scoring.results import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY = 100

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._side import Side, ratio, serve, take_turns
+from perl.base.files import write_json
 from perl.config.load import parse
 from perl.grading import Grader
-from perl.results import SUMMARY, read_samples, write_json
+from perl.scoring.results import SUMMARY, read_samples
 from perl.scoring.summary import summarize
 from perl.training.grpo import import_trainer
 
@@ -52,8 +53,8 @@ def timed(work: Callable[[], dict[Any, Any]]) -> dict[str, Any]:
 
 def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], dict[str, Any]]:
     from perl.adapters import ADAPTERS
+    from perl.runs.setup import load_model
     from perl.training.preflight import check_run
-    from perl.training.setup import load_model
     from perl.training.validation import Validation
 
     settings = {

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from perl import __version__
-from perl.errors import lookup, report_errors
-from perl.redact import hide_secrets_in_logs
+from perl.base.errors import lookup, report_errors
+from perl.base.redact import hide_secrets_in_logs
 
 if TYPE_CHECKING:
     from perl.config.parser import Parser

@@ -13,11 +13,11 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
 
-from perl.errors import EXIT_NOT_ALL_GENERATED, Stopped, report_errors  # noqa: E402
+from perl.base.errors import EXIT_NOT_ALL_GENERATED, Stopped, report_errors  # noqa: E402
 
 with report_errors():  # without the environment, one line
+    from perl.base.redact import hide, hide_secrets_in_logs
     from perl.config.evaluation import parse
-    from perl.redact import hide, hide_secrets_in_logs
 
 
 @contextlib.contextmanager
@@ -39,11 +39,11 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     hide_secrets_in_logs()
     logging.getLogger("perl").setLevel(logging.INFO)
-    from perl.evaluation.pool.pool import WorkerError
     from perl.evaluation.rescore import rescore
     from perl.evaluation.run import evaluate
     from perl.evaluation.sweep import SweepError
     from perl.reports.page import write_report
+    from perl.workers.pool import WorkerError
 
     code, summaries = 0, {}
     try:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from perl.errors import UserError
-from perl.images import filled
+from perl.base.errors import UserError
+from perl.models.images import filled
 from perl.records import Message, Problem
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], imag
     """Token ids of `messages` under the tokenizer's chat template, ending where the assistant's turn begins.
 
     Args:
-        tokenizer: for a model that takes images its processor (perl.processors): messages are of parts then.
+        tokenizer: for a model that takes images its processor (perl.models.processors): messages are of parts then.
         images: the files of the images in the messages.
     """
     from jinja2 import TemplateError

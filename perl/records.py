@@ -2,8 +2,8 @@
 
 Task --Problem--> prompts --Prompt--> Engine --Completion--> grading --Grade--> rewards | evaluation
 
-In an evaluation the Prompt is a Sample, which knows its place, and a line of samples.jsonl (perl.results.SampleRecord)
-is made of Sample, Completion and Grade.
+In an evaluation the Prompt is a Sample, which knows its place, and a line of samples.jsonl
+(perl.scoring.results.SampleRecord) is made of Sample, Completion and Grade.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Message = dict[str, Any]
 """One chat message: {"role": "system" | "user" | "assistant", "content": text}; for a model that takes images content
-is a list of parts, {"type": "text", "text": …} and {"type": "image"} (perl.images)."""
+is a list of parts, {"type": "text", "text": …} and {"type": "image"} (perl.models.images)."""
 
 
 PROGRESS = "progress: "

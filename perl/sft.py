@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from perl.errors import report_errors
+from perl.base.errors import report_errors
 
 
 def main() -> None:
     with report_errors():
-        from perl.training.sft import fine_tune
+        from perl.finetuning.sft import fine_tune
 
         fine_tune(sys.argv[1:])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from perl.errors import report_errors
+from perl.base.errors import report_errors
 
 
 def main() -> None:

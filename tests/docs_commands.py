@@ -27,7 +27,7 @@ from perl.config.evaluation import parse as parse_evaluation
 from perl.config.load import parse as parse_training
 from perl.config.parser import Parser
 from perl.config.sft import parse as parse_fine_tuning
-from perl.training.rundir import default_run_dir
+from perl.runs.rundir import default_run_dir
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = "scripts/trl/openr1/dapo_lora_npu.sh"

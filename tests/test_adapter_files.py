@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from perl.adapter_files import require_contained
-from perl.checkpoints import copy_side_files, require_adapter
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.models.adapter_files import require_contained
+from perl.models.folders import copy_side_files, require_adapter
 
 PLAIN = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": "base", "target_modules": ["q_proj", "v_proj"]}
 

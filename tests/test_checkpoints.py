@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from perl.checkpoints import (
+from perl.base.errors import UserError
+from perl.models.folders import (
     Checkpoint,
     eos_token_ids,
     load_config,
@@ -16,7 +17,6 @@ from perl.checkpoints import (
     resolve_model,
     token_ids,
 )
-from perl.errors import UserError
 from tests.tiny import save_tiny, tiny_tokenizer
 
 

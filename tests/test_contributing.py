@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import perl
-from perl import provenance
+from perl.base import provenance
 from perl.engines import ENGINES, Engine
 from tests.docs_commands import ROOT
 from tests.tiny import save_tiny
 
 PLACES = {
     "TASKS": ("perl/tasks/registry.py", "TASKS: dict[str, Task] = {\n"),
-    "REWARDS": ("perl/rewards.py", "REWARDS: dict[str, Callable[[RewardContext], RewardFunction]] = {\n"),
+    "REWARDS": ("perl/rewards/functions.py", "REWARDS: dict[str, Callable[[RewardContext], RewardFunction]] = {\n"),
     "ADAPTERS": ("perl/adapters/__init__.py", "ADAPTERS: dict[str, Adapter] = {\n"),
     "ALGORITHMS": ("perl/algorithms/__init__.py", "ALGORITHMS: dict[str, Algorithm] = {\n"),
     "ENGINES": ("perl/engines/__init__.py", "ENGINES: dict[str, Callable[..., Engine]] = {\n"),

@@ -22,7 +22,7 @@ from perl.config.load import parse
 from perl.config.schema import GROUPS, NoiseConfig, SFTDatasetConfig
 from perl.grading import Grader
 from perl.noise.schedule import stage_at
-from perl.rewards import REWARDS, RewardContext, build_rewards, grade_rows
+from perl.rewards.functions import REWARDS, RewardContext, build_rewards, grade_rows
 from perl.tasks import TASKS, load_problems
 from perl.tasks.schemas import SCHEMAS
 from perl.tools.from_verl.outcomes import Choices

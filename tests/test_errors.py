@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.errors import UserError, lookup, lost_a_peer
+from perl.base.errors import UserError, lookup, lost_a_peer
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,7 +52,7 @@ def test_a_table_whose_reader_goes_away_ends_quietly():
     """rich answers a closed pipe with exit code 1; the evaluator and `compare` print through it."""
     code = (
         "from rich.console import Console\n"
-        "from perl.errors import report_errors\n"
+        "from perl.base.errors import report_errors\n"
         "with report_errors():\n"
         "    Console().print('a table')\n"
     )
@@ -66,7 +66,8 @@ def test_a_table_whose_reader_goes_away_ends_quietly():
 
 
 def test_another_broken_pipe_is_no_reason_to_be_quiet():
-    code = "from perl.errors import report_errors\nwith report_errors():\n    raise BrokenPipeError('a worker is gone')"
+    code = "from perl.base.errors import report_errors\nwith report_errors():\n    "
+    code += "raise BrokenPipeError('a worker is gone')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "a worker is gone" in done.stderr
@@ -103,7 +104,7 @@ def test_what_one_of_several_processes_raises_is_shown_at_last(error, shown):
     """It waits for the launcher, as the error of another process is the one to see; a defect of its own does not."""
     program = f"""if True:
         import time
-        from perl import errors
+        from perl.base import errors
         waited = []
         time.sleep = waited.append
         try:

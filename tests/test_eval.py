@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from perl.base.errors import UserError
 from perl.config.evaluation import parse
-from perl.errors import UserError
 from perl.eval import main
 from tests.tiny import save_tiny, tiny_tokenizer
 

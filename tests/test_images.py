@@ -8,11 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
-from perl import checkpoints
 from perl.adapters.merge import merge_adapter
-from perl.errors import UserError
-from perl.images import decoded, filled, fitted, has_images, load_processing, read_images, tokenizer_of
-from perl.pixels import ImageInputs, image_arguments, image_inputs, split_images
+from perl.base.errors import UserError
+from perl.models import folders
+from perl.models.images import decoded, filled, fitted, has_images, load_processing, read_images, tokenizer_of
+from perl.models.pixels import ImageInputs, image_arguments, image_inputs, split_images
 from perl.prompts import build_messages, encode
 from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
@@ -214,13 +214,13 @@ def test_merged_weights_go_where_the_files_have_them(folder, tmp_path):
     """The hub's Qwen2.5-VL calls model.layers what transformers calls model.language_model.layers."""
     from peft import LoraConfig, get_peft_model
 
-    model = checkpoints.load_model(folder)
+    model = folders.load_model(folder)
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "qkv"], task_type="CAUSAL_LM"))
     move_adapter(wrapped, 0.1)
     wrapped.save_pretrained(tmp_path / "adapter")
     report = merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged")
     assert report.tensors == 4  # q_proj of two layers of the language model, qkv of two of the vision tower
-    base, merged = checkpoints.Checkpoint(folder), checkpoints.Checkpoint(tmp_path / "merged")
+    base, merged = folders.Checkpoint(folder), folders.Checkpoint(tmp_path / "merged")
     assert base.location == merged.location
     changed = {name for name in base.location if not torch.equal(base.read(name), merged.read(name))}
     assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)} | {
@@ -233,5 +233,5 @@ def test_merged_weights_go_where_the_files_have_them(folder, tmp_path):
     ids = torch.tensor([encode(processor, messages, [file])])
     arguments = {"input_ids": ids} | image_arguments([image_inputs(processor, [file])], ids, model.config)
     with torch.no_grad():
-        ours = checkpoints.load_model(tmp_path / "merged").eval()(**arguments).logits
+        ours = folders.load_model(tmp_path / "merged").eval()(**arguments).logits
         assert torch.allclose(ours, wrapped.eval()(**arguments).logits, atol=1e-4)

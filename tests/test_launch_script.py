@@ -135,7 +135,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, model, sums):
     ],
 )
 def test_the_plan_finds_every_mistake_before_anything_starts(tmp_path, model, sums, monkeypatch, changes, said):
-    from perl.errors import UserError
+    from perl.base.errors import UserError
     from perl.tools.launch import plan
 
     monkeypatch.delenv("NUM_PROCESSES", raising=False)
@@ -147,7 +147,7 @@ def test_the_plan_finds_every_mistake_before_anything_starts(tmp_path, model, su
 
 
 def test_the_plan_checks_the_batch_of_all_processes(model, sums, monkeypatch):
-    from perl.errors import UserError
+    from perl.base.errors import UserError
     from perl.tools.launch import plan
 
     monkeypatch.setenv("NUM_PROCESSES", "3")
@@ -158,7 +158,7 @@ def test_the_plan_checks_the_batch_of_all_processes(model, sums, monkeypatch):
 
 
 def test_one_device_needs_no_deepspeed_and_several_say_how_to_do_without(monkeypatch):
-    from perl.errors import UserError
+    from perl.base.errors import UserError
     from perl.tools import launch
 
     monkeypatch.delenv("ACCELERATE_CONFIG", raising=False)
@@ -179,7 +179,7 @@ def test_one_device_needs_no_deepspeed_and_several_say_how_to_do_without(monkeyp
 
 @pytest.mark.parametrize("content", ["", "- npu\n"])
 def test_a_file_of_accelerate_without_settings_is_one_line(content, monkeypatch, tmp_path):
-    from perl.errors import UserError
+    from perl.base.errors import UserError
     from perl.tools import launch
 
     (tmp_path / "mine.yaml").write_text(content)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from perl.errors import UserError, report_errors
-from perl.redact import HIDDEN, HideSecrets, drop_secrets, hide, is_secret_name, redact
+from perl.base.errors import UserError, report_errors
+from perl.base.redact import HIDDEN, HideSecrets, drop_secrets, hide, is_secret_name, redact
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,7 +78,7 @@ def test_a_text_without_its_secrets(monkeypatch):
 @pytest.mark.parametrize("recipe", ["--recipe my.yaml", "--recipe=my.yaml"])
 def test_what_command_line_and_recipe_say_is_known_to_every_text(tmp_path, recipe):
     (tmp_path / "my.yaml").write_text("reward: {kwargs: {api_key: c0rrectly, n: horse}}\n")
-    code = "from perl.redact import hide; print(hide('a b4tteries, b st4plers, c c0rrectly horse'))"
+    code = "from perl.base.redact import hide; print(hide('a b4tteries, b st4plers, c c0rrectly horse'))"
     words = ["--x.hub_token", "b4tteries", "--y", '{"api_key": "st4plers"}', *recipe.split()]
     command = [sys.executable, "-c", code, *words]
     env = os.environ | {"PYTHONPATH": str(ROOT)}

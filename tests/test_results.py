@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.base.files import atomic_write, read_json, write_json
 from perl.reports.training_run import read_training_run
-from perl.results import atomic_write, read_json, read_metrics, read_samples, write_json
+from perl.scoring.results import read_metrics, read_samples
 
 
 def test_only_whole_lines_with_a_key_and_a_number_are_records(tmp_path, caplog):

@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 
-from perl.errors import RankError, UserError
+from perl.base.errors import RankError, UserError
 from perl.grading import Grader
 from perl.records import Problem
-from perl.reward_files import row_of
-from perl.rewards import RewardContext, build_rewards, check_rewards
+from perl.rewards.files import row_of
+from perl.rewards.functions import RewardContext, build_rewards, check_rewards
 
 ONE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 BATCH = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
@@ -273,7 +273,7 @@ def test_a_long_prompt_and_completion_are_shown_by_their_beginning(reward):
 
 
 def test_memory_that_runs_out_in_a_reward_is_not_the_rewards_mistake(reward):
-    """perl.training.out_of_memory names the phase and what to change."""
+    """perl.runs.out_of_memory names the phase and what to change."""
     run = reward("import torch\ndef f(completions, **_):\n    raise torch.OutOfMemoryError('NPU out of memory')\n")
     with pytest.raises(torch.OutOfMemoryError):
         run(completions=["x"])

@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.grading import Grader
-from perl.rewards import RewardContext, build_rewards, check_rewards, check_tasks, grades_rows
+from perl.rewards.functions import RewardContext, build_rewards, check_rewards, check_tasks, grades_rows
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.noise.injector import NoiseInjector
-from perl.sharding import is_sharded, local, resharded, shard_of, whole
+from perl.device.sharding import is_sharded, local, resharded, shard_of, whole
 from perl.training.vllm_sync import merged_weights, save_adapter
 from tests.tiny import tiny_model
 

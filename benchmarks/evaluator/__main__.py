@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.evaluator import generation, grading, lm_eval
 from benchmarks.evaluator.ours import ROOT
-from perl.provenance import versions
-from perl.results import write_json
+from perl.base.files import write_json
+from perl.base.provenance import versions
 
 PARTS = ("raw", "dp2", "lm_eval", "grading")
 

@@ -94,7 +94,7 @@ def work_of(model: Path, rows: Sequence[Sample], core: int | None) -> Work:
     """The evaluator's rows, all of one sampling, as SamplingParams of vLLM's."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from perl.checkpoints import eos_token_ids
+    from perl.models.folders import eos_token_ids
 
     ends = eos_token_ids(str(model), AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model))
     sampling = rows[0].sampling

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._nodes import add_node, alive, kill_node, ray_cluster, raylet, workers_below
-from perl.results import SAMPLES, read_samples
+from perl.scoring.results import SAMPLES, read_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 MORE_SAMPLES = 8

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._nodes import alive
-from perl.results import METRICS
+from perl.runs.checkpoints import SAVING
+from perl.scoring.results import METRICS
 from perl.tools.supervise import children
-from perl.training.run_checkpoints import SAVING
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S, GONE_WITHIN_S = 240.0, 60.0

@@ -28,7 +28,7 @@ from perl.adapters.other_methods import (
     vera,
 )
 from perl.config.schema import PeftConfig
-from perl.sharding import Gather
+from perl.device.sharding import Gather
 
 if TYPE_CHECKING:
     import peft

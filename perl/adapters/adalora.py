@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 if TYPE_CHECKING:
     import peft

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perl import checkpoints
 from perl.adapters import ADAPTERS, Adapter
 from perl.adapters.none import has_adapter
+from perl.base.errors import UserError, lookup
 from perl.config.peft_fields import OF_ALL, TARGETS, reads_of
 from perl.config.schema import PeftConfig
-from perl.errors import UserError, lookup
+from perl.models import folders
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -118,11 +118,11 @@ def _without_weights(folder: Path, peft_config: Any) -> Any:
     import torch
     from peft import get_peft_model
 
-    config, linear = checkpoints.load_config(folder), {}
+    config, linear = folders.load_config(folder), {}
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come again with the weights
-            model = checkpoints.kind_of(config).from_config(config)
+            model = folders.kind_of(config).from_config(config)
             layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
             linear = dict.fromkeys(name.rpartition(".")[2] for name in layers)
             return get_peft_model(model, peft_config, low_cpu_mem_usage=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perl.sharding import is_split, local, whole
+from perl.device.sharding import is_split, local, whole
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError
 from perl.adapters.other_methods import float32_norms
 from perl.adapters.probe import float32_logits, probe_tokens
-from perl.checkpoints import (
+from perl.base.errors import UserError, lookup
+from perl.models.folders import (
     ADAPTER_WEIGHTS,
     INDEX,
     Checkpoint,
@@ -32,7 +33,6 @@ from perl.checkpoints import (
     require_whole_weights,
     written_whole,
 )
-from perl.errors import UserError, lookup
 
 if TYPE_CHECKING:
     import torch

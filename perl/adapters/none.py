@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perl.checkpoints import INDEX
-from perl.sharding import is_split
+from perl.device.sharding import is_split
+from perl.models.folders import INDEX
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 if TYPE_CHECKING:
     import peft

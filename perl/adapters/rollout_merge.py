@@ -25,9 +25,9 @@ from perl import device
 from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
 from perl.adapters.none import has_adapter
+from perl.device.sharding import resharded
 from perl.engines.base import warn_once
 from perl.engines.linear import pack, packable, unpack
-from perl.sharding import resharded
 
 log = logging.getLogger(__name__)
 

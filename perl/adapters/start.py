@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.adapters.merge import load_adapter, merge_adapter, read_report, warn_of_other_base
-from perl.checkpoints import content_hash, require_adapter
+from perl.base.errors import UserError
 from perl.config.adapter import FLAG
-from perl.errors import UserError
+from perl.models.folders import content_hash, require_adapter
 
 if TYPE_CHECKING:
     import torch

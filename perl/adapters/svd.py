@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl import device
 from perl.adapters.lora import lora
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 if TYPE_CHECKING:
     import peft

@@ -15,7 +15,7 @@ from perl.algorithms.grpo import CISPO, DR_GRPO, GDPO, GRPO, GRPO_PASSK, GSPO, L
 from perl.algorithms.ppo import PPO
 from perl.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 from perl.algorithms.rloo import GPG, OPO, RLOO
-from perl.errors import lookup
+from perl.base.errors import lookup
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": GRPO,

@@ -7,9 +7,9 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from perl.checkpoints import require_adapter
-from perl.errors import UserError
-from perl.paths import user_path
+from perl.base.errors import UserError
+from perl.base.paths import user_path
+from perl.models.folders import require_adapter
 
 FLAG = "--config.peft.adapter"
 OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from perl.base.errors import UserError
 from perl.config.harness import refuse_harness_flags
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
-from perl.errors import UserError
 
 
 @dataclass

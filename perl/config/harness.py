@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 MODEL_ARGS = {
     "pretrained": "--model",

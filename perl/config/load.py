@@ -14,6 +14,8 @@ import yaml
 from jsonargparse import Namespace
 
 from perl.algorithms import ALGORITHMS, settings_of
+from perl.base.errors import UserError, nearest
+from perl.base.redact import drop_secrets
 from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
 from perl.config.peft_fields import leave_out_other_methods
@@ -33,8 +35,6 @@ from perl.config.schema import (
     ValidationConfig,
 )
 from perl.config.unused_flags import RULES, Rule, flags_without_effect, recipe_without_effect
-from perl.errors import UserError, nearest
-from perl.redact import drop_secrets
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig

@@ -9,7 +9,7 @@ from typing import NoReturn
 import yaml
 from jsonargparse import ArgumentParser
 
-from perl.errors import UserError, nearest
+from perl.base.errors import UserError, nearest
 
 OTHER_NAMES = {
     "adv_estimator": ("name",),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jsonargparse import Namespace
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 
 class Range(NamedTuple):

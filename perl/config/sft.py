@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
+from perl.base.errors import UserError
 from perl.config.load import Parsed, Program, parse_for, resolve_aliases
 from perl.config.schema import CommonConfig, LoggingConfig, ModelConfig, PeftConfig, SFTDatasetConfig
 from perl.config.unused_flags import OF_ANY_TRAINING, Rule
-from perl.errors import UserError
 
 if TYPE_CHECKING:
     from perl.config.sft_training import SFTTrainingConfig

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from trl import GRPOConfig
 
 from perl import device
-from perl.errors import UserError
-from perl.redact import drop_secrets
+from perl.base.errors import UserError
+from perl.base.redact import drop_secrets
 
 if TYPE_CHECKING:
     import torch

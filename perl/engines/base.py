@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.records import Completion, Prompt, Sampling
 
 logger = logging.getLogger(__name__)

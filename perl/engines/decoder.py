@@ -31,6 +31,7 @@ import torch.distributed as dist
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from perl import device
+from perl.device.sharding import is_sharded
 from perl.engines import graphs
 from perl.engines.attention import adopt, layout_lost, numbers_of
 from perl.engines.base import warn_once
@@ -39,7 +40,6 @@ from perl.engines.sampling import sample, uniforms, validate
 from perl.engines.sequence import Sequence, left_pad, mark_seen
 from perl.engines.stock import generate_stock
 from perl.records import Sampling
-from perl.sharding import is_sharded
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -175,7 +175,8 @@ class Decoder:
             this alone is decoded alone.
         max_num_seqs: most sequences in flight; None is MAX_NUM_SEQS.
         capture: run decode steps as captured graphs where the accelerator and the model allow it (perl.engines.graphs).
-        kernel: one that reads the blocks of the cache itself (perl.kernels.PAGED), where it takes the model's numbers.
+        kernel: one that reads the blocks of the cache itself (perl.device.kernels.PAGED), where it takes the model's
+            numbers.
         block_size: tokens of a block of the cache; None is the device's (perl.engines.cache).
         generation_kwargs: fields of a GenerationConfig that the loop does not serve; with any of them, and for a model
             that it can't serve, the model's own `generate` draws instead (perl.engines.stock), which one line says.

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from perl import device
+from perl.device.sharding import is_of_zero3, is_sharded
 from perl.engines.base import warn_once
-from perl.sharding import is_of_zero3, is_sharded
 
 ROWS = 8
 """Rows are rounded up to a multiple of this, above 64 to a multiple of 64."""
@@ -68,7 +68,7 @@ class StepGraphs:
         made_for: what is baked into them besides shapes and the addresses of `state` and cache.
         state: what a step advances.
         max_rows, max_width: of the cache.
-        host_lengths: the step calls a kernel that reads the rows' lengths from the host (perl.kernels.Kernel).
+        host_lengths: the step calls a kernel that reads the rows' lengths from the host (perl.device.kernels.Kernel).
     """
 
     def __init__(

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from perl import device
-from perl.checkpoints import Checkpoint, eos_token_ids, load_config, load_model
+from perl.base.errors import UserError, lookup
 from perl.engines.base import Feed, require_room
 from perl.engines.decoder import Decoder
 from perl.engines.linear import prepacked
 from perl.engines.sampling import validate
 from perl.engines.sequence import Sequence
-from perl.errors import UserError, lookup
-from perl.images import load_processing, tokenizer_of
-from perl.pixels import make_images
+from perl.models.folders import Checkpoint, eos_token_ids, load_config, load_model
+from perl.models.images import load_processing, tokenizer_of
+from perl.models.pixels import make_images
 from perl.records import Completion, Prompt, Sampling
 
 logger = logging.getLogger(__name__)

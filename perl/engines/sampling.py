@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.records import Sampling
 
 if TYPE_CHECKING:

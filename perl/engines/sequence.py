@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from perl.pixels import MakeImages
+    from perl.models.pixels import MakeImages
 
 
 @dataclass(slots=True, eq=False)

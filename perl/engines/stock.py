@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from perl.checkpoints import token_ids
+from perl.device.sharding import is_sharded
 from perl.engines.sampling import sample, uniforms
 from perl.engines.sequence import Sequence, left_pad, mark_seen
-from perl.pixels import image_arguments
+from perl.models.folders import token_ids
+from perl.models.pixels import image_arguments
 from perl.records import Sampling
-from perl.sharding import is_sharded
 
 
 @torch.no_grad()

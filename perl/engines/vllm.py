@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl import device
-from perl.checkpoints import eos_token_ids, load_config, load_tokenizer, require_adapter, takes_images
+from perl.base.errors import UserError
 from perl.engines import vllm_memory
 from perl.engines.base import Feed, require_room
 from perl.engines.sampling import validate
-from perl.errors import UserError
-from perl.images import decoded
+from perl.models.folders import eos_token_ids, load_config, load_tokenizer, require_adapter, takes_images
+from perl.models.images import decoded
 from perl.records import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from perl import device
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 LARGEST_SHARE = 0.97
 """The driver and other libraries keep some of the device."""

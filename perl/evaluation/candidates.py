@@ -1,6 +1,6 @@
 """What is scored: a base alone, or a base with one adapter. A sweep scores several, each into a folder of its own.
 
-    result_dir/sweep.json            the table and the curve (perl.results.Sweep)
+    result_dir/sweep.json            the table and the curve (perl.scoring.results.Sweep)
     result_dir/logs/worker-N.log
     result_dir/CANDIDATE/            as the result_dir of a single evaluation: summary.json, merge.json
         DATASET/                     run.json, samples.jsonl, summary.json
@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perl.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, content_hash, require_adapter
-from perl.errors import UserError
-from perl.paths import user_path
-from perl.results import BEST_FILE
+from perl.base.errors import UserError
+from perl.base.paths import user_path
+from perl.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, content_hash, require_adapter
+from perl.scoring.results import BEST_FILE
 
 logger = logging.getLogger(__name__)
 

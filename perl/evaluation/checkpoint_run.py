@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.base.files import read_json, write_json
+from perl.base.provenance import provenance
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.contamination import trained_on
-from perl.evaluation.pool.worker import Batch, WeightsSpec
 from perl.evaluation.setup import MERGE_REPORT, Setup
 from perl.evaluation.store import Store
-from perl.provenance import provenance
 from perl.records import Completion, Sample
-from perl.results import SUMMARY, Generation, Summary, read_json, write_json
 from perl.scoring.problem_sets import ProblemSet
+from perl.scoring.results import SUMMARY, Generation, Summary
 from perl.scoring.summary import grading_of, summarize
+from perl.workers.worker import Batch, WeightsSpec
 
 logger = logging.getLogger(__name__)
 

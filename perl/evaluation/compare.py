@@ -23,19 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.base.files import read_json
 from perl.evaluation.store import differences, short
-from perl.results import (
-    RUN,
-    SAMPLES,
-    SUMMARY,
-    SWEEP,
-    SampleRecord,
-    read_json,
-    read_samples,
-    same_model,
-    samples_hash,
-)
+from perl.scoring.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_samples, same_model, samples_hash
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import paired_difference
 from perl.scoring.summary import problem_scores, shown

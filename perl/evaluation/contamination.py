@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.scoring.samples import cluster_of
 from perl.tasks import source_of
 from perl.tasks.trained import read_trained

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl.base.errors import UserError
+from perl.base.paths import user_path
 from perl.config.evaluation import EvalConfig
-from perl.errors import UserError
 from perl.grading import RULES
-from perl.paths import user_path
 from perl.records import Problem
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.tasks import TASKS, load_problems, problem_of_row, rows_of

@@ -9,7 +9,7 @@ from rich import progress
 from rich.console import Console
 from rich.text import Text
 
-from perl.results import SampleRecord
+from perl.scoring.results import SampleRecord
 
 LOG_EVERY_S = 30.0
 STARTING = "starting engines …"

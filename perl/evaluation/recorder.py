@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from perl.evaluation.store import Store
 from perl.grading import Grader
 from perl.records import Completion, Sample
-from perl.results import SampleRecord
+from perl.scoring.results import SampleRecord
 from perl.scoring.samples import record_of
 from perl.tasks import TASKS
 

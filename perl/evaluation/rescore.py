@@ -10,14 +10,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from perl.base.errors import UserError, lookup
+from perl.base.files import read_json, write_json
+from perl.base.provenance import provenance
 from perl.config.evaluation import EvalConfig
-from perl.errors import UserError, lookup
 from perl.evaluation.score_table import print_table
 from perl.evaluation.store import GRADING_HASH, Store, locked
 from perl.evaluation.sweep import print_sweep
 from perl.grading import Grader, rules_hash
-from perl.provenance import provenance
-from perl.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_json, write_json
+from perl.scoring.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord
 from perl.scoring.summary import grading_of, summarize
 from perl.tasks import TASKS
 

@@ -14,14 +14,15 @@ from typing import cast
 
 from rich.console import Console
 
+from perl.base.errors import UserError
+from perl.base.files import write_json
+from perl.base.provenance import provenance
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.engines.vllm import lora_rank
-from perl.errors import UserError
 from perl.evaluation.checkpoint_run import CheckpointRun, batches
 from perl.evaluation.compare import compare, print_comparison, require_common
 from perl.evaluation.contamination import warn_of_trained
 from perl.evaluation.datasets import load_problem_sets
-from perl.evaluation.pool.pool import WorkerError, WorkerPool
 from perl.evaluation.progress import Progress
 from perl.evaluation.recorder import Recorder
 from perl.evaluation.score_table import print_table
@@ -29,9 +30,9 @@ from perl.evaluation.setup import Setup, worker_specs
 from perl.evaluation.store import locked
 from perl.evaluation.sweep import SweepError, print_sweep, sweep_entry
 from perl.evaluation.tracking import check_tracker, log_results
-from perl.provenance import provenance
 from perl.records import Completion
-from perl.results import COMPARE, SWEEP, Generation, Summary, write_json
+from perl.scoring.results import COMPARE, SWEEP, Generation, Summary
+from perl.workers.pool import WorkerError, WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from perl.results import Summary
+from perl.scoring.results import Summary
 from perl.scoring.summary import shown
 
 

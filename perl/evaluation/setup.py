@@ -9,19 +9,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perl.checkpoints import content_hash, load_config, require_whole_weights, resolve_model
+from perl.base.errors import UserError
+from perl.base.files import read_json
+from perl.base.provenance import text_hash
 from perl.config.evaluation import EvalConfig, vllm_options
-from perl.errors import UserError
 from perl.evaluation.candidates import Candidate, find_candidates
-from perl.evaluation.pool.executors import EXECUTORS, Executor
-from perl.evaluation.pool.worker import WeightsSpec, WorkerSpec
 from perl.grading import rules_hash
-from perl.images import has_images, load_processing, tokenizer_of
+from perl.models.folders import content_hash, load_config, require_whole_weights, resolve_model
+from perl.models.images import has_images, load_processing, tokenizer_of
 from perl.prompts import require_chat_template, require_known, require_vocabulary
-from perl.provenance import text_hash
 from perl.records import Sample
-from perl.results import Identity, read_json
 from perl.scoring.problem_sets import ProblemSet
+from perl.scoring.results import Identity
+from perl.workers.executors import EXECUTORS, Executor
+from perl.workers.worker import WeightsSpec, WorkerSpec
 
 MERGE_REPORT = "merge.json"
 CONTEXT_STEP = 1024

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perl.errors import RankError, UserError
-from perl.results import RUN, SAMPLES, SampleRecord, atomic_write, json_line, read_json, read_samples, write_json
+from perl.base.errors import RankError, UserError
+from perl.base.files import atomic_write, json_line, read_json, write_json
+from perl.scoring.results import RUN, SAMPLES, SampleRecord, read_samples
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from perl.evaluation.candidates import Candidate
-from perl.results import MetricRecord, Summary, SweepEntry
+from perl.scoring.results import MetricRecord, Summary, SweepEntry
 from perl.scoring.summary import shown
 
 

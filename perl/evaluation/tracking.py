@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from perl.base.paths import user_path
+from perl.base.redact import drop_secrets
+from perl.base.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.candidates import Candidate
-from perl.paths import user_path
-from perl.redact import drop_secrets
 from perl.scoring.summary import shown
-from perl.tracking import WandbRun, hide_from_wandb, require_trackers, wandb_is_disabled, wandb_mode
 
 logger = logging.getLogger(__name__)
 

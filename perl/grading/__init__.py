@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from perl.errors import UserError, lookup
+from perl.base.errors import UserError, lookup
+from perl.base.provenance import text_hash
 from perl.grading.rules import RULES, Rule, is_number, is_unevaluated
 from perl.grading.verifier import MathVerifier, Question, Verdict
-from perl.provenance import text_hash
 from perl.records import Grade
 
 __all__ = ["MATH_VERIFY", "RULES", "Grader", "Rubric", "Rule", "rules_hash"]

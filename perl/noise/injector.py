@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from perl.errors import UserError
-from perl.sharding import local, resharded, shard_of, whole
+from perl.base.errors import UserError
+from perl.device.sharding import local, resharded, shard_of, whole
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.reports.curves import NAMES, Curves, spacing
 from perl.scoring.statistics import CONFIDENCE, t_quantile, t_tails
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perl.results import COMPARE, same_model, samples_hash
+from perl.scoring.results import COMPARE, same_model, samples_hash
 
 logger = logging.getLogger(__name__)
 

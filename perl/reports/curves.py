@@ -20,10 +20,10 @@ from typing import Any
 
 import yaml
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.reports.sources import find
 from perl.reports.training_run import is_training_run
-from perl.results import METRICS, last_attempt, read_metrics
+from perl.scoring.results import METRICS, last_attempt, read_metrics
 
 NAMES: dict[str, tuple[str, ...]] = {
     "reward": ("critic/score/mean", "critic/rewards/mean"),

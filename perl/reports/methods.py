@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.base.files import read_json, write_json
 from perl.reports.charts import running_mean, window
 from perl.reports.training_run import is_training_run, read_training_run
-from perl.results import read_json, read_scored, write_json
+from perl.scoring.results import read_scored
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import Change, Estimate, clustered_bootstrap, over_seeds, paired_over_seeds
 

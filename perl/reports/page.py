@@ -25,12 +25,13 @@ import yaml
 from markupsafe import Markup
 
 from perl.adapters.titles import TITLES
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.base.files import atomic_write
 from perl.reports import charts, embed, figures, training_run
 from perl.reports.results import Run
 from perl.reports.sources import Material, read_material
 from perl.reports.training_run import TrainingRun
-from perl.results import Summary, atomic_write
+from perl.scoring.results import Summary
 
 STYLES = ("palette.css", "charts.css", "report.css")
 STEPS_SCRIPTS = ("steps.js",)

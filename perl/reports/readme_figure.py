@@ -9,7 +9,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.reports import figures
 from perl.reports.figures import Figure
 from perl.reports.page import asset

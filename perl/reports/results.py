@@ -6,10 +6,11 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.base.files import read_json
 from perl.reports.comparisons import Comparison, read_comparison
-from perl.results import SAMPLES, SWEEP, Scored, Sweep, is_scored, read_json, read_scored
-from perl.results import SampleRecord as Record
+from perl.scoring.results import SAMPLES, SWEEP, Scored, Sweep, is_scored, read_scored
+from perl.scoring.results import SampleRecord as Record
 
 __all__ = ["Record", "Run", "Scored", "read_runs"]
 

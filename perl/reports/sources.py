@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.reports.results import Run, read_runs
 from perl.reports.training_run import TrainingRun, is_training_run, read_training_run
-from perl.results import SWEEP, VALIDATION, is_scored
+from perl.scoring.results import SWEEP, VALIDATION, is_scored
 
 DEPTH = 2
 """Folders below a given one in which results are looked for: before/sampled of the quickstart's."""

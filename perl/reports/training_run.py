@@ -1,4 +1,4 @@
-"""What a training left in its folder (perl.training.rundir, perl.training.callbacks), as a report shows it."""
+"""What a training left in its folder (perl.runs.rundir, perl.runs.callbacks), as a report shows it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
+from perl.base.errors import UserError
 from perl.config.peft_fields import reads_of
-from perl.errors import UserError
 from perl.records import clock
-from perl.results import METRICS, algorithm_of, read_metrics, title_of
+from perl.scoring.results import METRICS, algorithm_of, read_metrics, title_of
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.prompts import PromptStyle
 from perl.records import Problem, Sample, Sampling
 from perl.scoring.samples import folder_names, make_samples, sampling_of_task, style_of_task

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from perl.errors import UserError
-from perl.images import fitted, has_images
-from perl.paths import user_path
+from perl.base.errors import UserError
+from perl.base.paths import user_path
+from perl.models.images import fitted, has_images
 from perl.prompts import PromptStyle, build_messages, encode, row_seed
 from perl.records import Completion, Grade, Problem, Sample, Sampling
-from perl.results import SampleRecord
+from perl.scoring.results import SampleRecord
 from perl.tasks import TASKS
 from perl.tasks.trained import problem_hash
 
@@ -36,7 +36,7 @@ def make_samples(
     Args:
         dataset: `Sample.dataset`.
         styles: how prompts are built, by task.
-        tokenizer: or processor (perl.images.load_processing).
+        tokenizer: or processor (perl.models.images.load_processing).
     """
     samples = []
     for problem, key in zip(problems, problem_keys(problems), strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from perl.results import MetricRecord, RuleRecord, SampleRecord, Statistics
+from perl.scoring.results import MetricRecord, RuleRecord, SampleRecord, Statistics
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import (
     Estimate,

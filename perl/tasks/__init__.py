@@ -10,9 +10,9 @@ from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
-from perl.errors import UserError, lookup, nearest
+from perl.base.errors import UserError, lookup, nearest
+from perl.base.paths import user_path
 from perl.grading import RULES, Grader
-from perl.paths import user_path
 from perl.records import Problem
 from perl.tasks.files import SUFFIXES, Row, find_files, read_rows, require_characters
 from perl.tasks.hub import Hub, hub_rows

@@ -12,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TextIO
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 Row = dict[str, Any]
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")

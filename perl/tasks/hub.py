@@ -8,8 +8,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from perl.checkpoints import modelscope_variable
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.models.folders import modelscope_variable
 from perl.tasks.files import Row
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.grading.rules import normalize_number
-from perl.images import read_images
+from perl.models.images import read_images
 from perl.records import Message
 from perl.tasks.files import Row
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from perl.errors import UserError
-from perl.paths import user_path
+from perl.base.errors import UserError
+from perl.base.files import atomic_write
+from perl.base.paths import user_path
 from perl.records import Problem
-from perl.results import atomic_write
 from perl.tasks import source_of, training_split
 
 TRAINED_PROBLEMS = "trained_problems.json"

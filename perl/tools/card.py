@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from perl.paths import user_path
-from perl.training.model_card import CARD, add_results
+from perl.base.paths import user_path
+from perl.runs.model_card import CARD, add_results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,14 +13,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.base.files import write_json
+from perl.base.paths import user_path
 from perl.evaluation.compare import compare, print_comparison
-from perl.paths import user_path
 from perl.reports.agreement import LIMITS, Comparison, Runs, compare_runs, limit_in_words, remarks, verdict
 from perl.reports.agreement_page import write_agreement
 from perl.reports.curves import READERS, Curves, is_training, read_curves
 from perl.reports.page import NAME, write_report
-from perl.results import COMPARE, SAMPLES, SWEEP, write_json
+from perl.scoring.results import COMPARE, SAMPLES, SWEEP
 
 TRAINING_FLAGS = (
     "output", "reward_limit", "loss_limit", "error", "align", "window", "steps_per_rollout", "prompts_per_rollout",

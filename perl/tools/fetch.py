@@ -19,10 +19,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perl.checkpoints import load_model, load_tokenizer, written_whole
-from perl.errors import UserError, lookup
-from perl.paths import user_path
-from perl.results import write_json
+from perl.base.errors import UserError, lookup
+from perl.base.files import write_json
+from perl.base.paths import user_path
+from perl.models.folders import load_model, load_tokenizer, written_whole
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from perl.errors import UserError, lookup
+from perl.base.errors import UserError, lookup
+from perl.base.files import atomic_write
+from perl.base.paths import user_path
 from perl.grading import Grader
-from perl.paths import user_path
 from perl.records import Grade
-from perl.results import atomic_write
 from perl.tasks import TASKS, Task
 from perl.tasks.files import Row, check_suffix, read_rows
 

@@ -14,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from perl.errors import UserError, report_errors
+from perl.base.errors import UserError, report_errors
 
 STDOUT = 1
 if __name__ == "__main__":  # a shell evaluates what comes out: nothing that a library prints may be among it
@@ -26,7 +26,7 @@ with report_errors():  # without the environment, one line
 
     from perl import device
     from perl.config.load import parse
-    from perl.training.rundir import default_run_dir
+    from perl.runs.rundir import default_run_dir
 
 CONFIG_FOLDER = Path(__file__).parents[2] / "scripts" / "accelerate"
 CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from perl.adapters.merge import DTYPES, merge_adapter
-from perl.checkpoints import resolve_model
-from perl.paths import user_path
+from perl.base.paths import user_path
+from perl.models.folders import resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from perl.errors import UserError, lookup
+from perl.base.errors import UserError, lookup
+from perl.base.files import atomic_write
+from perl.base.paths import user_path
 from perl.grading import Grader
-from perl.paths import user_path
 from perl.prompts import build_messages
 from perl.records import Problem
-from perl.results import atomic_write
 from perl.tasks import TASKS, Task, failing_references, problem_of_row, rows_of
 from perl.tasks.files import Row, find_files, read_rows
 

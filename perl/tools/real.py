@@ -27,13 +27,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl import device
-from perl.checkpoints import resolve_model
+from perl.base.errors import Stopped, UserError, lookup
+from perl.base.files import add_row, read_rows, write_json
+from perl.base.paths import user_path
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
-from perl.errors import Stopped, UserError, lookup
-from perl.paths import user_path
+from perl.models.folders import resolve_model
 from perl.records import Sampling
-from perl.results import add_row, read_rows, write_json
 from perl.tools import stages
 from perl.tools.fetch import MODELS, RECORD
 from perl.tools.stages import (

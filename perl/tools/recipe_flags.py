@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from perl.base.errors import lookup
 from perl.config.load import GRPO, Program, build_parser
 from perl.config.sft import SFT
-from perl.errors import lookup
 
 PROGRAMS: dict[str, Program] = {"grpo": GRPO, "sft": SFT}
 """--method -> what trains by such a recipe."""

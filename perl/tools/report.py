@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from perl.base.paths import user_path
 from perl.evaluation.compare import compare
-from perl.paths import user_path
 from perl.reports.comparisons import Comparison
 from perl.reports.page import NAME, write_page
 from perl.reports.readme_figure import write_figure

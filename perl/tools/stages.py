@@ -19,7 +19,7 @@ from typing import IO, Literal
 from rich.console import Console
 
 from perl import device
-from perl.errors import EXIT_NOT_ALL_GENERATED, UserError
+from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError
 from perl.records import PROGRESS, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]

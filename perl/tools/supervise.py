@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from perl.errors import EXIT_USER_ERROR
+from perl.base.errors import EXIT_USER_ERROR
+from perl.base.redact import hide
 from perl.records import PROGRESS
-from perl.redact import hide
 
 SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")

@@ -30,11 +30,11 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import ModelOutput
 
-from perl.errors import UserError
-from perl.sharding import Gather, local, resharded, shard_of, whole
+from perl.base.errors import UserError
+from perl.device.sharding import Gather, local, resharded, shard_of, whole
+from perl.runs.checkpoints import CRITIC
 from perl.training.packing import Packed, Packing, Reader, Work, enable_packing, forward_arguments, pack, split_rows
 from perl.training.rollout import evaluation_mode
-from perl.training.run_checkpoints import CRITIC
 
 if TYPE_CHECKING:
     from perl.algorithms.algorithm import Scored
@@ -252,7 +252,7 @@ class Critic:
 
     def clip_apart(self, accelerator: Any, model: nn.Module, largest: float) -> torch.Tensor:
         """Clip the gradients of policy and critic to the norm `largest`, each by itself; the policy's norm, or the
-        critic's where that is not finite: no update may be made of either then (perl.training.nonfinite)."""
+        critic's where that is not finite: no update may be made of either then (perl.runs.nonfinite)."""
         policys = whole(accelerator.clip_grad_norm_(self.others(model), largest))
         own = whole(torch.nn.utils.clip_grad_norm_(self.parameters(), largest))
         self.measured.add_norm(own)

@@ -25,10 +25,10 @@ import torch
 from transformers import TrainerCallback
 from trl.data_utils import is_conversational
 
+from perl.base.errors import UserError
 from perl.engines.base import warn_once
-from perl.errors import UserError
 from perl.prompts import row_seed
-from perl.rewards import logged_name
+from perl.rewards.functions import logged_name
 from perl.training.loss import equal_rewards
 from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import Completions, RolloutRequest, Sampler
@@ -77,7 +77,7 @@ class Hooks:
     tokenize: Callable[[dict[str, Any]], list[int]]
     """Its prompt."""
     grade_early: Callable[[list[int], dict[str, Any]], Future[Any] | None] | None
-    """Starts to grade a completion (perl.rewards.GradeEarly), given its tokens."""
+    """Starts to grade a completion (perl.rewards.functions.GradeEarly), given its tokens."""
     judge: Callable[[dict[str, Any], list[list[int]]], Judged]
     """The rewards of a group's completions, given their tokens. Once for each group."""
 

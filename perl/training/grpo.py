@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from perl.adapters import ADAPTERS
 from perl.config.load import Config, parse
 from perl.grading import Grader
-from perl.rewards import build_rewards, grade_early, reward_context
-from perl.training.callbacks import StopOnSignal
-from perl.training.model_card import write_training_card
-from perl.training.out_of_memory import explain_out_of_memory
-from perl.training.preflight import Checked, check_processes, check_run
-from perl.training.reward_deadline import RewardDeadline
-from perl.training.run import (
+from perl.rewards.deadline import RewardDeadline
+from perl.rewards.functions import build_rewards, grade_early, reward_context
+from perl.runs.callbacks import StopOnSignal
+from perl.runs.checkpoints import CRITIC, SAVING
+from perl.runs.model_card import write_training_card
+from perl.runs.out_of_memory import explain_out_of_memory
+from perl.runs.run import (
     agree_on_folder,
     fit,
     hide_vllm,
@@ -27,10 +27,10 @@ from perl.training.run import (
     set_up_logging,
     users_error,
 )
-from perl.training.run_checkpoints import CRITIC, SAVING
-from perl.training.setup import load_critic_base, load_model
+from perl.runs.setup import check_processes, load_critic_base, load_model
+from perl.runs.vision import language_part
+from perl.training.preflight import Checked, check_run
 from perl.training.validation import Validation
-from perl.training.vision import language_part
 
 if TYPE_CHECKING:
     from perl.training.trainer import PerlGRPOTrainer

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from perl.base.errors import RankError
 from perl.engines.base import warn_once
-from perl.errors import RankError
 
 TOLERANCE = {4: 1e-3, 2: 0.2}
 """Largest mean difference between the sampler's and the trainer's log-probabilities, in nats, by bytes of the numbers

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from perl.runs.metrics import RolloutStatistics
 from perl.training.loss import PolicyDrift, SamplerDifference, warn_of_difference
-from perl.training.metrics import RolloutStatistics
 
 
 class Measurements:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from perl import device
-from perl.checkpoints import takes_images
 from perl.engines.attention import numbers_of
-from perl.training.metrics import ModelSize, Work, update_flops
+from perl.models.folders import takes_images
+from perl.runs.metrics import ModelSize, Work, update_flops
 from perl.training.packing import enable_packing, prompt_work, row_work
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 from perl.device import takes_bottom_right
 from perl.engines.attention import adopt, layout_lost
 from perl.engines.decoder import unsupported_reason
-from perl.training.metrics import Work, sequences
+from perl.runs.metrics import Work, sequences
 
 if TYPE_CHECKING:
     from perl.device import Kernel
@@ -63,7 +63,7 @@ class Packing:
     Args:
         groups: cover the sequence, in its order.
         scored: int64 [completion tokens], on the model's device: places whose hidden states the output layer gets.
-        kernel: one for rows of different lengths (perl.kernels.VARLEN), used where it takes the numbers.
+        kernel: one for rows of different lengths (perl.device.kernels.VARLEN), used where it takes the numbers.
         critics: what of the sequence is the critic's; None: nothing.
     """
 

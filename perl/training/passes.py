@@ -21,14 +21,14 @@ from trl.trainer.utils import use_adapter
 
 from perl.config.training import TrainingConfig
 from perl.noise.injector import NoiseInjector
-from perl.training.adapter_trainer import AdapterTrainer
+from perl.runs.adapter_trainer import AdapterTrainer
+from perl.runs.metrics import StepClock
+from perl.runs.vision import images_of, in_chunks
 from perl.training.critic import Critic
 from perl.training.loss import TokenLogProbs
-from perl.training.metrics import StepClock
 from perl.training.microbatches import UpdatePlan
 from perl.training.packing import log_probs
 from perl.training.rollout import Weights, sampling_weights
-from perl.training.vision import images_of, in_chunks
 
 
 class PolicyPasses(AdapterTrainer, GRPOTrainer):

@@ -7,7 +7,6 @@ before it starts any, so that a mistake is one line and exit code 2 there too, a
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,31 +19,31 @@ from perl.adapters import ADAPTERS
 from perl.adapters.applied import check_layers, check_method
 from perl.adapters.none import NO_ADAPTER
 from perl.algorithms import ALGORITHMS
-from perl.checkpoints import resolve_model
+from perl.base.errors import UserError, lookup
 from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.vllm import cannot_serve
-from perl.errors import UserError, lookup
 from perl.grading import Grader
-from perl.rewards import build_rewards, check_tasks, grades_rows, reward_context
-from perl.training import run_checkpoints, rundir
-from perl.training.microbatches import LOSS_TYPES
-from perl.training.rollout import require_possible, sampling_of
-from perl.training.setup import (
+from perl.models.folders import resolve_model
+from perl.rewards.functions import build_rewards, check_tasks, grades_rows, reward_context
+from perl.runs import checkpoints, rundir
+from perl.runs.setup import (
     MODEL_FLAG,
     PROBLEM,
     build_dataset,
     check_critic_base,
+    check_length,
     limits_of,
     load_tokenizer,
     model_dtype,
 )
-from perl.training.tracking import check_trackers
+from perl.runs.tracking import check_trackers
+from perl.runs.vision import check_images, language_part
+from perl.training.microbatches import LOSS_TYPES
+from perl.training.rollout import require_possible, sampling_of
 from perl.training.validation_setup import ValidationSetup, set_up_validation
-from perl.training.vision import check_images, language_part
 
 if TYPE_CHECKING:
-    from perl.config.sft_training import SFTTrainingConfig
     from perl.config.training import TrainingConfig
 
 CHOICES = {
@@ -72,25 +71,6 @@ class Checked:
     """What the run validates on; None where no dataset is named."""
 
 
-def check_processes(module: str = "perl.train") -> None:
-    """As many processes as devices at most, one device for each. Before the configuration is built, which starts the
-    process group."""
-    devices, local = device.detect(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    variable = device.VISIBILITY_VARIABLE[devices.kind]
-    if variable is None:
-        return
-    if local > devices.count:
-        raise UserError(
-            f"{local} processes but only {devices.count} {devices.kind} device(s) are visible;"
-            f" start accelerate with --num_processes {devices.count}, or look at {variable}"
-        )
-    if "LOCAL_RANK" not in os.environ and devices.count > 1:
-        raise UserError(
-            f"one process sees {devices.count} {devices.kind} devices; set {variable}=0, or start with"
-            f" accelerate launch --num_processes {devices.count} -m {module}"
-        )
-
-
 def check_run(config: Config, run_dir: Path) -> Checked:
     """All other checks, the cheap ones first: fields, rewards, the run's folder, tokenizer, data.
 
@@ -104,10 +84,10 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     model_dtype(config)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
         build_rewards(config.reward.functions, reward_context(config, grader))
-    checkpoint = run_checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
-    run_checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
-    run_checkpoints.check_made(checkpoint, config.training)
-    rundir.check_folder(run_dir, resuming=run_checkpoints.goes_on(config.training.resume_from_checkpoint))
+    checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
+    checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
+    checkpoints.check_made(checkpoint, config.training)
+    rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_critic_base(config, tokenizer)
     check_images(config, tokenizer)
@@ -145,19 +125,6 @@ def check_training(training: TrainingConfig) -> None:
         raise UserError(
             "--config.training.sync_ref_model: the reference is the model that the run begins with, and never changes;"
             " leave it out"
-        )
-
-
-def check_length(training: TrainingConfig | SFTTrainingConfig) -> None:
-    """There must be a step to make."""
-    if training.max_steps == 0 or training.max_steps < -1:
-        raise UserError(
-            f"--config.training.max_steps {training.max_steps}: no step to train; write a number from 1, or -1 to train"
-            " for num_train_epochs"
-        )
-    if training.max_steps == -1 and training.num_train_epochs <= 0:
-        raise UserError(
-            f"--config.training.num_train_epochs {training.num_train_epochs}: no step to train; write a number above 0"
         )
 
 

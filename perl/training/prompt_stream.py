@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.prompts import row_seed
 
 

@@ -22,15 +22,15 @@ from transformers import GenerationConfig
 from perl import device
 from perl.adapters.none import RolloutCopies
 from perl.adapters.rollout_merge import RolloutMerge
-from perl.checkpoints import token_ids
+from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.engines.attention import stock_attention
 from perl.engines.decoder import Decoder
 from perl.engines.sequence import Sequence
 from perl.engines.stock import generate_plain, generate_stock
-from perl.errors import UserError
+from perl.models.folders import token_ids
+from perl.models.pixels import MakeImages
 from perl.noise.injector import NoiseInjector
-from perl.pixels import MakeImages
 from perl.prompts import row_seed
 from perl.records import Sampling
 

@@ -14,7 +14,7 @@ One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these met
     _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
     log, _save_own                                      measurements, aqn/…; process_state: rollouts still to be used
 
-`with self.clock(…)` marks the phases that perl/training/metrics.py measures; what is in none is the update.
+`with self.clock(…)` marks the phases that perl/runs/metrics.py measures; what is in none is the update.
 """
 
 from __future__ import annotations
@@ -39,17 +39,21 @@ from perl.algorithms.algorithm import Scored
 from perl.algorithms.grpo import group_relative
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 from perl.algorithms.ppo import generalized
+from perl.base.errors import UserError
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.engines.sequence import left_pad
-from perl.errors import UserError
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
 from perl.prompts import truncated
 from perl.records import Sampling
-from perl.rewards import GradeEarly
-from perl.training.adapter_trainer import WriteCard
+from perl.rewards.functions import GradeEarly
+from perl.runs.adapter_trainer import WriteCard
+from perl.runs.metrics import StepClock, add_step, model_size, sequences
+from perl.runs.nonfinite import Rewarded, require_finite_weights, save_batch
+from perl.runs.process_state import RolloutState
+from perl.runs.vision import rollout_images, trl_fields
 from perl.training.critic import Critic, prepare_own_base
 from perl.training.dynamic_sampling import Collected, DynamicSampling, Hooks, Judged, as_batch, compared_reward
 from perl.training.loss import (
@@ -64,12 +68,9 @@ from perl.training.loss import (
     require_same_policy,
 )
 from perl.training.measurements import Measurements
-from perl.training.metrics import StepClock, add_step, model_size, sequences
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
-from perl.training.nonfinite import Rewarded, require_finite_weights, save_batch
 from perl.training.packing import enable_packing
 from perl.training.passes import PolicyPasses
-from perl.training.process_state import RolloutState
 from perl.training.prompt_stream import PromptStream
 from perl.training.rollout import (
     Completions,
@@ -83,7 +84,6 @@ from perl.training.rollout import (
 )
 from perl.training.trl_patches import on_this_process_alone, reference_kept, reference_loaded_like, vllm_started_by
 from perl.training.validation import Validation
-from perl.training.vision import rollout_images, trl_fields
 from perl.training.vllm_sampler import VLLMSampler
 from perl.training.vllm_sync import VLLMSync
 

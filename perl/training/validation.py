@@ -28,12 +28,18 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 
-from perl import checkpoints, device
+from perl import device
+from perl.base.files import atomic_write, json_line, write_json
+from perl.base.provenance import provenance, text_hash
 from perl.grading import Grader, rules_hash
-from perl.pixels import make_images
-from perl.provenance import provenance, text_hash
+from perl.models import folders
+from perl.models.pixels import make_images
 from perl.records import Completion, Sample
-from perl.results import (
+from perl.rewards.functions import grade_rows
+from perl.runs.checkpoints import SAVING, put_in_place
+from perl.runs.together import failing_together
+from perl.scoring.problem_sets import ProblemSet
+from perl.scoring.results import (
     BEST,
     BEST_FILE,
     METRICS,
@@ -42,19 +48,12 @@ from perl.results import (
     VALIDATION,
     SampleRecord,
     Summary,
-    atomic_write,
-    json_line,
     read_metrics,
-    write_json,
 )
-from perl.rewards import grade_rows
-from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.samples import record_of
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
 from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
-from perl.training.run_checkpoints import SAVING, put_in_place
-from perl.training.together import failing_together
 from perl.training.validation_setup import ValidationSetup
 
 log = logging.getLogger(__name__)
@@ -347,4 +346,4 @@ def _provenance() -> dict[str, Any]:
 
 @functools.cache
 def _base_hash(model: Path) -> str:
-    return checkpoints.content_hash(model)
+    return folders.content_hash(model)

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perl import checkpoints
 from perl.adapters import ADAPTERS
-from perl.checkpoints import resolve_model
+from perl.base.errors import UserError
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
-from perl.errors import UserError
-from perl.images import tokenizer_of
+from perl.models import folders
+from perl.models.folders import resolve_model
+from perl.models.images import tokenizer_of
+from perl.runs.setup import merged_base
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.scoring.samples import cluster_of
 from perl.tasks import TASKS, load_problems
 from perl.training.rollout import EvaluatorRules
-from perl.training.setup import merged_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def set_up_validation(
     if not validation.datasets:
         return None
     model = resolve_model(config.model.model_name_or_path, "--config.model.model_name_or_path")
-    model_config = checkpoints.load_config(model)
+    model_config = folders.load_config(model)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if config.training.use_vllm and (limit := config.training.vllm_max_model_length):
         context = min(limit, context or limit)
@@ -91,7 +91,7 @@ def set_up_validation(
         if config.training.use_vllm and config.training.vllm_mode == "server":
             _require_greedy(problem_set)
         _warn_of_trained(problem_set, trained)
-    eos_token_ids = checkpoints.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
+    eos_token_ids = folders.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
     merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationSetup(
         config=validation,

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from perl.device.sharding import Gather
 from perl.engines.base import warn_once
 from perl.noise.injector import NoiseInjector
 from perl.records import Sampling
-from perl.sharding import Gather
 from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest, Weights, realized
 from perl.training.vllm_sync import VLLMSync
 

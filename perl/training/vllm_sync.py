@@ -30,9 +30,9 @@ from torch import nn
 from perl import device
 from perl.adapters.layers import adapted_layers
 from perl.adapters.none import NO_ADAPTER, has_adapter
+from perl.base.errors import UserError
+from perl.device.sharding import Gather, resharded, whole, whole_of
 from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank
-from perl.errors import UserError
-from perl.sharding import Gather, resharded, whole, whole_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from perl.adapters.merge import merge_adapter, read_report
-from perl.checkpoints import Checkpoint, content_hash, resolve_model
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.models.folders import Checkpoint, content_hash, resolve_model
 from perl.tools import merge
 from tests.tiny import tiny_model
 

@@ -17,14 +17,14 @@ from perl.adapters.adalora import RankSchedule, target_rank
 from perl.adapters.applied import applied, check_layers, check_method
 from perl.adapters.merge import merge_adapter
 from perl.adapters.titles import TITLES
+from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.config.peft_fields import READS, reads_of
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines.vllm import cannot_serve
-from perl.errors import UserError
 from perl.noise.injector import NoiseInjector
+from perl.runs.adapter_trainer import AllocateRanks
 from perl.tools.plan.inputs import shape_of
-from perl.training.adapter_trainer import AllocateRanks
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 

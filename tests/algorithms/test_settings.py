@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from perl.algorithms import ALGORITHMS
+from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.errors import UserError
 from tests.docs_commands import ROOT
 
 

@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 
 from benchmarks import adapter_paths, algorithms, aqn, real, reward_curves
 from benchmarks._learning import is_there, markdown, panels, write_between
-from perl.checkpoints import load_model
-from perl.errors import UserError
-from perl.results import add_row, read_rows
+from perl.base.errors import UserError
+from perl.base.files import add_row, read_rows
+from perl.models.folders import load_model
 from perl.tools.quickstart.base import BASE_FOLDER
 from perl.tools.quickstart.problems import DATA_FOLDER
 from perl.tools.stages import ROOT

@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from perl.adapters.applied import check_method
+from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.config.schema import GROUPS
 from perl.config.unused_flags import RULES
-from perl.errors import UserError
 
 
 def message(*argv):

@@ -20,9 +20,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from perl.base.errors import UserError
 from perl.engines.decoder import REFILL_SHARE, unsupported_reason
 from perl.engines.sequence import Sequence, left_pad
-from perl.errors import UserError
 from perl.records import Sampling
 from tests.engines.models import EOS, SHAPE, decode, decoder, make_sequences, prompts, stock, tiny
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from perl.base.errors import UserError
 from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
-from perl.errors import UserError
 from perl.records import Prompt, Sampling
 from tests.engines.models import prompts
 from tests.tiny import save_tiny, tiny_tokenizer

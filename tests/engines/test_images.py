@@ -5,11 +5,11 @@ import importlib.util
 import pytest
 import torch
 
+from perl.base.errors import UserError
 from perl.engines.hf import HFEngine
 from perl.engines.vllm import require_torchvision
-from perl.errors import UserError
-from perl.images import fitted
-from perl.pixels import image_arguments, image_inputs
+from perl.models.images import fitted
+from perl.models.pixels import image_arguments, image_inputs
 from perl.prompts import encode, row_seed
 from perl.records import Prompt, Sampling
 from tests.tiny import geometry_rows, save_tiny_vision

@@ -6,8 +6,8 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from perl.base.errors import UserError
 from perl.engines.sampling import NUCLEUS_GUESS, filter_logits, sample, uniforms, validate
-from perl.errors import UserError
 from perl.records import Sampling
 
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from perl.adapters import ADAPTERS
 from perl.adapters.merge import merge_adapter
+from perl.base.errors import UserError
 from perl.config.schema import PeftConfig
 from perl.engines import ENGINES
 from perl.engines.vllm import lora_rank, require_vllm, resolve_dtype
-from perl.errors import UserError
 from perl.records import Completion, Prompt, Sampling
 from tests.tiny import save_tiny
 

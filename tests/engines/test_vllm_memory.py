@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from perl.base.errors import UserError
 from perl.engines import ENGINES
 from perl.engines.vllm_memory import Start, advice, explain
-from perl.errors import UserError
 from tests.tiny import save_tiny, tiny_tokenizer
 
 ON_80_GIB = Start(share=0.9, eager=False, total_gib=80)

@@ -17,11 +17,11 @@ import pytest
 pytest.importorskip("ray")
 
 from benchmarks._nodes import add_node, kill_node, ray_cluster, raylet, workers_below
+from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig, parse
-from perl.errors import UserError
-from perl.evaluation.pool.cluster import WorkerActor, slots_of
-from perl.evaluation.pool.executors import EXECUTORS
-from perl.evaluation.pool.worker import Failed, WeightsSpec, WorkerSpec, require_device
+from perl.workers.cluster import WorkerActor, slots_of
+from perl.workers.executors import EXECUTORS
+from perl.workers.worker import Failed, WeightsSpec, WorkerSpec, require_device
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import lines, wait_for
 

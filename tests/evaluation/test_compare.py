@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perl.__main__ import main
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.evaluation.compare import compare, verdict
 from perl.scoring.statistics import paired_difference
 

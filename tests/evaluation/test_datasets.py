@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
-from perl.errors import UserError
 from perl.evaluation.datasets import given, load_problem_set, load_problem_sets
 from perl.prompts import PromptStyle, build_messages, row_seed
 from perl.records import Problem

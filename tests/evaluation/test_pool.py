@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from perl.engines.hf import HFEngine
-from perl.evaluation.pool import pool as module
-from perl.evaluation.pool.local import LocalExecutor
-from perl.evaluation.pool.pool import WorkerError, WorkerPool
-from perl.evaluation.pool.retries import TWICE_ALONE
-from perl.evaluation.pool.worker import Batch, WeightsSpec, WorkerSpec
 from perl.records import Problem, Sample, Sampling
+from perl.workers import pool as module
+from perl.workers.local import LocalExecutor
+from perl.workers.pool import WorkerError, WorkerPool
+from perl.workers.retries import TWICE_ALONE
+from perl.workers.worker import Batch, WeightsSpec, WorkerSpec
 from tests.evaluation.poison import POISON, Hook, Late
 
 CONTEXT = 48

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from perl.evaluation import progress
 from perl.evaluation.progress import Progress
-from perl.results import SampleRecord
+from perl.scoring.results import SampleRecord
 
 
 def test_a_file_gets_a_line_with_counts_rate_and_accuracy(monkeypatch):

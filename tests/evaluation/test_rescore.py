@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from perl.base.errors import UserError
 from perl.config.evaluation import parse
-from perl.errors import UserError
 from perl.eval import main
 from perl.evaluation.run import evaluate
 from perl.evaluation.store import Store, locked

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from perl.evaluation.pool.retries import SIBLINGS, TWICE_ALONE, Retries
 from perl.records import Problem, Sample
+from perl.workers.retries import SIBLINGS, TWICE_ALONE, Retries
 
 PROBLEM = Problem(task="gsm8k", question="?", gold="1")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
-from perl.errors import UserError
 from perl.eval import main
 from perl.evaluation.run import evaluate
 from tests.evaluation.conftest import read

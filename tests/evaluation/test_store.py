@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.evaluation.store import Store, differences, locked
 
 IDENTITY = {"base_hash": "b1", "sampling": {"temperature": 1.0, "top_p": 1.0}}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
-from perl.errors import UserError
 from perl.eval import main
 from perl.evaluation.candidates import find_candidates
 from perl.evaluation.checkpoint_run import MERGED, CheckpointRun, batches

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
+from perl.base.errors import UserError
+from perl.base.tracking import WandbRun
 from perl.config.evaluation import EvalConfig
-from perl.errors import UserError
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.run import evaluate
 from perl.evaluation.tracking import log_results, training_run
-from perl.tracking import WandbRun
 
 ESTIMATE = {"value": 0.5, "low": 0.25, "high": 0.75}
 METRICS = {"accuracy": ESTIMATE, "avg@1": ESTIMATE, "pass@1": ESTIMATE}

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from perl.adapters.merge import merge_adapter
 from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
-from perl.evaluation.pool.worker import Batch, Inbox, Restart, Result, WeightsSpec, completed
 from perl.records import Problem, Sample, Sampling
+from perl.workers.worker import Batch, Inbox, Restart, Result, WeightsSpec, completed
 from tests.tiny import save_tiny
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=12)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.grading import Grader, Rubric
 from perl.grading.verifier import CHUNK
 from perl.grading.worker import judge

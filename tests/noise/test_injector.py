@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.noise.injector import NoiseInjector, find_targets
 from tests.tiny import tiny_model
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig
-from perl.errors import UserError
 from perl.noise.injector import NoiseInjector
 from perl.noise.size import size_metrics, size_warning
 from tests.tiny import tiny_model

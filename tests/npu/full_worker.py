@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from perl.config.schema import NoiseConfig
-from perl.sharding import whole
-from perl.training.run import save_result
+from perl.device.sharding import whole
+from perl.runs.run import save_result
 from tests.ranks import leave
 from tests.trainers import make_trainer
 

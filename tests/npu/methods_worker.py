@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from perl.adapters import ADAPTERS
 from perl.adapters.applied import check_method
 from perl.adapters.start import whole_weights
+from perl.base.errors import UserError
 from perl.config.peft_fields import reads_of
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.config.training import TrainingConfig
-from perl.errors import UserError
-from perl.sharding import whole
+from perl.device.sharding import whole
 from tests.trainers import SETTINGS, make_trainer, reward_tokens
 
 OWN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "oft_block_size": 8, "adalora_target_r": 2}

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from perl.errors import RunError
+from perl.base.errors import RunError
 from tests.ranks import leave
 from tests.trainers import make_trainer, reward_tokens
 from tests.training.poison import Steps, poison

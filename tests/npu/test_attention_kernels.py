@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from perl import device, kernels
+from perl import device
+from perl.device import kernels
 
 pytestmark = pytest.mark.npu
 

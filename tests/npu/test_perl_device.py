@@ -10,7 +10,8 @@ from perl import device
 pytestmark = pytest.mark.npu
 
 WORKERS = """
-from perl import device, errors
+from perl import device
+from perl.base import errors
 def worker(*arguments):
     try:
         return device.worker_environment(*arguments)

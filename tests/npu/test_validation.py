@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.run import evaluate
-from perl.results import read_samples
+from perl.scoring.results import read_samples
 from tests.npu.test_training import CONFIGS, zero3_with_nothing_persistent
 from tests.tiny import save_tiny
 

@@ -27,9 +27,9 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from perl.base.errors import UserError
 from perl.config.load import GROUPS, parse
 from perl.config.schema import NoiseConfig
-from perl.errors import UserError
 from perl.evaluation.store import differences
 from perl.grading import RULES, Grader
 from perl.grading.stated import equal, parse_answer

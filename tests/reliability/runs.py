@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.errors import report_errors
+from perl.base.errors import report_errors
 from tests.reliability.cases import Case
 from tests.reliability.place import Place
 

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
+from perl.runs.checkpoints import last_whole_checkpoint
 from perl.train import main
-from perl.training.run_checkpoints import last_whole_checkpoint
 from tests.reliability.place import Place
 
 NUMBERS = {"SIGTERM": 143, "SIGINT": 130}
 PHASES = {
     "rollout": "perl.training.rollout.RolloutPolicy.complete",
     "update": "perl.training.trainer.PerlGRPOTrainer._compute_loss",
-    "checkpoint": "perl.training.process_state.save",
+    "checkpoint": "perl.runs.process_state.save",
     "validation": "perl.training.validation.Validation.complete",
 }
 """Phase -> a function that is called in it."""
@@ -94,7 +94,7 @@ def test_a_signal_while_the_result_is_saved(tmp_path, monkeypatch, capfd):
     """It was promised a checkpoint after a step."""
     monkeypatch.chdir(tmp_path)
     words = Place(tmp_path).train()
-    signalled(monkeypatch, "perl.training.run.save_result", signal.SIGTERM)
+    signalled(monkeypatch, "perl.runs.run.save_result", signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", ["perl.train", *words])
     main()  # ends as it would have without the signal
     said = (

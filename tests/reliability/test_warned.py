@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from perl.checkpoints import load_model
 from perl.config.schema import DatasetConfig
+from perl.models.folders import load_model
+from perl.runs.setup import Limits, build_dataset
 from perl.training.grpo import train
-from perl.training.setup import Limits, build_dataset
 from tests.reliability.place import Place, field
 from tests.tiny import tiny_tokenizer
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from perl.provenance import provenance
+from perl.base.provenance import provenance
 from perl.tasks import TASKS
 
 FLAGS = (

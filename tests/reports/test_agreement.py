@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from perl.__main__ import main
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.reports.agreement import LIMITS, compare_runs, welch
 from perl.reports.agreement_page import sides
 from perl.reports.curves import Curves

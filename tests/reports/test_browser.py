@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from perl.__main__ import main
+from perl.base.provenance import provenance
 from perl.prompts import PromptStyle
-from perl.provenance import provenance
 from perl.reports.page import write_report
 from tests.reports.conftest import record, write_results
 

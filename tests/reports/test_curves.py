@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import wandb
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.reports.curves import read_curves
-from perl.training.callbacks import MetricsWriter
+from perl.runs.callbacks import MetricsWriter
 from tests.reports.conftest import logged, write_training
 from tests.trainers import make_trainer
 

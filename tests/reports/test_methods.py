@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.reports.methods import GREEDY, SAMPLED, Place, Run, as_json, compare, curve_of, last_part
 from tests.reports.conftest import logged, record, write_results, write_training
 

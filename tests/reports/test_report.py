@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from perl.__main__ import main
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.reports import charts, embed, figures
 from perl.reports.charts import Curve, Point
 from perl.reports.comparisons import read_comparison

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from perl.__main__ import main
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.records import clock
 from perl.reports import charts, embed, figures
 from perl.reports.charts import Bars, Line, Point

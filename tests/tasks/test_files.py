@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.tasks import files, load_problems
 from perl.tasks.files import read_rows
 

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.grading import Grader
 from perl.prompts import build_messages
 from perl.records import Problem

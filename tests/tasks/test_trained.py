@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.records import Problem
 from perl.tasks import load_problems, source_of
 from perl.tasks.trained import TRAINED_PROBLEMS, problem_hash, read_trained, write_trained

@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from wandb.proto.wandb_internal_pb2 import Record
 
 from perl import __version__
-from perl.checkpoints import content_hash
-from perl.tracking import WandbRun
+from perl.base.tracking import WandbRun
+from perl.models.folders import content_hash
 from tests.training.local_hub import local_hub
 from tests.training.small_run import ROOT, small_run
 

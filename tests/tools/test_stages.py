@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.records import Sampling
 from perl.tools import stages
 from tests.tiny import save_tiny

@@ -18,8 +18,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from perl.__main__ import main
+from perl.base.errors import UserError
 from perl.config.load import GRPO
-from perl.errors import UserError
 from perl.reports.methods import COMPARISON, PAGE, SETTINGS, STATE, Run
 from perl.tools.stages import HERE, StageError, alone
 from perl.tools.sweep import cli, work

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from perl.sharding import whole
+from perl.device.sharding import whole
 
 
 def poison(trainer: Any, what: str, steps: Collection[int]) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from perl.training.callbacks import MetricsWriter, ProgressLine, StopOnSignal
+from perl.runs.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 
 
 def test_a_signal_that_another_process_had_first_is_not_a_second_one(monkeypatch):

@@ -9,13 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from perl.algorithms.ppo import gae
+from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.errors import UserError
+from perl.runs.checkpoints import CRITIC, check_critic
+from perl.runs.setup import check_critic_base, load_critic_base
 from perl.training.critic import SCALE, value_loss
 from perl.training.grpo import save_critic
 from perl.training.passes import tokens_of
-from perl.training.run_checkpoints import CRITIC, check_critic
-from perl.training.setup import check_critic_base, load_critic_base
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.errors import UserError
 from perl.prompts import row_seed
 from perl.training import dynamic_sampling
 from perl.training.dynamic_sampling import Collection, Hooks, Judged

@@ -12,20 +12,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from perl.adapters.none import RolloutCopies, loses_updates, store_as, trained_dtype
-from perl.checkpoints import content_hash
+from perl.base.errors import UserError
 from perl.config.evaluation import parse as parse_eval
 from perl.config.load import parse
 from perl.config.schema import NoiseConfig
 from perl.config.sft import parse as parse_sft
-from perl.errors import UserError
 from perl.evaluation.run import evaluate
-from perl.results import same_model
-from perl.training import out_of_memory
+from perl.finetuning.sft import fine_tune
+from perl.models.folders import content_hash
+from perl.runs import out_of_memory
+from perl.runs.model_card import add_results
+from perl.runs.setup import load_model
+from perl.scoring.results import same_model
 from perl.training.grpo import train
-from perl.training.model_card import add_results
 from perl.training.preflight import check_engine
-from perl.training.setup import load_model
-from perl.training.sft import fine_tune
 from perl.training.vllm_sync import merged_weights
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import make_trainer

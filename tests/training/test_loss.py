@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from perl.errors import RankError
+from perl.base.errors import RankError
 from perl.training.loss import (
     Difference,
     PolicyDrift,

@@ -7,10 +7,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig
-from perl.errors import UserError
 from perl.noise.schedule import Adapted, adapt
-from perl.training.process_state import state_file
+from perl.runs.process_state import state_file
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer, reward_tokens
 

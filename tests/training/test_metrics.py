@@ -10,8 +10,8 @@ from transformers import MixtralConfig, TrainingArguments
 from transformers.trainer_callback import TrainerState
 
 from perl import device
-from perl.training.callbacks import MetricsWriter, ProgressLine
-from perl.training.metrics import (
+from perl.runs.callbacks import MetricsWriter, ProgressLine
+from perl.runs.metrics import (
     PHASES,
     ModelSize,
     RankStep,

@@ -8,9 +8,9 @@ from huggingface_hub import ModelCard
 
 from perl.adapters.titles import with_article
 from perl.algorithms import ALGORITHMS
-from perl.checkpoints import content_hash
-from perl.errors import UserError
-from perl.training.model_card import (
+from perl.base.errors import UserError
+from perl.models.folders import content_hash
+from perl.runs.model_card import (
     add_results,
     hub_dataset,
     license_of,

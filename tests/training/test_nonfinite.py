@@ -6,8 +6,8 @@ import math
 import pytest
 from safetensors.torch import load_file
 
-from perl.errors import RunError, UserError
-from perl.training.nonfinite import MOST_IN_A_ROW, require_finite_weights
+from perl.base.errors import RunError, UserError
+from perl.runs.nonfinite import MOST_IN_A_ROW, require_finite_weights
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer, reward_digits
 from tests.training.poison import Steps, poison
@@ -130,7 +130,7 @@ def rewards_of(*numbers):
 
 
 def test_a_reward_that_is_not_finite_stops_the_run_and_names_the_row(tmp_path):
-    """math.inf is what perl.reward_files makes of NaN too."""
+    """math.inf is what perl.rewards.files makes of NaN too."""
     trainer = make_trainer(tmp_path, rewards=[rewards_of(0.0, 1.0, math.inf, 0.0, *[0.5] * 4)])
     with pytest.raises(RunError, match=r"^step 2: a reward is not finite: reward on completion 2 .prompt 'What is .*"):
         trainer.train()

@@ -19,12 +19,12 @@ import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from perl.base.errors import RankError, UserError
 from perl.config.load import ENGINE_FLAGS
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines.attention import ATTENTION
 from perl.engines.base import warn_once
 from perl.engines.vllm import ENVIRONMENT
-from perl.errors import RankError, UserError
 from perl.noise.injector import Target
 from perl.training import vllm_sync
 from tests.tiny import save_tiny

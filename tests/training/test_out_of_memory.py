@@ -10,7 +10,7 @@ import torch
 
 from perl import device
 from perl.config.load import parse
-from perl.training.out_of_memory import changes, message
+from perl.runs.out_of_memory import changes, message
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +114,9 @@ def test_errors_of_old_and_new_libraries_are_recognised():
 
 
 def test_a_higher_rank_says_what_it_alone_meets():
-    program = "from perl.errors import RankError, report_errors\nwith report_errors(): raise RankError('it is full')"
+    program = (
+        "from perl.base.errors import RankError, report_errors\nwith report_errors(): raise RankError('it is full')"
+    )
     environment = os.environ | {"RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "error: it is full\n")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from trl.trainer.utils import add_fused_lm_head
 
 import perl.training.packing as packing_module
-from perl.training.metrics import Work
+from perl.runs.metrics import Work
 from perl.training.packing import (
     Row,
     enable_packing,

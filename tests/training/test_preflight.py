@@ -2,10 +2,10 @@
 
 import pytest
 
+from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.errors import UserError
+from perl.runs.setup import model_dtype
 from perl.training.preflight import check_sampling
-from perl.training.setup import model_dtype
 
 
 def config(*flags):

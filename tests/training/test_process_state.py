@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from perl.errors import UserError
-from perl.training import process_state
-from perl.training.process_state import OLDER_ROLLOUT, OLDER_RUN, ProcessState, RolloutState, state_file
+from perl.base.errors import UserError
+from perl.runs import process_state
+from perl.runs.process_state import OLDER_ROLLOUT, OLDER_RUN, ProcessState, RolloutState, state_file
 
 NOW = {"gradient_accumulation_steps": 2, "num_iterations": 1}
 RUN = {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1, "loss": torch.tensor(0.5)}

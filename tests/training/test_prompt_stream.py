@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.training.prompt_stream import PromptStream
 
 

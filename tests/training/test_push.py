@@ -5,8 +5,8 @@ import os
 import pytest
 from huggingface_hub import HfApi
 
-from perl.errors import RankError, UserError
-from perl.training.push import pushed, repository_made
+from perl.base.errors import RankError, UserError
+from perl.runs.push import pushed, repository_made
 
 NOBODY = "http://127.0.0.1:9"
 """No service listens on the port discard."""

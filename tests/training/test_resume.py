@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from perl.config.schema import NoiseConfig, PeftConfig
-from perl.training.callbacks import MetricsWriter
+from perl.runs.callbacks import MetricsWriter
 from tests.trainers import SUMS, make_trainer, reward_tokens
 
 ROOT = Path(__file__).parents[2]

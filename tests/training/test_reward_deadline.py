@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from perl.training.reward_deadline import line_of
+from perl.rewards.deadline import line_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """import asyncio, re, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from perl.training.reward_deadline import RewardDeadline
+from perl.rewards.deadline import RewardDeadline
 
 def quick(**_):
     return [1.0]

@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from perl.adapters import rollout_merge
-from perl.errors import RankError, UserError
+from perl.base.errors import RankError, UserError
 from perl.records import Sampling
-from perl.training.callbacks import MetricsWriter
+from perl.runs.callbacks import MetricsWriter
 from perl.training.rollout import (
     EvaluatorRules,
     RolloutRequest,

@@ -13,8 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from perl.base.errors import UserError
 from perl.device import detect
-from perl.errors import UserError
 from perl.training.grpo import train
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tests.training.small_run import SETTINGS

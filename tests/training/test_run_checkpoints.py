@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from perl.errors import UserError
-from perl.training.run_checkpoints import (
+from perl.base.errors import UserError
+from perl.runs.checkpoints import (
     BEFORE,
     CONTENTS,
     SAVING,

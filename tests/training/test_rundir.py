@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.errors import UserError
-from perl.training.rundir import prepare
-from perl.training.tracking import WandbRunWriter
+from perl.runs.rundir import prepare
+from perl.runs.tracking import WandbRunWriter
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from perl.base.errors import UserError
 from perl.config.schema import DatasetConfig
-from perl.errors import UserError
 from perl.prompts import truncated
-from perl.training.setup import build_dataset
+from perl.runs.setup import build_dataset
 from tests.tiny import tiny_tokenizer
 
 

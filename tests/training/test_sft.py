@@ -16,18 +16,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from perl.adapters import ADAPTERS
-from perl.checkpoints import content_hash
+from perl.base.errors import RunError, Stopped, UserError
 from perl.config.load import parse as parse_grpo
 from perl.config.sft import parse
-from perl.errors import RunError, Stopped, UserError
+from perl.finetuning.rows import learned, read, to_dataset
+from perl.finetuning.sft import fine_tune, import_trainer
+from perl.models.folders import content_hash
 from perl.prompts import encode
 from perl.reports.page import write_report
+from perl.runs.callbacks import MetricsWriter
+from perl.runs.setup import build_dataset
 from perl.tasks.trained import read_trained
-from perl.training.callbacks import MetricsWriter
 from perl.training.grpo import train
-from perl.training.setup import build_dataset
-from perl.training.sft import fine_tune, import_trainer
-from perl.training.sft_rows import learned, read, to_dataset
 from tests.tiny import CHAT_TEMPLATE, END, save_tiny, tiny_model, tiny_tokenizer
 from tests.training.poison import poison
 

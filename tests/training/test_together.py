@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from accelerate import PartialState
-from perl.errors import RunError, report_errors
-from perl.training.callbacks import MetricsWriter
-from perl.training.together import failing_together
+from perl.base.errors import RunError, report_errors
+from perl.runs.callbacks import MetricsWriter
+from perl.runs.together import failing_together
 
 state = PartialState(cpu=True)
 first = state.process_index == 0

@@ -8,13 +8,13 @@ import sqlite3
 
 import pytest
 
+from perl.base.errors import UserError
+from perl.base.tracking import WandbRun, wandb_mode
 from perl.config.load import parse
 from perl.config.sft import parse as parse_sft
-from perl.errors import UserError
-from perl.tracking import WandbRun, wandb_mode
+from perl.runs.rundir import default_run_dir, method_of
+from perl.runs.tracking import check_trackers, configure, trackers
 from perl.training.grpo import train
-from perl.training.rundir import default_run_dir, method_of
-from perl.training.tracking import check_trackers, configure, trackers
 from tests.training.small_run import small_run
 
 

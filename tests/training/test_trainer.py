@@ -12,10 +12,10 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from perl.adapters import ADAPTERS
+from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines.base import warn_once
-from perl.errors import UserError
-from perl.training.callbacks import MetricsWriter
+from perl.runs.callbacks import MetricsWriter
 from perl.training.grpo import import_trainer
 from tests.tiny import tiny_tokenizer
 from tests.trainers import make_trainer

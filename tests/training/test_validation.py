@@ -15,21 +15,21 @@ import torch
 from safetensors.torch import load_file
 
 from perl import device
-from perl.checkpoints import content_hash
+from perl.base.errors import Stopped, UserError
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
 from perl.engines.hf import HFEngine
-from perl.errors import Stopped, UserError
 from perl.evaluation.candidates import find_candidates
 from perl.evaluation.run import evaluate
 from perl.grading import RULES, Grader
+from perl.models.folders import content_hash
 from perl.prompts import build_messages, encode
 from perl.records import Problem, Prompt, Sample, Sampling
-from perl.results import read_samples, same_model
+from perl.runs.callbacks import ProgressLine
+from perl.scoring.results import read_samples, same_model
 from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
 from perl.training import validation
-from perl.training.callbacks import ProgressLine
 from perl.training.grpo import train
 from perl.training.rollout import EvaluatorRules
 from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, share_of

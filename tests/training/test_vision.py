@@ -14,18 +14,18 @@ import torch
 from safetensors.torch import load_file
 from trl import GRPOTrainer
 
-from perl.checkpoints import ADAPTER_CONFIG, load_model
+from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
 from perl.config.schema import DatasetConfig, PeftConfig
-from perl.errors import UserError
 from perl.evaluation.run import evaluate
-from perl.images import decoded, load_processing
-from perl.results import read_samples
+from perl.finetuning.sft import fine_tune
+from perl.models.folders import ADAPTER_CONFIG, load_model
+from perl.models.images import decoded, load_processing
+from perl.runs.setup import build_dataset
+from perl.runs.vision import VISION_TOWER, in_chunks
+from perl.scoring.results import read_samples
 from perl.training.grpo import train
-from perl.training.setup import build_dataset
-from perl.training.sft import fine_tune
 from perl.training.trainer import PerlGRPOTrainer
-from perl.training.vision import VISION_TOWER, in_chunks
 from tests.tiny import geometry_file, geometry_rows, noise_png, save_tiny, save_tiny_vision
 from tests.trainers import make_trainer, reward_tokens
 from tests.training.injected import LONGEST, inject

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from perl.errors import report_errors
+from perl.base.errors import report_errors
 from perl.tools.doctor.cli import add_arguments, run
 
 

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.tools.doctor.versions import SETS, TABLE, release
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perl.redact import hide
+from perl.base.redact import hide
 from perl.tools.doctor import libraries, netprobes
 from perl.tools.doctor.machine import Command, Device, Machine, Process
 

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from perl.errors import EXIT_USER_ERROR, UserError
-from perl.redact import hide
-from perl.results import atomic_write
+from perl.base.errors import EXIT_USER_ERROR, UserError
+from perl.base.files import atomic_write
+from perl.base.redact import hide
 from perl.tools.from_verl.handlers import NOISE_RULES
 from perl.tools.from_verl.outcomes import Choices
 from perl.tools.from_verl.overrides import read_command

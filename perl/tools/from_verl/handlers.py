@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.tasks import rows_of
 from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import BatchError

@@ -20,8 +20,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from perl.errors import UserError, nearest
-from perl.paths import user_path
+from perl.base.errors import UserError, nearest
+from perl.base.paths import user_path
 from perl.tools.from_verl.shell import TRAINERS, UNKNOWN, Launch, Script, read_script, read_source
 
 DEFAULTS = Path(__file__).parent / "ppo_trainer.yaml"

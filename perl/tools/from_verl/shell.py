@@ -18,7 +18,7 @@ from pathlib import Path
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 TRAINERS = ("main_ppo", "main_dapo")
 """Last parts of the modules (or files) that train: verl.trainer.main_ppo, recipe.dapo.main_dapo."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perl.algorithms.dapo import DAPO
-from perl.errors import UserError, nearest
-from perl.redact import HIDDEN, drop_secrets, is_secret
+from perl.base.errors import UserError, nearest
+from perl.base.redact import HIDDEN, drop_secrets, is_secret
 from perl.tools.from_verl.batch import Batch
 from perl.tools.from_verl.keys import (
     ALWAYS,

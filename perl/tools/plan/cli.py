@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from perl import device
 from perl.adapters.applied import STRATEGIES, check_method
+from perl.base.errors import UserError, lookup
 from perl.config.load import GRPO, parse_for
-from perl.errors import UserError, lookup
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.inputs import critic_of, job_of, parallel_of, read_config, rough, shape_of, vllm_room
 from perl.tools.plan.memory import Device, Parallel

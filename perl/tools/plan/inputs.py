@@ -14,15 +14,15 @@ import yaml
 
 from perl.adapters import ADAPTERS, Adapter
 from perl.algorithms import ALGORITHMS
-from perl.checkpoints import modelscope_variable
+from perl.base.errors import UserError, lookup
+from perl.base.paths import user_path
 from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
 from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE
 from perl.engines.decoder import unsupported_reason
-from perl.errors import UserError, lookup
-from perl.paths import user_path
+from perl.models.folders import modelscope_variable
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape
 from perl.training.microbatches import why_fixed

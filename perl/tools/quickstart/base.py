@@ -18,12 +18,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl.base.errors import report_errors
+from perl.base.files import write_json
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
-from perl.errors import report_errors
 from perl.prompts import PromptStyle, build_messages, encode
 from perl.records import Problem, Sampling
-from perl.results import write_json
 from perl.tasks import TASKS
 from perl.tools.quickstart.problems import DATA_FOLDER, NAMES, TEST_SIZE, WordProblem, derivation, endless, problem_set
 

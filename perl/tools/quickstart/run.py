@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from perl.base.errors import report_errors
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt
-from perl.errors import report_errors
 from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.quickstart.problems import DATA_FOLDER
 from perl.tools.stages import ROOT, Engine, Evaluation, Scores, StageError, Where, alone, evaluate, report, train

@@ -18,6 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl import device
+from perl.base.errors import Stopped, UserError
+from perl.base.files import read_json, write_json
+from perl.base.paths import user_path
+from perl.base.redact import redact
 from perl.config.evaluation import EvalConfig
 from perl.config.evaluation import parse as parse_evaluation
 from perl.config.load import Config
@@ -25,12 +29,8 @@ from perl.config.parser import Parser
 from perl.config.schema import data_sets
 from perl.config.sft import SFTRunConfig
 from perl.config.types import PositiveInt
-from perl.errors import Stopped, UserError
-from perl.paths import user_path
-from perl.redact import redact
 from perl.reports.methods import COMPARISON, PAGE, SAMPLED, SETTINGS, Comparison, Place, Run, as_json, compare
 from perl.reports.methods_page import write_comparison
-from perl.results import read_json, write_json
 from perl.scoring.problem_sets import named
 from perl.scoring.statistics import Change, Estimate
 from perl.tasks import TASKS, data_name, load_problems, training_split

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from perl.base.errors import UserError, nearest
+from perl.base.redact import drop_secrets
 from perl.config.load import OF_ONE_RUN, Config, Program, build_parser, parse_for, read_recipe
 from perl.config.parser import Parser
 from perl.config.sft import SFTRunConfig
-from perl.errors import UserError, nearest
-from perl.redact import drop_secrets
 from perl.reports.methods import Run
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ def flags_of(run: Run) -> str:
 def check_files(config: Config | SFTRunConfig, folder: Path) -> None:
     """The checks that read a tokenizer and the data."""
     if isinstance(config, SFTRunConfig):
-        from perl.training.sft_rows import check_rows
+        from perl.finetuning.rows import check_rows
 
         check_rows(config, folder)
     else:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from perl import device
-from perl.redact import hide
+from perl.base.redact import hide
 from perl.reports.methods import GREEDY, SAMPLED, Run
 from perl.tools.launch import accelerate_config, start_environment
 from perl.tools.stages import ROOT, SHOWN_STEPS, StageError, Where, finish, run_at_once, start

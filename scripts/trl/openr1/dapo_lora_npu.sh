@@ -33,7 +33,7 @@ trap 'exit 143' TERM
 trap 'exit 130' INT
 
 # Checks the whole command line, says DEVICE, NUM_PROCESSES, ACCELERATE_CONFIG, RUN_DIR, and exports the variables of
-# perl/device.py (HCCL_BUFFSIZE, …) that the user has not set.
+# perl/device/__init__.py (HCCL_BUFFSIZE, …) that the user has not set.
 # (Not as eval "$(…)": that would lose the exit code.)
 plan=$("$PYTHON" -m perl.tools.launch "$@") || exit $?
 trap - TERM INT

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.errors import UserError
+from perl.base.errors import UserError
 from perl.tools.doctor import pins
 from perl.tools.doctor.pins import pins_of, show_versions
 

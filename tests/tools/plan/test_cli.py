@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perl.__main__ import main
-from perl.errors import UserError
+from perl.base.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "recipes" / "dapo_lora.yaml")

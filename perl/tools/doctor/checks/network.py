@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from perl.checkpoints import MODELSCOPE_VARIABLES, modelscope_variable
+from perl.models.folders import MODELSCOPE_VARIABLES, modelscope_variable
 from perl.tools.doctor.findings import Finding, failure, ok, warning
 from perl.tools.doctor.machine import Machine
 

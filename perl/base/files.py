@@ -1,0 +1,70 @@
+"""Files of JSON, read and written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from perl.base.errors import UserError
+
+
+def read_json(file: Path, flag: str = "", hint: str = "") -> Any:
+    """Raises a UserError, with the flag that named the file and with what to do about it, when it is not readable."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no fields")
+    except (OSError, ValueError, RecursionError) as error:
+        where, advice = f"{flag}: " if flag else "", f"; {hint}" if hint else ""
+        raise UserError(f"{where}{file} is not readable ({error}){advice}") from error
+    return content
+
+
+def write_json(file: Path, content: Any) -> None:
+    with atomic_write(file) as handle:
+        handle.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def add_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Append a line of JSON. A last line that a kill has cut off is removed first; several processes may add to one
+    file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab+") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        opened.seek(0)
+        opened.truncate(opened.read().rfind(b"\n") + 1)
+        opened.write(json.dumps(row).encode() + b"\n")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The lines of JSON in `file`, none where it is not there; without a last line that was cut off."""
+    return [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.is_file() else []
+
+
+@contextlib.contextmanager
+def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "strict") -> Iterator[IO[Any]]:
+    """Open a file that takes the place of `file` when the block ends: whoever reads, finds the old content or the new
+    one, whole. An exception leaves the old one. Text is UTF-8, `errors` as for `open`. Raises OSError."""
+    temporary = file.with_name(f".{file.name}.partial")
+    text = mode == "w"
+    if file.exists() and not file.is_file():  # /dev/null or a pipe, which no file may take the place of
+        with file.open(mode, encoding="utf-8" if text else None, errors=errors if text else None) as handle:
+            yield handle
+        return
+    try:
+        with temporary.open(mode, encoding="utf-8" if text else None, errors=errors if text else None) as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)

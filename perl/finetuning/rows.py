@@ -1,0 +1,254 @@
+"""The rows of a supervised fine-tuning, and every check of such a run that needs no loaded model.
+
+    messages                 all turns are learned, or the assistant's alone (training.assistant_only_loss)
+    prompt, completion       texts, the turns of user and assistant, or messages: the completion is learned
+    question, answer, …      a problem, as perl.train and perl/eval.py read it: asked in its task's words, and the
+                             answer's text is learned
+
+All are worded by the model's chat template, tools included, and go through TRL's SFTTrainer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset, Features, Json, List, Value, disable_progress_bars
+from transformers import PreTrainedTokenizerBase
+
+from perl.adapters.applied import check_layers, check_method
+from perl.base.errors import UserError, lookup
+from perl.models.folders import resolve_model
+from perl.models.images import has_images
+from perl.prompts import build_messages, encode
+from perl.runs import checkpoints, rundir
+from perl.runs.setup import MODEL_FLAG, PROBLEM, check_length, load_tokenizer, model_dtype
+from perl.runs.tracking import check_trackers
+from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
+from perl.tasks.files import Row, require_characters
+from perl.tasks.trained import problem_hash
+
+if TYPE_CHECKING:
+    from perl.config.sft import SFTRunConfig
+    from perl.config.sft_training import SFTTrainingConfig
+
+log = logging.getLogger(__name__)
+
+FORMS = "messages; prompt and completion; question and answer"
+TURNS = ("messages", "prompt", "completion")
+"""Columns that hold turns of a chat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRows:
+    """What the checks have read, for the run to use."""
+
+    tokenizer: PreTrainedTokenizerBase
+    dataset: Dataset
+    eval_dataset: Dataset | None
+    problems: list[str]
+    """Which problems its rows are, as far as they are problems."""
+    learned: str
+    """Which tokens of a row, in words."""
+    checkpoint: str | None
+    """To go on from."""
+
+
+def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
+    """All checks before a model is loaded, the cheap ones first: fields, the run's folder, tokenizer, rows.
+
+    Raises UserError for the first mistake found. Nothing is written.
+    """
+    data, training = config.dataset, config.training
+    check_method(config.peft, training)
+    check_length(training)
+    check_trackers(training)
+    model_dtype(config)
+    checkpoint = checkpoints.find_checkpoint(training.resume_from_checkpoint, run_dir)
+    checkpoints.check_made(checkpoint, training)
+    rundir.check_folder(run_dir, resuming=checkpoints.goes_on(training.resume_from_checkpoint))
+    tokenizer = load_tokenizer(config.model.model_name_or_path)
+    if has_images(tokenizer):
+        raise UserError(
+            f"--config.model.model_name_or_path {config.model.model_name_or_path}: perl.sft takes no"
+            " vision-language model; name one of texts alone"
+        )
+    check_layers(config.peft, resolve_model(config.model.model_name_or_path, MODEL_FLAG))
+    split = data.split or training_split(data.dataset_name_or_path)
+    rows = read(data.dataset_name_or_path, split, data.example_numbers, data.task, data.system_prompt)
+    check_loss(training, rows[0], tokenizer)
+    encode(tokenizer, rows[0]["messages" if "messages" in rows[0] else "prompt"])
+    eval_rows = []
+    if data.eval_dataset is not None:
+        eval_rows = read(data.eval_dataset, data.eval_split, data.eval_example_numbers, data.task, data.system_prompt)
+        check_loss(training, eval_rows[0], tokenizer)
+    log.info("%d rows from %s", len(rows), data.dataset_name_or_path)
+    return CheckedRows(
+        tokenizer=tokenizer,
+        dataset=to_dataset(rows),
+        eval_dataset=to_dataset(eval_rows) if eval_rows else None,
+        problems=[row[PROBLEM] for row in rows if PROBLEM in row],
+        learned=learned(training, rows[0]),
+        checkpoint=checkpoint,
+    )
+
+
+def check_loss(training: SFTTrainingConfig, row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Which tokens are learned must be possible for rows like this one."""
+    if training.completion_only_loss and "messages" in row:
+        raise UserError(
+            "--config.training.completion_only_loss true: rows of messages have no completion; write"
+            " --config.training.assistant_only_loss true"
+        )
+    if not training.assistant_only_loss:
+        return
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise UserError(
+            "--config.training.assistant_only_loss true: the chat template does not mark the assistant's tokens, and"
+            " TRL knows no form of it that does; put {% generation %} … {% endgeneration %} around them in the model's"
+            " chat_template.jinja, or leave the flag out"
+        ) from error
+
+
+def learned(training: SFTTrainingConfig, row: Row) -> str:
+    """Which tokens of rows like this one TRL's SFTTrainer learns."""
+    if training.assistant_only_loss:
+        return "the assistant's turns"
+    only = training.completion_only_loss
+    return "completions" if only or (only is None and "completion" in row) else "all turns"
+
+
+def read(spec: str, split: str | None, limit: int | None, task: str | None, system_prompt: str | None) -> list[Row]:
+    """The first `limit` rows that `spec` names, in one of the forms above; all must be messages, or none."""
+    if task is not None:
+        lookup(TASKS, task, "task", "--config.dataset.task")
+    rows: list[Row] = []
+    for row, where in islice(_rows(spec, split, task, system_prompt), limit):
+        if rows and ("messages" in row) != ("messages" in rows[0]):
+            raise UserError(f"{where}: some rows are messages and some are not; write them into files of their own")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{spec}: no rows" + (f" in split {split!r}" if split else ""))
+    return rows
+
+
+def _rows(spec: str, split: str | None, task: str | None, system_prompt: str | None) -> Iterator[tuple[Row, str]]:
+    for row, where, known in rows_of(data_name(spec), split, task):
+        if any(row.get(name) is not None for name in ("image", "images", "videos")):
+            raise UserError(f"{where}: perl.sft takes no images; train on rows of text")
+        made = _chat(row, where, system_prompt) or _worked_answer(row, where, known, system_prompt)
+        made |= _tools(row, where)
+        require_characters(made, where)
+        yield made, where
+
+
+def _chat(row: Row, where: str, system_prompt: str | None) -> Row | None:
+    """A row of messages, or of prompt and completion; None for another one."""
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    if row.get("messages") is not None:
+        turns = _turns(row["messages"], "messages", where)
+        if not any(turn["role"] == "assistant" for turn in turns):
+            raise UserError(f"{where}: no turn of the assistant in messages: there is nothing to learn")
+        return {"messages": turns if turns[0]["role"] == "system" else [*system, *turns]}
+    if row.get("prompt") is None or "completion" not in row:
+        return None
+    prompt = _turns(row["prompt"], "prompt", where, "user")
+    completion = _turns(row["completion"], "completion", where, "assistant")
+    return {"prompt": prompt if prompt[0]["role"] == "system" else [*system, *prompt], "completion": completion}
+
+
+def _worked_answer(row: Row, where: str, task: str | None, system_prompt: str | None) -> Row:
+    """A problem, asked as in a rollout and in an evaluation, and the text of its answer."""
+    try:
+        problem = problem_of_row(row, where, task)
+    except UserError as error:
+        raise UserError(f"{error} (perl.sft reads rows of {FORMS})") from error
+    style = TASKS[problem.task].style
+    if system_prompt is not None:
+        style = replace(style, system_prompt=system_prompt)
+    answer = _answer(row)
+    if answer is None:
+        raise UserError(f"{where}: no text of an answer to learn; write it into a column answer or completion")
+    return {
+        "prompt": build_messages(problem, style),
+        "completion": [{"role": "assistant", "content": answer}],
+        PROBLEM: problem_hash(problem),
+    }
+
+
+def _answer(row: Row) -> str | None:
+    """The text of the row's answer: its worked solution where it has one, else the answer, which verl keeps in
+    extra_info."""
+    extra = _structure(row.get("extra_info"))
+    found = row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, dict) else None
+    texts = (str(value).strip() for value in found if isinstance(value, str | int | float | Decimal))
+    return next((text for text in texts if text), None)
+
+
+def _turns(value: Any, column: str, where: str, role: str | None = None) -> list[dict[str, Any]]:
+    """The turns of a column; a text is one turn of `role`. What a turn has besides role and content (tool_calls, name,
+    …) stays; a parquet file fills up what it lacks with nulls."""
+    value = _structure(value)
+    if isinstance(value, str) and role is not None and value.strip():
+        return [{"role": role, "content": value}]
+    allowed = "a list of {role, content} messages" if role is None else "a text or a list of {role, content} messages"
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: {column} must be {allowed}, and not empty")
+    turns = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"{where}: {column} must be {allowed}")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise UserError(f"{where}: the content of a turn in {column} must be a text, not {content!r:.60}")
+        turns.append({k: _plain(v) for k, v in message.items() if v is not None or k == "content"})
+    return turns
+
+
+def _tools(row: Row, where: str) -> Row:
+    """The tools that the row's chat template is told of, as JSON: TRL reads it, and Arrow would mix their fields."""
+    tools = _structure(row.get("tools"))
+    if tools is None or tools == "":
+        return {}
+    if not isinstance(tools, list):
+        raise UserError(f"{where}: tools must be a list of JSON schemas, not {tools!r:.60}")
+    return {"tools": json.dumps(_plain(tools), ensure_ascii=False)}
+
+
+def _structure(value: Any) -> Any:
+    """A column that holds a list or a mapping; csv stores it as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value  # a text may begin with a bracket
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Without the Decimals that JSON's fractions are read as."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, Decimal) else value
+
+
+def to_dataset(rows: list[Row]) -> Dataset:
+    """Rows for TRL. Turns stay as they are (Json): a column of structs would give each the fields of all others."""
+    disable_progress_bars()  # of TRL's tokenization too: they redraw themselves all over a log file
+    columns = [name for name in TURNS if name in rows[0]]
+    features: dict[str, Any] = {name: List(Json()) for name in columns}
+    if any("tools" in row for row in rows):
+        features["tools"] = Value("string")
+    return Dataset.from_list([{name: row.get(name) for name in features} for row in rows], Features(features))

@@ -1,0 +1,126 @@
+"""TRL's SFTTrainer on an adapter, with what every training here measures and leaves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from trl import SFTTrainer
+
+from perl.adapters import Adapter
+from perl.base.errors import UserError
+from perl.config.schema import PeftConfig
+from perl.config.sft_training import SFTTrainingConfig
+from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
+from perl.runs.metrics import StepClock, add_step, model_size, sequences
+from perl.runs.nonfinite import save_batch
+
+log = logging.getLogger(__name__)
+
+
+class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
+    """Supervised fine-tuning of an adapter.
+
+    Args (besides SFTTrainer's):
+        adapter: the PEFT method.
+        adapter_config: the group `peft` of the configuration.
+        write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
+        on_nonfinite: common.on_nonfinite.
+    """
+
+    args: SFTTrainingConfig
+    model: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        adapter: Adapter,
+        adapter_config: PeftConfig,
+        write_card: WriteCard | None = None,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        **kwargs: Any,
+    ):
+        wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
+        super().__init__(*args, peft_config=None if wrapped else adapter.build(adapter_config), **kwargs)
+        self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
+        self._micro_batches: deque[dict[str, Any]] = deque(maxlen=self.args.gradient_accumulation_steps)
+        """Of the update under way, and of the one before where that has begun."""
+        self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
+        self.add_callback(self.clock)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        """TRL's, in two passes: between them stand all tokens of each row, and what max_length cuts can be told."""
+        prepare, further = super()._prepare_dataset, (formatting_func, dataset_name)
+        if "input_ids" in dataset.column_names:
+            return prepare(dataset, processing_class, args, packing, *further)
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        tokens: Any = prepare(dataset, processing_class, whole, False, *further)
+        tell_what_is_cut(tokens, args.max_length, processing_class.eos_token_id)
+        return prepare(tokens, processing_class, args, packing, *further)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self.model.training:
+            self._micro_batches.append(inputs)
+            lengths = lengths_of(inputs)
+            self.clock.count_trained(sum(lengths))
+            self.clock.count_update(sequences(lengths))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _save_batch(self, folder: Path) -> None:
+        tokenizer: Any = self.processing_class
+        rows = [{"text": text} for batch in self._micro_batches for text in tokenizer.batch_decode(batch["input_ids"])]
+        tensors = {
+            f"{index}.{name}": value
+            for index, batch in enumerate(self._micro_batches)
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor)
+        }
+        save_batch(folder, self.args.process_index, rows, tensors)
+
+    def _log_step(self, metrics: dict[str, float]) -> None:
+        own = {k: v for k, v in metrics.items() if k == "timing/step" or k.startswith("perf/")}  # no other phases here
+        add_step(self._metrics["train"], own)
+
+
+def lengths_of(inputs: dict[str, Any]) -> list[int]:
+    """Tokens of each sequence of a micro-batch, padded or packed."""
+    if "attention_mask" in inputs:
+        return inputs["attention_mask"].sum(dim=1).tolist()
+    return inputs["cu_seq_lens_q"].diff().tolist()
+
+
+def tell_what_is_cut(rows: Dataset, max_length: int | None, eos: int | None) -> None:
+    """One line for rows that are longer than max_length, and one where no row teaches the model to stop.
+
+    Args:
+        rows: whole, with `input_ids` and `labels`.
+
+    Raises:
+        UserError: max_length cuts all that is learned from every row.
+    """
+    ids, labels = rows["input_ids"], rows["labels"]
+    if max_length is not None and (longer := [row for row in labels if len(row) > max_length]):
+        lost = sum(all(label == -100 for label in row[:max_length]) for row in longer)
+        log.warning(
+            "%d of %d rows are longer than --config.training.max_length %d tokens and are cut at their end; of %d"
+            " nothing to learn is left", len(longer), len(ids), max_length, lost,
+        )  # fmt: skip
+        if lost == len(labels):
+            raise UserError(
+                f"--config.training.max_length {max_length}: nothing to learn is left of any row; the longest has"
+                f" {max(map(len, ids))} tokens: write more"
+            )
+    if eos is not None and not any(eos in row for row in labels):
+        log.warning(
+            "no row ends its answer with the end-of-sequence token: the model will not learn to stop; look at the chat"
+            " template"
+        )

@@ -1,0 +1,346 @@
+"""What every trainer of an adapter, or of all weights, adds to TRL's: the method's own start, optimizer and schedule,
+what it has been applied to, a stop where numbers are not finite, whole models as other programs read them, our model
+card, and checkpoints that are written whole and resumed exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+from trl.distributed import DistributedBackend
+
+from perl.adapters import Adapter
+from perl.adapters.adalora import RankSchedule
+from perl.adapters.applied import Applied, applied
+from perl.adapters.none import complete_model, compute_dtype, has_adapter
+from perl.config.schema import PeftConfig
+from perl.runs import process_state
+from perl.runs.checkpoints import SAVING, TRAINER_STATE, made_by, put_in_place
+from perl.runs.nonfinite import NonFinite, require_finite_weights
+from perl.runs.process_state import ProcessState, RolloutState
+from perl.runs.push import repository_made
+
+if TYPE_CHECKING:
+    import torch
+
+WriteCard = Callable[[Path, list[dict[str, Any]]], None]
+"""Writes the model card into a folder that holds what was trained, given the log history."""
+
+
+class AdapterTrainer:
+    """Mixed into one of TRL's trainers.
+
+    Attributes:
+        adapter: the PEFT method; its optimizer replaces the default one when it has its own.
+        adapter_config: the group `peft` of the configuration.
+        write_card: None: TRL's card.
+        nonfinite: what is done where loss or gradient are not finite.
+        applied: what is trained.
+        ranks: AdaLoRA's schedule; None for other methods.
+    """
+
+    adapter: Adapter
+    adapter_config: PeftConfig
+    write_card: WriteCard | None
+    nonfinite: NonFinite
+    applied: Applied
+    ranks: RankSchedule | None
+    accelerator: Any
+    args: Any
+    model: Any
+    optimizer: Any
+    state: Any
+    control: Any
+    _metrics: dict[str, dict[str, list[float]]]
+    _tr_loss: torch.Tensor
+    _total_loss_scalar: float
+    _globalstep_last_logged: int
+    _total_train_tokens: int
+    _get_output_dir: Callable[[Any], str]
+    _push_from_checkpoint: Callable[[str], None]
+    save_model: Callable[..., None]
+    push_to_hub: Callable[..., Any]
+    add_callback: Callable[[TrainerCallback], None]
+    get_optimizer_cls_and_kwargs: Callable[..., tuple[type, dict[str, Any]]]
+
+    def start_adapter(
+        self, adapter: Adapter, config: PeftConfig, write_card: WriteCard | None, on_nonfinite: Literal["stop", "skip"]
+    ) -> None:
+        """Once PEFT has wrapped the model: the method's own start, what is trained, and its schedule."""
+        self.adapter, self.adapter_config, self.write_card = adapter, config, write_card
+        self.nonfinite = NonFinite(on_nonfinite, Path(self.args.output_dir or "."), self.accelerator)
+        policy = self.accelerator.unwrap_model(self.model)
+        hook_inputs_once(policy.get_base_model() if has_adapter(policy) else policy)
+        require_finite_weights(policy, f"--config.model.model_name_or_path {policy.config.name_or_path}")
+        if adapter.start is not None:
+            adapter.start(policy, config, DistributedBackend(self.accelerator).gather_params)
+        self.applied, self.ranks = applied(policy, adapter, config), None
+        if adapter.schedule is not None:
+            self.ranks = adapter.schedule(policy, config)
+            self.add_callback(AllocateRanks(self, self.ranks))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any):
+        if self.optimizer is None and self.adapter.optimizer is not None:
+            optimizer_class, optimizer_kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = self.adapter.optimizer(self.model, self.adapter_config, optimizer_class, optimizer_kwargs)
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.nonfinite.add(loss)
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """transformers comes here once an update, before the optimizer's step (with DeepSpeed after it, which has made
+        none where the norm is not finite)."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        scaled = self.accelerator.mixed_precision == "fp16"
+        if what := self.nonfinite.found(None if scaled else norm):
+            self.nonfinite.settle(self.state.global_step + 1, what, self._save_batch)
+            model.zero_grad()
+        return norm
+
+    def _save_batch(self, folder: Path) -> None:
+        """This process's part of the batch under way."""
+        raise NotImplementedError
+
+    # Resume
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is not None:
+            self._take_up(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _take_up(self, checkpoint: Path) -> None:
+        """What this process held when `checkpoint` was written."""
+        place = self.args.process_index, self.args.world_size
+        saved = process_state.load(checkpoint, *place, self._window_settings(), self.args.device)
+        if saved is None:
+            return
+        if saved.rollout is not None:
+            self._restore_rollout(saved.rollout)
+        if (run := saved.run) is not None:
+            self.add_callback(GoOn(lambda: self._restore_run_state(run)))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and self.ranks is not None:
+            self.ranks.load(Path(checkpoint))
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers looks after a step whether it was the last one: a resumed run that has made all its steps would
+        make one more. And its samplers begin with the first epoch's order, whichever epoch the run goes on in."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        if kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]:
+            begin_with_epoch(kwargs["train_dataloader"], kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _run_state(self) -> dict[str, Any]:
+        """What this process has measured for the next log, and counted over the run, that is in no file of
+        transformers and TRL: tensors and plain values."""
+        return {
+            "metrics": {n: [float(value) for value in values] for n, values in self._metrics["train"].items()},
+            "loss": self._tr_loss,
+            "total_loss": self._total_loss_scalar,
+            "last_logged": self._globalstep_last_logged,
+            "tokens": self._total_train_tokens,
+            **self.nonfinite.state(),
+        }
+
+    def _restore_run_state(self, state: dict[str, Any]) -> None:
+        """Put back what `_run_state` was; of another number of processes only what all have counted."""
+        self._total_loss_scalar, self._total_train_tokens = state["total_loss"], state["tokens"]
+        self.nonfinite.restore(state)
+        if "loss" in state:
+            self._tr_loss, self._globalstep_last_logged = state["loss"], state["last_logged"]
+            self._metrics["train"].update(state["metrics"])
+
+    def _rollout_state(self) -> RolloutState | None:
+        """What is kept of the rollouts; None where there are none."""
+        return None
+
+    def _restore_rollout(self, state: RolloutState) -> None:
+        """Put back what `_rollout_state` was."""
+
+    def _window_settings(self) -> dict[str, int]:
+        """How a generation window is cut into updates."""
+        return {}
+
+    # Logged and saved
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self.ranks.metrics() if self.ranks is not None else {}
+            logs |= {"nonfinite/skipped": float(self.nonfinite.skipped)} if self.nonfinite.policy == "skip" else {}
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Aside, and put in its place when every process has written all of its files: what is named checkpoint-N is
+        whole."""
+        run_dir, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        with _written_into(self, run_dir / SAVING):
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            self._save_own(run_dir / SAVING / name)
+        if self.state.best_global_step:
+            self._name_best(run_dir, run_dir / SAVING / name)
+        self.put_in_place(run_dir / SAVING / name, run_dir / name, made_by(self.args))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best)  # by step: clocks jump
+
+    def _save_own(self, checkpoint: Path) -> None:
+        """What is perl's in a checkpoint. Every process must come here."""
+        state = ProcessState(run=self._run_state(), rollout=self._rollout_state())
+        process_state.save(checkpoint, self.args.process_index, self.args.world_size, state)
+        if self.ranks is not None and self.args.process_index == 0:
+            self.ranks.save(checkpoint)
+
+    def _name_best(self, run_dir: Path, made: Path) -> None:
+        """transformers looks for the best checkpoint among those that are being written."""
+        best = run_dir / f"checkpoint-{self.state.best_global_step}"
+        if best.name == made.name or best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+        if self.args.should_save:
+            self.state.save_to_json(str(made / TRAINER_STATE))
+
+    def put_in_place(self, made: Path, folder: Path, contents: dict[str, int] | None = None) -> None:
+        """run_checkpoints.put_in_place, when every process has written its files into `made`; on each node, as it may
+        have a disk of its own. Every process must come here."""
+        for mine in (self.args.process_index == 0, self.args.local_process_index == 0):
+            self.accelerator.wait_for_everyone()
+            if mine:
+                put_in_place(made, folder, contents)
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        folder, pushed = Path(output_dir or self.args.output_dir or "."), Path(self.args.output_dir or ".")
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of every argument, which nothing reads
+        model = self.accelerator.unwrap_model(self.model)
+        if not has_adapter(model):
+            complete_model(folder, model.config.name_or_path, self.compute_dtype())
+        # A run that goes on takes TRL's reference from peft.adapter again. From a checkpoint that holds it transformers
+        # would load the reference alone, and not the adapter.
+        shutil.rmtree(folder / "ref", ignore_errors=True)
+        if self.write_card is None:
+            return
+        self.write_card(folder, self.state.log_history)  # over PEFT's
+        if self.args.push_to_hub and folder != pushed:
+            shutil.copyfile(folder / "README.md", pushed / "README.md")
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """A checkpoint of all weights holds tied ones under one name: the other is not missing."""
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))  # type: ignore[misc]
+
+    def compute_dtype(self) -> torch.dtype:
+        """What the model computes in: mixed precision's dtype, or that of its weights."""
+        mixed, model = compute_dtype(self.args), self.accelerator.unwrap_model(self.model)
+        return mixed if mixed.itemsize < 4 else model.dtype
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        with repository_made():
+            super().init_hf_repo(*args, **kwargs)  # type: ignore[misc]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        if self.write_card is None:  # else `_save` has written it
+            super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+
+
+class AllocateRanks(TrainerCallback):
+    """Calls AdaLoRA's schedule after each optimizer step, while its gradients are there.
+
+    DeepSpeed makes its step within the backward pass and drops the gradients there: they are copied just before. What
+    is masked is written to its float32 weights too, which it would otherwise bring back in the next step.
+    """
+
+    def __init__(self, trainer: Any, ranks: RankSchedule):
+        self.trainer, self.ranks = trainer, ranks
+        self._gradients: dict[str, Any] | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.ranks.begin(state.max_steps)
+        if args.deepspeed_plugin is not None:
+            engine = self.trainer.model_wrapped
+            theirs = engine.step
+
+            def step(*words: Any, **more: Any) -> Any:
+                from deepspeed.utils import safe_get_full_grad
+
+                self._gradients = {name: safe_get_full_grad(p) for name, p in self.ranks.parameters().items()}
+                return theirs(*words, **more)
+
+            engine.step = step
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        found = self._gradients or {name: p.grad for name, p in self.ranks.parameters().items()}
+        gradients = [gradient for gradient in found.values() if gradient is not None]
+        if not gradients or not all(gradient.isfinite().all() for gradient in gradients):
+            return  # no update was made of it (common.on_nonfinite)
+        self.ranks.after_step(state.global_step + 1, self._gradients)
+        if self._gradients is not None:
+            from deepspeed.utils import safe_set_full_fp32_param
+
+            for parameter in self.ranks.masked():
+                safe_set_full_fp32_param(parameter, parameter.detach().float())
+
+
+class GoOn(TrainerCallback):
+    """A resumed run takes up what it had counted. (transformers sets it to 0 just before this event.)"""
+
+    def __init__(self, restore: Callable[[], Any]):
+        self.restore = restore
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.restore()
+
+
+def hook_inputs_once(model: Any) -> None:
+    """Have `model`, one of transformers, keep one hook on its embeddings that makes their output require a gradient.
+
+    transformers adds one each time gradient checkpointing is enabled. Where it is disabled, which TRL does for each
+    rollout, the hook is removed only from a model that has loaded an adapter itself: a rollout in a PEFT model left one
+    more, and each forward called them all."""
+    if not hasattr(model, "disable_input_require_grads"):
+        return
+
+    def enable(self: Any) -> None:
+        if hasattr(self, "_require_grads_hook"):
+            self.disable_input_require_grads()
+        type(self).enable_input_require_grads(self)
+
+    model.enable_input_require_grads = MethodType(enable, model)
+
+
+def begin_with_epoch(loader: Any, epoch: int) -> None:
+    """Put the sampler of a data loader, which no epoch was drawn from yet, where it stands at the start of `epoch`."""
+    sampler: Any = loader
+    while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        sampler = inner
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    elif getattr(sampler, "shuffle", False):  # TRL's RepeatSampler has a generator of its own
+        for _ in range(epoch):
+            next(iter(sampler), None)  # draws the order of an epoch
+
+
+@contextlib.contextmanager
+def _written_into(trainer: Any, folder: Path) -> Iterator[None]:
+    """transformers and TRL write a checkpoint into `folder` inside, and push it nowhere."""
+    trainer._get_output_dir = lambda trial: str(folder)
+    trainer._push_from_checkpoint = lambda checkpoint: None
+    try:
+        yield
+    finally:
+        del trainer._get_output_dir, trainer._push_from_checkpoint

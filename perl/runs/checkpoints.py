@@ -1,0 +1,219 @@
+"""The checkpoints of a run: written aside and put in place whole, found again, and what a resumed run leaves behind.
+
+RUN/checkpoint-N            what transformers, TRL and perl write, and CONTENTS, which lists it
+RUN/.saving/checkpoint-N    one that is being written; RUN/.saving/adapter likewise
+RUN/_left_behind/            of an attempt that a resumed run has left behind: checkpoints and metrics of later steps
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from perl.base.errors import UserError
+from perl.base.files import atomic_write
+from perl.scoring.results import BEST, BEST_FILE, VALIDATION
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+log = logging.getLogger(__name__)
+
+SAVING, LEFT_BEHIND = ".saving", "_left_behind"
+BEFORE = "before-"
+"""In SAVING: the folder in whose place another one is put."""
+CONTENTS = "checkpoint.json"
+"""{"made": Made, "files": size in bytes by path}; written last."""
+TRAINER_STATE, CARD = "trainer_state.json", "README.md"
+CRITIC = Path("critic") / "critic.safetensors"
+"""Where the critic lies in a checkpoint and in a run's folder, if there is one."""
+FLAG = "--config.training.resume_from_checkpoint"
+AUTO = "auto"
+
+Made = dict[str, int]
+"""What the place in the data is counted in, by name: `made_by`."""
+
+
+# Written
+
+
+def made_by(training: TrainingArguments) -> Made:
+    """Processes, and the rows of all of them: of an optimizer step, and with GRPO of a rollout and of a prompt."""
+    own: Any = training
+    rows = own.per_device_train_batch_size * own.world_size
+    made = {"processes": own.world_size, "rows of an optimizer step": rows * own.gradient_accumulation_steps}
+    if hasattr(own, "num_generations"):
+        made["completions of a generation batch"] = own.generation_batch_size
+        made["num_generations"] = own.num_generations
+        made["num_iterations"] = own.num_iterations
+    return made
+
+
+def put_in_place(made: Path, folder: Path, contents: Mapping[str, int] | None = None) -> None:
+    """`made` becomes `folder`, whole; where `made` is not there (another process has done it), nothing
+    happens.
+
+    Args:
+        contents: what CONTENTS says of how it was made; None writes no CONTENTS.
+    """
+    if not made.is_dir():
+        return
+    files = {str(file.relative_to(made)): file.stat().st_size for file in sorted(made.rglob("*")) if file.is_file()}
+    files.pop(CARD, None)  # python -m perl card changes it
+    if contents is not None:
+        with atomic_write(made / CONTENTS) as file:
+            file.write(json.dumps({"made": dict(contents), "files": files}, indent=1) + "\n")
+    before = made.with_name(f"{BEFORE}{folder.name}")
+    if folder.exists():
+        folder.rename(before)
+    made.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another one is being written
+        made.parent.rmdir()
+
+
+# Found
+
+
+def find_checkpoint(wanted: str | None, run_dir: Path) -> str | None:
+    """The checkpoint to go on from: a path, or the last whole one in the run's folder (`true`, and `auto`, for which
+    None is the beginning). A UserError where it is not there, or not whole."""
+    word = str(wanted).lower()
+    if not goes_on(wanted):
+        return None
+    if word in ("true", AUTO):
+        last = last_whole_checkpoint(run_dir)
+        if last is None and word == "true":
+            raise UserError(
+                f"{FLAG} true: no whole checkpoint in {run_dir}; name the run's folder with"
+                f" --config.training.output_dir, or a checkpoint's path, or write {AUTO} to begin where there is none"
+            )
+        return None if last is None else str(last)
+    if not (Path(str(wanted)) / TRAINER_STATE).is_file():
+        raise UserError(f"{FLAG}: {wanted} is no checkpoint (it has no {TRAINER_STATE})")
+    if (Path(str(wanted)) / CONTENTS).is_file() and (why := torn(Path(str(wanted)))):
+        raise UserError(f"{FLAG} {wanted}: it is not whole: {why}; name an earlier one, or write true for the last one")
+    return str(wanted)
+
+
+def goes_on(wanted: str | None) -> bool:
+    """Whether a run's folder may hold the run already."""
+    return str(wanted).lower() not in ("false", "none", "null", "")
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def checkpoints_in(run_dir: Path) -> list[Path]:
+    """Of the lowest step first."""
+    folders = [f for f in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if f.name.rpartition("-")[2].isdigit()]
+    return sorted(folders, key=step_of)
+
+
+def last_whole_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of the highest step with all of its files; one that is not whole is passed over with a line."""
+    for folder in reversed(checkpoints_in(run_dir)):
+        why = torn(folder)
+        if why is None:
+            return folder
+        log.warning("%s is not whole: %s; it is passed over", folder, why)
+    return None
+
+
+def torn(checkpoint: Path) -> str | None:
+    """What is missing in a checkpoint; None where it is whole, as CONTENTS lists it."""
+    try:
+        files = json.loads((checkpoint / CONTENTS).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"it has no {CONTENTS}, which is written last (name it where a version before 0.7 has written it)"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{CONTENTS} is not readable ({type(error).__name__})"
+    for name, size in files.items():
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+        if (found := (checkpoint / name).stat().st_size) != size:
+            return f"{name} has {found} bytes of {size}"
+    return None
+
+
+def check_critic(checkpoint: str | None, algorithm: str, has_critic: bool) -> None:
+    """Raise a UserError for a checkpoint of an algorithm with a critic where this one has none, and the other way
+    round."""
+    if checkpoint is not None and (Path(checkpoint) / CRITIC).is_file() != has_critic:
+        raise UserError(
+            f"{FLAG} {checkpoint}: it holds {'no' if has_critic else 'a'} critic, and"
+            f" --config.algorithm.name {algorithm} has {'one' if has_critic else 'none'}; go on with the algorithm of"
+            " the run's config.yaml"
+        )
+
+
+def check_made(checkpoint: str | None, training: TrainingArguments) -> None:
+    """Another number of processes goes on where it has the same batches, with one warning, as sums over processes are
+    added in another order; where the place in the data would be another, it is a UserError, as it is with DeepSpeed,
+    whose files belong to a process each. Other batches of as many processes are a warning: they were asked for."""
+    if checkpoint is None or not (Path(checkpoint) / CONTENTS).is_file():
+        return
+    then = json.loads((Path(checkpoint) / CONTENTS).read_text(encoding="utf-8"))["made"]
+    now = made_by(training)
+    changed = [f"{name} {then[name]}, now {now.get(name)}" for name in then if now.get(name) != then[name]]
+    if not changed:
+        return
+    if then["processes"] == now["processes"]:
+        log.warning(
+            "%s was written with %s: the place in the data is counted in batches, so that prompts are repeated or left"
+            " out", checkpoint, "; ".join(changed),
+        )  # fmt: skip
+        return
+    if len(changed) > 1:
+        raise UserError(
+            f"{FLAG} {checkpoint}: it was written with {'; '.join(changed)}: the place in the data would be another;"
+            f" start {then['processes']} processes, or change per_device_train_batch_size and"
+            " gradient_accumulation_steps so that the batches are the same"
+        )
+    if any(Path(checkpoint).glob("global_step*")):
+        raise UserError(
+            f"{FLAG} {checkpoint}: it was written by {then['processes']} processes with DeepSpeed, now there are"
+            f" {now['processes']}; start as many as then"
+        )
+    log.warning(
+        "%s was written by %d processes, now there are %d: prompts and seeds are the same, but sums are rounded, and"
+        " dropout is drawn, otherwise: the adapter is not that of the run that was never interrupted, bit for bit",
+        checkpoint, then["processes"], now["processes"],
+    )  # fmt: skip
+
+
+# Left behind
+
+
+def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
+    """Make the run's folder that of a run at `checkpoint`, or at its beginning (one process alone): what was being
+    written is removed; checkpoints, validations and the best adapter of later steps, which are another attempt's or
+    torn, are moved to LEFT_BEHIND. The metrics of later steps are cut by their writer, when the training begins."""
+    for before in (run_dir / SAVING).glob(f"{BEFORE}*"):
+        if not (run_dir / before.name.removeprefix(BEFORE)).exists():
+            before.rename(run_dir / before.name.removeprefix(BEFORE))
+    for unfinished in sorted((run_dir / SAVING).glob("*")):
+        log.warning("%s: the run was ended while it was written: removed", unfinished)
+    shutil.rmtree(run_dir / SAVING, ignore_errors=True)
+    step = 0
+    if checkpoint is not None:
+        step = json.loads((Path(checkpoint) / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
+    made_at = {folder: step_of(folder) for folder in checkpoints_in(run_dir)}
+    made_at |= {folder: step_of(folder) for folder in (run_dir / VALIDATION).glob("step-*")}
+    if (best := run_dir / BEST / BEST_FILE).is_file():
+        made_at[best.parent] = json.loads(best.read_text(encoding="utf-8"))["step"]
+    for folder, made in made_at.items():
+        if made > step:
+            kept = run_dir / LEFT_BEHIND / folder.relative_to(run_dir)
+            shutil.rmtree(kept, ignore_errors=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(kept)
+            log.info("%s is of a later step than the run goes on from: moved to %s", folder, kept)

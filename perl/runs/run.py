@@ -1,0 +1,188 @@
+"""Around every trainer, from top to bottom: logging, the run's folder, the training, its result."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accelerate.utils import broadcast_object_list, gather_object
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from transformers import PrinterCallback, TrainerCallback
+
+from perl import device
+from perl.adapters.none import store_as
+from perl.base.errors import UserError
+from perl.base.redact import hide_secrets_in_logs
+from perl.runs import rundir, tracking
+from perl.runs.callbacks import MetricsWriter, ProgressLine, StopOnSignal
+from perl.runs.checkpoints import SAVING, goes_on, leave_behind
+from perl.runs.process_state import NOT_DATA
+from perl.runs.push import pushed
+from perl.scoring.results import METRICS
+from perl.tasks.trained import write_trained
+
+if TYPE_CHECKING:
+    from perl.config.load import Config, Parsed
+    from perl.config.sft import SFTRunConfig
+    from perl.runs.adapter_trainer import AdapterTrainer
+
+log = logging.getLogger(__name__)
+
+
+class Checked(Protocol):
+    """What the checks before a training have found."""
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The checkpoint that the run goes on from."""
+        ...
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """problem_hash of each row."""
+        ...
+
+
+def set_up_logging(config: Config | SFTRunConfig) -> None:
+    """Log lines on stdout from the main process, warnings of the others; the world size checked and shown."""
+    main = config.training.process_index == 0
+    level = logging.DEBUG if config.common.debug else logging.INFO
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    hide_secrets_in_logs()
+    logging.getLogger("perl").setLevel(level if main else logging.ERROR)
+    world_size = config.training.world_size
+    asked = str(world_size)
+    if world_size == 1 and os.environ.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in os.environ:
+        asked = "several"  # accelerate says for several processes alone where they meet
+    asked = os.environ.get("PERL_NUM_PROCESSES", asked)  # set by the launch script
+    if asked != str(world_size):
+        raise UserError(
+            f"{asked} processes were asked for but {world_size} train together; accelerate's MULTI_CPU starts one"
+            " process where there is no mpirun: use scripts/accelerate/cpu.yaml"
+        )
+    if main:
+        print(f"num_processes: {world_size}", flush=True)
+
+
+def hide_vllm() -> None:
+    """From TRL, before it imports a trainer."""
+    setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
+
+
+def agree_on_folder(config: Config | SFTRunConfig, parsed: Parsed) -> Path:
+    """The run's folder, the same on every process."""
+    default = rundir.default_run_dir(config, device.detect().kind)
+    name = [parsed.values.training.output_dir or str(default)]
+    broadcast_object_list(name)  # every process has its own clock
+    config.training.output_dir = name[0]
+    return Path(name[0])
+
+
+def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked) -> None:
+    """Make the folder with its config.yaml, environment.json and trained_problems.json, and settle where metrics go."""
+    agree_on_checkpoint(checked.checkpoint)
+    if config.training.process_index == 0:
+        if goes_on(config.training.resume_from_checkpoint):
+            leave_behind(run_dir, checked.checkpoint)
+        rundir.prepare(run_dir, parsed, config.training.world_size)
+        data = config.dataset
+        # What is trained has seen the problems of those runs too.
+        before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
+        with rundir.writable(run_dir):
+            write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
+        log.info("run folder: %s", run_dir.resolve())
+    tracking.configure(config, run_dir, device.detect().kind)
+    if config.training.hub_token:
+        # the hub reads the token from the environment too, and the arguments go to trackers and, pushed, to a pickle.
+        os.environ.setdefault("HF_TOKEN", config.training.hub_token)
+        config.training.hub_token = None
+
+
+def agree_on_checkpoint(checkpoint: str | None) -> None:
+    """A UserError of every process where they would go on from different ones: each may see a disk of its own."""
+    found = gather_object([checkpoint])
+    if len(set(found)) > 1:
+        said = ", ".join(f"process {rank} {each or 'none'}" for rank, each in enumerate(found))
+        raise UserError(
+            f"--config.training.resume_from_checkpoint: the processes find different checkpoints ({said}); name one"
+            " that all of them see"
+        )
+
+
+def log_writers(run_dir: Path) -> list[TrainerCallback]:
+    """What is logged goes to metrics.jsonl, the screen and the trackers."""
+    return [MetricsWriter(run_dir / METRICS), ProgressLine(), tracking.WandbRunWriter(run_dir)]
+
+
+@contextlib.contextmanager
+def users_error(where: str) -> Iterator[None]:
+    """A complaint of the libraries below about their arguments reaches the user as one line."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, ImportError, TemplateError) as error:
+        log.debug("what the library raised", exc_info=error)  # --config.common.debug true shows it
+        raise UserError(f"{where}: {error}") from error
+
+
+def fit(trainer: Any, run_dir: Path, checkpoint: str | None, stop: StopOnSignal) -> None:
+    """Train from the start, or on from `checkpoint`, and leave the result in the run's folder.
+
+    Args:
+        trainer: an AdapterTrainer that is one of transformers' trainers.
+
+    Raises:
+        Stopped: a signal ended the training, after a checkpoint.
+    """
+    if trainer.args.process_index == 0:
+        rundir.write_applied(run_dir, trainer.applied)
+    trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
+    with plain_checkpoint(checkpoint):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
+    save_result(trainer, run_dir)
+
+
+@contextlib.contextmanager
+def plain_checkpoint(checkpoint: str | None) -> Iterator[None]:
+    """What torch.load, which reads tensors and plain values alone, refuses of a checkpoint's files is one line, and so
+    is a file that is cut off (in a checkpoint of an older version, which does not say how long it should be)."""
+    where = f"--config.training.resume_from_checkpoint {checkpoint}: a file in it"
+    try:
+        yield
+    except UnpicklingError as error:
+        log.debug("what torch.load refused", exc_info=error)
+        raise UserError(f"{where} {NOT_DATA}") from error
+    except (SafetensorError, RuntimeError) as error:
+        if not any(reading in str(error) for reading in ("PytorchStreamReader", "deserializing")):
+            raise
+        raise UserError(f"{where} is not whole ({str(error).splitlines()[0]}); name an earlier checkpoint") from error
+
+
+def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
+    """The adapter, or the whole model in the dtype that it computes in, and the tokenizer: whole, or not there."""
+    name, args = trainer.adapter.result, trainer.args
+    made, folder = run_dir / SAVING / name, run_dir / name
+    trainer.save_model(str(made), _internal_call=True)
+    if args.process_index == 0 and name == "model":
+        store_as(made, trainer.compute_dtype())
+    trainer.put_in_place(made, folder)
+    if args.process_index == 0:
+        log.info("%s: %s", name, folder.resolve())
+
+
+def push_result(trainer: AdapterTrainer, run_dir: Path) -> None:
+    """Last, when all that a run leaves is there: the hub may take nothing."""
+    args = trainer.args
+    if args.push_to_hub:
+        with pushed(run_dir / trainer.adapter.result, args.hub_model_id):
+            trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)

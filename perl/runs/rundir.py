@@ -1,0 +1,118 @@
+"""The folder of one training run, and what describes the run in it: config.yaml and environment.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perl import device
+from perl.base.errors import UserError
+from perl.base.provenance import git_commit, versions
+from perl.base.redact import hide, redact
+from perl.config.load import Parsed
+from perl.scoring.results import METRICS
+
+if TYPE_CHECKING:
+    from perl.adapters.applied import Applied
+
+log = logging.getLogger(__name__)
+
+APPLIED = "peft.json"
+"""What is trained, of which layers (perl.adapters.applied.Applied)."""
+VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "MALLOC_", "PYTORCH_", "VLLM_", "ACCELERATE_",
+                     "PERL_")  # fmt: skip
+SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
+
+
+def model_slug(model: str) -> str:
+    """`Qwen/Qwen2.5-7B` and ModelScope's folder `…/Qwen2___5-7B` are both qwen2_5_7b."""
+    return re.sub(r"[^a-z0-9]+", "_", Path(model.rstrip("/")).name.lower()).strip("_")
+
+
+def method_of(config: Any) -> str:
+    """grpo_lora, ppo_dora, grpo_full, sft_lora, …: how a configuration, or its parsed values, trains, and what."""
+    algorithm = getattr(config, "algorithm", None)  # perl.sft has none
+    return f"{algorithm.name if algorithm else 'sft'}_{'full' if config.peft.type == 'none' else config.peft.type}"
+
+
+def default_run_dir(config: Any, kind: str, root: Path = Path("outputs")) -> Path:
+    """outputs/grpo_lora_<model>_<device>_<date>, the name that the guides' `tail -f` looks for.
+
+    Args:
+        config: a Config, an SFTRunConfig, or the parsed values of one.
+        kind: of the device.
+    """
+    name = f"{method_of(config)}_{model_slug(config.model.model_name_or_path)}_{kind}"
+    return root / f"{name}_{time.strftime('%Y%m%d_%H%M%S')}"
+
+
+def check_folder(run_dir: Path, resuming: bool) -> None:
+    """Raise a UserError for a folder that can't be made or written to, or that already holds another run, whose
+    metrics would be mixed with this one's."""
+    if (run_dir / METRICS).exists() and not resuming:
+        raise UserError(
+            f"--config.training.output_dir {run_dir} already holds a run; give another folder,"
+            " or go on with --config.training.resume_from_checkpoint auto"
+        )
+    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "can't be written to" if there.is_dir() else "is no folder"
+        raise UserError(f"--config.training.output_dir {run_dir}: {there} {why}; give another folder")
+
+
+def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:
+    """Make the folder and write config.yaml and environment.json (main process only)."""
+    environment = json.dumps(describe_environment(world_size), indent=2, ensure_ascii=False)
+    with writable(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(parsed.dump(), encoding="utf-8")
+        (run_dir / "environment.json").write_text(environment + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writable(run_dir: Path) -> Iterator[None]:
+    """A file of the run's folder that can't be written inside, before anything is trained, is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        what = "" if error.filename in (None, str(run_dir)) else f"{Path(error.filename).name}: "
+        raise UserError(
+            f"--config.training.output_dir {run_dir}: {what}{error.strerror or error}; give another folder"
+        ) from error
+
+
+def write_applied(run_dir: Path, applied: Applied) -> None:
+    """Say in the log and in the run's folder what is trained (main process only)."""
+    log.info("%s", applied.line())
+    with writable(run_dir):
+        (run_dir / APPLIED).write_text(json.dumps(asdict(applied), indent=2) + "\n", encoding="utf-8")
+
+
+def describe_environment(world_size: int) -> dict[str, Any]:
+    """Versions, devices, variables and command of this run, without anything secret."""
+    devices = device.detect()
+    return {
+        "command": redact(sys.argv),
+        "folder": str(Path.cwd()),
+        "git_commit": git_commit(),
+        "machine": platform.machine(),
+        "device": devices.kind,
+        "devices_visible": devices.count,
+        "num_processes": world_size,
+        "packages": versions(),
+        "variables": {
+            name: hide(value)
+            for name, value in sorted(os.environ.items())
+            if name.startswith(VARIABLE_PREFIXES) and not SECRET.search(name)
+        },
+    }

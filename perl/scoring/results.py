@@ -1,0 +1,314 @@
+"""What an evaluation leaves on disk: the files' names, what stands in them, and how they are read and written.
+
+RESULT_DIR/DATASET/run.json         an Identity
+RESULT_DIR/DATASET/samples.jsonl    a SampleRecord a line, only appended to
+RESULT_DIR/DATASET/summary.json     a Summary
+RESULT_DIR/summary.json             every dataset's Summary by the name of its folder
+RESULT_DIR/sweep.json               a Sweep; each candidate then has a RESULT_DIR of its own below this one
+RESULT_DIR/compare.json             the comparison with another folder (perl.evaluation.compare)
+
+RUN/validation/step-N               a RESULT_DIR that a training has left of its own (perl.training.validation)
+RUN/best/best.json                  step and scores of the best of them, whose adapter or model lies there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+from perl.base.errors import UserError
+from perl.base.files import read_json
+
+logger = logging.getLogger(__name__)
+
+RUN, SAMPLES, SUMMARY = "run.json", "samples.jsonl", "summary.json"
+SWEEP, COMPARE = "sweep.json", "compare.json"
+METRICS, VALIDATION = "metrics.jsonl", "validation"
+BEST, BEST_FILE = "best", "best.json"
+
+Row = dict[str, Any]
+"""What a step of a training logged: value by the metric's name."""
+TITLES = {
+    "dr_grpo": "Dr. GRPO",
+    "grpo_passk": "GRPO for pass@k",
+    "reinforce_plus_plus": "REINFORCE++",
+    "reinforce_plus_plus_baseline": "REINFORCE++ baseline",
+}
+"""As their papers write them; all other algorithms are their names in capitals."""
+
+
+class SampleRecord(TypedDict):
+    """A line of samples.jsonl: one completion of one problem, graded."""
+
+    key: str
+    """The problem: a hash of its content, and its occurrence among equal ones ("9f0c…-0")."""
+    sample: int
+    """Which of the problem's n completions, from 0."""
+    seed: int
+    """Of this completion alone."""
+    task: str
+    """The task that graded it, a key of TASKS."""
+    source: str
+    """Where the problem came from ("test.jsonl:17"); may be empty."""
+    prompt: str
+    """As the model saw it, chat template included."""
+    gold: str
+    """The reference answer."""
+    completion: str
+    score: float
+    """The primary rule's, 0.0 or 1.0."""
+    scores: dict[str, float]
+    """Each rule's, by its name."""
+    extracted: str | None
+    """The answer that was read; None: none was found."""
+    reason: Literal["correct", "wrong", "unextracted", "timeout", "error"]
+    prompt_tokens: int
+    tokens: int
+    """Generated, without the end-of-sequence token."""
+    finish_reason: Literal["stop", "length"]
+    """"length": cut off."""
+    time: float
+    """Seconds in the engine; 0 where nothing was generated."""
+    engine: str
+    """A key of ENGINES."""
+    error: str | None
+    """Why nothing was generated; such a sample counts as wrong."""
+
+
+class MetricRecord(TypedDict):
+    """A mean over problems, as a fraction, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class RuleRecord(TypedDict):
+    """What one grading rule says of the samples that it was asked about."""
+
+    mean: float
+    scored: int
+    """A fallback is not asked about all."""
+
+
+class Generation(TypedDict):
+    """The last run that generated something for a summary."""
+
+    engine: str
+    executor: str
+    dp_size: int
+    tp_size: int
+    gpu_memory_utilization: NotRequired[float]
+    """vLLM's, as far as the user has set it, as is `enforce_eager`."""
+    enforce_eager: NotRequired[bool]
+    device: str
+    """Kind of device: cpu, cuda, npu."""
+    rows: int
+    """Samples completed in that run."""
+    tokens: int
+    start_s: float
+    """Until the first engine was ready."""
+    wall_s: float
+    """From then to the last completion."""
+    tokens_per_s: float
+    worker_restarts: int
+
+
+class Identity(TypedDict):
+    """run.json: what every sample in a dataset's folder was made with."""
+
+    dataset: str
+    """As after --dataset."""
+    split: NotRequired[str | None]
+    """As after --split."""
+    base_hash: str
+    """Of the model without an adapter; "" in a validation of a model whose weights are all trained."""
+    adapter_hash: str | None
+    adapter_mode: str | None
+    dtype: str
+    max_model_len: int | None
+    chat_template_hash: str
+    styles: dict[str, Any]
+    """How prompts are built, by task."""
+    sampling: dict[str, Any]
+    grading_hash: str | None
+    """Of the code that graded (perl.grading.rules_hash); absent or None: of a version that did not note it. It alone
+    may differ between the command that began a folder and the one that goes on."""
+
+
+class Statistics(TypedDict):
+    """What is computed from a dataset's records."""
+
+    problems: int
+    samples: int
+    n: int
+    """Samples of each problem."""
+    metrics: dict[str, MetricRecord]
+    """accuracy, avg@n, pass@k, maj@k."""
+    rules: dict[str, RuleRecord]
+    truncated: float
+    """Share of the samples, as is `unextracted`."""
+    unextracted: float
+    timeouts: int
+    grading_errors: int
+    not_generated: int
+    """Samples with an `error`."""
+    mean_tokens: float
+    max_tokens: int
+    mean_prompt_tokens: float
+    tokens: int
+    engines: list[str]
+
+
+class Summary(Statistics, Identity):
+    """summary.json of one dataset."""
+
+    generation: Generation | None
+    tasks: list[str]
+    """Those that grade the problems, the commonest first."""
+    model: str
+    adapter: str | None
+    step: int | None
+    """Optimizer steps of training; 0 for the base of a sweep, None where nothing tells."""
+    trained_on: NotRequired[dict[str, Any] | None]
+    """{"run", "problems"}: how many of these the adapter's run trained on (perl.evaluation.contamination)."""
+    chat_template: str | None
+    grading: dict[str, Any]
+    """Each task's rubric."""
+    merge: dict[str, Any] | None
+    """merge.json."""
+    rescored: NotRequired[dict[str, Any]]
+    """After --rescore: how many verdicts changed, and the versions."""
+    provenance: dict[str, Any]
+
+
+class SweepEntry(TypedDict):
+    """One candidate of a sweep."""
+
+    name: str
+    """Its folder below the result folder."""
+    adapter: str | None
+    """Folder of the adapter; None for the base."""
+    adapter_hash: str | None
+    step: int | None
+    """As in Summary."""
+    error: str | None
+    """Why it was not scored."""
+    metrics: dict[str, dict[str, MetricRecord]] | None
+    """By dataset, as in Summary; None while it is not scored."""
+
+
+class Sweep(TypedDict):
+    """sweep.json."""
+
+    model: str
+    candidates: list[SweepEntry]
+    """In the order of the command."""
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One dataset, scored by one model: what lies in its folder."""
+
+    dataset: str
+    summary: Summary
+    records: list[SampleRecord]
+    """Each problem's samples side by side in the order of their numbers."""
+
+
+def is_scored(folder: Path) -> bool:
+    return (folder / SAMPLES).is_file() and (folder / SUMMARY).is_file()
+
+
+def read_scored(folder: Path) -> Scored:
+    """The dataset in `folder`. A UserError where summary.json is not readable."""
+    summary: Summary = read_json(folder / SUMMARY, hint="the same command of perl/eval.py writes it again")
+    records = list(read_samples(folder / SAMPLES).values())
+    place = {key: i for i, key in enumerate(dict.fromkeys(record["key"] for record in records))}
+    records.sort(key=lambda record: (place[record["key"]], record["sample"]))
+    if len(records) != summary["samples"]:
+        logger.warning(
+            "%s: samples.jsonl has %d rows, the summary was made from %d (another --n or --max_samples)",
+            folder, len(records), summary["samples"],
+        )  # fmt: skip
+    return Scored(dataset=folder.name, summary=summary, records=records)
+
+
+def read_samples(file: Path) -> dict[tuple[str, int], SampleRecord]:
+    """The records of a samples.jsonl by (key, sample), in the file's order; of two of one sample the first counts. A
+    line that is no record, or has no end (its writer was killed), is left out: one warning tells how many."""
+    try:
+        *lines, torn = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from error
+    records: dict[tuple[str, int], SampleRecord] = {}
+    broken = bool(torn)
+    for line in lines:
+        try:
+            record = json.loads(line)
+            records.setdefault((record["key"], record["sample"]), record)
+        except (ValueError, KeyError, TypeError):
+            broken += 1
+    if broken:
+        logger.warning("%s: %d broken lines left out; the same command of perl/eval.py makes them again", file, broken)
+    return records
+
+
+def read_metrics(file: Path) -> tuple[list[tuple[int, Row]], int]:
+    """(step, what was logged) of each line of a run's metrics.jsonl that is of its last attempt, and how many lines are
+    broken, as the last one is where the run was killed while it was written."""
+    rows, broken = [], 0
+    for line in file.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+            rows.append((int(row.pop("step")), row))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            broken += 1
+    return last_attempt(rows), broken
+
+
+def last_attempt(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
+    """The rows of the last run in a log. One that was started again from a checkpoint, or from the beginning, repeats
+    steps; what stands there of them and of later ones is another run's."""
+    kept: list[tuple[int, Row]] = []
+    for step, row in rows:
+        while kept and kept[-1][0] > step:
+            kept.pop()
+        kept.append((step, row))
+    return kept
+
+
+def algorithm_of(config: Mapping[str, Any]) -> str:
+    """What trained the run with this config.yaml: the algorithm's name (grpo where the run is older than the field), or
+    sft for a run of perl.sft, which has no rewards."""
+    if "reward" not in config:
+        return "sft"
+    return (config.get("algorithm") or {}).get("name", "grpo")
+
+
+def title_of(algorithm: str) -> str:
+    """GRPO, Dr. GRPO, REINFORCE++, … for what algorithm_of has found."""
+    return TITLES.get(algorithm, algorithm.upper())
+
+
+def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether both scored the same weights, by their hashes. A validation has none of what is trained: there the name
+    counts."""
+    hashed = all(side["adapter_hash"] or not side["adapter"] for side in (one, other))
+    base = "base_hash" if one["base_hash"] and other["base_hash"] else "model"
+    return all(one[name] == other[name] for name in (base, "adapter_hash" if hashed else "adapter"))
+
+
+def samples_hash(records: Iterable[Mapping[str, Any]]) -> str:
+    """16 hexadecimal digits of what a comparison reads of samples.jsonl (key, sample, score, extracted answer), in
+    whatever order the records stand. Of two records of one sample the first counts, as everywhere."""
+    read: dict[tuple[str, int], Any] = {}
+    for record in records:
+        read.setdefault((record["key"], record["sample"]), [record["score"], record["extracted"]])
+    return hashlib.blake2b(json.dumps(sorted(read.items())).encode(), digest_size=8).hexdigest()

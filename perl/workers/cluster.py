@@ -1,0 +1,251 @@
+"""Workers in a Ray cluster: one actor a slot, each with a worker's process of its own on the node where Ray puts it.
+
+The actor (WorkerActor) does on its node what the parent does at home: it starts the process, holds the pipe to it, and
+passes samples and completions on. So a node that is lost looks like a worker that died, and a worker whose actor or
+node is gone ends by itself. Ray shows each actor its own devices. Nodes need perl and the model under the same paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from perl import device
+from perl.base.errors import UserError
+from perl.device import RAY_RESOURCE, Devices, Kind
+from perl.workers.local import ProcessLink
+from perl.workers.worker import Batch, Deliver, Failed, Message, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+SLOTS_TIMEOUT_S = 15.0
+"""How long slots that a run before has left may take to become free."""
+PLACEMENT_TIMEOUT_S = 60.0
+"""How long Ray may take to start one actor."""
+KILL_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 5.0
+ROOT = Path(__file__).resolve().parents[3]
+"""What has to be on sys.path for perl to be imported."""
+
+
+class WorkerActor:
+    """The actor: one worker on its node."""
+
+    def __init__(self, spec: WorkerSpec):
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        missing = [path for path in spec.paths if not Path(path).exists()]
+        self._link: ProcessLink | None = None
+        if missing:
+            why = f"node {self.node()} has no {missing[0]}; models and adapters have to be under the same path on"
+            self._messages.put(Failed(f"{why} every node, and --result_dir too, as an adapter is merged there", ""))
+            self._messages.put(None)
+        else:
+            self._link = ProcessLink(spec, self._messages.put)
+
+    def node(self) -> str:
+        return socket.gethostname()
+
+    def send(self, batch: Batch | None) -> None:
+        if self._link is not None:
+            self._link.send(batch)
+
+    def receive(self) -> list[Message | None]:
+        """What the worker has said since the last call, waiting for something."""
+        messages = [self._messages.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                messages.append(self._messages.get_nowait())
+        return messages
+
+    def exit_reason(self) -> str:
+        return self._link.exit_reason() if self._link is not None else ""
+
+
+class ActorLink:
+    """A worker behind an actor."""
+
+    def __init__(self, spec: WorkerSpec, deliver: Deliver, options: Mapping[str, Any]):
+        self._deliver = deliver
+        self._exit_reason = "its actor was ended"
+        self._index = spec.index
+        self._actor: Any = ray.remote(WorkerActor).options(**options).remote(spec)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def send(self, batch: Batch | None) -> None:
+        self._actor.send.remote(batch)
+
+    def join(self, timeout: float) -> None:
+        self._listener.join(timeout)
+
+    def kill(self) -> None:
+        """The worker's process ends with its actor, as it does with its parent."""
+        ray.kill(self._actor)
+        self._listener.join(KILL_TIMEOUT_S)
+
+    def exit_reason(self) -> str:
+        return self._exit_reason
+
+    def _listen(self) -> None:
+        """Runs in a thread of its own until the worker is gone."""
+        try:
+            node = ray.get(self._actor.node.remote(), timeout=PLACEMENT_TIMEOUT_S)
+            logger.info("worker %d runs on %s", self._index, node)
+            while True:
+                for message in ray.get(self._actor.receive.remote()):
+                    if message is None:
+                        self._exit_reason = f"{ray.get(self._actor.exit_reason.remote())} on node {node}"
+                        self._deliver(None)
+                        return
+                    self._deliver(message)
+        except GetTimeoutError:
+            where = f"cluster: {_listed(_total())}"
+            self._exit_reason = f"Ray had no slot for it within {PLACEMENT_TIMEOUT_S:.0f} s ({where})"
+        except RayError as error:
+            self._exit_reason = _why(error)
+        self._deliver(None)
+
+
+class RayExecutor:
+    """Joins a cluster, or starts one on this machine, and checks that it has the slots."""
+
+    def __init__(self, dp_size: int, tp_size: int, address: str):
+        """Args:
+            dp_size: workers.
+            tp_size: devices of each.
+            address: of the cluster; "auto": $RAY_ADDRESS, else the cluster that runs on this machine, else one of its
+                own that ends with the run.
+
+        Raises:
+            UserError: no cluster there, or too few slots in it.
+        """
+        where = _join(address)
+        kind = _kind(where)
+        self.devices = Devices(kind, int(_total().get(RAY_RESOURCE[kind], 0)))
+        _require_slots(where, kind, dp_size, tp_size)
+        resource = RAY_RESOURCE[kind]
+        amount: dict[str, Any] = {"num_cpus": tp_size} if kind == "cpu" else {"num_cpus": 0}
+        if resource == "GPU":
+            amount["num_gpus"] = tp_size
+        elif kind != "cpu":
+            amount["resources"] = {resource: tp_size}
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._options = {
+            **amount,
+            "max_concurrency": 4,  # send and exit_reason while receive waits
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
+        }
+
+    def environment(self, index: int) -> dict[str, str]:
+        """Nothing: Ray shows each worker its devices."""
+        return {}
+
+    def start(self, spec: WorkerSpec, deliver: Deliver) -> ActorLink:
+        return ActorLink(spec, deliver, self._options)
+
+    def close(self) -> None:
+        ray.shutdown()
+
+
+def _join(address: str) -> str:
+    """Connect this process; returns what messages call the cluster."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    named = address if address != "auto" else os.environ.get("RAY_ADDRESS", "auto")
+    flag = "--ray_address" if address != "auto" else "RAY_ADDRESS"
+    try:
+        probe_port(named)
+        ray.init(address=named, **options)
+    except (OSError, ValueError) as error:  # ConnectionError among them
+        if named != "auto":
+            raise UserError(
+                f"{flag} {named}: no Ray cluster answers ({error}); ray start --head prints its address, and a cluster"
+                " with a token wants RAY_AUTH_MODE=token in the environment and the same ~/.ray/auth_token here"
+            ) from error
+        ray.init(address="local", include_dashboard=False, **options)
+        logger.info("Ray: no cluster runs on this machine, so one was started for this run")
+        return "of this machine"
+    except (RayError, RuntimeError) as error:  # a token, or another version of Ray or Python
+        raise UserError(f"{flag} {named}: Ray does not let this process join: {error}") from error
+    where = f"at {ray.get_runtime_context().gcs_address}"
+    logger.info("Ray: joined the cluster %s", where)
+    return where
+
+
+def probe_port(address: str) -> None:
+    """Raise an OSError when nothing listens at HOST:PORT, as ray.init would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
+
+
+def _kind(where: str) -> Kind:
+    """The best kind of device that the cluster has registered."""
+    total = _total()
+    here = device.detect()
+    if here.kind != "cpu" and not total.get(RAY_RESOURCE[here.kind]):
+        resources = json.dumps({RAY_RESOURCE[here.kind]: here.count})
+        raise UserError(
+            f"--executor ray: this machine has {here.count} {here.kind} devices, but the Ray cluster {where} registered"
+            f" {_listed(total)}; on each node: ray stop --force; ray start --head --resources='{resources}' (on all but"
+            " the first --address=HEAD:6379 in the place of --head)"
+        )
+    return next(kind for kind, resource in RAY_RESOURCE.items() if kind == "cpu" or total.get(resource))
+
+
+def _require_slots(where: str, kind: Kind, dp_size: int, tp_size: int) -> None:
+    """Raise a UserError, soon, when there are fewer slots than workers."""
+    resource = RAY_RESOURCE[kind]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    slots = slots_of(nodes, resource, tp_size)
+    flags = f"--dp_size {dp_size}" + (f" × --tp_size {tp_size}" if tp_size > 1 else "")
+    if slots < dp_size:
+        raise UserError(
+            f"{flags}: the cluster {where} has {_listed(_total())} on {len(nodes)} node(s), room for {slots} workers"
+            f"; write --dp_size {max(slots, 1)}, or add nodes with ray start --address=HEAD:6379"
+        )
+    deadline = time.monotonic() + SLOTS_TIMEOUT_S
+    while (free := ray.available_resources().get(resource, 0)) < dp_size * tp_size:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{flags}: {free:g} of {_total()[resource]:g} {resource} of the cluster {where} are free, other batch"
+                " hold the rest; wait for them, or write a smaller --dp_size"
+            )
+        time.sleep(0.5)
+
+
+def slots_of(nodes: Sequence[Mapping[str, float]], resource: str, each: int) -> int:
+    """How many workers of `each` devices fit: one worker's devices are on one node."""
+    return sum(int(node.get(resource, 0)) // each for node in nodes)
+
+
+def _total() -> Mapping[str, float]:
+    return ray.cluster_resources()
+
+
+def _listed(resources: Mapping[str, float]) -> str:
+    """Such as "GPU 8, CPU 64"."""
+    return (
+        ", ".join(f"{name} {resources[name]:g}" for name in ("NPU", "GPU", "CPU") if resources.get(name)) or "nothing"
+    )
+
+
+def _why(error: RayError) -> str:
+    text = str(error)
+    if "No module named 'perl'" in text:
+        return f"perl cannot be imported on its node; install it there, or put it under {ROOT} as here"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,94 @@
+"""Workers that are processes of this machine."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from dataclasses import replace
+
+from perl import device
+from perl.base.errors import UserError
+from perl.workers.worker import Batch, Deliver, WorkerSpec, run_worker
+
+logger = logging.getLogger(__name__)
+
+EXIT_S = 1.0
+"""A process that has closed its pipe has an exit code by then."""
+
+
+class ProcessLink:
+    """A worker that is a process of this machine, at the other end of a pipe."""
+
+    def __init__(self, spec: WorkerSpec, deliver: Deliver):
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=run_worker, args=(spec, theirs), name=f"worker-{spec.index}")
+        self._process.start()
+        theirs.close()
+        self._deliver = deliver
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def send(self, batch: Batch | None) -> None:
+        try:
+            self._connection.send(batch)
+        except OSError:
+            logger.debug("%s is gone", self._process.name)
+
+    def join(self, timeout: float) -> None:
+        self._process.join(timeout)
+
+    def kill(self) -> None:
+        """End the worker's whole process group: the engine may have processes of its own."""
+        if self._connection.closed:
+            return
+        assert self._process.pid is not None
+        for end in (os.killpg, os.kill):
+            try:
+                end(self._process.pid, signal.SIGKILL)
+                break
+            except ProcessLookupError:  # no group of its own yet, or gone already
+                continue
+        self._listener.join(2 * EXIT_S)
+        self._process.join()
+        self._connection.close()
+
+    def exit_reason(self) -> str:
+        code = self._process.exitcode
+        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._deliver(self._connection.recv())
+        except (EOFError, OSError):
+            self._process.join(EXIT_S)  # a process closes its pipes before it has an exit code
+            self._deliver(None)
+
+
+class LocalExecutor:
+    """Workers are processes of this machine, on a CPU each on its own share of the cores."""
+
+    def __init__(self, dp_size: int, tp_size: int):
+        self.devices = device.detect()
+        self._dp_size, self._tp_size = dp_size, tp_size
+        if dp_size * tp_size > self.devices.count:
+            what = "cores" if self.devices.kind == "cpu" else f"{self.devices.kind} devices"
+            product = f"--dp_size {dp_size}" + (f" × --tp_size {tp_size}" if tp_size > 1 else "")
+            possible = self.devices.count // tp_size or 1
+            raise UserError(f"{product}: there are {self.devices.count} {what}; write --dp_size {possible}")
+
+    def environment(self, index: int) -> dict[str, str]:
+        environment = device.worker_environment(index, self._tp_size)
+        if self.devices.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(self.devices.count // self._dp_size)
+        return environment
+
+    def start(self, spec: WorkerSpec, deliver: Deliver) -> ProcessLink:
+        return ProcessLink(replace(spec, cores=(spec.index, self._dp_size)), deliver)
+
+    def close(self) -> None:
+        pass

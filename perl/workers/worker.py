@@ -1,0 +1,258 @@
+"""A worker: one process with its own devices and its own engine, fed through a pipe (perl.workers.executors)
+
+torch and vLLM are imported after the worker's environment is set, so that they see its devices only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perl import device
+from perl.base.errors import UserError
+from perl.base.redact import hide_secrets_in_logs
+from perl.device import Kind
+from perl.records import Completion, Sample, SampleId
+
+if TYPE_CHECKING:
+    from perl.engines import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSpec:
+    """The weights that an engine holds."""
+
+    model: str
+    """Folder of a whole model."""
+    dtype: str
+    """As --dtype."""
+    adapter: str | None = None
+    """Folder of the adapter that the engine serves alongside it, to all samples under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All that a worker is started with."""
+
+    index: int
+    device: Kind
+    """What it is to compute on."""
+    engine: str
+    """Key of ENGINES."""
+    weights: WeightsSpec
+    """What the engine starts with."""
+    options: dict[str, Any]
+    """Keyword arguments of the engine's builder, but for the dtype."""
+    environment: dict[str, str]
+    """Set before anything heavy is imported."""
+    cores: tuple[int, int] | None = None
+    """(which share of this machine's cores it keeps to on a CPU, of how many); None: all that it may use."""
+    log: Path
+    """Gets what the worker and the libraries in it print."""
+
+    @property
+    def paths(self) -> list[str]:
+        """What has to be there where the worker runs."""
+        return [self.weights.model, *self.options.get("adapters", ())]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples that the same weights complete."""
+
+    weights: WeightsSpec
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is loaded."""
+
+    max_num_seqs: int
+    """Samples that the engine works on at once."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A sample is completed."""
+
+    id: SampleId
+    completion: Completion
+    max_num_seqs: int
+    """As in Ready, now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The next sample needs another engine than this worker has: it is to be started again with `weights`."""
+
+    weights: WeightsSpec
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker ends for this error."""
+
+    message: str
+    traceback: str
+
+
+Message = Ready | Result | Restart | Failed
+"""What a worker says."""
+Deliver = Callable[[Message | None], None]
+"""Takes what a worker says, in its order, from any thread; None when it is gone."""
+
+
+def run_worker(spec: WorkerSpec, connection: Connection) -> None:
+    """Body of the worker's process."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    os.environ.update(spec.environment)
+    _log_to(spec.log)
+    inbox = Inbox(connection)
+    started = time.monotonic()
+    try:
+        from perl.engines import ENGINES
+
+        require_device(spec.device, device.detect().kind)
+        if spec.cores is not None:
+            device.pin_cpu(*spec.cores)
+        engine = ENGINES[spec.engine](spec.weights.model, dtype=spec.weights.dtype, **spec.options)
+        connection.send(Ready(engine.max_num_seqs, time.monotonic() - started))
+        for message in completed(engine, spec.weights, inbox):
+            connection.send(message)
+        engine.close()
+    except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
+        traceback.print_exc()
+        text = str(error).strip() or type(error).__name__
+        connection.send(Failed(text.splitlines()[0], traceback.format_exc()))
+        sys.exit(1)
+
+
+def require_device(wanted: Kind, found: Kind) -> None:
+    """Raise a UserError when a scheduler counts another kind of device than there is."""
+    if found != wanted:
+        raise UserError(
+            f"node {socket.gethostname()} was to give this worker a device of kind {wanted}, but has kind {found}: what"
+            f" was registered there is wrong; ray stop --force, then ray start with {device.RAY_RESOURCE[found]} in"
+            " --resources"
+        )
+
+
+def completed(engine: Engine, weights: WeightsSpec, inbox: Inbox) -> Iterator[Result | Restart]:
+    """Put samples through the engine, which holds `weights`, as they come. Between samples of different weights the
+    engine runs empty and gets the others; where it can't take them, a Restart is the last thing that comes."""
+    while (needed := inbox.next_weights(wait=True)) is not None:
+        if needed != weights and (reason := replace_weights(engine, weights, needed)):
+            yield Restart(needed, reason)
+            return
+        weights = needed
+        feed = InboxFeed(inbox, weights)
+        for position, completion in engine.stream(feed):
+            yield feed.result(position, completion, engine.max_num_seqs)
+
+
+def replace_weights(engine: Engine, held: WeightsSpec, needed: WeightsSpec) -> str | None:
+    """Put the weights `needed` into the engine, but for adapters, which it serves alongside them. Returns why that
+    can't be, or None when it is done."""
+    if (needed.model, needed.dtype) == (held.model, held.dtype):
+        return None
+    if needed.dtype != held.dtype:
+        return f"{needed.model} is computed in another dtype ({needed.dtype}) than {held.model} ({held.dtype})"
+    return engine.replace_weights(needed.model)
+
+
+class Inbox:
+    """The samples that the parent has sent. When the pipe closes the parent is gone, and this whole process group with
+    it: the engine's own processes too."""
+
+    def __init__(self, connection: Connection):
+        self.ended = False
+        """No more will come than `next_weights` tells of."""
+        self._connection = connection
+        self._received: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._weights: WeightsSpec | None = None
+        self._samples: deque[Sample] = deque()
+        """The rest of a batch, completed by `_weights`."""
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def next_weights(self, *, wait: bool) -> WeightsSpec | None:
+        """What completes the next sample. None: there is none, with `wait` because all have been taken and no more will
+        come."""
+        while not self._samples and not self.ended:
+            try:
+                batch = self._received.get(block=wait)
+            except queue.Empty:
+                return None
+            if batch is None:
+                self.ended = True
+            else:
+                self._weights, self._samples = batch.weights, deque(batch.samples)
+        return self._weights if self._samples else None
+
+    def take(self) -> Sample:
+        """The next sample, where `next_weights` has found one."""
+        return self._samples.popleft()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                self._received.put(self._connection.recv())
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)
+                return
+
+
+class InboxFeed:
+    """The inbox as an engine's feed (see Engine.stream): None when there is nothing now, but samples under way. It ends
+    before the first sample that needs other weights."""
+
+    def __init__(self, inbox: Inbox, weights: WeightsSpec):
+        self._inbox = inbox
+        self._weights = weights
+        self._under_way: dict[int, tuple[Sample, float]] = {}
+        self._taken = 0
+
+    def __iter__(self) -> InboxFeed:
+        return self
+
+    def __next__(self) -> Sample | None:
+        needed = self._inbox.next_weights(wait=not self._under_way)
+        if needed is None and not self._inbox.ended:
+            return None
+        if needed != self._weights:
+            raise StopIteration
+        sample = self._inbox.take()
+        self._under_way[self._taken] = (sample, time.monotonic())
+        self._taken += 1
+        return sample
+
+    def result(self, position: int, completion: Completion, max_num_seqs: int) -> Result:
+        sample, started = self._under_way.pop(position)
+        return Result(sample.id, replace(completion, seconds=time.monotonic() - started), max_num_seqs)
+
+
+def _log_to(path: Path) -> None:
+    """Send file descriptors 1 and 2 to `path`: native libraries print there too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    hide_secrets_in_logs()
