@@ -221,10 +221,20 @@ def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     values.rollout.engine = engine
     for switch, value in ENGINE_FLAGS[engine].items():
         values.training[switch] = value
+    warnings += explain_correction(values, flags, recipe)
     if values.noise_injection.seed is None:
         values.noise_injection.seed = values.common.seed
     check_values(values)
     return warnings
+
+
+def explain_correction(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
+    """A line where the user leaves to perl how vLLM's probabilities are corrected: TRL's default is another."""
+    name = "training.vllm_importance_sampling_mode"
+    used = values.rollout.engine == "vllm" and values.training.vllm_importance_sampling_correction
+    if not used or name in flags or name in recipe:
+        return []
+    return [f"rollout.engine vllm: {name} is {values[name]}, not sequence_mask as in TRL (docs/training.md)"]
 
 
 def resolve_algorithm(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:

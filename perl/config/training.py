@@ -72,6 +72,15 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
         },
     )
 
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
+        metadata={
+            "help": "What of the ratio of the trainer's probability to vLLM's weighs the loss: that of each token, or"
+            " of the whole completion (sequence_), cut at the bounds (truncate) or 0 beyond them (mask). TRL's own"
+            " default, sequence_mask, weighs a completion of thousands of tokens by nearly 0."
+        },
+    )
+
     def __post_init__(self):
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
             raise ValueError(f"max_tokens_per_microbatch must be at least 1, not {self.max_tokens_per_microbatch}")

@@ -33,6 +33,8 @@ hundred sums in a row less than a hundred times that. In bfloat16, of 8 bits, sa
 at different places (autocast, packing, the cache): random weights, whose every token is improbable and shows the
 logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
 layers, 0.020, makes 0.06 of all."""
+LEAST_RATIO = 0.5
+"""Mean of the importance sampling ratios below which most of the gradient is lost."""
 
 
 class TokenLogProbs(NamedTuple):
@@ -217,6 +219,25 @@ def warn_of_difference(difference: Difference, allowed: float | None) -> None:
         warn_once(
             f"rollout: the sampler's log-probabilities are more than {allowed:.2g} nats from the trainer's, which is no"
             " rounding: it may have missed the adapter, or it samples an older policy (rollout/logp_mismatch shows it)"
+        )
+
+
+def warn_of_ratio(mean: float, mode: str) -> None:
+    """Log once where TRL's importance sampling correction takes most of the loss away.
+
+    Args:
+        mean: of the ratios, as they weigh the loss.
+        mode: vllm_importance_sampling_mode.
+    """
+    if mean < LEAST_RATIO:
+        remedy = (
+            "sampler and trainer are far apart (rollout/logp_mismatch)"
+            if mode == "token_truncate"
+            else "write --config.training.vllm_importance_sampling_mode token_truncate"
+        )
+        warn_once(
+            f"rollout: the importance sampling ratios are below {LEAST_RATIO} on average, so that most of the gradient"
+            f" is lost (sampling/importance_sampling_ratio/mean, vllm_importance_sampling_mode {mode}): {remedy}"
         )
 
 

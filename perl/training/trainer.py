@@ -66,6 +66,7 @@ from perl.training.loss import (
     importance_ratio,
     pad_right,
     require_same_policy,
+    warn_of_ratio,
 )
 from perl.training.measurements import Measurements
 from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
@@ -684,6 +685,8 @@ class PerlGRPOTrainer(PolicyPasses):
             logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
             logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
         logs |= self.measured.take()
+        if ratios := self._metrics["train"].get("sampling/importance_sampling_ratio/mean"):
+            warn_of_ratio(sum(ratios) / len(ratios), self.args.vllm_importance_sampling_mode)
         logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
         super().log(logs, start_time)
 

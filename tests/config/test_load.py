@@ -296,6 +296,22 @@ def test_engine_is_the_one_switch():
     assert "use_vllm" in said
 
 
+def test_vllms_probabilities_are_corrected_token_by_token_unless_the_user_says_otherwise(tmp_path):
+    flag, vllm = "--config.training.vllm_importance_sampling_mode", ["--config.rollout.engine", "vllm"]
+    parsed = parse(vllm)
+    assert parsed.values.training.vllm_importance_sampling_mode == "token_truncate"
+    (line,) = parsed.warnings
+    assert line.startswith("rollout.engine vllm: training.vllm_importance_sampling_mode is token_truncate")
+    assert parse([*vllm, "--config.training.vllm_importance_sampling_correction", "false"]).warnings == []
+    written = write(tmp_path / "config.yaml", parse([]).dump())  # of a run with another engine
+    for words in ([flag, "token_mask"], ["--recipe", written]):
+        chosen = parse([*vllm, *words])
+        assert chosen.warnings == []
+        assert chosen.values.training.vllm_importance_sampling_mode == (
+            "token_mask" if flag in words else "token_truncate"
+        )
+
+
 def test_noise_needs_a_sampler_that_is_given_it():
     noise = ["--config.noise_injection.enabled", "true", "--config.rollout.engine"]
     assert "use --config.rollout.engine fast" in message(*noise, "continuous_batching")

@@ -15,7 +15,9 @@ from perl.training.loss import (
     pad_right,
     require_same_policy,
     warn_of_difference,
+    warn_of_ratio,
 )
+from tests.trainers import make_trainer
 
 
 def test_equal_rewards_are_found_exactly():
@@ -97,3 +99,19 @@ def test_importance_ratio_by_hand():
     assert importance_ratio(trainer, sampler, mask, "token", None, 3.0).tolist() == [pytest.approx([2.0, 0.5, 1.0])]
     assert importance_ratio(trainer, sampler, mask, "token", 0.8, 1.5).tolist() == [pytest.approx([1.5, 0.8, 1.0])]
     assert importance_ratio(trainer, sampler, mask, "sequence", None, 3.0).tolist() == [pytest.approx([1.0])]
+
+
+def test_ratios_that_take_most_of_the_gradient_are_said_once(caplog):
+    for mean in (1.0, 0.6, 0.4, 0.3):
+        warn_of_ratio(mean, "sequence_mask")
+    (line,) = caplog.messages
+    assert "write --config.training.vllm_importance_sampling_mode token_truncate" in line
+    warn_of_ratio(0.1, "token_truncate")
+    assert "sampler and trainer are far apart" in caplog.messages[1]
+
+
+def test_the_trainer_says_it_of_the_ratios_that_trl_logs(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, engine="fast", vllm_importance_sampling_mode="token_mask")
+    trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"] = [0.9, 0.04]
+    trainer.log({})
+    assert any("vllm_importance_sampling_mode token_mask" in message for message in caplog.messages)
