@@ -6,11 +6,13 @@ keep to what vLLM 0.18 (Ascend) and 0.31 (CPU) both know. vLLM is imported when 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import logging
 import math
 import os
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -63,6 +65,24 @@ def require_torchvision() -> None:
             "--use_vllm: vLLM takes images with torchvision alone, which is not installed; install the build of it that"
             f" fits torch {metadata.version('torch')} on this kind of device, or leave --use_vllm out"
         )
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """vLLM seeds Python's, NumPy's and torch's random numbers of the whole process as it starts: inside they are its
+    own, afterwards what they were."""
+    import numpy as np
+    import torch
+
+    kind = device.detect().kind
+    devices = [] if kind == "cpu" else [getattr(torch, kind).current_device()]
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices, device_type=kind):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 class VLLMEngine:

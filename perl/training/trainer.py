@@ -152,7 +152,7 @@ class PerlGRPOTrainer(PolicyPasses):
     ):
         wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
         peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
-        vllm_sync = VLLMSync(peft_config)
+        vllm_sync = VLLMSync(peft_config, kwargs["args"].seed)
         reference = reference_kept(kwargs["args"], algorithm.kl_in_reward > 0.0)
         with vllm_started_by(vllm_sync), reference, reference_loaded_like(kwargs["model"]):
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)

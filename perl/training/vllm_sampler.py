@@ -118,7 +118,7 @@ class VLLMSampler:
             client.sync_weights = publish
 
     def complete(self, request: RolloutRequest) -> Completions:
-        """Every process must come here. `client` was made with the run's sampling, and knows no seeds."""
+        """Every process must come here. `client` was made with the run's sampling; a server knows no seeds."""
         if request.weights.step != self._synced_step:
             self.client.sync_weights()
             self._synced_step = request.weights.step
@@ -126,9 +126,15 @@ class VLLMSampler:
             self.client.llm.perturbed = functools.partial(self._noisy, request.weights)
         if request.rules is not None:
             return self._complete_by(request.rules, request)
-        _, token_ids, logprobs, _ = self.client.generate(
-            prompts=request.prompt_ids, images=None, num_generations=request.group_size
-        )
+        values = {}
+        if not self.elsewhere:
+            most = (self.generation_kwargs or {}).get("max_tokens", request.sampling.max_new_tokens)
+            rows = [(seed, most) for seed in request.seeds]
+            values["llm"] = SeededLLM(self.client.llm, self._of_tensor_parallel(rows))
+        with replaced(self.client, values):
+            _, token_ids, logprobs, _ = self.client.generate(
+                prompts=request.prompt_ids, images=None, num_generations=request.group_size
+            )
         drawn = [[logprob for logprob, *_ in of_tokens] for of_tokens in logprobs]
         return Completions(token_ids, drawn, realized(self.noise))
 

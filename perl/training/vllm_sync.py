@@ -3,7 +3,7 @@
 TRL 1.16 merges the adapter into the trainer's own weights, sends all of them and subtracts it again, at every
 synchronisation: gigabytes, and rounding leaves another base behind each time. Here
 
-    sync = VLLMSync(peft_config)
+    sync = VLLMSync(peft_config, seed)
     engine = sync.start(**options)        vllm.LLM with LoRA enabled
     weights = sync.weights(model, …)      hands the adapter over (a few MB) and has nothing else to send
 
@@ -32,7 +32,8 @@ from perl.adapters.layers import adapted_layers
 from perl.adapters.none import NO_ADAPTER, has_adapter
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, resharded, whole, whole_of
-from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank
+from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank, random_state_kept
+from perl.prompts import row_seed
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -53,12 +54,14 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 class VLLMSync:
     """Args:
     config: PEFT's, of the adapter that is trained; None where all weights are.
+    seed: of the run.
 
     Attributes:
         reason: why vLLM is sent all weights, merged; None where it is given the adapter alone.
     """
 
-    def __init__(self, config: PeftConfig | None):
+    def __init__(self, config: PeftConfig | None, seed: int):
+        self.seed = seed
         self.config = {} if config is None else config.to_dict()
         self.reason = NO_ADAPTER if config is None else cannot_serve(self.config)
         self._number = 0
@@ -68,14 +71,17 @@ class VLLMSync:
     # An engine in the trainer's process
 
     def start(self, **options: Any) -> Any:
-        """A vllm.LLM of these options that serves the adapter, unless something stands against it."""
+        """A vllm.LLM of these options that serves the adapter, unless something stands against it. TRL seeds it with
+        the number of the engine alone."""
+        options["seed"] = row_seed(self.seed, "vllm", options.get("seed", 0)) % 2**31
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if reason := self.reason or _model_refuses(options):
             self._send_merged(reason)
         else:
             options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(self.config)}
-        self._engine = _policy_llm()(**options)
+        with random_state_kept():
+            self._engine = _policy_llm()(**options)
         self._engine.keeps_base = self.reason is None
         return self._engine
 

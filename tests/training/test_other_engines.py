@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -199,6 +201,40 @@ def test_what_vllm_does_not_serve_is_sent_merged_and_the_base_stays(tmp_path, ad
     require_agreement(found)
     assert found["sent"] > 0
     assert f"vLLM is sent merged weights, not the adapter alone: {why}" in found["log"]
+
+
+def of_two_seeds(folder: Path) -> list[dict[str, Any]]:
+    """The first rollout of two seeds, and of the first again, and the random state of the trainer's process behind the
+    engine's start (in a child)."""
+    on_cpu()
+    import torch
+
+    base = save_tiny(folder / "model", scale=4.0)
+    runs = []
+    for seed in (1, 2, 1):
+        drawn: list[list[int]] = []
+
+        def collect(completion_ids: list[list[int]], drawn: list[list[int]] = drawn, **kwargs: Any) -> list[float]:
+            drawn += completion_ids
+            return [float(len(ids)) for ids in completion_ids]
+
+        settings = {"max_steps": 1, "temperature": 1.0, "vllm_max_model_length": 64, "rewards": [collect]}
+        model = AutoModelForCausalLM.from_pretrained(base)
+        trainer = trained_by(folder, "vllm", model=model, seed=seed, shuffle_dataset=False, **settings)
+        states = [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
+        trainer.train()
+        runs.append({"drawn": drawn, "states": states})
+    return runs
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_runs_seed_reaches_vllm_and_the_engine_leaves_the_trainers_random_state(tmp_path):
+    first, second, again = in_a_process(of_two_seeds, tmp_path)
+    assert len(first["drawn"]) == 8
+    assert first["drawn"] == again["drawn"] != second["drawn"]
+    assert first["states"] == again["states"]
+    assert all(one != other for one, other in zip(first["states"], second["states"], strict=True))
 
 
 def weights_of(llm: Any) -> dict[str, Any]:
