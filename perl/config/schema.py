@@ -106,8 +106,9 @@ class AlgorithmConfig:
     """How rewards become a loss.
 
     Args:
-        name: a key of ALGORITHMS (grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo, ppo, …). It sets what its paper says of
-            other groups, unless the recipe or a flag says otherwise.
+        name: grpo, dapo, dr_grpo, gspo, luspo, cispo, sapo, vespo, gdpo, grpo_passk, rloo, opo, gpg,
+            reinforce_plus_plus, reinforce_plus_plus_baseline or ppo (docs/algorithms.md). It sets what its paper says
+            of other fields; a recipe or a flag that says otherwise goes before it, with a line.
         dynamic_sampling: replace groups of equal rewards by those of further prompts, until the batch is full.
         dynamic_sampling_metric: what must differ within a group: a name of reward.functions, or sum, their weighted
             sum; null is accuracy where that is one of them, else sum.
@@ -115,9 +116,10 @@ class AlgorithmConfig:
             rewards fill it.
         gamma: discount of a reward for each token before it (reinforce_plus_plus, ppo).
         lam: lambda of generalized advantage estimation (ppo).
-        kl_estimator: of the KL divergence that training.beta puts into the loss (low_var_kl is TRL's, k3).
+        kl_estimator: how the KL divergence that training.beta puts into the loss is estimated (low_var_kl is k3, TRL's;
+            mse is k2).
         kl_in_reward: coefficient of the KL divergence from the reference policy that is taken from the rewards.
-        kl_in_reward_estimator: of that divergence.
+        kl_in_reward_estimator: how the KL divergence of kl_in_reward is estimated.
         kl_in_reward_target: KL divergence a token, in nats, that the coefficient is adapted to; null leaves it fixed.
         kl_in_reward_horizon: completions over which the coefficient follows; the fewer, the quicker.
     """
@@ -161,8 +163,9 @@ class PeftConfig:
     """The adapter, or none.
 
     Args:
-        type: a key of ADAPTERS (docs/peft.md); none trains all weights. A field that the method does not read stays at
-            its default.
+        type: lora, rslora, dora, lora_plus, lora_fa, pissa, milora, milora_plus, adalora, vera, miss, ia3, ln_tuning,
+            hra or oft (docs/peft.md); none trains all weights. A field that the method does not read stays at its
+            default.
         r: rank (adalora: of each layer at first; vera: of the shared matrices; hra: number of reflections).
         lora_alpha: scale; the update is scaled by lora_alpha / r (rslora: / sqrt(r)).
         lora_dropout: dropout on the adapter's input while training.
@@ -262,7 +265,8 @@ class RewardConfig:
     """The reward.
 
     Args:
-        functions: names in REWARDS, or path/to/file.py:function for one of your own, in TRL's form or verl's.
+        functions: accuracy, strict, format, think, overlong, or path/to/file.py:function for one of your own, in TRL's
+            form or verl's.
         weights: one weight for each function; null is 1 for each (also `training.reward_weights`).
         kwargs: further keyword arguments of your own functions in verl's form (its reward_kwargs).
         overlong_cache_length: last tokens of max_completion_length over which `overlong` falls from 0 to -1.

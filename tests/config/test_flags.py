@@ -1,0 +1,25 @@
+"""docs/flags.md is what the code prints, and names what can be chosen."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from perl.adapters import ADAPTERS
+from perl.algorithms import ALGORITHMS
+from perl.config.flags import descriptions, page
+from perl.config.schema import AlgorithmConfig, PeftConfig, RewardConfig
+from perl.rewards.functions import REWARDS
+
+
+def test_the_page_of_flags_is_printed_by_the_code():
+    written = Path("docs/flags.md").read_text(encoding="utf-8")
+    assert written == page(), "python -m perl.config.flags > docs/flags.md"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "names"),
+    [(AlgorithmConfig, "name", ALGORITHMS), (PeftConfig, "type", ADAPTERS), (RewardConfig, "functions", REWARDS)],
+)
+def test_what_can_be_chosen_is_named(kind, field, names):
+    assert set(names) <= set(re.findall(r"\w+", descriptions(kind)[field]))
