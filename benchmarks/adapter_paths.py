@@ -44,12 +44,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "vLLM, bfloat16, unmerged": ("--use_vllm", "--dtype", "bfloat16", "--adapter_mode", "lora"),
 }
 """Name -> flags of perl/eval.py."""
-HEADS = {
-    "real.md": ("way", "accuracy, %", "equal completions, %", "equal verdicts, %", "tokens/s", "start, s",
-                "of the update lost, %"),
-    "real_zh.md": ("方式", "准确率，%", "相同的补全，%", "相同的判定，%", "token/秒", "启动，秒", "更新中丢失的，%"),
-}  # fmt: skip
-"""Page -> heads of its table."""
+HEADS = ("way", "accuracy, %", "equal completions, %", "equal verdicts, %", "tokens/s", "start, s",
+         "of the update lost, %")  # fmt: skip
 
 
 def score(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -135,8 +131,7 @@ def main() -> None:
         if not options.output.is_file():
             parser.error(f"--output {options.output}: not there; --draw needs the JSON of a run")
         ways = json.loads(options.output.read_text(encoding="utf-8"))["ways"]
-        for page, heads in HEADS.items():
-            write_between(ROOT / "docs" / page, "adapter-paths", table(ways, heads))
+        write_between(ROOT / "docs" / "real.md", "adapter-paths", table(ways, HEADS))
         return
     if options.real is not None:
         settings = real.read_run(options.real, "grpo", "--real")
@@ -159,7 +154,7 @@ def main() -> None:
             first = first or (None if "refused" in found else found)
             rows[name] = row_of(found, first)
             print(f"{name}: {rows[name]}", flush=True)
-    print(table(rows, HEADS["real.md"]))
+    print(table(rows, HEADS))
     versions = {"perl": perl.__version__} | {name: version(name) for name in ("torch", "transformers")}
     result = {"benchmark": "adapter_paths", "problems": len(first["rows"]) if first else 0, "ways": rows}
     result |= {"versions": versions, "max_new_tokens": options.max_new_tokens, "seed": "greedy"}

@@ -5,8 +5,8 @@
 
 Each run adds a line of JSON to docs/results/algorithms.jsonl (--output): the algorithm, seed, flags, versions, the
 mean reward of each step, and the accuracy on held-out problems at temperature 1 before and after. A run that stands
-there is not repeated, so that the list can be worked off in parts. `--draw` writes the table of docs/algorithms.md and
-docs/algorithms_zh.md, between their lines "algorithms:begin" and "algorithms:end", and assets/algorithms.svg of it.
+there is not repeated, so that the list can be worked off in parts. `--draw` writes the table of docs/algorithms.md,
+between its lines "algorithms:begin" and "algorithms:end", and assets/algorithms.svg of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from perl.tools.quickstart.run import HELD_OUT, RECIPE
 from perl.tools.stages import ROOT, Evaluation, evaluate
 
 RESULTS = ROOT / "docs" / "results" / "algorithms.jsonl"
-PAGES = (ROOT / "docs" / "algorithms.md", ROOT / "docs" / "algorithms_zh.md")
+PAGE = ROOT / "docs" / "algorithms.md"
 CURVES = ROOT / "assets" / "algorithms.svg"
 FLAGS = {
     "dapo": ["--config.reward.functions", '["accuracy"]'],
@@ -67,15 +67,11 @@ def table(results: Sequence[dict[str, Any]], heads: Sequence[str]) -> str:
     return markdown(heads, lines)
 
 
-HEADS = {
-    "algorithms.md": ("algorithm", "before, %", "after, %", "points by seed", "seeds"),
-    "algorithms_zh.md": ("算法", "训练前，%", "训练后，%", "各种子提高的点数", "种子"),
-}
+HEADS = ("algorithm", "before, %", "after, %", "points by seed", "seeds")
 
 
 def draw(results: Sequence[dict[str, Any]]) -> None:
-    for page in PAGES:
-        write_between(page, "algorithms", table(results, HEADS[page.name]))
+    write_between(PAGE, "algorithms", table(results, HEADS))
     curves = {name: [row["reward"] for row in results if row["algorithm"] == name] for name in ALGORITHMS}
     CURVES.write_text(panels({name: several for name, several in curves.items() if several}), encoding="utf-8")
 

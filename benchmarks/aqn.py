@@ -9,7 +9,7 @@ from the adapter that SFT left in those folders, whose seeds it takes. Each run 
 (docs/results/aqn.jsonl): model, arm, seed, flags, versions, reward, entropy and sigma of each step, and the scores on
 held-out problems at temperature 1. A run that stands there is not repeated, so that the list can be worked off in
 parts, by several commands at once too. Runs of another number of steps need a file of their own. `--draw` writes, of
-each model in --output, the table in docs/aqn.md and docs/aqn_zh.md and the curves assets/aqn_MODEL_STEPS.svg.
+each model in --output, the table in docs/aqn.md and the curves assets/aqn_MODEL_STEPS.svg.
 
 The table gives means over seeds with Student's t intervals of 95 %, and for each arm the mean difference from `none`
 at the same seed with the p-value of a paired t-test (two-sided, not corrected for the number of arms).
@@ -39,7 +39,7 @@ from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.stages import ROOT, Evaluation
 
 RESULTS = ROOT / "docs" / "results" / "aqn.jsonl"
-PAGES = (ROOT / "docs" / "aqn.md", ROOT / "docs" / "aqn_zh.md")
+PAGE = ROOT / "docs" / "aqn.md"
 LAST = 10
 """Steps at the end of a training whose entropy is averaged."""
 
@@ -149,12 +149,8 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "entropy": lambda row: statistics.mean(row["entropy"][-LAST:]),
 }
 DIGITS = {"accuracy": 1, "pass@8": 1, "reward": 3, "entropy": 3}
-HEADS = {
-    "aqn.md": ("arm, old_logps", "seeds", "at temperature 1, %", "pass@8, %", "mean reward over all steps",
-               "entropy at the end", "points over none (p)", "mean reward over none (p)"),
-    "aqn_zh.md": ("设置，old_logps", "种子数", "温度 1，%", "pass@8，%", "全部步的平均奖励", "结束时的熵",
-                  "与无噪声之差，百分点（p）", "平均奖励与无噪声之差（p）"),
-}  # fmt: skip
+HEADS = ("arm, old_logps", "seeds", "at temperature 1, %", "pass@8, %", "mean reward over all steps",
+         "entropy at the end", "points over none (p)", "mean reward over none (p)")  # fmt: skip
 
 
 def paired_test(differences: Sequence[float]) -> tuple[float, float]:
@@ -194,8 +190,7 @@ def draw(results: Sequence[Mapping[str, Any]]) -> None:
     for model in sorted({row["model"] for row in results}):
         rows = [row for row in results if row["model"] == model]
         steps = len(rows[0]["reward"])
-        for page in PAGES:
-            write_between(page, f"aqn-{model}-{steps}", table(rows, HEADS[page.name]))
+        write_between(PAGE, f"aqn-{model}-{steps}", table(rows, HEADS))
         curves = {arm: [row["reward"] for row in rows if row["arm"] == arm] for arm in ARMS}
         found = {arm: several for arm, several in curves.items() if several}
         (ROOT / "assets" / f"aqn_{model}_{steps}.svg").write_text(panels(found, mean=True), encoding="utf-8")

@@ -30,11 +30,10 @@ SAMPLED = f"avg@{real.SAMPLED.n}"
 STAGES = ("base", "sft", "grpo")
 OF_A_SEED = ("seed", "data")
 """Settings of a run in which the seeds differ."""
-HEADS = {
-    "": ("seed", "avg@8: base", "SFT", "GRPO", "by GRPO", "greedy: base", "SFT", "GRPO", "by GRPO", "minutes"),
-    "_zh": ("种子", "avg@8：基座", "SFT", "GRPO", "GRPO 提高", "贪心：基座", "SFT", "GRPO", "GRPO 提高", "分钟"),
-}
-PAGES = ("README", "docs/real")
+ENGLISH = ("seed", "avg@8: base", "SFT", "GRPO", "by GRPO", "greedy: base", "SFT", "GRPO", "by GRPO", "minutes")
+CHINESE = ("种子", "avg@8：基座", "SFT", "GRPO", "GRPO 提高", "贪心：基座", "SFT", "GRPO", "GRPO 提高", "分钟")
+PAGES = {"README.md": ENGLISH, "README_zh.md": CHINESE, "docs/real.md": ENGLISH}
+"""Page -> heads of its table."""
 
 
 def row_of(folder: Path) -> dict[str, Any]:
@@ -83,9 +82,8 @@ def table(rows: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> None:
-    for page in PAGES:
-        for language, heads in HEADS.items():
-            write_between(ROOT / f"{page}{language}.md", "real", table(rows, heads))
+    for page, heads in PAGES.items():
+        write_between(ROOT / page, "real", table(rows, heads))
 
 
 def make_parser() -> argparse.ArgumentParser:

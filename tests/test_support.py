@@ -7,13 +7,12 @@ import pytest
 from perl.algorithms import ALGORITHMS
 from tests.docs_commands import ROOT
 
-PAGES = [ROOT / "docs" / "support.md", ROOT / "docs" / "support_zh.md"]
+PAGE = ROOT / "docs" / "support.md"
 NAMED = re.compile(r"(?<![\w/])([a-z_]+/(?:[a-z_]+/)*test_\w+\.py)(?:::(\w+))?")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_test_that_a_cell_names_exists(page):
-    named = NAMED.findall(page.read_text(encoding="utf-8"))
+def test_every_test_that_a_cell_names_exists():
+    named = NAMED.findall(PAGE.read_text(encoding="utf-8"))
     assert len(named) > 20
     for file, test in named:
         path = ROOT / "tests" / file
@@ -21,12 +20,7 @@ def test_every_test_that_a_cell_names_exists(page):
         assert not test or f"\ndef {test}(" in path.read_text(encoding="utf-8"), f"{file}::{test}"
 
 
-def test_both_pages_name_the_same_tests():
-    english, chinese = (NAMED.findall(page.read_text(encoding="utf-8")) for page in PAGES)
-    assert english == chinese
-
-
-@pytest.mark.parametrize("page", ["support", "support_zh", "algorithms", "algorithms_zh"])
+@pytest.mark.parametrize("page", ["support", "algorithms"])
 def test_every_algorithm_has_a_row(page):
     rows = [line for line in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
     named = {name for row in rows for name in re.split(r"[,、]\s*", row.split("|")[1].replace("`", "").strip())}

@@ -84,7 +84,7 @@ def scored(seed: int, avg: tuple[float, ...]) -> dict:
 def test_table_of_pretrained_runs_has_a_row_for_each_seed():
     rows = real.replaced([scored(1, (0.0, 0.1, 0.15)), scored(2, (0.0, 0.1, 0.2))], scored(1, (0.0625, 0.1, 0.2)))
     assert [row["seed"] for row in rows] == [1, 2]
-    first, _ = real.table(rows, real.HEADS[""]).splitlines()[2:]
+    first, _ = real.table(rows, real.ENGLISH).splitlines()[2:]
     assert first == ("| 1 | 6.2 | 10.0 | 20.0 | +10.0 [+5.0, +15.0] | 3.1 | 5.0 | 10.0 | +5.0 [-1.0, +11.0] | 48 |")
 
 

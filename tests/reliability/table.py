@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TEST = "reliability/test_bad_input.py::test_bad_input"
-PAGES = (ROOT / "docs" / "reliability.md", ROOT / "docs" / "reliability_zh.md")
+PAGE = ROOT / "docs" / "reliability.md"
 
 
 @dataclass(frozen=True)
