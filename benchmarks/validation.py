@@ -116,7 +116,7 @@ def evaluator_round(options: argparse.Namespace, folder: Path) -> Callable[[], d
         nonlocal rounds
         rounds += 1
         store = Store(folder / f"round-{rounds}", {})
-        with Recorder({problem_set.dataset: store}, "hf") as recorder:
+        with Recorder({problem_set.dataset: store}, engine.tokenizer, "hf") as recorder:
             for place, completion in engine.stream(problem_set.samples):
                 recorder.add(problem_set.samples[place], completion)
         records = [store.records[sample.key, sample.index] for sample in problem_set.samples]

@@ -1,4 +1,5 @@
-"""From a Problem to the tokens that an engine completes: template, few-shot examples, chat template, seed."""
+"""From a Problem to the tokens that an engine completes: template, few-shot examples, chat template, seed; and back to
+text."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from perl.base.errors import UserError
-from perl.models.images import filled
-from perl.records import Message, Problem
+from perl.models.images import filled, tokenizer_of
+from perl.records import Completion, Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +75,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], imag
             f"{_name(tokenizer)}: the chat template makes no tokens of a prompt; correct chat_template.jinja"
         )
     return list(ids)
+
+
+def decode(tokenizer: Any, completion: Completion) -> str:
+    """The completion's text, without its end-of-sequence token and other special ones. `tokenizer` may be a processor
+    (perl.models.processors)."""
+    return tokenizer_of(tokenizer).decode(completion.content_ids, skip_special_tokens=True)
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, model: str) -> None:

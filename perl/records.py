@@ -120,15 +120,29 @@ class Sample(Prompt):
         return self.dataset, self.key
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Which policy draws."""
+
+    version: int = 0
+    """Optimizer steps."""
+    sigma: float = 0.0
+    """Standard deviation of the noise on its norm weights (AQN)."""
+    draw: int = 0
+    """Draws of this version before it; with `version` it names the noise."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine gives back for one Prompt."""
+    """What an engine gives back for one Prompt. perl.prompts.decode makes text of it."""
 
     token_ids: tuple[int, ...]
-    """Generated tokens, without the prompt and without the end-of-sequence token."""
-    text: str
+    """Generated tokens, without the prompt, the end-of-sequence token included."""
+    logprobs: tuple[float, ...] = field(default=(), compare=False)
+    """log_softmax(model logits / temperature) of each token, in nats, by the engine; empty where it makes none."""
     finish_reason: Literal["stop", "length"]
-    """"length": cut off at max_new_tokens, so the answer may be missing for that reason alone."""
+    """"stop": by an end-of-sequence token, the last of `token_ids`. "length": cut off at max_new_tokens, so the answer
+    may be missing for that reason alone."""
     seconds: float = field(default=0.0, compare=False)
     """From the engine's taking the prompt to its end, where somebody measured it."""
     error: str | None = None
@@ -137,7 +151,12 @@ class Completion:
     @classmethod
     def failed(cls, error: str) -> Completion:
         """An empty, truncated one."""
-        return cls(token_ids=(), text="", finish_reason="length", error=error)
+        return cls(token_ids=(), finish_reason="length", error=error)
+
+    @property
+    def content_ids(self) -> tuple[int, ...]:
+        """`token_ids` without the end-of-sequence token."""
+        return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

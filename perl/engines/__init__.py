@@ -1,4 +1,4 @@
-"""Engines complete prompts: generate(prompts, sampling) -> completions. None of them knows of training.
+"""Engines complete prompts: Engine.stream(prompts) -> completions. None of them knows of training.
 
 ENGINES names them. Each module is imported when its engine is built, so that `import perl.engines` costs nothing.
 """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from perl.base.errors import UserError
-from perl.records import Completion, Prompt, Sampling
+from perl.records import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,8 @@ class Engine(Protocol):
 
         More are taken while others are under way, so that a short row never waits for a long one. The feed gives None
         when it has nothing now though rows are under way; when all that it has given is finished it waits itself, and
-        its end is the end. A position counts the Nones out.
-        """
-        ...
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Yield (index into `prompts`, completion) as each finishes, in any order.
-
-        Each Prompt is completed once, with `sampling` in the place of its own. `sampling.n` and `sampling.seed` are the
-        caller's, who has already made n prompts of each problem and given each its own seed. Raises a UserError,
-        before anything is generated, when a prompt leaves no room for a completion in the model's context.
+        its end is the end. A position counts the Nones out. Raises a UserError for a prompt that leaves no room for a
+        completion in the model's context.
         """
         ...
 
@@ -55,16 +47,16 @@ class Engine(Protocol):
         ...
 
 
-def require_room(prompts: Sequence[Prompt], max_model_len: int) -> None:
-    """Raise a UserError that names the first prompt without room for one new token within `max_model_len` tokens."""
-    for index, prompt in enumerate(prompts):
-        if not prompt.token_ids:
-            raise UserError(f"prompt {index} is empty; give it at least one token")
-        if len(prompt.token_ids) >= max_model_len:
-            raise UserError(
-                f"prompt {index} has {len(prompt.token_ids)} tokens, and the context holds {max_model_len} with the"
-                " completion; shorten the prompt, leave it out, or raise --max_model_len if the model allows more"
-            )
+def room_of(prompt: Prompt, max_model_len: int) -> int:
+    """Most new tokens after `prompt` within `max_model_len` tokens. A UserError where it leaves no room for one."""
+    if not prompt.token_ids:
+        raise UserError("a prompt is empty; give it at least one token")
+    if len(prompt.token_ids) >= max_model_len:
+        raise UserError(
+            f"a prompt has {len(prompt.token_ids)} tokens, and the context holds {max_model_len} with the completion;"
+            " shorten the prompt, leave it out, or raise --max_model_len if the model allows more"
+        )
+    return min(prompt.sampling.max_new_tokens, max_model_len - len(prompt.token_ids))
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -213,12 +212,6 @@ class Decoder:
         if reason is None and self.generation_kwargs:
             reason = f"generation_kwargs has {', '.join(sorted(self.generation_kwargs))}"
         return reason
-
-    def complete(self, sequences: List[Sequence], sampling: Sampling) -> list[Sequence]:
-        """Complete `sequences`, and give them back when all are finished."""
-        for _ in self.run(sequences, sampling):
-            pass
-        return list(sequences)
 
     def run(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
         """Complete the sequences of `source`, yielding each one when it is finished.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
-from collections.abc import Sequence as List
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 
 from perl import device
 from perl.base.errors import UserError, lookup
-from perl.engines.base import Feed, require_room
+from perl.engines.base import Feed, room_of
 from perl.engines.decoder import Decoder
 from perl.engines.linear import prepacked
 from perl.engines.sampling import validate
@@ -67,11 +65,6 @@ class HFEngine:
         )
         self.max_num_seqs = self.decoder.max_num_seqs
 
-    def generate(self, prompts: List[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        validate(sampling)
-        require_room(prompts, self.max_model_len)
-        return self.stream(replace(prompt, sampling=sampling) for prompt in prompts)
-
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         """Rows drawn from one distribution are decoded together; where another one comes, those under way end first.
         See `Engine.stream`."""
@@ -81,7 +74,7 @@ class HFEngine:
                 validate(sampling)
                 first = stretches.taken
                 for sequence in self.decoder.run(self._sequences(stretches), sampling):
-                    yield first + sequence.index, self._completion(sequence)
+                    yield first + sequence.index, sequence.completion()
 
     def _sequences(self, stretch: Stretches) -> Iterator[Sequence | None]:
         """The sequences of one stretch."""
@@ -89,12 +82,11 @@ class HFEngine:
             if prompt is None:
                 yield None
                 continue
-            require_room([prompt], self.max_model_len)
+            max_new_tokens = room_of(prompt, self.max_model_len)
             if prompt.adapter is not None:
                 raise UserError(f"{prompt.adapter}: transformers serves no adapter alongside a model; merge it")
-            room = self.max_model_len - len(prompt.token_ids)
             images = make_images(self.processing, prompt.images)
-            yield Sequence(prompt.token_ids, prompt.seed, min(prompt.sampling.max_new_tokens, room), images=images)
+            yield Sequence(prompt.token_ids, prompt.seed, max_new_tokens, images=images)
 
     def replace_weights(self, model_path: str) -> str | None:
         """Copy tensor by tensor, in place. See `perl.engines.Engine`."""
@@ -115,14 +107,6 @@ class HFEngine:
         self.model = self.decoder = None
         gc.collect()
         device.empty_cache()
-
-    def _completion(self, finished: Sequence) -> Completion:
-        ids = finished.token_ids[:-1] if finished.stopped else finished.token_ids
-        return Completion(
-            token_ids=tuple(ids),
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
-            finish_reason="stop" if finished.stopped else "length",
-        )
 
 
 class Stretches:

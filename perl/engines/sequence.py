@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from perl.records import Completion
+
 if TYPE_CHECKING:
     from perl.models.pixels import MakeImages
 
@@ -45,6 +47,14 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.stopped or len(self.token_ids) == self.max_new_tokens
+
+    def completion(self) -> Completion:
+        """What an engine gives back for it, once it is finished."""
+        return Completion(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason="stop" if self.stopped else "length",
+        )
 
 
 def left_pad(sequences: List[List[int]], pad_token_id: int, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ import math
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from perl import device
 from perl.base.errors import UserError
 from perl.engines import vllm_memory
-from perl.engines.base import Feed, require_room
+from perl.engines.base import Feed, room_of
 from perl.engines.sampling import validate
 from perl.models.folders import eos_token_ids, load_config, load_tokenizer, require_adapter, takes_images
 from perl.models.images import decoded
-from perl.records import Completion, Prompt, Sampling
+from perl.records import Completion, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -110,8 +109,7 @@ class VLLMEngine:
         """
         require_vllm()
         config = load_config(model_path)
-        self.tokenizer: Any = load_tokenizer(model_path)
-        self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
+        self.eos_token_ids = eos_token_ids(model_path, config, load_tokenizer(model_path))
         self._image_token_id: int | None = config.image_token_id if takes_images(config) else None
         options: dict[str, Any] = {
             "model": model_path,
@@ -146,10 +144,6 @@ class VLLMEngine:
         self.max_model_len: int = self.engine.vllm_config.model_config.max_model_len
         self.max_num_seqs: int = self.engine.vllm_config.scheduler_config.max_num_seqs
         self._requests = 0
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        require_room(prompts, self.max_model_len)
-        return self.stream(replace(prompt, sampling=sampling) for prompt in prompts)
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         """The feed is read until twice `max_num_seqs` requests are under way. See `Engine.stream`."""
@@ -219,8 +213,7 @@ class VLLMEngine:
     def _add(self, prompt: Prompt) -> str:
         self._requests += 1
         request_id = str(self._requests)
-        room = self.max_model_len - len(prompt.token_ids)
-        parameters = self._parameters(prompt, room)
+        parameters = self._parameters(prompt)
         lora = self._loras[prompt.adapter] if prompt.adapter is not None else None
         self.engine.add_request(request_id, self._input(prompt), parameters, lora_request=lora)
         return request_id
@@ -233,7 +226,7 @@ class VLLMEngine:
         ids = [token for token, run in runs for _ in ([token] if token == self._image_token_id else run)]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": [decoded(file) for file in prompt.images]}}
 
-    def _parameters(self, prompt: Prompt, room: int) -> Any:
+    def _parameters(self, prompt: Prompt) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -245,7 +238,7 @@ class VLLMEngine:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
-            max_tokens=min(sampling.max_new_tokens, room),
+            max_tokens=room_of(prompt, self.max_model_len),
             seed=prompt.seed,
             stop_token_ids=sorted(self.eos_token_ids),
             detokenize=False,  # one call of the fast tokenizer at the end costs less than one a token
@@ -253,15 +246,8 @@ class VLLMEngine:
         )
 
     def _completion(self, output: Any) -> Completion:
-        ids = tuple(output.token_ids)
         stopped = output.finish_reason == "stop"
-        if stopped and ids and ids[-1] in self.eos_token_ids:
-            ids = ids[:-1]
-        return Completion(
-            token_ids=ids,
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
-            finish_reason="stop" if stopped else "length",
-        )
+        return Completion(token_ids=tuple(output.token_ids), finish_reason="stop" if stopped else "length")
 
 
 def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:

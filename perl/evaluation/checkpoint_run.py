@@ -78,7 +78,7 @@ class CheckpointRun:
 
     def count(self, completion: Completion) -> None:
         """One of the runnable samples is completed."""
-        self.tokens += len(completion.token_ids)
+        self.tokens += len(completion.content_ids)
         self.ended = time.monotonic()
         self.remaining -= 1
 

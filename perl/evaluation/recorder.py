@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from perl.evaluation.store import Store
 from perl.grading import Grader
+from perl.prompts import decode
 from perl.records import Completion, Sample
 from perl.scoring.results import SampleRecord
 from perl.scoring.samples import record_of
@@ -24,15 +26,20 @@ class Recorder:
     """
 
     def __init__(
-        self, stores: Mapping[str, Store], engine: str, on_record: Callable[[SampleRecord], None] = lambda record: None
+        self,
+        stores: Mapping[str, Store],
+        tokenizer: Any,
+        engine: str,
+        on_record: Callable[[SampleRecord], None] = lambda record: None,
     ):
         """Args:
         stores: by `Sample.dataset`.
+        tokenizer: or processor, which makes text of completions.
         engine: key of ENGINES.
         on_record: called in the thread, for each record that is on disk.
         """
         self._stores = stores
-        self._engine = engine
+        self._tokenizer, self._engine = tokenizer, engine
         self._on_record = on_record
         self._queue: queue.Queue[tuple[Sample, Completion] | None] = queue.Queue()
         self._error: BaseException | None = None
@@ -77,12 +84,14 @@ class Recorder:
 
     def _record(self, grader: Grader, batch: Sequence[tuple[Sample, Completion]]) -> None:
         for task in dict.fromkeys(sample.problem.task for sample, _ in batch):
-            own = [(sample, completion) for sample, completion in batch if sample.problem.task == task]
-            texts = [completion.text for _, completion in own]
-            golds = [sample.problem.gold for sample, _ in own]
+            pairs = [(sample, completion) for sample, completion in batch if sample.problem.task == task]
+            texts = [decode(self._tokenizer, completion) for _, completion in pairs]
+            golds = [sample.problem.gold for sample, _ in pairs]
+            grades = grader.grade(TASKS[task].rubric, texts, golds)
             records: dict[str, list[SampleRecord]] = {}
-            for (sample, completion), grade in zip(own, grader.grade(TASKS[task].rubric, texts, golds), strict=True):
-                records.setdefault(sample.dataset, []).append(record_of(sample, completion, grade, self._engine))
+            for (sample, completion), text, grade in zip(pairs, texts, grades, strict=True):
+                record = record_of(sample, completion, text, grade, self._engine)
+                records.setdefault(sample.dataset, []).append(record)
             for dataset, lines in records.items():
                 self._stores[dataset].append(lines)
                 for record in lines:

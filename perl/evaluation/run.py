@@ -104,7 +104,7 @@ def generate(setup: Setup, runs: Sequence[CheckpointRun]) -> dict[str, Generatio
     todo = [run for run in todo if not run.error]
     with (
         Progress(total, total - pending, Console(stderr=True)) as progress,
-        Recorder(stores, engine, progress.add) as recorder,
+        Recorder(stores, setup.tokenizer, engine, progress.add) as recorder,
     ):
         for run in runs:
             skip_overlong(setup, run, recorder)

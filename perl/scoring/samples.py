@@ -125,8 +125,13 @@ def cluster_of(key: str) -> str:
     return key.partition("-")[0]
 
 
-def record_of(sample: Sample, completion: Completion, grade: Grade, engine: str) -> SampleRecord:
-    """A line of samples.jsonl."""
+def record_of(sample: Sample, completion: Completion, text: str, grade: Grade, engine: str) -> SampleRecord:
+    """A line of samples.jsonl.
+
+    Args:
+        text: the completion's (perl.prompts.decode).
+        engine: key of ENGINES.
+    """
     return {
         "key": sample.key,
         "sample": sample.index,
@@ -135,13 +140,13 @@ def record_of(sample: Sample, completion: Completion, grade: Grade, engine: str)
         "source": sample.problem.source,
         "prompt": sample.prompt_text,
         "gold": sample.problem.gold,
-        "completion": completion.text,
+        "completion": text,
         "score": grade.score,
         "scores": grade.scores,
         "extracted": grade.extracted,
         "reason": grade.reason,
         "prompt_tokens": len(sample.token_ids),
-        "tokens": len(completion.token_ids),
+        "tokens": len(completion.content_ids),
         "finish_reason": completion.finish_reason,
         "time": round(completion.seconds, 4),
         "engine": engine,

@@ -34,6 +34,7 @@ from perl.base.provenance import provenance, text_hash
 from perl.grading import Grader, rules_hash
 from perl.models import folders
 from perl.models.pixels import make_images
+from perl.prompts import decode
 from perl.records import Completion, Sample
 from perl.rewards.functions import grade_rows
 from perl.runs.checkpoints import SAVING, put_in_place
@@ -136,13 +137,14 @@ class Validation(TrainerCallback):
     def complete(self, step: int, problem_set: ProblemSet, share: Share, sampler: Sampler) -> list[SampleRecord]:
         """The graded records of this process's samples. Grading begins while others are drawn."""
         started, ended = time.perf_counter(), dict[int, Completion]()
-        decoded = functools.partial(completion_of, self.setup.tokenizer, self.setup.rules.eos_token_ids)
+        decoded = functools.partial(completion_of, self.setup.rules.eos_token_ids)
 
         def grade_early(place: int, token_ids: list[int]) -> None:
             if place < share.own:
                 ended[place] = decoded(token_ids, seconds=time.perf_counter() - started)
                 problem = share.asked[place].problem
-                self.grader.start(TASKS[problem.task].rubric, ended[place].text, problem.gold)
+                text = decode(self.setup.tokenizer, ended[place])
+                self.grader.start(TASKS[problem.task].rubric, text, problem.gold)
 
         request = RolloutRequest(
             prompt_ids=[list(sample.token_ids) for sample in share.asked],
@@ -160,10 +162,9 @@ class Validation(TrainerCallback):
         completions += [Completion.failed(self._too_long(sample)) for sample in share.overlong]
         samples = [*share.asked[: share.own], *share.overlong]
         problems = [sample.problem for sample in samples]
-        grades = grade_rows(
-            self.grader, [c.text for c in completions], [p.gold for p in problems], [p.task for p in problems]
-        )
-        return [record_of(*row, self.engine) for row in zip(samples, completions, grades, strict=True)]
+        texts = [decode(self.setup.tokenizer, completion) for completion in completions]
+        grades = grade_rows(self.grader, texts, [p.gold for p in problems], [p.task for p in problems])
+        return [record_of(*row, self.engine) for row in zip(samples, completions, texts, grades, strict=True)]
 
     def _too_long(self, sample: Sample) -> str:
         return f"the prompt has {len(sample.token_ids)} tokens, the context {self.setup.rules.context}"
@@ -277,18 +278,10 @@ def share_of(samples: Sequence[Sample], rank: int, world_size: int, rules: Evalu
     return Share([*own, *(problems[0] if missing else [])], len(own), overlong if rank == 0 else [])
 
 
-def completion_of(
-    tokenizer: Any, eos_token_ids: Collection[int], token_ids: Sequence[int], seconds: float = 0.0
-) -> Completion:
-    """Drawn tokens as an engine of the evaluator gives them back: without the end-of-sequence token."""
+def completion_of(eos_token_ids: Collection[int], token_ids: Sequence[int], seconds: float = 0.0) -> Completion:
+    """Drawn tokens as an engine gives them back."""
     stopped = bool(token_ids) and token_ids[-1] in eos_token_ids
-    ids = tuple(token_ids[:-1] if stopped else token_ids)
-    return Completion(
-        token_ids=ids,
-        text=tokenizer.decode(ids, skip_special_tokens=True),
-        finish_reason="stop" if stopped else "length",
-        seconds=seconds,
-    )
+    return Completion(token_ids=tuple(token_ids), finish_reason="stop" if stopped else "length", seconds=seconds)
 
 
 def labels(problem_sets: Sequence[ProblemSet]) -> dict[tuple[str, str], str]:

@@ -244,7 +244,8 @@ class InboxFeed:
 
     def result(self, position: int, completion: Completion, max_num_seqs: int) -> Result:
         sample, started = self._under_way.pop(position)
-        return Result(sample.id, replace(completion, seconds=time.monotonic() - started), max_num_seqs)
+        completion = replace(completion, seconds=time.monotonic() - started, logprobs=())  # which nobody reads
+        return Result(sample.id, completion, max_num_seqs)
 
 
 def _log_to(path: Path) -> None:

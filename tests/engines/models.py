@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from dataclasses import replace
 
+from perl.engines import Engine
 from perl.engines.decoder import Decoder
 from perl.engines.sequence import Sequence
 from perl.engines.stock import generate_stock
-from perl.records import Sampling
+from perl.records import Completion, Prompt, Sampling
 from tests.tiny import tiny_model
 
 SHAPE = {
@@ -50,9 +53,20 @@ def decoder(model, **options) -> Decoder:
     return Decoder(model, **(settings | options))
 
 
+def complete(machine: Decoder, sequences: list[Sequence], sampling: Sampling = GREEDY) -> list[Sequence]:
+    """`sequences`, when all are finished."""
+    assert len(list(machine.run(sequences, sampling))) == len(sequences)
+    return sequences
+
+
 def decode(model, sequences: list[Sequence], sampling: Sampling = GREEDY, **options) -> list[Sequence]:
     """`sequences`, completed by the decode loop."""
-    return decoder(model, **options).complete(sequences, sampling)
+    return complete(decoder(model, **options), sequences, sampling)
+
+
+def completions(engine: Engine, asked: Iterable[Prompt], sampling: Sampling) -> dict[int, Completion]:
+    """What `engine` gives back for each prompt, drawn with `sampling`."""
+    return dict(engine.stream(replace(prompt, sampling=sampling) for prompt in asked))
 
 
 def stock(model, sequences: list[Sequence], sampling: Sampling = GREEDY, **options) -> list[Sequence]:

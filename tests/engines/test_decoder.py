@@ -24,7 +24,7 @@ from perl.base.errors import UserError
 from perl.engines.decoder import REFILL_SHARE, unsupported_reason
 from perl.engines.sequence import Sequence, left_pad
 from perl.records import Sampling
-from tests.engines.models import EOS, SHAPE, decode, decoder, make_sequences, prompts, stock, tiny
+from tests.engines.models import EOS, SHAPE, complete, decode, decoder, make_sequences, prompts, stock, tiny
 
 
 def tokens(sequences: list[Sequence]) -> list[list[int]]:
@@ -202,7 +202,7 @@ def test_a_prompts_blocks_are_shared_by_its_sequences():
 
     model.register_forward_pre_hook(watch, with_kwargs=True)
     prompt = tuple(range(3, 3 + 40))
-    machine.complete(make_sequences([prompt], group_size=8, max_new_tokens=6), Sampling())
+    complete(machine, make_sequences([prompt], group_size=8, max_new_tokens=6), Sampling())
     assert max(held) == (8, 2 + 8)  # 40 tokens are two full blocks, and each sequence has one of its own
     assert machine.cache is not None
     assert len(machine.cache.free) == len(machine.cache.users) - 1  # all are free again
@@ -275,7 +275,7 @@ def test_a_decoder_runs_again_and_keeps_its_cache():
     model = tiny()
     for layout in (None, 16):
         machine = decoder(model, block_size=layout, max_batch_tokens=100_000)
-        machine.complete(make_sequences(prompts(4)), Sampling())
+        complete(machine, make_sequences(prompts(4)), Sampling())
         cache = machine.cache
         for sampling, count, longest in (
             (Sampling(), 4, 24),
@@ -284,7 +284,7 @@ def test_a_decoder_runs_again_and_keeps_its_cache():
         ):
             asked = make_sequences(prompts(count), max_new_tokens=longest)
             expected = decode(model, make_sequences(prompts(count), max_new_tokens=longest), sampling)
-            assert tokens(machine.complete(asked, sampling)) == tokens(expected)
+            assert tokens(complete(machine, asked, sampling)) == tokens(expected)
             assert machine.cache is cache
 
 
@@ -325,7 +325,7 @@ def test_logits_processors_change_the_choice_and_not_the_logprobs():
     def asked():
         return make_sequences(prompts(40), group_size=2)
 
-    fast = machine.complete(asked(), Sampling())
+    fast = complete(machine, asked(), Sampling())
     theirs = stock(model, asked(), Sampling(), processors=[NoRepeat()])
     assert tokens(fast) == tokens(theirs)
     assert all(a != b for finished in fast for a, b in itertools.pairwise(finished.token_ids))

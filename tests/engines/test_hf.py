@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from perl.base.errors import UserError
 from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
+from perl.prompts import decode
 from perl.records import Prompt, Sampling
-from tests.engines.models import prompts
+from tests.engines.models import completions, prompts
 from tests.tiny import save_tiny, tiny_tokenizer
 
 
@@ -30,9 +31,9 @@ def ask(count: int) -> list[Prompt]:
 
 
 def complete(engine, asked, sampling):
-    completions = dict(engine.generate(asked, sampling))
-    assert sorted(completions) == list(range(len(asked)))
-    return [completions[index] for index in range(len(asked))]
+    found = completions(engine, asked, sampling)
+    assert sorted(found) == list(range(len(asked)))
+    return [found[index] for index in range(len(asked))]
 
 
 def test_completions_are_those_of_greedy_generate(folder):
@@ -48,9 +49,12 @@ def test_completions_are_those_of_greedy_generate(folder):
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16)
         expected = expected[0, ids.shape[1] :].tolist()
         stopped = expected[-1] == tokenizer.eos_token_id
-        assert list(completion.token_ids) == (expected[:-1] if stopped else expected)
+        assert list(completion.token_ids) == expected
+        assert list(completion.content_ids) == (expected[:-1] if stopped else expected)
+        assert len(completion.logprobs) == len(expected)
         assert completion.finish_reason == ("stop" if stopped else "length")
-        assert completion.text == engine.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        plain = tokenizer.decode(completion.content_ids, skip_special_tokens=True)
+        assert decode(engine.processing, completion) == plain
         reasons.add(completion.finish_reason)
     assert reasons == {"stop", "length"}
     engine.close()
@@ -74,7 +78,8 @@ def test_ends_at_every_eos_of_the_generation_config_and_the_tokenizer(folder, tm
     assert engine.eos_token_ids == {stop, tiny_tokenizer().eos_token_id}
     for old, new in zip(before, complete(engine, asked, sampling), strict=True):
         cut = old.token_ids.index(stop) if stop in old.token_ids else len(old.token_ids)
-        assert new.token_ids == old.token_ids[:cut]
+        assert new.token_ids == old.token_ids[: cut + 1]
+        assert new.content_ids == old.content_ids[:cut]
         assert new.finish_reason == ("stop" if stop in old.token_ids else old.finish_reason)
 
 
@@ -91,10 +96,10 @@ def test_completion_ends_where_the_context_does(folder):
     engine.eos_token_ids = frozenset()
     long, short = complete(engine, asked, Sampling(max_new_tokens=8))
     assert (len(long.token_ids), len(short.token_ids)) == (5, 8)
-    with pytest.raises(UserError, match="prompt 1 has 20 tokens, and the context holds 20"):
-        engine.generate([asked[0], Prompt(token_ids=(7,) * 20, seed=0)], Sampling())
-    with pytest.raises(UserError, match="prompt 0 is empty"):
-        engine.generate([Prompt(token_ids=(), seed=0)], Sampling())
+    with pytest.raises(UserError, match="a prompt has 20 tokens, and the context holds 20"):
+        complete(engine, [asked[0], Prompt(token_ids=(7,) * 20, seed=0)], Sampling())
+    with pytest.raises(UserError, match="a prompt is empty"):
+        complete(engine, [Prompt(token_ids=(), seed=0)], Sampling())
 
 
 def test_model_that_the_fast_loop_cannot_serve_falls_back_and_says_so(tmp_path, caplog):
@@ -144,7 +149,7 @@ def test_wrong_model_folders_are_user_errors(folder, tmp_path):
     with pytest.raises(UserError, match="cannot be loaded as a causal language model"):
         HFEngine(str(tmp_path))
     with pytest.raises(UserError, match="top_p: 2 is not possible"):
-        HFEngine(str(folder)).generate([], Sampling(top_p=2))
+        complete(HFEngine(str(folder)), ask(1), Sampling(top_p=2))
 
 
 def test_a_stream_takes_rows_while_others_are_under_way(folder):

@@ -12,6 +12,7 @@ from perl.models.images import fitted
 from perl.models.pixels import image_arguments, image_inputs
 from perl.prompts import encode, row_seed
 from perl.records import Prompt, Sampling
+from tests.engines.models import completions
 from tests.tiny import geometry_rows, save_tiny_vision
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
@@ -41,12 +42,9 @@ def prompts(engine):
     return made
 
 
-def by_index(pair):
-    return pair[0]
-
-
 def completed(engine, prompts, sampling):
-    return [completion.token_ids for _, completion in sorted(engine.generate(prompts, sampling), key=by_index)]
+    found = completions(engine, prompts, sampling)
+    return [found[place].content_ids for place in range(len(prompts))]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, max_new_tokens=12)], ids=["greedy", "sampled"])

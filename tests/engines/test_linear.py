@@ -12,7 +12,7 @@ from perl.engines import linear
 from perl.engines.hf import HFEngine
 from perl.engines.linear import pack, prepacked, split, unpack
 from perl.records import Prompt, Sampling
-from tests.engines.models import decode, make_sequences, prompts, tiny
+from tests.engines.models import completions, decode, make_sequences, prompts, tiny
 from tests.tiny import save_tiny
 
 
@@ -122,6 +122,6 @@ def test_a_rollout_and_the_evaluators_engine_use_it(monkeypatch, tmp_path):
     assert all("forward" not in vars(m) for m in model.modules() if isinstance(m, nn.Linear))
     calls.clear()
     engine = HFEngine(str(save_tiny(tmp_path)))
-    assert len(list(engine.generate([Prompt(token_ids=(7, 8), seed=0)], Sampling(max_new_tokens=3)))) == 1
+    assert len(completions(engine, [Prompt(token_ids=(7, 8), seed=0)], Sampling(max_new_tokens=3))) == 1
     assert calls
     assert all("forward" not in vars(m) for m in engine.model.modules() if isinstance(m, nn.Linear))

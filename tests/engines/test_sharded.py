@@ -29,7 +29,8 @@ else:  # sliding windows: stock generate
 def complete(prompt_ids):
     sequences = make_sequences(prompt_ids, group_size=2, max_new_tokens=4 + 20 * rank)
     decoder = Decoder(model, eos_token_ids=[2], pad_token_id=0, max_batch_tokens=150)
-    return decoder.complete(sequences, Sampling())
+    assert len(list(decoder.run(sequences, Sampling()))) == len(sequences)
+    return sequences
 
 
 mine = prompts(3 + 4 * rank, seed=rank)

@@ -24,6 +24,7 @@ from perl.config.schema import PeftConfig
 from perl.engines import ENGINES
 from perl.engines.vllm import lora_rank, require_vllm, resolve_dtype
 from perl.records import Completion, Prompt, Sampling
+from tests.engines.models import completions
 from tests.tiny import save_tiny
 
 SAMPLED = Sampling(temperature=1.0, max_new_tokens=30)
@@ -62,32 +63,32 @@ def in_vllm(model: str, adapter: str, other: str, merged: list[str], of_methods:
     engine: Any = ENGINES["vllm"](model, max_model_len=CONTEXT, enforce_eager=False)  # as on an accelerator
     found["slots"] = engine.max_num_seqs
     found["compiled"] = [not engine.engine.vllm_config.model_config.enforce_eager]
-    found["sampled"] = dict(engine.generate(prompts, SAMPLED))
-    shuffled = dict(engine.generate([prompts[i] for i in order], SAMPLED))
+    found["sampled"] = completions(engine, prompts, SAMPLED)
+    shuffled = completions(engine, [prompts[i] for i in order], SAMPLED)
     found["shuffled"] = {order[place]: completion for place, completion in shuffled.items()}
-    found["alone"] = {i: dict(engine.generate([prompts[i]], SAMPLED))[0] for i in (0, 7)}
-    found["greedy"] = dict(engine.generate(prompts[:40], GREEDY))
+    found["alone"] = {i: completions(engine, [prompts[i]], SAMPLED)[0] for i in (0, 7)}
+    found["greedy"] = completions(engine, prompts[:40], GREEDY)
     greedy, sampled = replace(prompts[0], sampling=GREEDY), replace(prompts[0], sampling=SAMPLED)
     mixed: list[Prompt | None] = [greedy, None, sampled, None, None]
     found["mixed"] = dict(engine.stream(iter(mixed)))
     try:
-        list(engine.generate([Prompt(token_ids=(7,) * CONTEXT, seed=1)], GREEDY))
+        completions(engine, [Prompt(token_ids=(7,) * CONTEXT, seed=1)], GREEDY)
     except UserError as error:
         found["overlong"] = str(error)
     found["replaced"] = []
     for folder in (*merged, model):
         assert engine.replace_weights(folder) is None
-        found["replaced"].append(dict(engine.generate(prompts[:40], SAMPLED)))
+        found["replaced"].append(completions(engine, prompts[:40], SAMPLED))
     found["in_vain"] = engine.replace_weights(model)
     engine.close()
     engine.close()
     engine = ENGINES["vllm"](merged[0], max_model_len=CONTEXT)
     found["compiled"].append(not engine.engine.vllm_config.model_config.enforce_eager)
-    found["fresh"] = dict(engine.generate(prompts[:40], SAMPLED))
+    found["fresh"] = completions(engine, prompts[:40], SAMPLED)
     engine.close()
     engine = ENGINES["vllm"](model, max_model_len=CONTEXT, adapters=[adapter, other, *of_methods.values()])
     for name, folder in {"lora": adapter, "other_lora": other, "no_lora": None, **of_methods}.items():
-        found[name] = dict(engine.generate([replace(prompt, adapter=folder) for prompt in prompts[:40]], GREEDY))
+        found[name] = completions(engine, [replace(prompt, adapter=folder) for prompt in prompts[:40]], GREEDY)
     engine.close()
     return found
 
@@ -135,7 +136,7 @@ def found(base, adapter, other, merged, of_methods) -> dict[str, Any]:
 
 def with_transformers(model: Path) -> dict[int, Completion]:
     engine = ENGINES["hf"](str(model), dtype="float32", max_model_len=CONTEXT)
-    return dict(engine.generate(make_prompts()[:40], GREEDY))
+    return completions(engine, make_prompts()[:40], GREEDY)
 
 
 @pytest.mark.vllm
@@ -159,9 +160,9 @@ def test_completions_end_at_the_end_of_sequence_or_at_the_limit(found, base):
     for index, completion in found["sampled"].items():
         reasons.add(completion.finish_reason)
         limit = min(30, CONTEXT - len(prompts[index].token_ids))
-        assert end not in completion.token_ids
+        assert end not in completion.content_ids
+        assert (completion.token_ids[-1] == end) == (completion.finish_reason == "stop")
         assert (len(completion.token_ids) == limit) >= (completion.finish_reason == "length")
-        assert "<|end|>" not in completion.text
     assert reasons == {"stop", "length"}
 
 

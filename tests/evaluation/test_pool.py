@@ -17,6 +17,7 @@ from perl.workers.local import LocalExecutor
 from perl.workers.pool import WorkerError, WorkerPool
 from perl.workers.retries import TWICE_ALONE
 from perl.workers.worker import Batch, WeightsSpec, WorkerSpec
+from tests.engines.models import completions
 from tests.evaluation.poison import POISON, Hook, Late
 
 CONTEXT = 48
@@ -67,8 +68,8 @@ def test_rows_that_kill_their_worker_are_recorded_and_all_others_complete(tiny, 
         finished = {sample.key: made for sample, made in pool.complete(batch_of(tiny, samples))}
     assert len(finished) == 14
     assert {key: made.error for key, made in finished.items() if made.error} == {"2": TWICE_ALONE, "9": TWICE_ALONE}
-    expected = HFEngine(str(tiny), **OPTIONS).generate(samples, samples[0].sampling)
-    for index, completion in expected:
+    expected = completions(HFEngine(str(tiny), **OPTIONS), samples, samples[0].sampling)
+    for index, completion in expected.items():
         if index not in (2, 9):
             assert finished[str(index)] == completion
     assert pool.restarts > 4

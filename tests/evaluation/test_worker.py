@@ -16,6 +16,7 @@ from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
 from perl.records import Problem, Sample, Sampling
 from perl.workers.worker import Batch, Inbox, Restart, Result, WeightsSpec, completed
+from tests.engines.models import completions
 from tests.tiny import save_tiny
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=12)
@@ -76,7 +77,7 @@ def through_worker(weights: list[WeightsSpec]) -> list[Result | Restart]:
 
 def fresh(model: Path) -> list[tuple[int, ...]]:
     engine = ENGINES["hf"](str(model), dtype="float32")
-    found = dict(engine.generate(SAMPLES, SAMPLING))
+    found = completions(engine, SAMPLES, SAMPLING)
     engine.close()
     return [found[i].token_ids for i in range(len(SAMPLES))]
 

@@ -16,7 +16,7 @@ DECODE = """
     from perl.engines import graphs
     from perl.engines.decoder import Decoder
     from perl.records import Sampling
-    from tests.engines.models import EOS, make_sequences, prompts, tiny
+    from tests.engines.models import EOS, complete, make_sequences, prompts, tiny
 
     replays, captures = [], []
     original = torch.npu.NPUGraph.replay
@@ -30,7 +30,7 @@ DECODE = """
         return Decoder(model, **({"eos_token_ids": EOS, "pad_token_id": 0, "max_batch_tokens": 20_000} | options))
 
     def decode(machine, asked, sampling):
-        rows = machine.complete(make_sequences(*asked[0], **asked[1]), sampling)
+        rows = complete(machine, make_sequences(*asked[0], **asked[1]), sampling)
         return [(row.token_ids, row.stopped) for row in rows], [row.logprobs for row in rows]
 """
 
@@ -75,9 +75,9 @@ def test_a_step_reads_nothing_back(answer):
     for capture_graphs in (False, True):
         machine = decoder(model, capture=capture_graphs, eos_token_ids=frozenset())
         for longest in (8, 8, 40):
-            machine.complete(make_sequences(prompts(3), group_size=2, max_new_tokens=longest), Sampling(top_p=0.9))
+            complete(machine, make_sequences(prompts(3), group_size=2, max_new_tokens=longest), Sampling(top_p=0.9))
             before = torch_npu._emulator_counters()["blocking"]
-            machine.complete(make_sequences(prompts(3), group_size=2, max_new_tokens=longest), Sampling(top_p=0.9))
+            complete(machine, make_sequences(prompts(3), group_size=2, max_new_tokens=longest), Sampling(top_p=0.9))
             counts.append(torch_npu._emulator_counters()["blocking"] - before)
     answer = counts
     """
@@ -103,7 +103,7 @@ def test_no_cache_is_alive_outside_the_decoder(answer):
     gc.collect(); gc.disable()
     alive = []
     for _ in range(3):
-        machine.complete(make_sequences(prompts(4), group_size=2, max_new_tokens=20), Sampling())
+        complete(machine, make_sequences(prompts(4), group_size=2, max_new_tokens=20), Sampling())
         alive.append(sum(ref() is not None for ref in made))
     machine.release()
     answer = [len(made), alive, sum(ref() is not None for ref in made)]
@@ -188,7 +188,7 @@ def test_a_kernel_that_does_not_take_the_models_numbers_is_not_used_and_said(ans
     from perl.engines import decoder as module
     module.warn_once = lines.append
     machine = decoder(tiny().to("npu:0"), kernel=device.paged_attention(True))
-    machine.complete(make_sequences(prompts(2), max_new_tokens=3), Sampling())
+    complete(machine, make_sequences(prompts(2), max_new_tokens=3), Sampling())
     answer = lines
     """
     )

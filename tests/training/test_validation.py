@@ -23,7 +23,7 @@ from perl.evaluation.candidates import find_candidates
 from perl.evaluation.run import evaluate
 from perl.grading import RULES, Grader
 from perl.models.folders import content_hash
-from perl.prompts import build_messages, encode
+from perl.prompts import build_messages, decode, encode
 from perl.records import Problem, Prompt, Sample, Sampling
 from perl.runs.callbacks import ProgressLine
 from perl.scoring.results import read_samples, same_model
@@ -34,6 +34,7 @@ from perl.training.grpo import train
 from perl.training.rollout import EvaluatorRules
 from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, share_of
 from perl.training.validation_setup import set_up_validation
+from tests.engines.models import completions
 from tests.tiny import END, save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu, vllm_server
 
@@ -69,8 +70,8 @@ def made(tmp_path_factory) -> Path:
     def answer(question: str) -> str:
         ids = encode(engine.tokenizer, build_messages(Problem(task="gsm8k", question=question, gold=""), STYLE))
         prompt = Prompt(token_ids=tuple(ids), seed=0)
-        (_, completion), *_ = engine.generate([prompt], Sampling(temperature=0.0, max_new_tokens=24))
-        return RULES["flexible"].extract(completion.text) or "7"
+        completion = completions(engine, [prompt], Sampling(temperature=0.0, max_new_tokens=24))[0]
+        return RULES["flexible"].extract(decode(engine.tokenizer, completion)) or "7"
 
     def rows(numbers: Any, solved: int = 0) -> str:
         asked = [f"What is {i} + 3 ?" for i in numbers]
@@ -506,12 +507,11 @@ def test_a_dataset_that_is_trained_on_gets_a_warning(made, flags, caplog):
 
 
 def test_a_completion_loses_its_end_token_alone():
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer.encode("7 #### 3")
-    ended = completion_of(tokenizer, {END}, [*ids, END])
-    assert (ended.token_ids, ended.finish_reason) == (tuple(ids), "stop")
-    assert completion_of(tokenizer, {END}, ids).finish_reason == "length"
-    assert completion_of(tokenizer, {END}, []).finish_reason == "length"
+    ids = tiny_tokenizer().encode("7 #### 3")
+    ended = completion_of({END}, [*ids, END])
+    assert (ended.content_ids, ended.finish_reason) == (tuple(ids), "stop")
+    assert completion_of({END}, ids).finish_reason == "length"
+    assert completion_of({END}, []).finish_reason == "length"
 
 
 def test_the_best_is_the_first_of_the_highest(made, flags, tmp_path):
