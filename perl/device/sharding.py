@@ -67,6 +67,16 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
+def any_rank(holds: bool, where: torch.device) -> bool:
+    """Whether it holds on any rank, all of which must ask."""
+    import torch
+    import torch.distributed as dist
+
+    number = torch.tensor(int(holds), device=where)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return bool(number.item())
+
+
 def is_of_zero3(model: nn.Module) -> bool:
     """Whether DeepSpeed has spread the weights: whole only inside of a gather, and after each one elsewhere."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())

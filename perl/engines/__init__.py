@@ -7,28 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from perl.engines.base import Engine
+from perl.engines.base import Engine, LoadedEngine, PolicyEngine
 
-__all__ = ["ENGINES", "Engine"]
+__all__ = ["ENGINES", "Engine", "LoadedEngine", "PolicyEngine"]
 
 
-def _hf(model_path: str, **options) -> Engine:
+def _hf(model_path: str, **options) -> LoadedEngine:
     from perl.engines.hf import HFEngine
 
     return HFEngine(model_path, **options)
 
 
-def _vllm(model_path: str, **options) -> Engine:
+def _vllm(model_path: str, **options) -> LoadedEngine:
     from perl.engines.vllm import VLLMEngine
 
     return VLLMEngine(model_path, **options)
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {
+ENGINES: dict[str, Callable[..., LoadedEngine]] = {
     "hf": _hf,
     "vllm": _vllm,
 }
-"""Builders by name, each `build(model_path, *, dtype="auto", max_model_len=None, tp_size=1) -> Engine`.
+"""Builders by name, each `build(model_path, *, dtype="auto", max_model_len=None, tp_size=1) -> LoadedEngine`.
 
     model_path: folder with config.json, safetensors and tokenizer files.
     dtype: "auto" (what the checkpoint is stored in, float32 on a CPU), "float32", "bfloat16" or "float16".

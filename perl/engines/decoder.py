@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from perl import device
-from perl.device.sharding import is_sharded
+from perl.device.sharding import any_rank, is_sharded
 from perl.engines import graphs
 from perl.engines.attention import adopt, layout_lost, numbers_of
 from perl.engines.base import warn_once
@@ -177,8 +176,9 @@ class Decoder:
         kernel: one that reads the blocks of the cache itself (perl.device.kernels.PAGED), where it takes the model's
             numbers.
         block_size: tokens of a block of the cache; None is the device's (perl.engines.cache).
+        stock: draw by the model's own `generate` (perl.engines.stock).
         generation_kwargs: fields of a GenerationConfig that the loop does not serve; with any of them, and for a model
-            that it can't serve, the model's own `generate` draws instead (perl.engines.stock), which one line says.
+            that it can't serve, the model's own `generate` draws instead, which one line says.
     """
 
     def __init__(
@@ -192,13 +192,14 @@ class Decoder:
         capture: bool = False,
         kernel: Kernel | None = None,
         block_size: int | None = None,
+        stock: bool = False,
         generation_kwargs: dict[str, Any] | None = None,
     ):
         self.model = model
         self.eos_token_ids, self.pad_token_id = frozenset(eos_token_ids), pad_token_id
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs or MAX_NUM_SEQS["cpu" if model.device.type == "cpu" else "accelerator"]
-        self.capture, self.kernel, self.block_size = capture, kernel, block_size
+        self.capture, self.kernel, self.block_size, self.stock = capture, kernel, block_size, stock
         self.generation_kwargs = generation_kwargs or {}
         self.processors: list[LogitsProcessor] = []
         """Further logits processors, called with left-padded ids before a token is drawn."""
@@ -223,8 +224,9 @@ class Decoder:
         The model must be in evaluation mode, and its weights must stay as they are until the iterator is at its end.
         """
         validate(sampling)
-        if (reason := self.stock_reason()) is not None:
+        if not self.stock and (reason := self.stock_reason()) is not None:
             warn_once(f"decoding with the model's own generate, as the decode loop can't serve it: {reason}")
+        if self.stock or self.stock_reason() is not None:
             return generate_stock(
                 self.model,
                 source,
@@ -307,7 +309,7 @@ class _Run:
                 self._step()
             self._collect(self.reads_late if self.running else 0)
             yield from self._flush()
-        while self.lockstep and self._any_rank_decodes(False):
+        while self.lockstep and any_rank(False, self.where):
             self._idle()
 
     @property
@@ -641,13 +643,8 @@ class _Run:
     ) -> torch.Tensor:
         """float32 logits [rows, vocabulary] of the last token; ids and positions [rows, tokens]."""
         if self.lockstep:
-            self._any_rank_decodes(True)
+            any_rank(True, self.where)
         return self._call_model(ids, mask, positions, cache, **options)
-
-    def _any_rank_decodes(self, this_one: bool) -> bool:
-        busy = torch.tensor(int(this_one), device=self.where)
-        dist.all_reduce(busy, op=dist.ReduceOp.MAX)
-        return bool(busy.item())
 
     def _idle(self) -> None:
         """A forward of one token for nothing, to take part in gathering the parameters."""

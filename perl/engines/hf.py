@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,17 @@ import torch
 
 from perl import device
 from perl.base.errors import UserError, lookup
-from perl.engines.base import Feed, room_of
-from perl.engines.decoder import Decoder
 from perl.engines.linear import prepacked
-from perl.engines.sampling import validate
-from perl.engines.sequence import Sequence
+from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import Checkpoint, eos_token_ids, load_config, load_model
 from perl.models.images import load_processing, tokenizer_of
-from perl.models.pixels import make_images
-from perl.records import Completion, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class HFEngine:
+class HFEngine(TorchEngine):
     """A transformers model on this process's first device. See `perl.engines.Engine` for what it promises."""
 
     def __init__(
@@ -51,42 +46,21 @@ class HFEngine:
         if max_batch_tokens is not None and max_batch_tokens < 1:
             raise UserError(f"max_batch_tokens: {max_batch_tokens} is not possible; write 1 or more")
         config = load_config(model_path)
-        self.max_model_len = _context(config, max_model_len, model_path)
-        self.processing: Any = load_processing(model_path)
-        self.tokenizer: Any = tokenizer_of(self.processing)
-        self.model: Any = load_model(model_path, dtype=_dtype(dtype, config))
-        self.model.eval().to(device.torch_device())
-        self.eos_token_ids = eos_token_ids(model_path, config, self.tokenizer)
-        self.decoder: Any = Decoder(
-            self.model,
-            eos_token_ids=self.eos_token_ids,
-            pad_token_id=pad_token_id(self.tokenizer, self.eos_token_ids),
+        context = _context(config, max_model_len, model_path)
+        processing = load_processing(model_path)
+        self.tokenizer: Any = tokenizer_of(processing)
+        model = load_model(model_path, dtype=_dtype(dtype, config))
+        model.eval().to(device.torch_device())
+        eos = eos_token_ids(model_path, config, self.tokenizer)
+        super().__init__(
+            model,
+            processing,
+            eos_token_ids=eos,
+            context=context,
+            applied=functools.partial(prepacked, model),
+            pad_token_id=pad_token_id(self.tokenizer, eos),
             max_batch_tokens=max_batch_tokens,
         )
-        self.max_num_seqs = self.decoder.max_num_seqs
-
-    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
-        """Rows drawn from one distribution are decoded together; where another one comes, those under way end first.
-        See `Engine.stream`."""
-        stretches = Stretches(feed)
-        with prepacked(self.model):
-            while (sampling := stretches.begin()) is not None:
-                validate(sampling)
-                first = stretches.taken
-                for sequence in self.decoder.run(self._sequences(stretches), sampling):
-                    yield first + sequence.index, sequence.completion()
-
-    def _sequences(self, stretch: Stretches) -> Iterator[Sequence | None]:
-        """The sequences of one stretch."""
-        for prompt in stretch:
-            if prompt is None:
-                yield None
-                continue
-            max_new_tokens = room_of(prompt, self.max_model_len)
-            if prompt.adapter is not None:
-                raise UserError(f"{prompt.adapter}: transformers serves no adapter alongside a model; merge it")
-            images = make_images(self.processing, prompt.images)
-            yield Sequence(prompt.token_ids, prompt.seed, max_new_tokens, images=images)
 
     def replace_weights(self, model_path: str) -> str | None:
         """Copy tensor by tensor, in place. See `perl.engines.Engine`."""
@@ -104,47 +78,9 @@ class HFEngine:
         return None
 
     def close(self) -> None:
-        self.model = self.decoder = None
+        self.model = self.decoder = self.applied = None
         gc.collect()
         device.empty_cache()
-
-
-class Stretches:
-    """A feed cut where the distribution that is sampled from changes. `begin` a stretch, then iterate over it."""
-
-    def __init__(self, feed: Feed):
-        self._source = iter(feed)
-        self._next: Prompt | None = None
-        """Read, and not given yet."""
-        self._current: Sampling | None = None
-        self.taken = 0
-        """Prompts given so far."""
-
-    def begin(self) -> Sampling | None:
-        """Sampling of the next stretch, waiting for it; None at the end of the feed."""
-        while self._next is None:
-            try:
-                self._next = next(self._source)
-            except StopIteration:
-                return None
-        self._current = self._next.sampling
-        return self._current
-
-    def __iter__(self) -> Stretches:
-        return self
-
-    def __next__(self) -> Prompt | None:
-        """A prompt of this stretch, or None when there is nothing at the moment."""
-        if self._next is None:
-            self._next = next(self._source)
-        if self._next is None:
-            return None
-        assert self._current is not None
-        if self._next.sampling.distribution != self._current.distribution:
-            raise StopIteration
-        prompt, self._next = self._next, None
-        self.taken += 1
-        return prompt
 
 
 def pad_token_id(tokenizer: Any, eos: frozenset[int]) -> int:

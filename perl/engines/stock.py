@@ -6,14 +6,14 @@ logits processor that leaves one token possible.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as List
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from perl.device.sharding import is_sharded
+from perl.device.sharding import any_rank, is_sharded
 from perl.engines.sampling import sample, uniforms
 from perl.engines.sequence import Sequence, left_pad, mark_seen
 from perl.models.folders import token_ids
@@ -37,36 +37,46 @@ def generate_stock(
     """Complete the sequences of `source` with `model.generate`, longest first of those that have come, yielding each
     batch when it is through. Arguments as of perl.engines.decoder.Decoder and its `run`.
 
-    A sharded model gets all sequences as one batch, whatever `max_batch_tokens`: every rank must call `generate` the
-    same number of times.
-
     Args:
         processors: further logits processors, called with left-padded ids before a token is drawn.
         generation_kwargs: fields of the GenerationConfig, in addition to what `sampling` says.
     """
-    source = iter(source)
-    waiting: list[Sequence] = []
-    read = 0
-    while True:
-        for sequence in iter(lambda: next(source, None), None):
-            sequence.index, read = read, read + 1
-            waiting.append(sequence)
-        if not waiting:
-            return
+
+    def size(waiting: list[Sequence]) -> int:
         waiting.sort(key=lambda sequence: -sequence.max_len)
-        size = max_num_seqs
-        if max_batch_tokens is not None:
-            size = max(1, min(size, max_batch_tokens // waiting[0].max_len))
-        if is_sharded(model):
-            size = len(waiting)
-        batch, waiting = waiting[:size], waiting[size:]
+        allowed = max_num_seqs if max_batch_tokens is None else max_batch_tokens // waiting[0].max_len
+        return max(1, min(max_num_seqs, allowed))
+
+    for batch in _batches(model, source, pad_token_id, size):
         settings = (generation_kwargs or {}) | {
             "max_new_tokens": max(sequence.max_new_tokens for sequence in batch),
             "eos_token_id": sorted(eos_token_ids) or None,
             "pad_token_id": pad_token_id,
         }
         _generate_batch(model, batch, sampling, processors, settings)
-        yield from batch
+        yield from (sequence for sequence in batch if sequence.index >= 0)
+
+
+def _batches(
+    model: Any, source: Iterable[Sequence | None], pad_token_id: int, size: Callable[[list[Sequence]], int]
+) -> Iterator[list[Sequence]]:
+    """The sequences of `source`, batch by batch. Every process that holds a part of a sharded model must call
+    `generate` equally often: one that is through gives it a sequence without an index, for nothing.
+
+    Args:
+        size: of those that wait, the next batch are so many; it may order them.
+    """
+    source, waiting, read = iter(source), list[Sequence](), 0
+    sharded = is_sharded(model)
+    while True:
+        for sequence in iter(lambda: next(source, None), None):
+            sequence.index, read = read, read + 1
+            waiting.append(sequence)
+        if not (any_rank(bool(waiting), model.device) if sharded else waiting):
+            return
+        count = size(waiting) if waiting else 0
+        yield waiting[:count] or [Sequence((pad_token_id,), 0, 1)]
+        del waiting[:count]
 
 
 class LastLogits:
@@ -185,15 +195,22 @@ class ChosenLogProbs(LogitsProcessor):
 
 
 @torch.no_grad()
-def generate_plain(model: Any, sequences: List[Sequence], config: GenerationConfig) -> None:
-    """Complete `sequences` with `model.generate` as TRL calls it: one batch, torch's own random numbers, and none of
-    the sequences' seeds.
+def generate_plain(model: Any, source: Iterable[Sequence | None], config: GenerationConfig) -> Iterator[Sequence]:
+    """Complete the sequences of `source` with `model.generate` as TRL calls it: all that have come in one batch,
+    torch's own random numbers, and none of the sequences' seeds.
 
     Args:
         model: a transformers model or a PeftModel, in evaluation mode.
         config: as `generate` takes it, with eos_token_id and pad_token_id.
     """
-    pad, eos = int(config.pad_token_id), token_ids(config.eos_token_id)  # type: ignore[arg-type]
+    pad = int(config.pad_token_id)  # type: ignore[arg-type]
+    for batch in _batches(model, source, pad, len):
+        _generate_plain_batch(model, batch, config, pad)
+        yield from (sequence for sequence in batch if sequence.index >= 0)
+
+
+def _generate_plain_batch(model: Any, sequences: List[Sequence], config: GenerationConfig, pad: int) -> None:
+    eos = token_ids(config.eos_token_id)
     ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], pad, model.device)
     with LastLogits(model) as last:
         noted = ChosenLogProbs(float(config.temperature or 1.0) if config.do_sample else 1.0, last)

@@ -28,7 +28,7 @@ from perl.device import Kind
 from perl.records import Completion, Sample, SampleId
 
 if TYPE_CHECKING:
-    from perl.engines import Engine
+    from perl.engines import LoadedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def require_device(wanted: Kind, found: Kind) -> None:
         )
 
 
-def completed(engine: Engine, weights: WeightsSpec, inbox: Inbox) -> Iterator[Result | Restart]:
+def completed(engine: LoadedEngine, weights: WeightsSpec, inbox: Inbox) -> Iterator[Result | Restart]:
     """Put samples through the engine, which holds `weights`, as they come. Between samples of different weights the
     engine runs empty and gets the others; where it can't take them, a Restart is the last thing that comes."""
     while (needed := inbox.next_weights(wait=True)) is not None:
@@ -167,7 +167,7 @@ def completed(engine: Engine, weights: WeightsSpec, inbox: Inbox) -> Iterator[Re
             yield feed.result(position, completion, engine.max_num_seqs)
 
 
-def replace_weights(engine: Engine, held: WeightsSpec, needed: WeightsSpec) -> str | None:
+def replace_weights(engine: LoadedEngine, held: WeightsSpec, needed: WeightsSpec) -> str | None:
     """Put the weights `needed` into the engine, but for adapters, which it serves alongside them. Returns why that
     can't be, or None when it is done."""
     if (needed.model, needed.dtype) == (held.model, held.dtype):

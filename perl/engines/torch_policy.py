@@ -1,0 +1,184 @@
+"""The trained model completes prompts itself: without dropout, with noise on its norm weights and the adapter merged
+while tokens are drawn."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig
+
+from perl import device
+from perl.adapters.none import RolloutCopies
+from perl.adapters.rollout_merge import RolloutMerge
+from perl.base.errors import UserError
+from perl.config.schema import RolloutConfig
+from perl.engines.base import Feed
+from perl.engines.sequence import Sequence
+from perl.engines.stock import generate_plain
+from perl.engines.torch_engine import TorchEngine
+from perl.models.folders import token_ids
+from perl.noise.injector import NoiseInjector
+from perl.records import Completion, Sampling, Weights
+
+SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
+SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation"}
+"""Fields of a GenerationConfig that the decode loop heeds, or that change no token; with any other of the user's the
+model's own `generate` draws."""
+REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_tokens", "prompt_lookup_num_tokens"}
+
+
+class TorchPolicyEngine(TorchEngine):
+    """Draws with the trained model: in the decode loop, or by transformers' `generate` as TRL calls it. See
+    `perl.engines.PolicyEngine` for what it promises.
+
+    Args:
+        model: the policy, not wrapped by DDP or DeepSpeed.
+        processing: its tokenizer or processor.
+        config: the group `rollout`. Its engine "generate" takes the distribution from `generation_config`, and torch's
+            own random numbers.
+        noise: what adds the noise, or None.
+        generation_config: TRL's, for the eos and pad tokens, and for "generate".
+        generation_kwargs: the user's part of it.
+        kernels: training.attention_kernels.
+        gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
+        dtype: what the trainer computes in; None is the weights'.
+
+    Raises:
+        UserError: for generation_kwargs that no rollout can heed.
+    """
+
+    itemsize = 4  # its dtype is the policy's
+
+    def __init__(
+        self,
+        model: Any,
+        processing: Any,
+        config: RolloutConfig,
+        *,
+        generation_config: GenerationConfig,
+        generation_kwargs: dict[str, Any],
+        noise: NoiseInjector | None = None,
+        kernels: bool | Literal["auto"] = "auto",
+        gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        dtype: torch.dtype | None = None,
+    ):
+        require_possible(generation_kwargs)
+        self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
+        self.plain = config.engine == "generate"
+        self.weights = Weights()
+        capture = config.capture_graphs
+        self._settings: dict[str, Any] = {
+            "pad_token_id": int(generation_config.pad_token_id),  # type: ignore[arg-type]
+            "max_batch_tokens": config.max_batch_tokens,
+            "capture": device.captures_by_default() if capture == "auto" else capture,
+            "kernel": device.paged_attention(kernels),
+        }
+        self._metrics: dict[str, float] = {}
+        further = {name: value for name, value in generation_kwargs.items() if name not in SERVED}
+        if generation_config.suppress_tokens is not None:  # TRL's: a drawn image token has no image
+            further["suppress_tokens"] = generation_config.suppress_tokens
+        super().__init__(
+            model,
+            processing,
+            eos_token_ids=token_ids(generation_config.eos_token_id),
+            context=None,
+            applied=functools.partial(self._applied, dtype),
+            generation_kwargs=further,
+            **self._settings,
+        )
+
+    def publish(self, weights: Weights) -> None:
+        """The model is what draws: only the noise has to be known. See `perl.engines.PolicyEngine`."""
+        self.weights = weights
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        yield from super().stream(feed)
+        if self.merge.rounding_error is not None:
+            self._metrics["rollout/merge_rounding_error"] = self.merge.rounding_error
+        if self.noise is not None:
+            self._metrics["aqn/sigma_realized"] = self.noise.realized_sigma
+
+    def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> TorchEngine:
+        """By a decode loop of its own, or the model's own `generate` under the engine of that name. Packed weights are
+        float32, which the evaluator computes in on a CPU. See `perl.engines.PolicyEngine`."""
+        return TorchEngine(
+            self.model,
+            self.processing,
+            eos_token_ids=eos_token_ids,
+            context=context,
+            applied=self._applied,
+            stock=self.plain,
+            **self._settings,
+        )
+
+    def not_comparable(self, sampling: Sampling) -> str | None:
+        return None
+
+    def take_metrics(self) -> dict[str, float]:
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    @contextlib.contextmanager
+    def _applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
+        """The model is the policy that was published. The copies come first: noise is added to the weights that
+        compute, and what rounding leaves of it is measured."""
+        weights, noisy = self.weights, contextlib.nullcontext()
+        if self.noise is not None:
+            noisy = self.noise.applied(weights.sigma, (weights.version, weights.draw))
+        with self.gathered(), self.copies.applied(), evaluation_mode(self.model), noisy, self.merge.applied(dtype):
+            yield
+
+    def _complete(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
+        if self.plain:
+            return generate_plain(self.model, source, self.generation_config)
+        return super()._complete(source, sampling)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Switch dropout and gradient checkpointing off, and put each module's training flag back afterwards. TRL samples
+    in training mode, with lora_dropout at work, while the loss's ratio takes sampler and learner for one policy."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def require_possible(generation_kwargs: dict[str, Any]) -> None:
+    """A UserError for what no rollout can heed, and for a name that is no field of a GenerationConfig."""
+    known = sorted(name for name in GenerationConfig().to_dict() if not name.startswith("_"))
+    for name in generation_kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or known
+            raise UserError(
+                f"--config.training.generation_kwargs: unknown name {name!r}; write one of transformers'"
+                f" GenerationConfig, such as {', '.join(near[:3])}"
+            )
+    if refused := sorted(REFUSED & generation_kwargs.keys()):
+        raise UserError(
+            f"--config.training.generation_kwargs: {refused[0]} has no place in a rollout (one completion for each"
+            " prompt, as long as max_completion_length); leave it out"
+        )
+
+
+def sampling_of(config: GenerationConfig) -> Sampling:
+    """The distribution that a GenerationConfig describes: None is off, and do_sample false is greedy."""
+    greedy = config.do_sample is False
+    return Sampling(
+        temperature=0.0 if greedy else 1.0 if config.temperature is None else float(config.temperature),
+        top_p=1.0 if greedy or config.top_p is None else float(config.top_p),
+        top_k=0 if greedy else int(config.top_k or 0),
+        min_p=0.0 if greedy else float(config.min_p or 0.0),
+        repetition_penalty=1.0 if config.repetition_penalty is None else float(config.repetition_penalty),
+        max_new_tokens=int(config.max_new_tokens or 256),
+    )
