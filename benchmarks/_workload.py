@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from perl import device
 from perl.adapters import ADAPTERS
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
+from perl.records import Completion, Prompt, Weights
 from perl.training.trainer import PerlGRPOTrainer
 
 VOCABULARY = 16_384
@@ -247,8 +249,8 @@ def make_trainer(
 
 def force_lengths(trainer: Any, processor: ForcedLengths) -> None:
     """TRL passes no logits processors to `generate`; give it one, and ours to its decoder."""
-    if getattr(trainer, "sampler", None) is not None:
-        trainer.sampler.decoder.processors = [processor]
+    if hasattr(trainer, "step"):
+        trainer.step.engine.decoder.processors = [processor]
         return
     base = trainer.model.get_base_model()
     plain = base.generate
@@ -259,6 +261,53 @@ def force_lengths(trainer: Any, processor: ForcedLengths) -> None:
     base.generate = generate
 
 
+def draw(trainer: Any, work: Workload, longest: int | None = None) -> list[list[int]]:
+    """The completions of a rollout of `work`, by TRL's trainer or by ours, as each draws them while it trains."""
+    if not hasattr(trainer, "step"):
+        return trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
+    engine, sampling = trainer.step.engine, trainer.step.collector.sampling
+    if longest is not None:
+        sampling = replace(sampling, max_new_tokens=longest)
+    engine.publish(Weights(version=trainer.state.global_step, sigma=trainer.step.sigma()))
+    seeds = itertools.count(1000 * trainer.state.global_step)
+    prompts = [Prompt(token_ids=tuple(row), seed=next(seeds), sampling=sampling) for row in work.rows]
+    completions = dict(engine.stream(prompts))
+    return [list(completions[place].token_ids) for place in range(len(prompts))]
+
+
+def around_rollouts(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Have both called around the drawing of each rollout while `trainer` trains."""
+    if hasattr(trainer, "step"):
+        engine = trainer.step.engine
+        stream = engine.stream
+
+        def drawn(feed: Any) -> Any:
+            before()
+            yield from stream(feed)
+            after()
+
+        engine.stream = drawn
+        return
+    generate = trainer._generate_single_turn
+
+    def generated(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = generate(*args, **kwargs)
+        after()
+        return result
+
+    trainer._generate_single_turn = generated
+
+
+def give(trainer: Any, completions: list[list[int]]) -> None:
+    """Have every rollout of `trainer` be these completions."""
+    if hasattr(trainer, "step"):
+        given = [Completion(token_ids=tuple(ids), finish_reason="stop") for ids in completions]
+        trainer.step.engine.stream = lambda feed: enumerate(given)
+        return
+    trainer._generate_single_turn = lambda *args, **kwargs: ([list(ids) for ids in completions], None)
+
+
 class StepTimes(TrainerCallback):
     """Measures each optimizer step of a trainer: seconds of the whole and of its rollout, memory. `report` gets them,
     with the trainer's control, before the next step begins."""
@@ -266,15 +315,14 @@ class StepTimes(TrainerCallback):
     def __init__(self, trainer: Any, report: Callable[[dict[str, float], Any], None]):
         self.report = report
         self.rollout_s = 0.0
-        self._generate = trainer._generate_single_turn
-        trainer._generate_single_turn = self._timed
+        around_rollouts(trainer, self._begin, self._end)
         trainer.add_callback(self)
 
-    def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        started = clock()
-        result = self._generate(*args, **kwargs)
-        self.rollout_s += clock() - started
-        return result
+    def _begin(self) -> None:
+        self.begun = clock()
+
+    def _end(self) -> None:
+        self.rollout_s += clock() - self.begun
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.memory, self.rollout_s, self.started = Memory(), 0.0, clock()

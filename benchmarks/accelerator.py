@@ -59,8 +59,10 @@ from benchmarks._workload import (
     Workload,
     clock,
     decode_bytes,
+    draw,
     draw_lengths,
     draw_workload,
+    give,
     make_trainer,
     measure_bandwidth,
 )
@@ -224,7 +226,7 @@ class CaseRun:
             work = self.workload(rows, new_tokens)
             trainer.generation_config.max_new_tokens = trainer.max_completion_length = new_tokens
             captures, memory, started = self.captures.now, Memory(), clock()
-            completions = trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
+            completions = draw(trainer, work, new_tokens)
             seconds = clock() - started
             trainer.state.global_step += 1
             lengths = [len(completion) for completion in completions]
@@ -305,22 +307,39 @@ class CaseRun:
         lengths = draw_lengths("lognormal", rows, longest / 4, longest)
         words = VOCABULARY - FIRST_WORD
         given = [[FIRST_WORD + (7 * i + row) % words for i in range(length)] for row, length in enumerate(lengths)]
-        trainer._generate_single_turn = lambda *args, **kwargs: ([list(ids) for ids in given], None)
-        forward, old_s = trainer._get_per_token_logps_and_entropies, [0.0]
+        give(trainer, given)
+        old_s = [0.0]
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():  # the loss's own
-                return forward(*args, **kwargs)
-            started = clock()
-            result = forward(*args, **kwargs)
-            old_s.append(clock() - started)
-            return result
+        def timed(forward: Any) -> Any:
+            def timed_forward(*args: Any, **kwargs: Any) -> Any:
+                if torch.is_grad_enabled():  # the loss's own
+                    return forward(*args, **kwargs)
+                started = clock()
+                result = forward(*args, **kwargs)
+                old_s.append(clock() - started)
+                return result
 
-        trainer._get_per_token_logps_and_entropies = timed
+            return timed_forward
+
+        if side == "trl":
+            trainer._get_per_token_logps_and_entropies = timed(trainer._get_per_token_logps_and_entropies)
+        else:
+            passes = trainer.step.passes
+            trainer.step.passes = Timed(passes, timed(passes.logps))
         steps = train(trainer, first=2)
         peak = round((max(step["peak_mb"] for step in steps) - held) / 1024, 3)
         seconds = {"old_logps_s": round(old_s[-1], 3), "update_s": round(steps[-1]["wall_s"], 3)}
         self.tell(side, (rows, longest), {"tokens": sum(lengths), **seconds, "peak_gib": peak})
+
+
+class Timed:
+    """Passes whose passes without gradient are timed."""
+
+    def __init__(self, passes: Any, logps: Any):
+        self.passes, self.logps = passes, logps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.passes, name)
 
 
 def micro_batches(rows: int) -> dict[str, Any]:

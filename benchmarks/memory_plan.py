@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import Qwen2Config
 
-from benchmarks._workload import MODELS, PEFT, Memory, Policy, _shape, draw_workload, make_trainer
+from benchmarks._workload import MODELS, PEFT, Memory, Policy, _shape, around_rollouts, draw_workload, make_trainer
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.inputs import shape_of
 from perl.tools.plan.memory import Job, items, peak
@@ -105,16 +105,15 @@ def train(case: Case) -> dict[str, float]:
             max_steps=2,
             logging_strategy="no",
         )
-        generate = trainer._generate_single_turn
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            memory = Memory()
-            result = generate(*args, **kwargs)
-            peaks["rollout"] = memory.peak()["peak_mb"]
+        def begin() -> None:
+            phases["rollout"] = Memory()
+
+        def end() -> None:
+            peaks["rollout"] = phases["rollout"].peak()["peak_mb"]
             phases["update"] = Memory()
-            return result
 
-        trainer._generate_single_turn = measured
+        around_rollouts(trainer, begin, end)
         trainer.train()
         peaks["update"] = phases["update"].peak()["peak_mb"]
     return peaks

@@ -34,6 +34,7 @@ from benchmarks._workload import (
     Workload,
     add_policy_arguments,
     clock,
+    draw,
     draw_workload,
     force_lengths,
     make_model,
@@ -66,7 +67,7 @@ def trainer_round(side: str, policy: Policy, work: Workload, folder: str) -> Cal
 
     def play() -> dict[str, Any]:
         memory, forced, started, cpu = Memory(), processor.seconds, clock(), time.process_time()
-        completions = trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
+        completions = draw(trainer, work, work.longest)
         seconds, cpu = clock() - started, time.process_time() - cpu
         check(work, completions)
         trainer.state.global_step += 1

@@ -27,6 +27,7 @@ from benchmarks._workload import (
     clock,
     decode_bytes,
     decode_flops,
+    draw,
     draw_workload,
     force_lengths,
     make_trainer,
@@ -71,7 +72,7 @@ class Sides:
         trainer, self.processor = self.trainers[side], ForcedLengths(work)
         trainer.generation_config.max_new_tokens = work.longest
         started = clock()
-        completions = trainer._generate_single_turn(work.rows, None, {}, work.group_size)[0]
+        completions = draw(trainer, work, work.longest)
         seconds = clock() - started
         trainer.state.global_step += 1
         assert [len(completion) for completion in completions] == work.lengths

@@ -87,7 +87,7 @@ def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], 
     )
 
     def validate() -> dict[Any, Any]:
-        validation.run(1, trainer.sampler, lambda folder: None)
+        validation.run(1, trainer.step.engine, lambda folder: None)
         return read_samples(folder / "run" / "validation" / "step-1" / PROBLEMS.stem / "samples.jsonl")
 
     return lambda: timed(validate)

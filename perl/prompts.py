@@ -4,7 +4,7 @@ text."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,18 +55,26 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> Non
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], images: Sequence[bytes] = ()) -> list[int]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    images: Sequence[bytes] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of `messages` under the tokenizer's chat template, ending where the assistant's turn begins.
 
     Args:
         tokenizer: for a model that takes images its processor (perl.models.processors): messages are of parts then.
         images: the files of the images in the messages.
+        template_kwargs: what the chat template is given besides (training.chat_template_kwargs).
     """
     from jinja2 import TemplateError
 
     chat = filled(messages, images) if images else list(messages)
     try:
-        ids: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids: Any = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False, **(template_kwargs or {})
+        )
     except (TemplateError, TypeError, KeyError) as error:  # what a template's own expressions raise
         raise UserError(f"{_name(tokenizer)}: the chat template fails: {error}; correct chat_template.jinja") from error
     ids = ids[0] if ids and isinstance(ids[0], list) else ids  # a processor gives a list of one

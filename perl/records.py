@@ -159,6 +159,43 @@ class Completion:
         return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """One answer to a prompt: what was drawn, by which policy, and what it earned. Its tokens are lists on the host
+    until they are packed."""
+
+    row: dict[str, Any] = field(repr=False)
+    """Of the data set: what reward functions get as columns."""
+    position: int
+    """The prompt's place in the stream (perl.training.stream)."""
+    sample: int
+    """Place among the completions of its prompt."""
+    prompt_ids: tuple[int, ...]
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    token_ids: list[int] = field(default_factory=list)
+    """Behind the prompt."""
+    sampled: list[bool] = field(default_factory=list)
+    """Of each of `token_ids`: the policy drew it. The only mask that loss, advantages and metrics know."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each, by the engine, in nats, NaN where it gave none; empty where it gives none at all."""
+    weights: Weights = Weights()
+    """That drew it."""
+    finish: Literal["stop", "length"] = "length"
+    completion: Any = None
+    """As reward functions read it: a list of messages, or a text where the prompt is one."""
+    rewards: list[float] = field(default_factory=list)
+    """Of each reward function, NaN where it gave none."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What reward functions have logged of it, by column."""
+
+    def add(self, completion: Completion) -> None:
+        """What the engine has drawn behind the tokens so far."""
+        self.token_ids += completion.token_ids
+        self.sampled += [True] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.finish = completion.finish_reason
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
     """The verdict on one completion."""

@@ -13,6 +13,9 @@ from datasets import Dataset
 from perl.adapters import ADAPTERS
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
+from perl.prompts import row_seed
+from perl.records import Prompt, Weights
+from perl.training.batch import Batch, MicroBatch
 from perl.training.grpo import import_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -69,7 +72,6 @@ def make_trainer(
     rollout: dict[str, Any] | None = None,
     algorithm: dict[str, Any] | None = None,
     critic: dict[str, Any] | None = None,
-    critic_base: Any = None,
     callbacks: Sequence[Any] = (),
     on_nonfinite: str = "stop",
     **args: Any,
@@ -85,7 +87,6 @@ def make_trainer(
         dataset: in the place of one of `prompts` alone.
         noise, adapter, peft, engine, rollout, algorithm, critic: as in a run's configuration; the last three have the
             fields of their groups.
-        critic_base: the critic's own base model.
         on_nonfinite: as in the group `common`.
         args: fields of GRPOConfig that differ from SETTINGS.
     """
@@ -102,7 +103,6 @@ def make_trainer(
             "rollout": RolloutConfig(**({"engine": engine} | (rollout or {}))),
             "algorithm": AlgorithmConfig(**(algorithm or {})),
             "critic": CriticConfig(**(critic or {})),
-            "critic_base": critic_base,
             "on_nonfinite": on_nonfinite,
         }
     return kind(
@@ -114,6 +114,50 @@ def make_trainer(
         callbacks=list(callbacks),
         **extra,
     )
+
+
+class Keeping:
+    """A Dealer that keeps the generation batches that it deals, each in the order of its prompts and samples."""
+
+    def __init__(self, dealer: Any):
+        self.dealer = dealer
+        self.batches: list[Batch] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dealer, name)
+
+    def deal(self, batch: Batch, largest: Any) -> list[MicroBatch]:
+        places = sorted(range(len(batch.rows)), key=lambda i: (batch.rows[i].position, batch.rows[i].sample))
+        self.batches.append(batch.select(places))
+        return self.dealer.deal(batch, largest)
+
+
+def kept_batches(trainer: Any) -> list[Batch]:
+    """Filled while `trainer` trains: each generation batch, as it is dealt out."""
+    trainer.step.dealer = Keeping(trainer.step.dealer)
+    return trainer.step.dealer.batches
+
+
+def draw(trainer: Any, prompts: Sequence[Sequence[int]], group_size: int) -> list[list[int]]:
+    """Completions of token ids by a rollout outside of a training, each prompt's one after the other."""
+    step = trainer.step
+    step.engine.publish(Weights(version=trainer.state.global_step, sigma=step.sigma()))
+    rows = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(group_size)]
+    feed = [
+        Prompt(
+            token_ids=tuple(prompts[prompt]),
+            seed=row_seed(step.collector.seed, f"{trainer.state.global_step}-{prompt}", sample),
+            sampling=step.collector.sampling,
+        )
+        for prompt, sample in rows
+    ]
+    completions = dict(step.engine.stream(feed))
+    return [list(completions[place].token_ids) for place in range(len(rows))]
+
+
+def tokens_of(batch: Batch) -> list[list[int]]:
+    """Each row's completion."""
+    return [row.token_ids for row in batch.rows]
 
 
 def move_adapter(model: Any, std: float, seed: int = 5) -> None:

@@ -39,6 +39,11 @@ class Scored:
     generalized: tuple[torch.Tensor, torch.Tensor] | None = None
     """Advantages and returns, float32 [rows, tokens], that perl.algorithms.ppo.generalized makes of `values`; None
     for an algorithm without a critic."""
+    by_function: torch.Tensor | None = None
+    """float32 [rows of all processes, functions]: the rewards before they are added up, NaN where a function gave
+    none."""
+    weights: torch.Tensor | None = None
+    """float32 [functions], training.reward_weights."""
     scale: Literal["group", "batch", "none"] = "group"
     """What an advantage is divided by, where the estimator lets the user choose: training.scale_rewards."""
 
@@ -77,7 +82,7 @@ class Algorithm:
     """What it sets of the configuration, by the names of flags without --config; a recipe or a flag that says
     otherwise goes before it."""
     advantages: Advantages | None = None
-    """How rewards become advantages; None: as TRL's GRPOTrainer does, by its scale_rewards."""
+    """How rewards become advantages; None: perl.algorithms.grpo.group_relative, by training.scale_rewards."""
     uses: frozenset[str] = frozenset()
     """Flags without --config that `advantages` reads and others may not, such as "algorithm.gamma"."""
     groups: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from perl.algorithms.algorithm import Algorithm, Scored
@@ -64,12 +66,59 @@ GDPO = Algorithm(
 
 def group_relative(scored: Scored) -> torch.Tensor:
     """A_i = (r_i - mean of its group) / (s + 1e-4) with s by `scored.scale` (arXiv 2402.03300, equation 3, with TRL's
-    constant): float32 [rows]. TRL's own, from rewards that it has not seen: those less the KL divergence."""
+    constant): float32 [rows]."""
     rewards = scored.groups()
     advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
     scale = deviation(scored)
     advantages = advantages if scale is None else advantages / (scale + 1e-4)
     return scored.mine(advantages.masked_fill(scored.without_advantage(), 0.0))
+
+
+def normalized_by_function(scored: Scored) -> torch.Tensor:
+    """The rewards of each function less their group's mean, divided by its deviation + 1e-4, added up with the
+    functions' weights, and the sums normalized so over all completions (GDPO, arXiv 2601.05242, section 3): float32
+    [rows], exactly 0 where every function gave all of a group the same."""
+    assert scored.by_function is not None
+    assert scored.weights is not None
+    functions = scored.by_function.shape[1]
+    grouped = scored.by_function.view(-1, scored.group_size, functions)
+    apart = grouped - grouped.nanmean(dim=1, keepdim=True)
+    known = (~grouped.isnan()).sum(dim=1, keepdim=True)
+    spread = (apart.square().nansum(dim=1, keepdim=True) / (known - 1).clamp(min=1)).sqrt()
+    each = (apart / (spread + 1e-4)).view(-1, functions)
+    total = (each * scored.weights).nansum(dim=1).masked_fill(each.isnan().all(dim=1), math.nan)
+    apart = total - total.nanmean()
+    spread = (apart.square().nansum() / ((~total.isnan()).sum() - 1).clamp(min=1)).sqrt()
+    equal = [equal_rewards(one, weight, scored.group_size) for one, weight in by_columns(scored)]
+    return scored.mine((apart / (spread + 1e-4)).nan_to_num(nan=0.0).masked_fill(torch.stack(equal).all(dim=0), 0.0))
+
+
+def by_columns(scored: Scored) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each function's rewards [rows of all processes, 1] and its weight [1]."""
+    assert scored.by_function is not None
+    assert scored.weights is not None
+    return list(zip(scored.by_function.split(1, dim=1), scored.weights.split(1), strict=True))
+
+
+def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """float [rows]: the sums of the functions' rewards [rows, functions], NaN where a row has none."""
+    return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
+
+
+def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
+    """bool [rows]: whether all rewards of the row's group are the same number, so that its advantage is 0.
+
+    In floating point, reward minus the group's mean need not be: the mean of eight 1.2 is not 1.2, and divided by the
+    deviation of that rounding an advantage of 1e-3 remains.
+
+    Args:
+        rewards: float [rows, functions], NaN where a function gave none; groups of `group_size` consecutive rows.
+        weights: float [functions].
+    """
+    groups = weighted_sum(rewards, weights).view(-1, group_size)
+    highest = groups.masked_fill(groups.isnan(), -math.inf).amax(dim=1)
+    lowest = groups.masked_fill(groups.isnan(), math.inf).amin(dim=1)
+    return (highest <= lowest).repeat_interleave(group_size)
 
 
 def deviation(scored: Scored) -> torch.Tensor | None:

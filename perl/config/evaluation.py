@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from perl.base.errors import UserError
-from perl.config.harness import refuse_harness_flags
 from perl.config.parser import Parser
+from perl.config.replaced import refuse_harness_flags
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
 
 
@@ -121,7 +121,7 @@ def build_parser() -> Parser:
 def parse(argv: Sequence[str]) -> EvalConfig:
     """Parse a command line. Raises UserError for anything that cannot be what the user meant."""
     parser = build_parser()
-    refuse_harness_flags(argv, parser.known_flags())
+    refuse_harness_flags(argv)
     if any(word.partition("=")[0] == "--rescore" for word in argv):
         parser.set_defaults(model="", dataset="")
         for action in parser._actions:

@@ -20,6 +20,7 @@ from perl.config.adapter import take_adapter
 from perl.config.parser import Parser
 from perl.config.peft_fields import leave_out_other_methods
 from perl.config.ranges import check_numbers
+from perl.config.replaced import REMOVED_FIELDS, without_removed
 from perl.config.schema import (
     GROUPS,
     AlgorithmConfig,
@@ -45,12 +46,6 @@ ALIASES = (
     ("dataset.max_prompt_length", "training.max_prompt_length"),
     ("reward.weights", "training.reward_weights"),
 )
-ENGINE_FLAGS = {
-    "generate": {"use_vllm": False, "use_transformers_continuous_batching": False},
-    "fast": {"use_vllm": False, "use_transformers_continuous_batching": False},
-    "continuous_batching": {"use_vllm": False, "use_transformers_continuous_batching": True},
-    "vllm": {"use_vllm": True, "use_transformers_continuous_batching": False},
-}
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
 TRL_EPOCHS = 3.0
 """num_train_epochs where nobody has said it."""
@@ -172,7 +167,8 @@ def build_parser(program: Program) -> Parser:
     parser.add_argument("--recipe", type=str, default=None, help="YAML file with groups common, model, dataset, …")
     for name, group in program.groups.items():
         parser.add_class_arguments(group, f"config.{name}")
-    parser.add_class_arguments(program.training(), "config.training")
+    removed = {name.removeprefix("training.") for name in REMOVED_FIELDS}
+    parser.add_class_arguments(program.training(), "config.training", skip=removed)
     return parser
 
 
@@ -207,6 +203,7 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace
                 f"--recipe {path}: the group {name} must hold fields (NAME: VALUE), not {content[name]!r:.60}"
             )
     try:
+        content = {name: without_removed(name, fields) for name, fields in content.items()}
         return parser.parse_object({"config": content}, defaults=False)
     except UserError as error:
         raise UserError(f"--recipe {path}: {error}") from error
@@ -219,8 +216,7 @@ def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     resolve_aliases(values, flags, recipe, ALIASES)
     engine = resolve_engine(flags, resolve_engine(recipe, RolloutConfig.engine))
     values.rollout.engine = engine
-    for switch, value in ENGINE_FLAGS[engine].items():
-        values.training[switch] = value
+    values.training.use_vllm = engine == "vllm"
     warnings += explain_correction(values, flags, recipe)
     if values.noise_injection.seed is None:
         values.noise_injection.seed = values.common.seed
@@ -287,21 +283,15 @@ def resolve_length(values: Namespace, flags: Namespace, recipe: Namespace) -> li
 
 
 def resolve_engine(source: Namespace, before: str) -> str:
-    """The engine that `source` asks for, by rollout.engine or by TRL's own switches; `before` where it says nothing."""
-    engine = source.get("rollout.engine")
+    """The engine that `source` names, by rollout.engine or by training.use_vllm; `before` where it says nothing."""
+    engine, use_vllm = source.get("rollout.engine"), source.get("training.use_vllm")
     if engine is None:
-        on = {name: [switch for switch, value in switches.items() if value] for name, switches in ENGINE_FLAGS.items()}
-        wanted = [name for name, switches in on.items() if any(source.get(f"training.{k}") for k in switches)]
-        if len(wanted) > 1:
-            raise UserError(f"--config.training asks for {' and '.join(wanted)} at once; give --config.rollout.engine")
-        off = any(source.get(f"training.{switch}") is False for switch in on[before])
-        engine = wanted[0] if wanted else RolloutConfig.engine if off else before
-    for switch, value in ENGINE_FLAGS[engine].items():
-        said = source.get(f"training.{switch}")
-        if said is not None and said != value:
-            raise UserError(
-                f"--config.rollout.engine is {engine} but --config.training.{switch} is {str(said).lower()}; give one"
-            )
+        unchanged = use_vllm is None or use_vllm == (before == "vllm")
+        return before if unchanged else "vllm" if use_vllm else RolloutConfig.engine
+    if use_vllm is not None and use_vllm != (engine == "vllm"):
+        raise UserError(
+            f"--config.rollout.engine is {engine} but --config.training.use_vllm is {str(use_vllm).lower()}; give one"
+        )
     return engine
 
 
@@ -386,14 +376,6 @@ def check_critic(values: Namespace) -> None:
             f"--config.peft.type ln_tuning: the critic of algorithm {values.algorithm.name} would compute with the"
             " policy's norms; write lora, or --config.algorithm.name grpo"
         )
-    own_base = values.critic.model_name_or_path is not None
-    if algorithm.critic and own_base == values.critic.share_base:
-        raise UserError(
-            "--config.critic.share_base true: the critic has no other base; leave --config.critic.model_name_or_path"
-            " out, or write --config.critic.share_base false"
-            if own_base
-            else "--config.critic.share_base false: name the critic's own base, --config.critic.model_name_or_path"
-        )
     if algorithm.critic and 0 < values.training.max_steps <= values.critic.warmup_steps:
         raise UserError(
             f"--config.critic.warmup_steps {values.critic.warmup_steps}: the training ends after step"
@@ -457,20 +439,9 @@ def check_validation(values: Namespace) -> None:
 
 
 def check_noise_reaches_the_sampler(values: Namespace) -> None:
-    engine, training = values.rollout.engine, values.training
-    if engine == "continuous_batching":
-        raise UserError(
-            "--config.noise_injection.enabled: rollout.engine continuous_batching is not given the noise; use"
-            " --config.rollout.engine fast"
-        )
-    if engine != "vllm":
+    if values.rollout.engine != "vllm":
         return
-    if training.vllm_mode != "colocate":
-        raise UserError(
-            f"--config.noise_injection.enabled: a vLLM in --config.training.vllm_mode {training.vllm_mode} can't be"
-            " given the noise; write --config.training.vllm_mode colocate, or --config.rollout.engine fast"
-        )
-    if values.noise_injection.old_logps == "noisy" and training.vllm_importance_sampling_correction:
+    if values.noise_injection.old_logps == "noisy" and values.training.vllm_importance_sampling_correction:
         raise UserError(
             "--config.noise_injection.old_logps noisy: TRL's correction would count the noise once more; write"
             " --config.training.vllm_importance_sampling_correction false, or old_logps clean"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser
 
 from perl.base.errors import UserError, nearest
+from perl.config.replaced import refuse_removed_flags
 
 OTHER_NAMES = {
     "adv_estimator": ("name",),
@@ -57,6 +59,10 @@ class Parser(ArgumentParser):
     def __init__(self, *args, **kwargs):
         kwargs.setdefault("exit_on_error", False)
         super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args=None, *others, **kwargs):  # type: ignore[override]
+        refuse_removed_flags(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, *others, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         raise UserError(self._explain(message)) from ex

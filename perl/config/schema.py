@@ -139,21 +139,17 @@ class AlgorithmConfig:
 
 @dataclass
 class CriticConfig:
-    """The critic of algorithm.name ppo: the frozen base with LoRA of its own and a scalar head.
+    """The critic of algorithm.name ppo: the policy's frozen base with LoRA of its own and a scalar head.
 
     Args:
         lr: learning rate, on the policy's schedule.
         r: rank of its LoRA, on the layers that the policy's adapter has.
-        share_base: it computes on the policy's base; false takes the base of its own that model_name_or_path names.
-        model_name_or_path: that base: a folder, or a name on the hub, with the policy's tokenizer.
         warmup_steps: first optimizer steps, in which the critic alone is trained.
         value_clip: how far a value moves from what it was at the rollout, at most; null is no bound.
     """
 
     lr: PositiveFloat = 1e-4
     r: PositiveInt = 16
-    share_base: bool = True
-    model_name_or_path: str | None = None
     warmup_steps: NonNegativeInt = 0
     value_clip: PositiveFloat | None = 0.5
 
@@ -205,8 +201,8 @@ class RolloutConfig:
 
     Args:
         engine: fast is perl's decode loop (one prefill a prompt, sequences leave as they end, a seed for each);
-            generate is the model's own, as TRL calls it; continuous_batching and vllm set TRL's
-            own flags of these names.
+            generate is the model's own, as TRL calls it; vllm runs vLLM in the trainer's process (also written
+            training.use_vllm true).
         max_batch_tokens: most tokens of KV cache at once; null is half of the memory that is free (fast only).
         capture_graphs: run decode steps as captured graphs, so that they are not bound by kernel launches; with
             attention sdpa and weights that are whole on each device; auto does so on CUDA (fast only). Not measured
@@ -217,7 +213,7 @@ class RolloutConfig:
             completion, cut at training.vllm_importance_sampling_clip_max (vllm has TRL's own fields instead).
     """
 
-    engine: Literal["fast", "generate", "continuous_batching", "vllm"] = "fast"
+    engine: Literal["fast", "generate", "vllm"] = "fast"
     max_batch_tokens: PositiveInt | None = None
     capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"

@@ -124,11 +124,6 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.rollout.engine != "vllm",
         "rollout.engine is vllm: there it is training.vllm_importance_sampling_correction",
     ),
-    Rule(
-        "training.transformers_continuous_batching_config",
-        lambda v: v.training.use_transformers_continuous_batching,
-        "rollout.engine is not continuous_batching",
-    ),
     Rule("training.cache_implementation", lambda v: v.rollout.engine == "generate", "rollout.engine is not generate"),
     Rule("rollout.max_batch_tokens", lambda v: v.rollout.engine == "fast", "rollout.engine is not fast"),
     Rule("rollout.capture_graphs", lambda v: v.rollout.engine == "fast", "rollout.engine is not fast"),

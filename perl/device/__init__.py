@@ -58,12 +58,9 @@ CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/late
 RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls them, best first. It finds them itself, unless it is started with --num-gpus or --resources."""
 
-VLLM_MODES: dict[Kind, tuple[str, ...]] = {"npu": ("colocate",), "cuda": ("colocate", "server"), "cpu": ("colocate",)}
-"""The modes in which TRL 1.16 can give vLLM the policy: it talks to a server over NCCL. On a CPU vLLM has packed its
-weights and dropped what could be replaced: it takes the adapter alone (VLLM_TAKES_WEIGHTS)."""
-
 VLLM_TAKES_WEIGHTS: dict[Kind, bool] = {"npu": True, "cuda": True, "cpu": False}
-"""Whether a running vLLM engine can be given other weights of the base."""
+"""Whether a running vLLM engine can be given other weights of the base: on a CPU it has packed its own, and dropped
+what could be replaced, so that it takes an adapter alone."""
 
 
 @dataclass(frozen=True, slots=True)

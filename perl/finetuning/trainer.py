@@ -73,7 +73,10 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
             lengths = lengths_of(inputs)
             self.clock.count_trained(sum(lengths))
             self.clock.count_update(sequences(lengths))
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.model.training:
+            self.nonfinite.add(loss)
+        return loss
 
     def _save_batch(self, folder: Path) -> None:
         tokenizer: Any = self.processing_class

@@ -91,11 +91,6 @@ class AdapterTrainer:
             self.optimizer = self.adapter.optimizer(self.model, self.adapter_config, optimizer_class, optimizer_kwargs)
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        self.nonfinite.add(loss)
-        return loss
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """transformers comes here once an update, before the optimizer's step (with DeepSpeed after it, which has made
         none where the norm is not finite)."""

@@ -15,7 +15,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,24 +25,13 @@ from safetensors.torch import save_file
 
 from perl.base.errors import RunError, UserError
 from perl.device.sharding import local, whole
+from perl.records import Trajectory
 from perl.rewards.files import ROW, row_name
 
 log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 10
 """Updates that are skipped one after the other, before the run stops all the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rewarded:
-    """The rows of a generation batch that a process has had rewarded."""
-
-    functions: Sequence[str]
-    """Names of the reward functions."""
-    inputs: Sequence[Mapping[str, Any]]
-    """Rows of the data set, one for each completion."""
-    prompts: Sequence[Any]
-    completions: Sequence[Any]
 
 
 class NonFinite:
@@ -75,34 +63,38 @@ class NonFinite:
         self.skipped, self.in_a_row = state["skipped"], state.get("in_a_row", 0)
         self.unusable_reward = state.get("unusable_reward")
 
-    def usable(self, step: int, rewards: torch.Tensor, batch: Rewarded) -> bool:
-        """Whether an update can be made of a rollout: not where a reward is infinite (perl.rewards.files makes that of
-        NaN too), or where there is none at all. Every process must come here.
+    @property
+    def unusable(self) -> bool:
+        """Whether no update can be made of the rollouts of the update under way."""
+        return self.unusable_reward is not None
+
+    def look_at(self, step: int, rewards: torch.Tensor, rows: Sequence[Trajectory], functions: Sequence[str]) -> None:
+        """No update can be made of a rollout where a reward is infinite (perl.rewards.files makes that of NaN too), or
+        where there is none at all. Every process must come here.
 
         Args:
             step: of the update, from 1.
             rewards: float [rows of all processes, functions], NaN where a function gave a row none.
-            batch: this process's rows.
+            rows: of this process.
+            functions: their names.
 
         Raises:
-            RunError: it is not, and the run stops.
+            RunError: none can be made, and the run stops.
         """
         if step != self._rewarded_for:  # a step may have several rollouts, and a rollout several steps
             self.unusable_reward, self._rewarded_for = None, step
         wrong = rewards.isinf()
         if not wrong.any() and not rewards.isnan().all():
-            return True
-        mine = slice(first := len(batch.prompts) * self.accelerator.process_index, first + len(batch.prompts))
-        found = _which(wrong[mine], batch, len(rewards))
-        self.unusable_reward = self.unusable_reward or found
+            return
+        local = slice(first := len(rows) * self.accelerator.process_index, first + len(rows))
+        which = _which(wrong[local], rows, functions, len(rewards))
+        self.unusable_reward = self.unusable_reward or which
         if self.policy == "stop":
-            self.stop(step, found, lambda folder: self._save_rewards(folder, rewards[mine], batch))
-        return False
-
-    def _save_rewards(self, folder: Path, rewards: torch.Tensor, batch: Rewarded) -> None:
-        columns = zip(batch.prompts, batch.completions, rewards.tolist(), strict=True)
-        rows = [{"prompt": p, "completion": c, **dict(zip(batch.functions, s, strict=True))} for p, c, s in columns]
-        save_batch(folder, self.accelerator.process_index, rows)
+            shown = [
+                {"prompt": row.row["prompt"], "completion": row.completion, **dict(zip(functions, scores, strict=True))}
+                for row, scores in zip(rows, rewards[local].tolist(), strict=True)
+            ]
+            self.stop(step, which, lambda folder: save_batch(folder, self.accelerator.process_index, shown))
 
     def add(self, loss: torch.Tensor) -> None:
         """[]: the loss of a micro-batch of the update under way. Nothing is exchanged, nor waited for."""
@@ -172,23 +164,23 @@ def require_finite_weights(model: Any, where: str) -> None:
             raise UserError(f"{where}: {own} holds NaN or infinity; copy the model again, or name another one")
 
 
-def _which(wrong: torch.Tensor, batch: Rewarded, rows: int) -> str:
+def _which(wrong: torch.Tensor, rows: Sequence[Trajectory], functions: Sequence[str], count: int) -> str:
     """The first reward of all processes that is not finite. Every process must come here.
 
     Args:
         wrong: bool [rows, functions] of this process.
-        rows: of all processes.
+        count: rows of all processes.
     """
-    own = [
-        f"{batch.functions[function]} on"
-        f" {row_name(row, batch.completions[row], batch.prompts[row], batch.inputs[row].get(ROW))}"
-        for row, function in wrong.nonzero().tolist()
+    local = [
+        f"{functions[function]} on"
+        f" {row_name(place, rows[place].completion, rows[place].row['prompt'], rows[place].row.get(ROW))}"
+        for place, function in wrong.nonzero().tolist()
     ]
-    found = gather_object(own)
-    if not found:
-        return f"no reward of {', '.join(batch.functions)} for any of the {rows} completions"
-    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"a reward is not finite: {found[0]}{more}"
+    names = gather_object(local)
+    if not names:
+        return f"no reward of {', '.join(functions)} for any of the {count} completions"
+    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"a reward is not finite: {names[0]}{more}"
 
 
 def save_batch(

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters.none import loses_updates, trained_dtype
-from perl.adapters.start import continued, merge_into, whole_weights
-from perl.algorithms import ALGORITHMS
+from perl.adapters.start import continued, merge_into
 from perl.base.errors import UserError
 from perl.base.paths import user_path
 from perl.config.load import Config
@@ -54,7 +53,6 @@ log = logging.getLogger(__name__)
 PROBLEM = "problem"
 """Column of a row's identity (perl.tasks.trained.problem_hash)."""
 MODEL_FLAG = "--config.model.model_name_or_path"
-CRITIC_FLAG = "--config.critic.model_name_or_path"
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -140,29 +138,6 @@ def check_full(config: Config | SFTRunConfig, dtype: torch.dtype) -> None:
             "--config.peft.type none: ZeRO-3 saves no whole model without stage3_gather_16bit_weights_on_model_save;"
             " set it to true in DeepSpeed's file, or zero3_save_16bit_model in accelerate's"
             " (scripts/accelerate/npu_zero3.yaml has it)"
-        )
-
-
-def load_critic_base(config: Config) -> PreTrainedModel | None:
-    """The critic's own base model on the CPU, whole also under ZeRO-3; None where it has none."""
-    name = config.critic.model_name_or_path
-    if name is None or config.critic.share_base or not ALGORITHMS[config.algorithm.name].critic:
-        return None
-    with whole_weights():
-        return folders.load_model(resolve_model(name, CRITIC_FLAG), CRITIC_FLAG, dtype=model_dtype(config))
-
-
-def check_critic_base(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A UserError for a base of the critic's own that is not there, or that reads other tokens than the policy."""
-    name = config.critic.model_name_or_path
-    if name is None or config.critic.share_base or not ALGORITHMS[config.algorithm.name].critic:
-        return
-    folder = resolve_model(name, CRITIC_FLAG)
-    folders.load_config(folder, CRITIC_FLAG)
-    if folders.load_tokenizer(folder, CRITIC_FLAG).get_vocab() != tokenizer.get_vocab():
-        raise UserError(
-            f"{CRITIC_FLAG} {name}: its tokens are not those of {config.model.model_name_or_path}; name a model with"
-            " the same tokenizer, or write --config.critic.share_base true"
         )
 
 

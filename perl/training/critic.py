@@ -33,14 +33,14 @@ from transformers.utils import ModelOutput
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, local, resharded, shard_of, whole
 from perl.runs.checkpoints import CRITIC
-from perl.training.packing import Packed, Packing, Reader, Work, enable_packing, forward_arguments, pack, split_rows
-from perl.training.rollout import evaluation_mode
+from perl.training.packing import Packing, Reader, Row, forward_arguments, pack
+from perl.training.passes import Said
 
 if TYPE_CHECKING:
     from perl.algorithms.algorithm import Scored
     from perl.config.schema import CriticConfig
-    from perl.config.training import TrainingConfig
     from perl.device import Kernel
+    from perl.runs.metrics import Work
 
 SCALE = 2.0
 """Of the critic's update: lora_alpha / r of the group `peft`'s defaults."""
@@ -104,8 +104,6 @@ class Critic:
         config: the group `critic`.
         kernel: of packed attention.
         dtype: of the weights; ZeRO-3 gathers those of one dtype only.
-        base: a frozen model of the critic's own, on the policy's device and prepared as the policy is; it stays out of
-            the policy's modules. None: the policy's base.
         seed: of the weights.
 
     Attributes:
@@ -119,14 +117,12 @@ class Critic:
         config: CriticConfig,
         kernel: Kernel | None,
         dtype: torch.dtype = torch.float32,
-        base: Any = None,
         seed: int = 0,
     ):
-        self.policy, self.config, self.kernel, self.base = policy, config, kernel, base
-        inner = base or policy.get_base_model()
-        find = _adapted_linears if base is None else _linears
-        blocks = [find(block) for block in inner.base_model.layers]
-        bases = [_base_of(layer) for layers in blocks for layer in layers]
+        self.policy, self.config, self.kernel = policy, config, kernel
+        inner = policy.get_base_model()
+        blocks = [_adapted_linears(block) for block in inner.base_model.layers]
+        bases: list[Any] = [layer.get_base_layer() for layers in blocks for layer in layers]
         place = inner.get_output_embeddings().weight.device
         self.weights = CriticWeights(bases, inner.config.hidden_size, config.r, dtype, seed).to(place)
         policy.critic = self.weights
@@ -141,50 +137,22 @@ class Critic:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.weights.parameters())
 
-    def score(
-        self, model: Any, input_ids: torch.Tensor, mask: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Work]:
-        """Log-probabilities and entropies by the policy and values by the critic, float [rows, width] and 0 where there
-        is no token.
+    def score(self, model: Any, rows: Sequence[Row], width: int, policy: bool = True) -> tuple[Said, Work]:
+        """The critic's values of one forward, and with `policy` its log-probabilities and entropies.
 
         Args:
             model: the policy, wrapped or not.
-            input_ids, mask: int64 [rows, prompt width + `width`], prompts on the left.
+            width: of the result, at least the longest completion.
         """
-        readers: Sequence[Reader] = ("policy", "critic") if self.base is None else ("policy",)
-        packed, output = self._forward(model, input_ids, mask, width, readers)
-        found = (packed.unpack(each) for each in (output.log_probs, output.entropy, output.state_values))
-        work = packed.work if self.base is None else Work(2 * packed.work.tokens, 2 * packed.work.pairs)
-        return *found, work  # type: ignore[return-value]
-
-    @torch.no_grad()
-    def values(
-        self, model: Any, input_ids: torch.Tensor, mask: torch.Tensor, width: int, rows: int
-    ) -> tuple[torch.Tensor, Work]:
-        """Values alone, `rows` rows at a time; as `score` has them."""
-        parts, work = [], Work(0, 0)
-        with evaluation_mode(self.base or model):
-            for ids, seen in zip(input_ids.split(rows), mask.split(rows), strict=True):
-                packed, output = self._forward(model, ids, seen, width, ("critic",))
-                parts.append(packed.unpack(output.state_values))
-                work = Work(work.tokens + packed.work.tokens, work.pairs + packed.work.pairs)
-        return torch.cat(parts), work
-
-    def _forward(
-        self, model: Any, input_ids: torch.Tensor, mask: torch.Tensor, width: int, readers: Sequence[Reader]
-    ) -> Any:
-        rows = split_rows(input_ids, mask, width)
-        packed = pack(rows, width, input_ids.device, self.kernel, readers)
-        if self.base is None:
-            output = model(**forward_arguments(packed))
-        elif "policy" in readers:
-            packed.packing.apart = pack(rows, width, input_ids.device, self.kernel, ("critic",))
-            output = model(**forward_arguments(packed))
-        else:
-            output = ValuedOutput(state_values=self._of_own_base(packed))
+        readers: Sequence[Reader] = ("policy", "critic") if policy else ("critic",)
+        packed = pack(rows, width, self.weights.head.weight.device, self.kernel, readers)
+        output = model(**forward_arguments(packed))
         if not packed.packing.uses:
             raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
-        return packed, output
+        values = packed.unpack(output.state_values)
+        if not policy:
+            return Said(values, None, None, values), packed.work
+        return Said(packed.unpack(output.log_probs), packed.unpack(output.entropy), None, values), packed.work
 
     def _value(self, backbone: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if (critics := _critics(kwargs)) is not None:
@@ -192,42 +160,33 @@ class Critic:
 
     def _hand_out_values(self, policy: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """DDP looks for what has a gradient in the output alone."""
-        layout = kwargs.get("layout")
-        if not isinstance(layout, Packing) or (layout.critics is None and layout.apart is None):
+        if _critics(kwargs) is None:
             return None
-        values = layout.values if layout.apart is None else self._of_own_base(layout.apart)
-        return ValuedOutput(output.get("log_probs"), output.get("entropy"), values)
+        return ValuedOutput(output.get("log_probs"), output.get("entropy"), kwargs["layout"].values)
 
-    def _of_own_base(self, packed: Packed) -> torch.Tensor:
-        arguments = forward_arguments(packed)
-        names = ("input_ids", "position_ids", "attention_mask", "layout")
-        self.base.base_model(**{name: arguments[name] for name in names}, use_cache=False)
-        assert packed.packing.values is not None
-        return packed.packing.values
-
-    def targets(self, scored: Scored) -> dict[str, torch.Tensor]:
-        """What the updates compare with: `values` and `returns` of a generation batch, float32 [rows, tokens], NaN
-        where a token has no return."""
+    def targets(self, scored: Scored) -> torch.Tensor:
+        """The returns of a generation batch, which the updates compare with: float32 [rows, tokens], NaN where a token
+        has none."""
         assert scored.values is not None
         assert scored.generalized is not None
         (_, returns), mask = scored.generalized, scored.rewarded()
         self.measured.add_rollout(scored.values, returns, mask)
-        return {"values": scored.values, "returns": returns.masked_fill(~mask, math.nan)}
+        return returns.masked_fill(~mask, math.nan)
 
     def loss(
-        self, values: torch.Tensor, batch: dict[str, Any], mask: torch.Tensor, tokens: torch.Tensor
+        self, values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, tokens: float
     ) -> torch.Tensor:
-        """Of a micro-batch: `value_loss` summed over its tokens, divided by `tokens`.
+        """The loss of a micro-batch: `value_loss` summed over its tokens, divided by `tokens`.
 
         Args:
-            values: float32 [rows, tokens], by the critic as it is.
-            batch: with `targets`.
-            mask: [rows, tokens].
+            values, old: float32 [rows, tokens], by the critic as it is and before the updates.
+            returns: float32 [rows, tokens], NaN where a token has none.
+            mask: bool [rows, tokens].
             tokens: of the update, a process's share.
         """
-        mask = mask.bool() & ~batch["returns"].isnan()
-        returns = batch["returns"].masked_fill(~mask, 0.0)
-        losses, clipped = value_loss(values, batch["values"], returns, self.config.value_clip)
+        mask = mask & ~returns.isnan()
+        returns = returns.masked_fill(~mask, 0.0)
+        losses, clipped = value_loss(values, old, returns, self.config.value_clip)
         losses = losses.masked_fill(~mask, 0.0)
         self.measured.add_update(losses, clipped, mask)
         return losses.sum() / tokens
@@ -294,29 +253,6 @@ def value_loss(
     return torch.maximum(losses, clipped), clipped > losses
 
 
-def prepare_own_base(base: Any, args: TrainingConfig, split: bool) -> None:
-    """Freeze a critic's own base, move it to the device, and let it take packed sequences.
-
-    Args:
-        split: the policy's weights lie on several devices.
-
-    Raises:
-        UserError: where that can't be done.
-    """
-    flag = "--config.critic.share_base false"
-    if split:
-        raise UserError(
-            f"{flag}: with ZeRO-3 and FSDP2 the critic's own base would lie whole on each device; write true, or use"
-            " ZeRO-2 or DDP (docs/training.md)"
-        )
-    if why := enable_packing(base):
-        raise UserError(f"{flag}: its base can't take packed micro-batches: {why}")
-    base.requires_grad_(False).to(args.device)
-    base.train()
-    if args.gradient_checkpointing:
-        base.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-
-
 # Inside the model
 
 
@@ -326,14 +262,6 @@ def _adapted_linears(block: nn.Module) -> list[BaseTunerLayer]:
         for module in block.modules()
         if isinstance(module, BaseTunerLayer) and isinstance(module.get_base_layer(), nn.Linear)
     ]
-
-
-def _linears(block: nn.Module) -> list[nn.Linear]:
-    return [module for module in block.modules() if isinstance(module, nn.Linear)]
-
-
-def _base_of(layer: Any) -> Any:
-    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
 
 def _compute_both(block: nn.Module, layers: Sequence[tuple[Any, Update]]) -> None:
@@ -362,7 +290,7 @@ def _critics(kwargs: dict[str, Any]) -> Any:
 def _forward_both(layer: Any, update: Update, start: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What an adapted layer makes of hidden states [1, tokens, in]: the policy's tokens stand before `start`."""
     theirs = x[:, start:]
-    valued = _base_of(layer)(theirs) if isinstance(layer, BaseTunerLayer) else type(layer).forward(layer, theirs)
+    valued = layer.get_base_layer()(theirs)
     valued = (valued + update(theirs)).to(valued.dtype)
     if not start:
         return valued

@@ -27,7 +27,7 @@ from perl.runs.run import (
     set_up_logging,
     users_error,
 )
-from perl.runs.setup import check_processes, load_critic_base, load_model
+from perl.runs.setup import check_processes, load_model
 from perl.runs.vision import language_part
 from perl.training.preflight import Checked, check_run
 from perl.training.validation import Validation
@@ -76,7 +76,6 @@ def train(argv: Sequence[str]) -> Path:
                 noise=config.noise_injection,
                 algorithm=config.algorithm,
                 critic=config.critic,
-                critic_base=load_critic_base(config),
                 rollout=config.rollout,
                 truncate_prompts_to=config.dataset.max_prompt_length,
                 truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
@@ -123,6 +122,6 @@ def open_validation(config: Config, run_dir: Path, checked: Checked, grader: Gra
 
 def save_critic(trainer: PerlGRPOTrainer, run_dir: Path) -> None:
     """The critic, whole, where there is one."""
-    if trainer.critic is not None:
+    if trainer.step.critic is not None:
         trainer.save_critic(run_dir / SAVING)
         trainer.put_in_place(run_dir / SAVING / CRITIC.parent, run_dir / CRITIC.parent)

@@ -1,248 +1,360 @@
-"""The loss of GRPO (arXiv 2402.03300), and what of it is ours.
+"""The loss of GRPO (arXiv 2402.03300) and its kin: a function from what is known of a micro-batch to a scalar.
 
-For row i with completion tokens t, rewards r_i of its group, policy p, the policy p_old that the ratio refers to and
-the sampler's own probabilities q:
+For a token t of row i that the policy p drew, with p_old the policy that the ratio refers to, q what the sampler says
+and A the advantage (perl.algorithms):
 
-    A_i   = (r_i - mean(r)) / (std(r) + 1e-4)                advantage    TRL; exactly 0 here where all r are equal
-    rho   = clamp(p_old / q)                                 importance   importance_ratio, on request
-    ratio = p / p_old
-    L_it  = -min(ratio, clip(ratio, 1 - eps, 1 + eps)) * A_i * rho        TRL's `_compute_loss`, called in trainer.py
+    ratio = p / p_old                                            of a token, or the geometric mean of a completion's
+    rho   = truncated or masked p_old / q                        importance_ratio, where it is asked for
+    L_it  = surrogate(ratio, A_it) * rho_it + beta * KL(p, p_ref)                                           SURROGATES
+    L     = L_it added up over tokens and rows                                                             add_up
 
-    L_it += beta * kl(p, p_ref)                                           TRL's low_var_kl; ours, add_up_tokens
-
-The loss is linear in the advantage, whatever TRL's loss_type is but "vespo": rho is multiplied into it. Rows whose A
-is 0 have no gradient and are not computed (perl.training.microbatches).
+`mask` is True at the tokens that the policy drew and that are trained on: no other enters anything here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from perl.base.errors import RankError
-from perl.engines.base import warn_once
+from perl.algorithms.kl import kl_divergence
 
-TOLERANCE = {4: 1e-3, 2: 0.2}
-"""Largest mean difference between the sampler's and the trainer's log-probabilities, in nats, by bytes of the numbers
-that are computed with. Float32 differs in the order of sums alone: 24 bits leave a logit of 20 about 1e-6, and some
-hundred sums in a row less than a hundred times that. In bfloat16, of 8 bits, sampler and trainer round the same outputs
-at different places (autocast, packing, the cache): random weights, whose every token is improbable and shows the
-logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
-layers, 0.020, makes 0.06 of all."""
-LEAST_RATIO = 0.5
-"""Mean of the importance sampling ratios below which most of the gradient is lost."""
+if TYPE_CHECKING:
+    from perl.config.training import TrainingConfig
+
+MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
+SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")
+"""Losses by how a micro-batch enters them. "bnpo" divides by the micro-batch's own number of tokens."""
+
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-class TokenLogProbs(NamedTuple):
-    """What a forward pass says of the completions of a micro-batch, as TRL's loss takes it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """What of the configuration shapes the loss; fields as in GRPOConfig."""
 
-    logps: torch.Tensor
-    """[rows, tokens], in nats."""
-    entropies: torch.Tensor | None
-    """[rows, tokens]."""
-    aux_loss: torch.Tensor | None
-    """Of a mixture of experts' router."""
+    loss_type: str = "grpo"
+    level: str = "token"
+    """importance_sampling_level: of the ratio."""
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    beta: float = 0.0
+    kl_estimator: str = "low_var_kl"
+    bias_corrected_kl: bool = False
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    """Of positive and of other advantages."""
+    vespo_positive: tuple[float, float] = (2.0, 3.0)
+    """k and lambda of advantages that are not negative."""
+    vespo_negative: tuple[float, float] = (3.0, 2.0)
+    off_policy_threshold: float | None = None
+    longest: int = 1
+    """max_completion_length."""
+    correction: CorrectionMode | None = None
+    """How the loss is weighed by p_old / q; None: it is not."""
+    correction_bounds: tuple[float | None, float | None] = (None, 3.0)
+
+    @classmethod
+    def of(
+        cls, args: TrainingConfig, beta: float, kl_estimator: str, correction: CorrectionMode | None
+    ) -> LossSettings:
+        high = args.epsilon_high
+        return cls(
+            loss_type=args.loss_type,
+            level=args.importance_sampling_level,
+            epsilon_low=args.epsilon,
+            epsilon_high=args.epsilon if high is None else high,
+            delta=args.delta,
+            beta=beta,
+            kl_estimator=kl_estimator,
+            bias_corrected_kl=args.use_bias_correction_kl,
+            sapo_temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),
+            vespo_positive=(args.vespo_k_pos, args.vespo_lambda_pos),
+            vespo_negative=(args.vespo_k_neg, args.vespo_lambda_neg),
+            off_policy_threshold=args.off_policy_mask_threshold,
+            longest=args.max_completion_length or 1,
+            correction=correction,
+            correction_bounds=(args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max),
+        )
 
 
-def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
-    """bool [rows]: whether all rewards of the row's group are the same number, so that its advantage is 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What is known of a micro-batch: [rows, tokens], log-probabilities of the tokens in nats."""
 
-    In floating point, reward minus the group's mean need not be: the mean of eight 1.2 is not 1.2, and divided by the
-    deviation of that rounding an advantage of 1e-3 remains.
+    policy: torch.Tensor
+    """By the policy, with its gradient."""
+    old: torch.Tensor
+    """By the policy that the ratio refers to."""
+    mask: torch.Tensor
+    """bool."""
+    advantages: torch.Tensor
+    """float [rows, tokens] or [rows, 1]."""
+    sampler: torch.Tensor | None = None
+    """By what has drawn the tokens, NaN where it gave none."""
+    reference: torch.Tensor | None = None
+    """Needed for a beta above 0."""
+    entropies: torch.Tensor | None = None
+    entropy_threshold: torch.Tensor | None = None
+    """[]: tokens of less entropy have no part in the policy's loss (arXiv 2506.01939); None: all have."""
 
-    Args:
-        rewards: float [rows, functions], NaN where a function gave none; groups of `group_size` consecutive rows.
-        weights: float [functions].
-    """
-    total = (rewards * weights).nansum(dim=1)
-    missing = rewards.isnan().all(dim=1)
-    groups = total.view(-1, group_size)
-    absent = missing.view(-1, group_size)
-    highest = groups.masked_fill(absent, -math.inf).amax(dim=1)
-    lowest = groups.masked_fill(absent, math.inf).amin(dim=1)
-    return (highest <= lowest).repeat_interleave(group_size)
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the losses of an optimizer update's micro-batches are divided by, so that their sum is the update's."""
+
+    rows: int
+    """Rows of this process, those included that are not computed."""
+    tokens: float
+    """That count, of a mean process."""
+    micro_batches: int
 
 
-def each_equal(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
-    """`equal_rewards` of every function by itself, where each is normalized before they are added up (TRL's
-    normalize_then_sum)."""
-    functions = zip(rewards.split(1, dim=1), weights.split(1), strict=True)
-    return torch.stack([equal_rewards(*function, group_size) for function in functions]).all(dim=0)
+class Measured(NamedTuple):
+    """Numbers of which the log has the mean, and which of them count: one shape, [rows, tokens] or [rows, 1]."""
+
+    values: torch.Tensor
+    counted: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    loss: torch.Tensor
+    """[]: this micro-batch's part of the update's loss."""
+    metrics: dict[str, Measured] = field(default_factory=dict)
+
+
+Surrogate = Callable[[LossInputs, torch.Tensor, LossSettings], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(inputs, log of the ratio [rows, tokens] or [rows, 1], settings) -> loss of each token, and what the log shows."""
+
+
+def policy_loss(inputs: LossInputs, settings: LossSettings, update: Update) -> LossOutputs:
+    """The loss of a micro-batch, with the terms that `settings` asks for."""
+    log_ratio = inputs.policy - inputs.old
+    ratio = log_ratio if settings.level == "token" else masked_mean(log_ratio, inputs.mask)
+    losses, shown = SURROGATES[settings.loss_type](inputs, ratio, settings)
+    if settings.off_policy_threshold is not None:
+        losses = losses * off_policy_mask(inputs, settings.off_policy_threshold)
+    if inputs.entropy_threshold is not None:
+        assert inputs.entropies is not None
+        losses = losses * (inputs.entropies >= inputs.entropy_threshold)
+    metrics = {name: measured(values, inputs.mask) for name, values in shown.items()}
+    if settings.correction is not None:
+        weight = correction(inputs, settings)
+        metrics["sampling/importance_sampling_ratio/mean"] = measured(weight, inputs.mask)
+        losses = losses if settings.loss_type == "vespo" else losses * weight  # vespo's own weight has it
+    if settings.beta:
+        assert inputs.reference is not None
+        kl = kl_divergence(inputs.policy, inputs.reference, settings.kl_estimator)
+        kl = kl * ratio.exp() if settings.bias_corrected_kl else kl
+        losses = losses + settings.beta * kl
+        metrics["kl"] = measured(kl, inputs.mask)
+    return LossOutputs(add_up(losses, inputs.mask, settings, update), metrics)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[rows, 1]: the mean over the tokens of `mask`, 0 where there is none."""
+    return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def measured(values: torch.Tensor, mask: torch.Tensor) -> Measured:
+    """[rows, 1], one number a row, counts the rows that have a token of `mask`."""
+    values = values.detach().float()
+    return Measured(values, mask if values.shape == mask.shape else mask.any(dim=1, keepdim=True))
+
+
+# The loss of a token
+
+
+def clipped(inputs: LossInputs, log_ratio: torch.Tensor, settings: LossSettings):
+    """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO's (arXiv 1707.06347, equation 7), with bounds of
+    their own (DAPO, arXiv 2503.14476, equation 10), and the ratio at most `delta` (INTELLECT-2, arXiv 2505.07291)."""
+    ratio, advantages = log_ratio.exp(), inputs.advantages
+    low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
+    inside = ratio.clamp(low, high)
+    ratio = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    is_low, is_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    return -torch.minimum(ratio * advantages, inside * advantages), {
+        "clip_ratio/low_mean": is_low,
+        "clip_ratio/high_mean": is_high,
+        "clip_ratio/region_mean": is_low | is_high,
+    }
+
+
+def cispo(inputs: LossInputs, log_ratio: torch.Tensor, settings: LossSettings):
+    """-min(ratio, eps_high) A log p, the ratio without gradient (arXiv 2506.13585, equation 4)."""
+    ratio, advantages = log_ratio.exp(), inputs.advantages
+    is_clipped = (ratio > settings.epsilon_high) & (advantages > 0)
+    losses = -ratio.clamp(max=settings.epsilon_high).detach() * advantages * inputs.policy
+    return losses, {"cispo_clip_ratio": is_clipped}
+
+
+def sapo(inputs: LossInputs, log_ratio: torch.Tensor, settings: LossSettings):
+    """-sigmoid(tau (ratio - 1)) 4 / tau A, tau by the advantage's sign (arXiv 2511.20347, equations 5 and 6)."""
+    positive, other = settings.sapo_temperatures
+    temperature = torch.where(inputs.advantages > 0, positive, other)
+    return -torch.sigmoid(temperature * (log_ratio.exp() - 1)) * 4 / temperature * inputs.advantages, {}
+
+
+def vespo(inputs: LossInputs, log_ratio: torch.Tensor, settings: LossSettings):
+    """-phi(w) A log p with w the ratio of the whole completion and phi(w) = e^lambda w^k e^(-lambda w), without
+    gradient (arXiv 2602.10693): k and lambda by the advantage's sign, log w within those of 1e-8 and e^20."""
+    lowest = math.log(1e-8)
+    with torch.no_grad():
+        log_w = ((inputs.policy - inputs.old).clamp(-20, 20) * inputs.mask).sum(dim=1, keepdim=True)
+        if settings.correction is not None:
+            log_rho = correction(inputs, settings).log().clamp(lowest, 20)
+            log_w = log_w + log_rho.sum(dim=1, keepdim=True)
+        log_w = log_w.clamp(lowest, 20)
+        positive = inputs.advantages >= 0
+        (k, lam), (k_negative, lam_negative) = settings.vespo_positive, settings.vespo_negative
+        k, lam = torch.where(positive, k, k_negative), torch.where(positive, lam, lam_negative).clamp(min=1e-4)
+        phi = (lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return -phi * inputs.advantages * inputs.policy, {"vespo/phi_seq_mean": phi}
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "grpo": clipped,
+    "bnpo": clipped,
+    "dr_grpo": clipped,
+    "dapo": clipped,
+    "luspo": clipped,
+    "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
+}
+"""By training.loss_type. How the tokens are added up goes by it too (`add_up`)."""
+
+
+def add_up(losses: torch.Tensor, mask: torch.Tensor, settings: LossSettings, update: Update) -> torch.Tensor:
+    """[]: the losses of the tokens ([rows, tokens], or [rows, 1] for all of a row) as a micro-batch's part of the loss.
+
+    grpo and sapo: a mean over each row's tokens, then over rows. dr_grpo: rows are divided by max_completion_length
+    (arXiv 2503.20783). luspo: by nothing (arXiv 2602.05261). dapo, cispo, vespo: a mean over the update's tokens. bnpo:
+    over the micro-batch's."""
+    counted = losses * mask
+    match settings.loss_type:
+        case "grpo" | "sapo":
+            return masked_mean(losses, mask).sum() / update.rows
+        case "dr_grpo":
+            return counted.sum() / (update.rows * settings.longest)
+        case "luspo":
+            return counted.sum() / update.rows
+        case "bnpo":
+            return counted.sum() / mask.sum().clamp(min=1) / update.micro_batches
+    return counted.sum() / update.tokens
+
+
+# Weights on it
 
 
 def importance_ratio(
-    trainer: torch.Tensor,
+    old: torch.Tensor,
     sampler: torch.Tensor,
     mask: torch.Tensor,
-    level: Literal["token", "sequence"],
+    mode: CorrectionMode,
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """Truncated importance weights (Ionides, "Truncated importance sampling", 2008; as a bound on off-policy gradients
-    in IMPALA, arXiv 1802.01561): clamp(p_trainer / p_sampler), of each token, or of the whole completion.
+    """p_old / q of each token, or of the whole completion; outside of the bounds it becomes the bound (truncated
+    importance sampling: Ionides 2008; IMPALA, arXiv 1802.01561) or 0 (masked).
 
     Args:
-        trainer, sampler, mask: [rows, tokens], log-probabilities in nats and which tokens count.
-        low, high: bounds; None is no bound.
+        old, sampler, mask: [rows, tokens], log-probabilities in nats and which tokens count.
+        low, high: None is no bound.
 
     Returns:
-        float32 [rows, tokens] or [rows, 1], without gradient; 1 where nothing counts.
+        float32 [rows, tokens] or [rows, 1], without gradient; 1 where nothing counts, or the sampler gave no number.
     """
-    ratio = (trainer.detach().float() - sampler.float()).masked_fill(~mask.bool(), 0.0).nan_to_num(nan=0.0)
-    ratio = (ratio.sum(dim=1, keepdim=True) if level == "sequence" else ratio).exp()
-    return ratio if low is None and high is None else ratio.clamp(low, high)
+    apart = (old.detach().float() - sampler.float()).masked_fill(~mask, 0.0).nan_to_num(nan=0.0)
+    ratio = (apart.sum(dim=1, keepdim=True) if mode.startswith("sequence") else apart).exp()
+    if low is None and high is None:
+        return ratio
+    inside = ratio.clamp(low, high)
+    return inside if mode.endswith("truncate") else torch.where(inside == ratio, ratio, 0.0)
 
 
-def add_up_tokens(
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    loss_type: str,
-    *,
-    longest: int,
-    micro_batches: int,
-    window_tokens: torch.Tensor,
-) -> torch.Tensor:
-    """What TRL's `_compute_loss` makes of the per-token loss of a micro-batch: a scalar.
+def correction(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
+    """`importance_ratio` as the settings ask for it."""
+    assert inputs.sampler is not None
+    assert settings.correction is not None
+    return importance_ratio(inputs.old, inputs.sampler, inputs.mask, settings.correction, *settings.correction_bounds)
+
+
+def off_policy_mask(inputs: LossInputs, threshold: float) -> torch.Tensor:
+    """float [rows, 1]: 0 for a completion of negative advantage whose mean log q / p is above `threshold`
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
+    drawn_by = inputs.old if inputs.sampler is None else inputs.sampler
+    apart = (drawn_by - inputs.policy.detach()).nan_to_num(nan=0.0)
+    near = masked_mean(apart, inputs.mask) <= threshold
+    return ((inputs.advantages >= 0) | near).float()
+
+
+def entropy_threshold(entropies: torch.Tensor, mask: torch.Tensor, share: float, gather: Callable) -> torch.Tensor:
+    """[]: the entropy that a `share` of all processes' tokens reach; infinite where there is none. Every process must
+    come here.
 
     Args:
-        values, mask: [rows, tokens], and which of them count.
-        loss_type: of TRL.
-        longest: training.max_completion_length.
-        micro_batches: of an optimizer update.
-        window_tokens: [], tokens that count in an optimizer update, of a mean process.
+        gather: from a tensor of this process, of any length, to those of all, one after the other.
     """
-    counted = values * mask
-    match loss_type:
-        case "grpo" | "sapo":
-            return (counted.sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean() / micro_batches
-        case "bnpo":
-            return counted.sum() / mask.sum().clamp(min=1.0) / micro_batches
-        case "dr_grpo":
-            return counted.sum() / (len(values) * longest) / micro_batches
-        case "luspo":
-            return counted.sum(dim=1).mean() / micro_batches
-        case "dapo" | "cispo" | "vespo":
-            return counted.sum() / window_tokens
-    raise ValueError(f"unknown loss_type {loss_type}")
+    everywhere = gather(entropies.detach()[mask].float())
+    if not everywhere.numel():
+        return torch.full((), math.inf, device=entropies.device)
+    return torch.quantile(everywhere, 1 - share)
 
 
-# Sampler and trainer
+@dataclass(slots=True)
+class EntropyBonus:
+    """The mean entropy of the tokens, taken from the loss with a coefficient that is fixed or follows a target
+    (training.use_adaptive_entropy): by entropy_coef_delta up after an update below the target, and down after others;
+    while the last one was above it, 0 counts."""
 
+    coefficient: float
+    target: float | None = None
+    """None: fixed."""
+    delta: float = 0.0
+    bounds: tuple[float, float] = (0.0, 0.0)
+    last: float = math.inf
+    """Mean entropy of the last update."""
+    _sums: torch.Tensor | None = None
+    """float32 [2]: entropies, tokens."""
 
-class Difference(NamedTuple):
-    """How far two policies are apart on tokens that the first one drew."""
+    @classmethod
+    def of(cls, args: TrainingConfig) -> EntropyBonus | None:
+        """None where the loss has none."""
+        adaptive = args.use_adaptive_entropy
+        if not adaptive and not args.entropy_coef:
+            return None
+        bounds = args.entropy_coef_min, args.entropy_coef_max
+        return cls(args.entropy_coef, args.entropy_target if adaptive else None, args.entropy_coef_delta, bounds)
 
-    absolute: float
-    """Mean of |log p_trainer - log p_sampler|, in nats."""
-    kl: float
-    """KL(sampler || trainer), estimated by the mean of r - 1 - log r with r = p_trainer / p_sampler: "k3" of John
-    Schulman's "Approximating KL divergence" (2020), unbiased and never negative."""
-    noisy: bool = False
-    """Whether one of those that drew had noise that the other policy had not: they differ by more than rounding."""
+    def loss(self, entropies: torch.Tensor, mask: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        """[]: of a micro-batch, whose tokens of `mask` are added to the update's."""
+        sums = torch.stack([(entropies * mask).sum(), mask.sum().float()])
+        self._sums = sums.detach() if self._sums is None else self._sums + sums.detach()
+        applied = self.coefficient if self.target is None or self.last <= self.target else 0.0
+        return -applied * sums[0] / sums[1].clamp(min=1) / micro_batches
 
-
-@dataclass
-class SamplerDifference:
-    """The difference over all tokens added since the last `take`."""
-
-    _sums: torch.Tensor | None = field(default=None)
-    """float32 [3]: absolute differences, k3 terms, tokens."""
-    noisy: bool = False
-    """As Difference has it, of this process."""
-
-    @torch.no_grad()
-    def add(self, trainer: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> None:
-        """Log-probabilities of drawn tokens by both, in nats, and which of them count: all [rows, tokens]. A token
-        without a number (NaN from vLLM) does not count."""
-        ratio = trainer.float() - sampler.float()
-        kept = mask.bool() & ~ratio.isnan()
-        ratio = ratio.masked_fill(~kept, 0.0)
-        sums = torch.stack([ratio.abs().sum(), (ratio.exp() - 1 - ratio).sum(), kept.sum().float()])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def take(self, add_up: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Difference | None:
-        """Over all processes, and start again; None where no token was added.
+    def end_of_update(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Every process must come here.
 
         Args:
             add_up: from this process's sums to those of all processes.
         """
-        sums = torch.zeros(3, device=device) if self._sums is None else self._sums
-        noisy = torch.tensor([float(self.noisy)], device=sums.device)
-        self._sums, self.noisy = None, False
-        absolute, k3, tokens, noisy_processes = add_up(torch.cat([sums, noisy])).tolist()
-        return Difference(absolute / tokens, k3 / tokens, noisy_processes > 0) if tokens else None
-
-
-@dataclass
-class PolicyDrift:
-    """How far the policy is from the old one that its ratio refers to: the mean of log p_old - log p over all tokens
-    added since the last `take`, verl's actor/ppo_kl (k1 of "Approximating KL divergence"), each within 20 nats."""
-
-    _sums: torch.Tensor | None = field(default=None)
-    """float32 [2]: of the differences, and tokens."""
-
-    @torch.no_grad()
-    def add(self, old: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> None:
-        """Log-probabilities of drawn tokens by both, in nats, and which of them count: all [rows, tokens]."""
-        apart = (old.float() - policy.float()).masked_fill(~mask.bool(), 0.0).clamp(-20, 20)
-        sums = torch.stack([apart.sum(), mask.sum().float()])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def take(self, add_up: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> float | None:
-        """As `SamplerDifference.take`."""
-        sums = torch.zeros(2, device=device) if self._sums is None else self._sums
+        if self.target is not None and self._sums is not None:
+            entropies, tokens = add_up(self._sums).tolist()
+            self.last, (low, high) = entropies / max(tokens, 1.0), self.bounds
+            if self.last <= self.target:
+                self.coefficient = min(self.coefficient + self.delta, high)
+            else:
+                self.coefficient = max(self.coefficient - self.delta, low)
         self._sums = None
-        apart, tokens = add_up(sums).tolist()
-        return apart / tokens if tokens else None
 
 
-def require_same_policy(difference: Difference | None, allowed: float) -> None:
-    """Raise a RankError where completions do not come from the policy that is trained, their log-probabilities being
-    more than `allowed` nats apart: a sampler that runs the base model, or the weights of another run, learns nothing
-    and looks healthy."""
-    if difference is not None and not difference.absolute <= allowed:
-        raise RankError(
-            f"rollout: the sampler does not run the policy that is trained: its log-probabilities are"
-            f" {difference.absolute:.2g} nats from the trainer's on average, where {allowed:.2g} is rounding;"
-            " --config.rollout.engine generate samples with the trainer's own model, --config.rollout.merge_adapter"
-            " false with the adapter unmerged"
-        )
-
-
-def warn_of_difference(difference: Difference, allowed: float | None) -> None:
-    """Log once where sampler and trainer were one policy at the start and are not any more."""
-    if allowed is not None and difference.absolute > allowed:
-        warn_once(
-            f"rollout: the sampler's log-probabilities are more than {allowed:.2g} nats from the trainer's, which is no"
-            " rounding: it may have missed the adapter, or it samples an older policy (rollout/logp_mismatch shows it)"
-        )
-
-
-def warn_of_ratio(mean: float, mode: str) -> None:
-    """Log once where TRL's importance sampling correction takes most of the loss away.
-
-    Args:
-        mean: of the ratios, as they weigh the loss.
-        mode: vllm_importance_sampling_mode.
-    """
-    if mean < LEAST_RATIO:
-        remedy = (
-            "sampler and trainer are far apart (rollout/logp_mismatch)"
-            if mode == "token_truncate"
-            else "write --config.training.vllm_importance_sampling_mode token_truncate"
-        )
-        warn_once(
-            f"rollout: the importance sampling ratios are below {LEAST_RATIO} on average, so that most of the gradient"
-            f" is lost (sampling/importance_sampling_ratio/mean, vllm_importance_sampling_mode {mode}): {remedy}"
-        )
-
-
-def pad_right(rows: Sequence[Sequence[float | None]], device: torch.device) -> torch.Tensor:
-    """float32 [rows, longest], 0 beyond a row's end and NaN for None, which TRL writes for a NaN of vLLM."""
-    width = max(map(len, rows))
-    numbers = [[math.nan if x is None else x for x in row] + [0.0] * (width - len(row)) for row in rows]
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
+def with_entropy_threshold(inputs: LossInputs, share: float, gather: Callable) -> LossInputs:
+    """`inputs` with the threshold that a `share` of the tokens reach. Every process must come here."""
+    assert inputs.entropies is not None
+    return replace(inputs, entropy_threshold=entropy_threshold(inputs.entropies, inputs.mask, share, gather))

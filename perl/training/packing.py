@@ -21,21 +21,26 @@ positions. Sharing prefixes in training: arXiv 2506.05433 (Prefix Grouper).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from perl import device
 from perl.device import takes_bottom_right
-from perl.engines.attention import adopt, layout_lost
+from perl.engines.attention import adopt, layout_lost, numbers_of
 from perl.engines.decoder import unsupported_reason
 from perl.runs.metrics import Work, sequences
 
 if TYPE_CHECKING:
+    from perl.config.training import TrainingConfig
     from perl.device import Kernel
+
+log = logging.getLogger(__name__)
 
 
 class Group(NamedTuple):
@@ -75,8 +80,6 @@ class Packing:
         critics: CriticsPart | None = None,
     ):
         self.groups, self.scored, self.kernel, self.critics = groups, scored, kernel, critics
-        self.apart: Packed | None = None
-        """The rows for a critic with a base of its own, which computes them when the policy has."""
         self.values: torch.Tensor | None = None
         """What the critic's head has made of the hidden states at `critics.valued`: float32 [1, N]."""
         self.uses = 0
@@ -286,23 +289,11 @@ Reader = Literal["policy", "critic"]
 """Whose adapter computes a copy of the rows."""
 
 
-class Row(NamedTuple):
-    """Token ids of one row, without padding."""
+class Row(Protocol):
+    """What a packed sequence is made of: a perl.records.Trajectory, whose tokens are lists on the host."""
 
-    prompt: tuple[int, ...]
-    completion: list[int]
-
-
-def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> list[Row]:
-    """The rows of a padded batch; its last `completion_width` columns hold the completions."""
-    ids, mask = input_ids.tolist(), attention_mask.tolist()
-    width = input_ids.shape[1] - completion_width
-    rows = []
-    for row, seen in zip(ids, mask, strict=True):
-        real = [token if there else None for token, there in zip(row, seen, strict=True)]
-        prompt = tuple(token for token in real[:width] if token is not None)
-        rows.append(Row(prompt, [token for token in real[width:] if token is not None]))
-    return rows
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int]
 
 
 def prompt_work(prompt: int) -> Work:
@@ -318,15 +309,15 @@ def row_work(prompt: int, completion: int) -> Work:
 
 def packed_work(rows: Sequence[Row]) -> Work:
     """What the packed sequence of these rows takes."""
-    works = [prompt_work(len(prompt)) for prompt in {row.prompt for row in rows}]
-    works += [row_work(len(row.prompt), len(row.completion)) for row in rows]
+    works = [prompt_work(len(prompt)) for prompt in {row.prompt_ids for row in rows}]
+    works += [row_work(len(row.prompt_ids), len(row.token_ids)) for row in rows]
     return Work(sum(work.tokens for work in works), sum(work.pairs for work in works))
 
 
 def pack(
     rows: Sequence[Row],
     completion_width: int,
-    device: torch.device | str,
+    where: torch.device | str,
     kernel: Kernel | None = None,
     readers: Sequence[Reader] = ("policy",),
 ) -> Packed:
@@ -345,33 +336,69 @@ def pack(
     for reader in readers:
         starts[reader] = len(ids)
         own: dict[int, slice] = {}
-        for prompt in dict.fromkeys(row.prompt for row in rows):
+        for prompt in dict.fromkeys(row.prompt_ids for row in rows):
             prefix = add(prompt[:-1], 0)
-            members = [index for index, row in enumerate(rows) if row.prompt == prompt]
+            members = [index for index, row in enumerate(rows) if row.prompt_ids == prompt]
             for index in members:
-                own[index] = add([prompt[-1], *rows[index].completion], len(prompt) - 1)
+                own[index] = add([prompt[-1], *rows[index].token_ids], len(prompt) - 1)
             groups.append(Group(prefix, [own[index] for index in members]))
         scored[reader] = [place for index in range(len(rows)) for place in range(own[index].start, own[index].stop - 1)]
 
     def tensor(values: Any) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+        return torch.tensor(values, dtype=torch.long, device=where)
 
     critics = CriticsPart(starts["critic"], tensor(scored["critic"])) if "critic" in readers else None
     policy = "policy" in readers
     work = packed_work(rows)
     completions, targets = [], 0
     for row in rows:
-        tokens = len(row.completion)
+        tokens = len(row.token_ids)
         completions.append([*range(targets + 1, targets + tokens + 1), *[0] * (completion_width - tokens)])
         targets += tokens
     return Packed(
         input_ids=tensor([ids]),
         position_ids=tensor([positions]),
-        targets=tensor([[token for row in rows for token in row.completion] if policy else []]),
+        targets=tensor([[token for row in rows for token in row.token_ids] if policy else []]),
         packing=Packing(groups, tensor(scored["policy"]), kernel, critics),
         completions=tensor(completions),
         work=Work(len(readers) * work.tokens, len(readers) * work.pairs),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PackingPlan:
+    packed: bool
+    """Rows are packed where that saves tokens, not padded."""
+    kernel: Kernel | None
+    """Of packed attention; None is sdpa."""
+
+
+def plan_packing(policy: Any, args: TrainingConfig, aux_loss: bool, mixed_precision: str) -> PackingPlan:
+    """Whether micro-batches of `policy` (a transformers model or a PeftModel) are packed, which it is prepared for; the
+    main process logs a line for what is not done, and why.
+
+    Args:
+        aux_loss: the loss has a router's auxiliary loss.
+        mixed_precision: accelerate's word for what autocast computes in.
+    """
+    say = log.info if args.process_index == 0 else log.debug
+    if aux_loss or args.torch_compile:
+        padded = "the router's auxiliary loss" if aux_loss else "torch_compile wants one shape"
+    else:
+        padded = enable_packing(policy)
+    if padded:
+        say("micro-batches are padded, not packed: %s", padded)
+        if args.max_tokens_per_microbatch is not None:
+            say("training.max_tokens_per_microbatch has no effect: micro-batches are padded")
+        return PackingPlan(False, None)
+    kernel = device.varlen_attention(args.attention_kernels)
+    if kernel is not None:
+        dtype, head_dim = numbers_of(policy)
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+        if (missing := kernel.missing(autocast or dtype, head_dim)) is not None:
+            say("packed micro-batches are computed by sdpa: %s", missing)
+            kernel = None
+    return PackingPlan(True, kernel)
 
 
 def enable_packing(model: Any) -> str | None:
@@ -398,50 +425,6 @@ def _keep_scored(backbone: Any, args: tuple, kwargs: dict[str, Any], output: Any
     if isinstance(layout := kwargs.get("layout"), Packing):
         output.last_hidden_state = output.last_hidden_state[:, layout.scored]
     return output
-
-
-LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""What TRL's `_get_per_token_logps_and_entropies` returns: log-probabilities and entropies [rows, completion width],
-and the auxiliary loss of a mixture of experts."""
-
-
-def log_probs(
-    model: Any,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    width: int,
-    padded: Callable[[torch.Tensor, torch.Tensor, int], LogProbs],
-    *,
-    pack_rows: bool,
-    compute_entropy: bool,
-    kernel: Kernel | None = None,
-) -> tuple[LogProbs, Work]:
-    """Log-probabilities of the completions, 0 where there is no token, by as few tokens as it takes.
-
-    Args:
-        model: has TRL's fused head and, with `pack_rows`, `enable_packing`.
-        input_ids, attention_mask: int64 [rows, prompt width + `width`], prompts on the left.
-        padded: the forward as TRL does it, of (input_ids, attention_mask, completion width); it gets only those
-            columns that are not padding in every row.
-        pack_rows: pack the rows where that saves tokens.
-        kernel: see Packing.
-    """
-    rows = split_rows(input_ids, attention_mask, width)
-    prompt = max(len(row.prompt) for row in rows)
-    completion = max(1, *(len(row.completion) for row in rows))
-    if pack_rows and packed_work(rows).tokens < len(rows) * (prompt + completion):
-        packed = pack(rows, width, input_ids.device, kernel)
-        output = model(**forward_arguments(packed))
-        if not packed.packing.uses:
-            raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
-        entropies = packed.unpack(output.entropy) if compute_entropy else None
-        return (packed.unpack(output.log_probs), entropies, None), packed.work
-    columns = slice(input_ids.shape[1] - width - prompt, input_ids.shape[1] - width + completion)
-    found = padded(input_ids[:, columns], attention_mask[:, columns], completion)
-    logps, entropies, aux_loss = found
-    missing = (0, width - completion)
-    work = sequences([len(row.prompt) + len(row.completion) for row in rows])
-    return (F.pad(logps, missing), None if entropies is None else F.pad(entropies, missing), aux_loss), work
 
 
 def forward_arguments(packed: Packed) -> dict[str, Any]:

@@ -1,191 +1,165 @@
-"""TRL's GRPOTrainer with perl's passes through the policy: what it, the reference and the critic say of completions.
+"""What a model says of trajectories: log-probabilities and entropies of their tokens, and a critic's values.
 
-    _get_per_token_logps_and_entropies    TRL's name for such a pass: packed rows here, or TRL's own of padded ones
-    _score                                of a batch by a model, with entropies where it is the loss's
-    _reference_logps, _noisy_logps, _values    of a generation batch, before its updates
+    Passes.score     a micro-batch, with its gradient
+    Passes.logps     all of a batch, without one: by the policy before its updates, the reference, the noisy policy
+    Passes.values    the critic's, of all of a batch
 
-This file, trainer.py and trl_patches.py alone know TRL's internals.
+Rows are lists of tokens on the host. They go to the device once for each forward: packed into one sequence, where the
+model takes that (perl.training.packing), or padded into a rectangle. Nothing is read back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
-from trl.trainer.utils import use_adapter
+import torch.nn.functional as F
 
-from perl.config.training import TrainingConfig
-from perl.noise.injector import NoiseInjector
-from perl.runs.adapter_trainer import AdapterTrainer
-from perl.runs.metrics import StepClock
-from perl.runs.vision import images_of, in_chunks
-from perl.training.critic import Critic
-from perl.training.loss import TokenLogProbs
-from perl.training.microbatches import UpdatePlan
-from perl.training.packing import log_probs
-from perl.training.rollout import Weights, sampling_weights
+from perl.engines.sequence import left_pad
+from perl.engines.torch_policy import evaluation_mode
+from perl.models.pixels import image_arguments
+from perl.runs.metrics import StepClock, Work, sequences
+from perl.training.packing import forward_arguments, pack, packed_work
+
+if TYPE_CHECKING:
+    from perl.device import Kernel
+    from perl.records import Trajectory
+    from perl.training.critic import Critic
+
+PASS_TOKENS = 16_384
+"""Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
+by layer."""
 
 
-class PolicyPasses(AdapterTrainer, GRPOTrainer):
-    """What PerlGRPOTrainer is made of.
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a forward says of rows: float [rows, width], 0 where there is no token."""
 
-    Attributes:
-        plan: whether micro-batches are packed.
-        clock: what a pass takes and computes is counted there.
-        noise: on the policy's norms, while it samples.
-        critic: None where the algorithm has none.
+    logps: torch.Tensor
+    """Log-probabilities at the training's temperature, in nats."""
+    entropies: torch.Tensor | None
+    """None from a reference model, whose head makes none."""
+    aux_loss: torch.Tensor | None = None
+    """[]: of a mixture of experts' router."""
+    values: torch.Tensor | None = None
+    """float32: the critic's."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Passes:
+    """Forwards of a model with TRL's fused head.
+
+    A pass over a batch has as many forwards on every process: with weights that are split (ZeRO-3, FSDP2) each of them
+    gathers those of all.
     """
 
-    args: TrainingConfig
-    model: Any
-    plan: UpdatePlan
+    packed: bool
+    """Rows are packed where that saves tokens; needs `enable_packing`."""
+    kernel: Kernel | None
+    """Of packed attention; None is sdpa."""
+    aux_loss: bool
+    """The loss has a router's auxiliary loss."""
+    max_tokens: int = PASS_TOKENS
+    device: torch.device
+    config: Any
+    """The policy's, of transformers."""
     clock: StepClock
-    noise: NoiseInjector | None
-    critic: Critic | None
+    without_checkpointing: Callable[[], contextlib.AbstractContextManager[Any]]
+    """Inside it no forward of the policy keeps anything for a backward."""
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    largest: Callable[[int], int]
+    """From a number of this process to the largest of all."""
+    pad_token_id: int = 0
+    image_inputs: Callable[[Trajectory], Any] = field(default=lambda row: None)
+    """Of a row's images (perl.models.pixels.ImageInputs); None: it has none."""
 
-    def _policy(self) -> Any:
-        return self.accelerator.unwrap_model(self.model)
-
-    def _of_all_processes(self, numbers: list) -> torch.Tensor:
-        """[processes, numbers]: the same numbers of every process."""
-        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))  # type: ignore[return-value]
-
-    @contextlib.contextmanager
-    def _gathered(self) -> Iterator[Any]:
-        """The policy without its wrappers, ZeRO-3's and FSDP's weights gathered as TRL gathers them to generate."""
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,  # type: ignore[arg-type]
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                generation_kwargs=None if self.use_vllm else self.generation_kwargs,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
-            ) as policy,
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-        ):
-            yield policy
-
-    @contextlib.contextmanager
-    def _whole(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """ZeRO-3's and FSDP1's parameters, gathered to be read."""
-        with (
-            self._dist.gather_params(parameters),
-            self._dist.summon_full_params(self.model_wrapped, writeback=False),
-        ):
-            yield
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **inputs: Any,
-    ):
-        if isinstance(model, TokenLogProbs):  # of `_compute_loss`, computed already
-            return model
-        training = torch.is_grad_enabled()  # the loss's own pass
-        parts = []
-        with contextlib.nullcontext() if training else self.clock("old_logps"), self.accelerator.autocast():
-            size = batch_size or len(input_ids)
-            further = in_chunks(inputs | {"compute_entropy": compute_entropy}, len(input_ids), size)
-            for ids, mask, fields in zip(input_ids.split(size), attention_mask.split(size), further, strict=True):
-                part, work = log_probs(
-                    model,
-                    ids,
-                    mask,
-                    logits_to_keep,
-                    functools.partial(self._padded, model, fields),
-                    pack_rows=self.plan.packed,
-                    compute_entropy=compute_entropy,
-                    kernel=self.plan.kernel,
-                )
-                parts.append(part)
-                (self.clock.count_update if training else self.clock.count_forward)(work)
-        logps, entropies, aux_losses = zip(*parts, strict=True)
-        return TokenLogProbs(
-            torch.cat(logps),
-            torch.cat(entropies) if compute_entropy else None,
-            torch.stack(aux_losses).mean() if inputs.get("compute_aux_loss") else None,
-        )
-
-    def _padded(self, model: Any, fields: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor, width: int):
-        """TRL's own forward, of these columns."""
-        if "num_images" in fields:
-            image: Any = self._image_pad_token_id
-            fields = fields | {"mm_token_type_ids": ids.eq(image).int()}
-        return super()._get_per_token_logps_and_entropies(model, ids, mask, width, **fields)
-
-    def _score(self, model: Any, inputs: dict[str, Any]) -> TokenLogProbs:
-        """What the loss's own forward pass says of the completions of a micro-batch."""
-        return self._get_per_token_logps_and_entropies(
-            model,
-            *tokens_of(inputs),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **images_of(inputs),
-        )
-
-    def _logps(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        """Of the completions of a generation batch by `model`, [rows, tokens], in nats; where no gradient is taken."""
-        kwargs: Any = self.args.gradient_checkpointing_kwargs
-        with disable_gradient_checkpointing(self.model, kwargs):  # type: ignore[arg-type]
-            return self._get_per_token_logps_and_entropies(
-                model, *tokens_of(batch), batch_size=self.args.per_device_train_batch_size, **images_of(batch)
-            ).logps
-
-    @torch.no_grad()
-    def _reference_logps(self, batch: dict[str, Any], wanted: bool) -> torch.Tensor | None:
-        """Of the completions by the reference policy, [rows, tokens], in nats: TRL's, or, where they are `wanted` and
-        it has no need of them, computed as it does; else None."""
-        if "ref_per_token_logps" in batch or not wanted:
-            return batch.get("ref_per_token_logps")
-        if self.ref_model is not None:
-            return self._logps(self.ref_model, batch)
-        policy = self._policy()
-        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
-            return self._logps(self.model, batch)
-
-    @torch.no_grad()
-    def _noisy_logps(self, batch: dict[str, Any], weights: Weights) -> torch.Tensor:
-        """Of the completions by the noisy policy that sampled them with `weights`, float32 [rows, tokens], in nats."""
-        with (
-            self.clock("old_logps"),
-            self._gathered() as policy,
-            sampling_weights(policy, self.noise, weights),
-        ):
-            return self._logps(policy, batch)
-
-    def _score_and_value(self, model: Any, inputs: dict[str, Any]) -> tuple[TokenLogProbs, torch.Tensor]:
-        """`_score`, and the critic's values, float32 [rows, tokens], of one pass."""
-        assert self.critic is not None
-        with self.accelerator.autocast():
-            logps, entropies, values, work = self.critic.score(model, *tokens_of(inputs))
+    def score(self, model: Any, rows: Sequence[Trajectory], width: int, critic: Critic | None = None) -> Said:
+        """One forward over a micro-batch, of policy and critic together."""
+        with self.autocast():
+            if critic is not None:
+                said, work = critic.score(model, rows, width)
+            else:
+                said, work = self._forward(model, rows, width)
         self.clock.count_update(work)
-        return TokenLogProbs(logps, entropies, None), values
+        return said
 
-    def _values(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        """The critic's values of a generation batch before its updates, float32 [rows, tokens]; there is no noise. None
-        without a critic."""
-        if self.critic is None:
-            return None
-        kwargs: Any = self.args.gradient_checkpointing_kwargs
-        unchecked = disable_gradient_checkpointing(self.model, kwargs)  # type: ignore[arg-type]
-        with self.clock("old_logps"), unchecked, self.accelerator.autocast():
-            values, work = self.critic.values(self.model, *tokens_of(batch), self.args.per_device_train_batch_size)
-        self.clock.count_forward(work)
-        return values
+    @torch.no_grad()
+    def logps(self, model: Any, rows: Sequence[Trajectory], width: int) -> torch.Tensor:
+        """float32 [rows, width], in nats: by `model` as it is, wrapped or not. Every process must come here."""
+        return self._by_chunks(rows, lambda chunk: self._forward(model, chunk, width), "logps")
+
+    @torch.no_grad()
+    def values(self, model: Any, rows: Sequence[Trajectory], width: int, critic: Critic) -> torch.Tensor:
+        """float32 [rows, width]: by the critic. Every process must come here."""
+        with evaluation_mode(model):
+            return self._by_chunks(rows, lambda chunk: critic.score(model, chunk, width, policy=False), "values")
+
+    def _by_chunks(
+        self, rows: Sequence[Trajectory], forward: Callable[[Sequence[Trajectory]], tuple[Said, Work]], wanted: str
+    ) -> torch.Tensor:
+        chunks = list(by_tokens(rows, self.max_tokens))
+        parts: list[torch.Tensor] = []
+        with self.without_checkpointing(), self.autocast():
+            for index in range(self.largest(len(chunks))):
+                said, work = forward([rows[place] for place in chunks[min(index, len(chunks) - 1)]])
+                if index < len(chunks):
+                    parts.append(getattr(said, wanted).float())
+                self.clock.count_forward(work)
+        order = torch.tensor(list(itertools.chain(*chunks)))
+        return torch.cat(parts)[order.argsort().to(parts[0].device)]
+
+    def _forward(self, model: Any, rows: Sequence[Trajectory], width: int) -> tuple[Said, Work]:
+        prompt = max(len(row.prompt_ids) for row in rows)
+        completion = max(1, *(len(row.token_ids) for row in rows))
+        if self.packed and packed_work(rows).tokens < len(rows) * (prompt + completion):
+            packed = pack(rows, width, self.device, self.kernel)
+            output = model(**forward_arguments(packed))
+            if not packed.packing.uses:
+                raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
+            entropies = None if output.entropy is None else packed.unpack(output.entropy)
+            return Said(packed.unpack(output.log_probs), entropies), packed.work
+        return self._padded(model, rows, completion, width)
+
+    def _padded(self, model: Any, rows: Sequence[Trajectory], completion: int, width: int) -> tuple[Said, Work]:
+        """TRL's forward: prompts are padded on the left, completions on the right."""
+        where = self.device
+        ids, mask = left_pad([row.prompt_ids for row in rows], self.pad_token_id, where)
+        missing = [completion - len(row.token_ids) for row in rows]
+        drawn = [[*row.token_ids, *[self.pad_token_id] * count] for row, count in zip(rows, missing, strict=True)]
+        seen = [[1] * (completion - count) + [0] * count for count in missing]
+        ids = torch.cat([ids, torch.tensor(drawn, device=where)], dim=1)
+        mask = torch.cat([mask, torch.tensor(seen, device=where)], dim=1)
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-completion] = -100
+        further: dict[str, Any] = {"output_router_logits": True} if self.aux_loss else {}
+        further |= image_arguments([self.image_inputs(row) for row in rows], ids, self.config)
+        output = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **further)
+        columns = (0, width - completion)
+        logps = F.pad(output.log_probs[:, -completion:], columns)
+        entropies = None if output.entropy is None else F.pad(output.entropy[:, -completion:], columns)
+        work = sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows])
+        return Said(logps, entropies, output.aux_loss if self.aux_loss else None), work
 
 
-def tokens_of(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Token ids and mask, int64 [rows, prompt width + completion width], and the completion width."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    return ids, mask, batch["completion_ids"].size(1)
+def by_tokens(rows: Sequence[Trajectory], max_tokens: int) -> Iterator[list[int]]:
+    """The places of `rows`, those of one prompt together, cut where one more row would make a packed sequence longer
+    than `max_tokens`. A row that is longer by itself is alone; there is at least one chunk."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for place, row in enumerate(rows):
+        by_prompt.setdefault(row.prompt_ids, []).append(place)
+    chunk: list[int] = []
+    tokens = 0
+    for prompt, places in by_prompt.items():
+        fresh = True
+        for place in places:
+            more = len(rows[place].token_ids) + 1 + (len(prompt) if fresh else 0)
+            if chunk and tokens + more > max_tokens:
+                yield chunk
+                chunk, tokens, more = [], 0, len(rows[place].token_ids) + 1 + len(prompt)
+            chunk.append(place)
+            tokens, fresh = tokens + more, False
+    yield chunk

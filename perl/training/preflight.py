@@ -22,6 +22,7 @@ from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.config.load import Config
 from perl.engines.sampling import validate
+from perl.engines.torch_policy import require_possible, sampling_of
 from perl.engines.vllm import cannot_serve
 from perl.grading import Grader
 from perl.models.folders import resolve_model
@@ -31,7 +32,6 @@ from perl.runs.setup import (
     MODEL_FLAG,
     PROBLEM,
     build_dataset,
-    check_critic_base,
     check_length,
     limits_of,
     load_tokenizer,
@@ -39,15 +39,14 @@ from perl.runs.setup import (
 )
 from perl.runs.tracking import check_trackers
 from perl.runs.vision import check_images, language_part
-from perl.training.microbatches import LOSS_TYPES
-from perl.training.rollout import require_possible, sampling_of
+from perl.training.loss import SURROGATES
 from perl.training.validation_setup import ValidationSetup, set_up_validation
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
 
 CHOICES = {
-    "loss_type": LOSS_TYPES,
+    "loss_type": tuple(SURROGATES),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -89,7 +88,6 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     checkpoints.check_made(checkpoint, config.training)
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     tokenizer = load_tokenizer(config.model.model_name_or_path)
-    check_critic_base(config, tokenizer)
     check_images(config, tokenizer)
     check_layers(language_part(config.peft, tokenizer), resolve_model(config.model.model_name_or_path, MODEL_FLAG))
     dataset = build_dataset(
@@ -147,15 +145,10 @@ def check_sampling(training: TrainingConfig) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Where vLLM can't be given the policy, TRL or vLLM would say so with a traceback, after loading."""
+    """Where vLLM can't be given the policy, vLLM would say so with a traceback, after loading."""
     if not config.training.use_vllm:
         return
-    kind, mode = device.detect().kind, config.training.vllm_mode
-    if mode not in device.VLLM_MODES[kind]:
-        raise UserError(
-            f"--config.rollout.engine vllm: TRL can't give vLLM new weights in --config.training.vllm_mode {mode} on a"
-            f" {kind} device; use {' or '.join(device.VLLM_MODES[kind])}, or --config.rollout.engine fast"
-        )
+    kind = device.detect().kind
     peft_config = ADAPTERS[config.peft.type].build(config.peft)
     why = NO_ADAPTER if peft_config is None else cannot_serve(peft_config.to_dict())
     if why and not device.VLLM_TAKES_WEIGHTS[kind]:

@@ -1,118 +1,76 @@
-"""TRL's GRPOTrainer with AQN around its rollouts and no padding in its update. This file, passes.py
-(the passes through the policy) and trl_patches.py alone know TRL's internals.
+"""TRL's GRPOTrainer around a step of our own (perl.training.step): it brings the arguments, the model's set-up, the
+loop, the optimizer, the log and the checkpoints. Where its loop asks for something, this file answers:
 
-One update of GRPO (arXiv 2402.03300), in the order in which TRL calls these methods, and where each thing is done:
+    _prepare_inputs    the next micro-batch          Step.batch, once a generation batch
+    _compute_loss      its loss                      Step.loss
+    _evaluate          scores while it trains        validation.Validation
+    create_optimizer, _clip_grad_norm                the critic's weights are a group of their own
+    log, _save_own, …                                what is measured, and what a resumed run must know
 
-    prompts -> _generate_single_turn      completions   rollout.RolloutPolicy: noise, merged adapter, decode loop
-                                                        (DAPO: dynamic_sampling, before `_generate_…`: rewards too)
-            -> _calculate_rewards         rewards       loss.equal_rewards: which groups have no advantage
-            -> _generate_and_score_…      advantages    KL in the reward; perl.algorithms, or TRL's; + old
-                                                        log-probabilities of the noisy policy, on request
-            -> _prepare_inputs            micro-batches microbatches.MicroBatcher
-            -> _compute_loss              loss          passes: log-probabilities; loss: ratio, KL; TRL's loss; with a
-                                                        critic: its values, of the same pass, and their loss
-    _evaluate                             val-core/…    validation.Validation: between a step's log and its checkpoint
-    log, _save_own                                      measurements, aqn/…; process_state: rollouts still to be used
-
-`with self.clock(…)` marks the phases that perl/runs/metrics.py measures; what is in none is the update.
+This file alone knows TRL's internals.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import logging
 import math
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from peft import PeftModel
-from torch.nn.utils.rnn import pad_sequence
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import GRPOTrainer
+from trl.models.utils import (
+    disable_gradient_checkpointing,
+    prepare_deepspeed,
+    prepare_fsdp,
+    unwrap_model_for_generation,
+)
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
-from perl.algorithms.algorithm import Scored
-from perl.algorithms.grpo import group_relative
-from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
-from perl.algorithms.ppo import generalized
+from perl.algorithms.kl import KLCoefficient
 from perl.base.errors import UserError
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
-from perl.engines.sequence import left_pad
+from perl.config.training import TrainingConfig
+from perl.models.pixels import image_inputs
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
 from perl.noise.schedule import Adapted
 from perl.noise.size import size_metrics, size_warning
-from perl.prompts import truncated
-from perl.records import Sampling
+from perl.prompts import decode, encode, truncated
+from perl.records import Sampling, Weights
 from perl.rewards.functions import GradeEarly
-from perl.runs.adapter_trainer import WriteCard
-from perl.runs.metrics import StepClock, add_step, model_size, sequences
-from perl.runs.nonfinite import Rewarded, require_finite_weights, save_batch
+from perl.rewards.score import Rewards
+from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
+from perl.runs.metrics import StepClock, add_step, model_size
+from perl.runs.nonfinite import save_batch
 from perl.runs.process_state import RolloutState
-from perl.runs.vision import rollout_images, trl_fields
-from perl.training.critic import Critic, prepare_own_base
-from perl.training.dynamic_sampling import Collected, DynamicSampling, Hooks, Judged, as_batch, compared_reward
-from perl.training.loss import (
-    TOLERANCE,
-    SamplerDifference,
-    TokenLogProbs,
-    add_up_tokens,
-    each_equal,
-    equal_rewards,
-    importance_ratio,
-    pad_right,
-    require_same_policy,
-    warn_of_ratio,
-)
-from perl.training.measurements import Measurements
-from perl.training.microbatches import SCALE, TOKENS, UpdatePlan, plan_update
-from perl.training.packing import enable_packing
-from perl.training.passes import PolicyPasses
-from perl.training.prompt_stream import PromptStream
-from perl.training.rollout import (
-    Completions,
-    RolloutPolicy,
-    RolloutRequest,
-    Sampler,
-    Weights,
-    rollout_seeds,
-    sampling_of,
-    sampling_weights,
-)
-from perl.training.trl_patches import on_this_process_alone, reference_kept, reference_loaded_like, vllm_started_by
+from perl.training.batch import Batch, Dealer, MicroBatch
+from perl.training.collect import Collector, DynamicSampling, Read, compared_reward, is_chat
+from perl.training.critic import Critic
+from perl.training.engines import open_engine
+from perl.training.loss import EntropyBonus, LossSettings
+from perl.training.metrics import Metrics, completions_of
+from perl.training.packing import plan_packing
+from perl.training.passes import PASS_TOKENS, Passes
+from perl.training.processes import Processes
+from perl.training.step import Step
+from perl.training.stream import PromptStream
 from perl.training.validation import Validation
-from perl.training.vllm_sampler import VLLMSampler
-from perl.training.vllm_sync import VLLMSync
 
 log = logging.getLogger(__name__)
 
-COMPARED_ROWS = 4
-"""Completions of each process that sampler and trainer are compared on before the first optimizer step."""
 
-
-@dataclass(slots=True)
-class Rollout:
-    """What the hooks between a rollout and its micro-batches must know of it."""
-
-    weights: Weights
-    """That sampled."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """Of the data set, one for each completion."""
-    collected: Collected | None = None
-    """What dynamic sampling has chosen for TRL, sampled and rewarded; None without it."""
-    rewards: torch.Tensor = field(init=False)
-    """float [rows of all processes, functions], NaN where a function gave a row none."""
-    unusable: bool = False
-    """Whether a reward was not finite, so that no update is made of it."""
-    after_rewards: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Of the clock: entered when the rewards are known, left when TRL has made its advantages of them."""
-
-
-class PerlGRPOTrainer(PolicyPasses):
+class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     """GRPO on a LoRA adapter or on all weights, sampled with noise on the norm weights.
 
     Args (besides GRPOTrainer's):
@@ -122,15 +80,16 @@ class PerlGRPOTrainer(PolicyPasses):
         algorithm: the group `algorithm`.
         critic: the group `critic`, read for an algorithm that has one.
         rollout: the group `rollout`.
-        critic_base: the critic's own base model; None: it shares the policy's.
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
         grade_early: asked for each completion as soon as it ends, while others are drawn.
         validation: what is asked for scores while the model trains.
-        write_card: writes the model card into a folder that holds what was trained, given the log history; None: TRL's
-            card.
+        write_card: writes the model card into a folder that holds what was trained, given the log history; None: none
+            is written.
         on_nonfinite: common.on_nonfinite.
     """
+
+    args: TrainingConfig
 
     def __init__(
         self,
@@ -141,7 +100,6 @@ class PerlGRPOTrainer(PolicyPasses):
         algorithm: AlgorithmConfig,
         critic: CriticConfig,
         rollout: RolloutConfig,
-        critic_base: Any = None,
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
         grade_early: GradeEarly | None = None,
@@ -150,526 +108,340 @@ class PerlGRPOTrainer(PolicyPasses):
         on_nonfinite: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ):
-        wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
-        peft_config = kwargs["model"].peft_config["default"] if wrapped else adapter.build(adapter_config)
-        vllm_sync = VLLMSync(peft_config, kwargs["args"].seed)
-        reference = reference_kept(kwargs["args"], algorithm.kl_in_reward > 0.0)
-        with vllm_started_by(vllm_sync), reference, reference_loaded_like(kwargs["model"]):
+        model, config = kwargs["model"], kwargs["args"]
+        wrapped = isinstance(model, PeftModel)  # its adapter is trained further
+        peft_config = model.peft_config["default"] if wrapped else adapter.build(adapter_config)
+        refers = bool(config.beta or algorithm.kl_in_reward > 0.0)
+        if wrapped and refers:
+            copy_adapter(model, "ref")
+        engine_kwargs = config.generation_kwargs
+        with changed(config, beta=0.0, use_vllm=False, generation_kwargs=None):  # reference and engine are ours
             super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
-        if self.accelerator.num_processes > 1 or not self.log_completions:
-            self.log_multimodal = False  # TRL would send all images to every process, and hang where one has none
         self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
-        self.truncate_prompts_to, self.truncation, self.grade_early = truncate_prompts_to, truncation, grade_early
-        self.rollout_config, self.algorithm_config = rollout, algorithm
-        self.algorithm, self.sampling_seed = ALGORITHMS[algorithm.name], self.args.seed
-        self.group_size = self.args.num_generations or 1  # which TRL has set
-        own_kl = algorithm.kl_estimator != "low_var_kl"  # TRL's loss has that one alone
-        self.beta, self.own_beta = (0.0, self.args.beta) if own_kl else (self.args.beta, 0.0)
-        self.kl_coefficient = KLCoefficient(
-            algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
-        )
+        if refers and peft_config is None:
+            self.ref_model = self._load_reference()
         self.noise_config, self.noise = noise, self._noise_injector(noise)
-        self.sampler = self._vllm_sampler(vllm_sync) if self.use_vllm else self._rollout_policy()
-        if self.noise and noise.schedule == "target_kl":
-            self._require_measurable_kl()
-        self.plan = self._plan_update()
-        self.critic: Critic | None = None
-        if self.algorithm.critic:
-            self.critic = self._make_critic(critic, critic_base)
-        if self.ref_model is not None and self.plan.packed:
-            enable_packing(self.accelerator.unwrap_model(self.ref_model))  # it scores the same micro-batches
-        self.rollout = Rollout(Weights(-1, 0, 0.0))
-        """The last one."""
-        self.measured = Measurements(self.accelerator)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
-        self.dynamic_sampling = self._dynamic_sampling() if algorithm.dynamic_sampling else None
         self.validation = validation
-        if validation is not None:
-            validation.setup.require_room(self.sampler.context)
+        self.truncate_prompts_to, self.truncation = truncate_prompts_to, truncation
+        self.step = self._make_step(algorithm, critic, rollout, refers, grade_early, peft_config, engine_kwargs or {})
+        self.pending: list[MicroBatch] | None = None
+        """The micro-batches of the generation batch that is trained on."""
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
+        ends = EndOfStream(self) if self.step.collector.dynamic else None
         # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores;
         # which step is the last is known to the validation.
-        for callback in (self.noise_stage if self.noise else None, self.clock, self.dynamic_sampling, validation):
+        for callback in (self.noise_stage if self.noise else None, self.clock, ends, validation):
             if callback is not None:
                 self.add_callback(callback)
 
-    # One update
+    # What the loop asks for
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self.rollout = rollout = Rollout(self.rollout.weights, inputs)
-        if self.dynamic_sampling:
-            rollout.collected = self._collect(self.dynamic_sampling)
-            rollout.rows = rollout.collected.rows  # of the data loader's nothing is used
-        with rollout.after_rewards:
-            output: dict[str, Any] = super()._generate_and_score_completions(rollout.rows)
-        if self.group_size == 1:
-            self._metrics["train"].pop("frac_reward_zero_std", None)  # no group
-        reference = self._reference_logps(output, bool(self.own_beta or self.kl_coefficient.value))
-        rewards = self._weighted(rollout.rewards)
-        output |= self._advantages(output, rewards, self._penalty(output, reference))
-        if self.own_beta and reference is not None:
-            output["ref_per_token_logps"] = reference
-        self.measured.add_rollout(output, rewards)
-        if self.noise and self.noise_config.old_logps == "noisy":
-            output["old_per_token_logps"] = self._noisy_logps(output, rollout.weights)
-        if rollout.unusable:
-            output["advantages"] = torch.full_like(output["advantages"], math.nan)  # and so the loss
-        return output
+    def _prepare_inputs(self, inputs: Any) -> MicroBatch:  # type: ignore[override]
+        """The next micro-batch; of the data loader's rows nothing is used, as the stream has its own."""
+        per_generation = self.args.steps_per_generation
+        assert per_generation is not None
+        if self.window_done() or self.pending is None:
+            with self.clock("prepare"):
+                self.pending = self.step.batch(self.state.global_step)
+            self._count_tokens()
+            self._log_completions()
+        micro_batch = self.pending[self._step % per_generation]
+        self.clock.count_trained(micro_batch.trained_tokens)
+        return micro_batch
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        buffered = self._buffered_inputs
-        with self.clock("prepare"):
-            inputs = super()._prepare_inputs(generation_batch)
-            fresh: Any = self._buffered_inputs
-            if fresh is not buffered:  # a new generation batch
-                left_out = self._of_all_processes([self.plan.batcher.share_left_out(fresh)])
-                self._metrics["train"]["update/rows_left_out"].append(left_out.mean().item())
-                self._buffered_inputs = self.plan.batcher.arrange(
-                    fresh, lambda counts: self._of_all_processes(counts).amax(dim=0).tolist()
-                )
-                inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
-        self.clock.count_trained(inputs[TOKENS])
-        return inputs
+    def _compute_loss(self, model: Any, inputs: MicroBatch) -> torch.Tensor:  # type: ignore[override]
+        loss = self.step.loss(model, inputs, self.state.global_step, self.current_gradient_accumulation_steps)
+        self.nonfinite.add(loss)
+        if self.accelerator.sync_gradients:
+            self.step.end_of_update()
+        return loss
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        if self.critic is None:
-            return self._policy_loss(inputs, self._score(model, inputs))
-        scored, values = self._score_and_value(model, inputs)
-        value_loss = self.critic.loss(values, inputs, inputs["completion_mask"], self._window_tokens(inputs))
-        return self._policy_loss(inputs, scored) * self.critic.policy_learns(self.state.global_step) + value_loss
+    def window_done(self) -> bool:
+        """Whether the next micro-batch begins a generation batch."""
+        per_generation, times = self.args.steps_per_generation, self.num_iterations
+        assert per_generation is not None
+        return self._step % (per_generation * times) == 0
 
-    def _policy_loss(self, inputs: dict[str, Any], scored: TokenLogProbs) -> torch.Tensor:
-        if inputs[SCALE] == 0:  # no process has a row to compute here: it only takes part
-            return (scored.logps * 0.0).sum()
-        mask = inputs["completion_mask"]
-        self.measured.add_update(scored.logps, inputs.get("old_per_token_logps", scored.logps), mask)
-        loss = super()._compute_loss(scored, self._weigh(inputs, scored.logps))
-        if self.own_beta:
-            loss = loss + self.own_beta * self._kl_loss(inputs, scored.logps, mask)
-        return loss * inputs[SCALE]
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """transformers comes here before the first step, and between a step's log and its checkpoint where
+        `Validation` has asked for it. The training's metrics, random numbers and rollouts are left as they are."""
+        assert self.validation is not None
+        metrics: dict[str, float] = {}
+        if self.validation.due(self.state.global_step, self.state.max_steps):
+            where = self.accelerator.device
+            devices = [] if where.type == "cpu" else [where]
+            with self.clock("validation"), torch.random.fork_rng(devices, device_type=where.type):
+                metrics = self.validation.run(self.state.global_step, self.step.engine, self._save_adapter)
+            Trainer.log(self, dict(metrics))  # TRL's own would flush the metrics of the steps since its last
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
-    # Rollout
+    def create_optimizer(self, *args: Any, **kwargs: Any):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer if self.step.critic is None else self.step.critic.own_group(optimizer)
 
-    def _tokenize_prompts(self, prompts: list) -> tuple:
-        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
-        if self.truncate_prompts_to is not None:
-            prompt_ids = [truncated(ids, self.truncate_prompts_to, self.truncation) for ids in prompt_ids]
-        if images is not None:
-            images = [row or [] for row in images]  # TRL's None for a row without one is more than a processor takes
-        return prompt_ids, images, multimodal_fields
+    def _clip_grad_norm(self, model: Any):
+        """The critic's gradient is clipped by itself, so that it never shortens the policy's. DeepSpeed clips all that
+        it trains together."""
+        if self.step.critic is None or self.is_deepspeed_enabled:
+            return super()._clip_grad_norm(model)
+        return self.step.critic.clip_apart(self.accelerator, model, self.args.max_grad_norm)
 
-    def _generate_single_turn(self, prompt_ids: list, images: Any, fields: Any, num_generations: int, *args, **kwargs):
-        if (chosen := self.rollout.collected) is not None:
-            return chosen.completions.token_ids, chosen.completions.logprobs
-        self.rollout.weights = weights = self._next_weights()
-        draw, rank = (weights.step, weights.number), self.args.process_index
-        seeds = rollout_seeds(self.sampling_seed, draw, len(prompt_ids), rank, num_generations)
-        early = self._grade_early if self.grade_early and len(self.rollout.rows) == len(prompt_ids) else None
-        request = RolloutRequest(
-            prompt_ids=prompt_ids,
-            seeds=seeds,
-            sampling=self._sampling(),
-            weights=weights,
-            group_size=num_generations,
-            on_finished=early,
-            images=rollout_images(images, fields),
+    # The step's parts
+
+    def _make_step(
+        self,
+        algorithm: AlgorithmConfig,
+        critic: CriticConfig,
+        rollout: RolloutConfig,
+        refers: bool,
+        grade_early: GradeEarly | None,
+        peft_config: Any,
+        engine_kwargs: dict[str, Any],
+    ) -> Step:
+        args, policy = self.args, self.policy()
+        chosen = ALGORITHMS[algorithm.name]
+        processes, size = Processes(self.accelerator), model_size(self.model)
+        correction = correction_mode(args, rollout)
+        metrics = Metrics(processes, self._metrics["train"], correction)
+        bonus = EntropyBonus.of(args)
+        plan = plan_packing(policy, args, self.aux_loss_enabled, self.accelerator.mixed_precision)
+        if self.ref_model is not None and plan.packed:
+            plan_packing(self.accelerator.unwrap_model(self.ref_model), args, False, "no")  # it scores the same rows
+        fixed = args.loss_type == "bnpo" or args.top_entropy_quantile < 1.0 or bonus is not None
+        dealer = Dealer(
+            accumulation=args.gradient_accumulation_steps,
+            per_generation=args.steps_per_generation or 1,
+            leave_out_zero=args.beta == 0.0 and not chosen.critic,
+            group=plan.packed,
+            fixed=fixed or self.aux_loss_enabled,
+            max_tokens=args.max_tokens_per_microbatch if plan.packed else None,
+            size=size,
         )
-        with self.clock("rollout"):
-            completions = self.sampler.complete(request)
-            self._compare_first(request, completions)
-        self._count_rollout(
-            [len(p) + len(c) for p, c in zip(prompt_ids, completions.token_ids, strict=True)], completions.metrics
+        passes = Passes(
+            packed=plan.packed,
+            kernel=plan.kernel,
+            aux_loss=self.aux_loss_enabled,
+            max_tokens=args.max_tokens_per_microbatch or PASS_TOKENS,
+            device=self.accelerator.device,
+            config=policy.config,
+            clock=self.clock,
+            without_checkpointing=lambda: disable_gradient_checkpointing(
+                self.model,
+                args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
+            ),
+            autocast=self.accelerator.autocast,
+            largest=lambda count: processes.largest([count])[0],
+            pad_token_id=int(self._tokenizer.pad_token_id),  # type: ignore[arg-type]
+            image_inputs=lambda row: image_inputs(self.processing_class, row.images) if row.images else None,
         )
-        return completions.token_ids, completions.logprobs
+        engine = open_engine(self, rollout, peft_config, engine_kwargs)
+        sampling = self._sampling(engine_kwargs)
+        if self.noise and self.noise_config.schedule == "target_kl" and (why := engine.not_comparable(sampling)):
+            raise UserError(
+                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
+                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
+            )
+        per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
+        epochs = args.num_train_epochs if algorithm.dynamic_sampling and args.max_steps <= 0 else None
+        collector = Collector(
+            stream=PromptStream(len(self.train_dataset), per_batch, args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
+            rows=self.train_dataset,
+            read=self._read,
+            text=functools.partial(decode, self.processing_class),
+            engine=engine,
+            sampling=sampling,
+            rewards=Rewards(self.reward_funcs, self.reward_func_names, self.reward_weights),  # type: ignore[arg-type]
+            grade_early=grade_early,
+            batch=per_batch,
+            group_size=args.num_generations or 1,
+            seed=args.seed,
+            processes=processes,
+            clock=self.clock,
+            state=self.state,
+            dynamic=DynamicSampling(
+                max_resample_factor=algorithm.max_resample_factor,
+                equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names),
+            )
+            if algorithm.dynamic_sampling
+            else None,
+        )
+        made_critic = self._make_critic(critic, algorithm.name, plan) if chosen.critic else None
+        window = (args.steps_per_generation or 1) * self.num_iterations
+        return Step(
+            args=args,
+            config=algorithm,
+            algorithm=chosen,
+            settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
+            engine=engine,
+            collector=collector,
+            passes=passes,
+            dealer=dealer,
+            critic=made_critic,
+            metrics=metrics,
+            nonfinite=self.nonfinite,
+            processes=processes,
+            clock=self.clock,
+            device=self.accelerator.device,
+            model=lambda: self.model,
+            gathered=self.gathered,
+            reference=self._reference if refers else None,
+            noise=self.noise,
+            sigma=lambda: self.noise_stage.stage.sigma if self.noise else 0.0,
+            noisy_old=bool(self.noise) and self.noise_config.old_logps == "noisy",
+            stale=args.gradient_accumulation_steps % window != 0,
+            kl_coefficient=KLCoefficient(
+                algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
+            ),
+            entropy_bonus=bonus,
+            router_coefficient=self.router_aux_loss_coef or 0.0,
+        )
 
-    def _next_weights(self) -> Weights:
-        step, last = self.state.global_step, self.rollout.weights
-        number = last.number + 1 if last.step == step else 0
-        return Weights(step, number, self.noise_stage.stage.sigma if self.noise else 0.0)
+    def policy(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
 
-    def _sampling(self) -> Sampling:
-        """As the user's generation_kwargs leave it, where this process generates."""
-        if not self.use_vllm:
-            return sampling_of(self.generation_config)
+    def _read(self, row: dict[str, Any]) -> Read:
+        prompt = row["prompt"]
+        if not is_chat(prompt):
+            return Read(tuple(self._tokenizer(text=prompt)["input_ids"]))
+        images = tuple(each["bytes"] for each in row.get("images") or ())
+        ids = encode(self.processing_class, prompt, images, self.chat_template_kwargs)  # type: ignore[arg-type]
+        limit = self.truncate_prompts_to
+        return Read(tuple(ids if limit is None else truncated(ids, limit, self.truncation)), images)
+
+    def _sampling(self, further: dict[str, Any]) -> Sampling:
+        """As the user's generation_kwargs leave it."""
+        args = self.args
+        names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+        values: dict[str, Any] = {name: further.get(name, getattr(args, name)) for name in names}
+        greedy = further.get("do_sample") is False
         return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty,
-            max_new_tokens=self.max_completion_length or 256,  # None: set by GRPOConfig
+            temperature=0.0 if greedy else 1.0 if values["temperature"] is None else float(values["temperature"]),
+            top_p=1.0 if greedy or values["top_p"] is None else float(values["top_p"]),
+            top_k=0 if greedy else int(values["top_k"] or 0),
+            min_p=0.0 if greedy else float(values["min_p"] or 0.0),
+            repetition_penalty=float(values["repetition_penalty"] or 1.0),
+            max_new_tokens=int(further.get("max_new_tokens") or args.max_completion_length or 256),
         )
 
-    @torch.no_grad()
-    def _compare_first(self, request: RolloutRequest, completions: Completions) -> None:
-        """Before the first optimizer step: are the sampler's log-probabilities those of the weights it should have
-        had? Afterwards the loss compares them at no cost (`_weigh`)."""
-        if self.measured.tolerance is not None:
-            return
-        mixed = 4 if self.accelerator.mixed_precision == "no" else 2  # what autocast computes in
-        self.measured.tolerance = TOLERANCE[min(self.sampler.itemsize, mixed, self._policy().dtype.itemsize)]
-        if why := self.sampler.not_comparable(request.sampling):
-            log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
-            self.measured.tolerance = math.inf
-            return
-        prompts = [list(ids) for ids in request.prompt_ids[:COMPARED_ROWS]]
-        drawn = [torch.tensor(ids, device=self.accelerator.device) for ids in completions.token_ids[:COMPARED_ROWS]]
-        ids, mask = left_pad(prompts, 0, self.accelerator.device)  # 0: any token, it is masked
-        completion_mask = pad_sequence([torch.ones_like(row) for row in drawn], batch_first=True)
-        with self._gathered() as policy, sampling_weights(policy, self.noise, request.weights):
-            trainer, _, _ = self._get_per_token_logps_and_entropies(
-                policy,
-                torch.cat([ids, pad_sequence(drawn, batch_first=True)], dim=1),
-                torch.cat([mask, completion_mask], dim=1),
-                completion_mask.shape[1],
-                batch_size=self.args.per_device_train_batch_size,
-                **trl_fields([images and images() for images in request.images[:COMPARED_ROWS]]),
+    def _make_critic(self, config: CriticConfig, algorithm: str, plan: Any) -> Critic:
+        if not plan.packed:
+            raise UserError(
+                f"--config.algorithm.name {algorithm}: the critic's values are computed in packed micro-batches, which"
+                " this model can't have (the log says why); use --config.algorithm.name grpo"
             )
-        difference = SamplerDifference()
-        difference.add(trainer, pad_right(completions.logprobs[:COMPARED_ROWS], trainer.device), completion_mask)
-        found = difference.take(self.accelerator.reduce, trainer.device)  # type: ignore[arg-type]
-        require_same_policy(found, self.measured.tolerance)
-        if found is not None:
-            log.info("rollouts: sampler and trainer agree: %.2g nats apart", found.absolute)
+        dtype = self.policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
+        critic = Critic(self.policy(), config, plan.kernel, dtype, self.args.seed)
+        self.add_callback(critic.warm_up)
+        return critic
 
-    def _count_rollout(self, lengths: list[int], metrics: dict[str, float]) -> None:
-        """Of sequences of these lengths, prompts included."""
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-        if not self.sampler.elsewhere:
-            self.clock.count_forward(sequences(lengths))
+    # Weights that lie elsewhere
 
-    def _grade_early(self, place: int, token_ids: list[int]) -> None:
-        self._start_grading(token_ids, self.rollout.rows[place])
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """The policy without its wrappers, ZeRO-3's and FSDP's weights gathered as TRL gathers them to generate."""
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,  # type: ignore[arg-type]
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
+            ) as policy,
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            yield policy
 
-    def _start_grading(self, token_ids: list[int], row: dict[str, Any]) -> Future[Any] | None:
-        assert self.grade_early is not None
-        tokenizer: Any = self.processing_class
-        return self.grade_early(tokenizer.decode(token_ids, skip_special_tokens=True), row)  # decoded as TRL does
+    @contextlib.contextmanager
+    def whole(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """ZeRO-3's and FSDP1's parameters, gathered to be read."""
+        with (
+            self._dist.gather_params(parameters),
+            self._dist.summon_full_params(self.model_wrapped, writeback=False),
+        ):
+            yield
 
-    # Dynamic sampling
+    @contextlib.contextmanager
+    def _reference(self) -> Iterator[Any]:
+        """The model that the run began with: one of its own, or the policy with the adapter that it began with."""
+        if self.ref_model is not None:
+            yield self.ref_model
+            return
+        policy = self.policy()
+        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+            yield self.model
 
-    def _dynamic_sampling(self) -> DynamicSampling:
-        args: Any = self.args
-        epochs = None if args.max_steps > 0 else args.num_train_epochs
-        stream = PromptStream(len(self.train_dataset), args.seed, epochs, self.shuffle_dataset)  # type: ignore[arg-type]
-        hooks = Hooks(
-            row=lambda position: self.train_dataset[stream.row(position)],  # type: ignore[index]
-            tokenize=lambda row: list(self._tokenize_prompts([row["prompt"]])[0][0]),
-            grade_early=self._start_grading if self.grade_early else None,
-            judge=self._judge,
+    def _load_reference(self) -> Any:
+        """Where all weights are trained: the model once more, of the same configuration, prepared as TRL prepares its
+        own."""
+        policy = self.policy()
+        reference = type(policy).from_pretrained(
+            policy.config.name_or_path,
+            dtype=policy.dtype,
+            attn_implementation=policy.config._attn_implementation,
+            config=copy.deepcopy(policy.config),
         )
-        return DynamicSampling(
-            stream,
-            hooks,
-            batch=args.generation_batch_size // self.num_generations,
-            max_resample_factor=self.algorithm_config.max_resample_factor,
-            seed=self.sampling_seed,
-            equal_by=compared_reward(self.algorithm_config.dynamic_sampling_metric, self.reward_func_names),
-            weights=self.reward_weights,
-            window_done=lambda: self._step % (args.steps_per_generation * self.num_iterations) == 0,
-        )
+        add_fused_lm_head(reference, self.temperature, self.args.cast_lm_head_to_fp32)
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(reference, self.accelerator)
+        if self.is_fsdp_enabled:
+            return prepare_fsdp(reference, self.accelerator)
+        return self.accelerator.prepare_model(reference, evaluation_mode=True)
 
-    def _collect(self, dynamic: DynamicSampling) -> Collected:
-        """Prompts of the stream, sampled and rewarded until this process's part of the batch is full. Every process
-        must come here."""
-        self.rollout.weights = weights = self._next_weights()
-        request = RolloutRequest(
-            prompt_ids=[], seeds=[], sampling=self._sampling(), weights=weights, group_size=self.group_size
-        )
-        process = self.args.process_index, self.accelerator.num_processes
-        with self.clock("rollout"):
-            chosen = dynamic.collect(self.sampler, request, self._of_all_processes, *process)
-            self._compare_first(replace(request, prompt_ids=chosen.prompt_ids, seeds=chosen.seeds), chosen.completions)
-        self._count_rollout(chosen.drawn, chosen.completions.metrics)
-        return chosen
-
-    def _judge(self, row: dict[str, Any], token_ids: list[list[int]]) -> Judged:
-        """The rewards of one group of this process, as TRL makes those of a batch."""
-        with self.clock("reward"), on_this_process_alone():
-            rewards = super()._calculate_rewards(*as_batch(row, token_ids, self.processing_class))
-        extras = {name: list(values) for name, values in self._pending_extra_logs.items()}
-        self._pending_extra_logs.clear()  # those of the groups that are chosen come back in `_calculate_rewards`
-        return Judged(rewards.cpu(), extras)
-
-    # Rewards and advantages
-
-    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids: list):
-        chosen = self.rollout.collected
-        with self.clock("reward"):
-            if chosen is None:
-                rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
-            else:
-                self._pending_extra_logs.update(chosen.extras)
-                rewards: Any = self.accelerator.gather(chosen.rewards.to(self.accelerator.device))
-            rows = Rewarded(functions=self.reward_func_names, inputs=inputs, prompts=prompts, completions=completions)
-            if not self.nonfinite.usable(self.state.global_step + 1, rewards, rows):
-                self.rollout.unusable = True
-                rewards = rewards.masked_fill(rewards.isinf(), math.nan)
-        self.rollout.rewards = rewards
-        self.rollout.after_rewards.enter_context(self.clock("advantages"))
-        return rewards
-
-    def _weighted(self, rewards: torch.Tensor) -> torch.Tensor:
-        """float [rows of all processes]: the sums of the functions' rewards, NaN where a row has none."""
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        return total.masked_fill(rewards.isnan().all(dim=1), math.nan)
-
-    def _without_advantage(self, rewards: torch.Tensor) -> torch.Tensor:
-        """bool [rows]: this process's rows whose group has equal rewards."""
-        together = self.multi_objective_aggregation == "sum_then_normalize"
-        weights = self.reward_weights.to(rewards.device)
-        equal = (equal_rewards if together else each_equal)(rewards, weights, self.group_size)
-        return equal.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
-
-    @torch.no_grad()
-    def _penalty(self, batch: dict[str, Any], reference: torch.Tensor | None) -> torch.Tensor | None:
-        """What the KL divergence of the policy without noise takes from the reward of each token, [rows, tokens], 0
-        where none is trained on; None where the reward has none."""
-        coefficient = self.kl_coefficient
-        if not coefficient.value or reference is None:
-            return None
-        policy = batch.get("old_per_token_logps")
-        if policy is None:
-            policy = self._logps(self.model, batch)
-        mask = batch["completion_mask"]
-        kl = kl_divergence(policy.float(), reference.float(), self.algorithm_config.kl_in_reward_estimator)
-        kl = kl.masked_fill(~mask.bool(), 0.0)
-        penalty = coefficient.value * kl
-        mean = self.accelerator.gather(kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean().item()  # type: ignore[union-attr]
-        self._metrics["train"]["kl_in_reward"].append(mean)
-        self._metrics["train"]["kl_in_reward/coefficient"].append(coefficient.value)
-        coefficient.adapt(mean, len(kl) * self.accelerator.num_processes)
-        return penalty
-
-    @torch.no_grad()
-    def _advantages(
-        self, batch: dict[str, Any], rewards: torch.Tensor, penalty: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """Columns of a scored generation batch: `advantages`, [rows] or [rows, tokens], the algorithm's, or TRL's,
-        exactly 0 where a group has equal rewards; and what a critic learns, where there is one.
-
-        Args:
-            rewards: float [rows of all processes].
-            penalty: what is taken from the reward of each token.
-        """
-        trls = batch["advantages"]
-        estimate = self.algorithm.advantages or (None if penalty is None else group_relative)
-        if estimate is None:
-            return {"advantages": trls.masked_fill(self._without_advantage(self.rollout.rewards), 0.0)}
-        first = len(trls) * self.accelerator.process_index
-        rewards = rewards[first : first + len(trls)]
-        mask = batch["completion_mask"].bool()
-        scored = Scored(
-            rewards=rewards if penalty is None else rewards - penalty.sum(dim=1),
-            token_rewards=token_rewards(rewards, mask, penalty),
-            mask=mask,
-            group_size=self.group_size,
-            gather=self.accelerator.gather,  # type: ignore[arg-type]
-            first=first,
-            gamma=self.algorithm_config.gamma,
-            lam=self.algorithm_config.lam,
-            values=self._values(batch),
-            scale=self.scale_rewards,  # type: ignore[arg-type]
-        )
-        with self.clock("advantages"):
-            learned: dict[str, torch.Tensor] = {}
-            if self.critic is not None:
-                scored = replace(scored, generalized=generalized(scored))
-                learned = self.critic.targets(scored)
-            advantages = estimate(scored)
-            shown = (
-                advantages if advantages.ndim == 1 else (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-            )
-            everywhere: Any = self.accelerator.gather(shown)
-            self._logs["advantages"].extend(everywhere.tolist())  # in the place of TRL's
-        return {"advantages": advantages, **learned}
-
-    # Loss
-
-    def _weigh(self, inputs: dict[str, Any], logps: torch.Tensor) -> dict[str, Any]:
-        """Compare the sampler's log-probabilities with the policy's that the ratio refers to, and weigh the advantages
-        by the importance ratio, on request: both for no further pass."""
-        if (sampler := inputs.get("sampling_per_token_logps")) is None:
-            return inputs
-        old = inputs.get("old_per_token_logps", logps).detach()
-        mask = inputs["completion_mask"]
-        clean = self.noise and self.rollout.weights.step == self.state.global_step  # `logps`, before an update
-        noisy = self.rollout.weights.sigma != 0 and self.noise_config.old_logps != "noisy"
-        self.measured.add_sampler(sampler, old, logps if clean else None, mask, noisy=noisy)
-        level = self.rollout_config.importance_correction
-        if level == "none" or self.use_vllm:  # for vLLM TRL does it
-            return inputs
-        bounds = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
-        ratio = importance_ratio(old, sampler, mask, level, *bounds)
-        if self.loss_type == "vespo":  # not linear in the advantage: it takes the ratio itself
-            return inputs | {"importance_sampling_ratio": ratio}
-        advantages = inputs["advantages"]
-        return inputs | {"advantages": (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio}
-
-    def _kl_loss(self, inputs: dict[str, Any], logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The KL divergence in the loss of a micro-batch, as TRL adds its own up and logs it."""
-        kl = kl_divergence(logps, inputs["ref_per_token_logps"], self.algorithm_config.kl_estimator)
-        if self.args.use_bias_correction_kl:
-            apart = logps - inputs.get("old_per_token_logps", logps.detach())
-            if self.importance_sampling_level == "sequence":
-                apart = ((apart * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0))[:, None]
-            kl = kl * apart.exp()
-        sums = self.accelerator.reduce(torch.stack([(kl.detach() * mask).sum(), mask.sum().float()]), reduction="sum")
-        self._metrics["train"]["kl"].append((sums[0] / sums[1].clamp(min=1.0)).item())  # type: ignore[index]
-        return add_up_tokens(
-            kl,
-            mask,
-            self.loss_type,
-            longest=self.max_completion_length or 1,
-            micro_batches=self.current_gradient_accumulation_steps,
-            window_tokens=self._window_tokens(inputs),
-        )
-
-    def _window_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """[]: tokens that count in an optimizer update, of a mean process."""
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        return tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-
-    # Parts that __init__ makes
+    # Noise
 
     def _noise_injector(self, config: NoiseConfig) -> NoiseInjector | None:
         if not config.enabled:
             return None
         assert config.seed is not None
         chosen = config.target_modules, config.exclude_patterns
-        return NoiseInjector(self._policy(), *chosen, config.seed, config.relative)
-
-    def _rollout_policy(self) -> Sampler:
-        kwargs_of_user: Any = self.args.generation_kwargs or {}
-        return RolloutPolicy(
-            self._policy(),
-            self.rollout_config,
-            self.noise,
-            self.generation_config,
-            kwargs_of_user,
-            self.continuous_batching_config,
-            self.args.attention_kernels,
-            self._gathered,
-            self.compute_dtype(),
-        )
-
-    def _vllm_sampler(self, sync: VLLMSync) -> Sampler:
-        return VLLMSampler(
-            self.vllm_generation,
-            sync,
-            policy=self._policy(),
-            gather=self._whole,
-            of_all_processes=self._of_all_processes,
-            generation_kwargs=self.args.generation_kwargs or {},  # type: ignore[arg-type]
-            folder=Path(self.args.output_dir or ".") / "adapter_for_vllm",
-            noise=self.noise,
-        )
-
-    def _plan_update(self) -> UpdatePlan:
-        return plan_update(
-            self._policy(),
-            self.args,
-            entropy_bonus=self._entropy_bonus_enabled,
-            aux_loss=self.aux_loss_enabled,
-            critic=self.algorithm.critic,
-            size=model_size(self.model),
-            autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision),
-        )
-
-    def _make_critic(self, config: CriticConfig, base: Any) -> Critic:
-        if not self.plan.packed:
-            raise UserError(
-                f"--config.algorithm.name {self.algorithm_config.name}: the critic's values are computed in packed"
-                " micro-batches, which this model can't have (the log says why); use --config.algorithm.name grpo"
-            )
-        dtype = self._policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
-        if base is not None:
-            prepare_own_base(base, self.args, split=is_deepspeed_zero3_enabled() or self.is_fsdp_enabled)
-            require_finite_weights(base, f"--config.critic.model_name_or_path {config.model_name_or_path}")
-        critic = Critic(self._policy(), config, self.plan.kernel, dtype, base, self.args.seed)
-        self.add_callback(critic.warm_up)
-        return critic
-
-    # Noise
-
-    def _require_measurable_kl(self) -> None:
-        if why := self.sampler.not_comparable(self._sampling()):
-            raise UserError(
-                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
-                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
-            )
+        return NoiseInjector(self.policy(), *chosen, config.seed, config.relative)
 
     def _measure_weights(self) -> None:
         """How large are the weights that get noise? Relative noise is scaled by it; one warning where the noise is
         large for them."""
         assert self.noise is not None
-        with self._whole([target.weight for target in self.noise.targets]):
+        with self.whole([target.weight for target in self.noise.targets]):
             self.noise.measure()
         names = [target.name for target in self.noise.targets]
-        if self.accelerator.is_main_process and (said := size_warning(self.noise_config, names, self.noise.rms)):
-            log.warning("%s", said)
+        if self.accelerator.is_main_process and (warning := size_warning(self.noise_config, names, self.noise.rms)):
+            log.warning("%s", warning)
 
     def _take_noise_kl(self) -> float | None:
-        """Measurements.take_noise_kl, which is logged."""
-
-        def add_up(sums: torch.Tensor) -> torch.Tensor:
-            return self._of_all_processes(sums.tolist()).sum(dim=0)
-
-        kl = self.measured.take_noise_kl(add_up)
-        if kl is not None:
-            self._metrics["train"]["aqn/kl"].append(kl)
-        return kl
-
-    # Validation
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """transformers comes here before the first step, and between a step's log and its checkpoint where
-        `Validation` has asked for it. The training's metrics, random numbers and rollouts are left as they are."""
-        assert self.validation is not None
-        found: dict[str, float] = {}
-        if self.validation.due(self.state.global_step, self.state.max_steps):
-            where = self.accelerator.device
-            devices = [] if where.type == "cpu" else [where]
-            with self.clock("validation"), torch.random.fork_rng(devices, device_type=where.type):
-                found = self.validation.run(self.state.global_step, self.sampler, self._save_adapter)
-            Trainer.log(self, dict(found))  # TRL's own would flush the metrics of the steps since its last
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-        return found
-
-    # Optimizer
-
-    def create_optimizer(self, *args: Any, **kwargs: Any):
-        optimizer = super().create_optimizer(*args, **kwargs)
-        return optimizer if self.critic is None else self.critic.own_group(optimizer)
-
-    def _clip_grad_norm(self, model: Any):
-        """The critic's gradient is clipped by itself, so that it never shortens the policy's. DeepSpeed clips all that
-        it trains together."""
-        if self.critic is None or self.is_deepspeed_enabled:
-            return super()._clip_grad_norm(model)
-        return self.critic.clip_apart(self.accelerator, model, self.args.max_grad_norm)
+        return self.step.metrics.take_mean("aqn/kl")
 
     # Logging and checkpoints
 
+    def _count_tokens(self) -> None:
+        """Tokens of all processes that the run has sampled, prompts included: transformers' count, and TRL's metric."""
+        rows = [row for micro in self.pending or [] if micro.batch and not micro.takes_part for row in micro.batch.rows]
+        tokens = sum(len(row.prompt_ids) + len(row.token_ids) for row in rows)
+        self.state.num_input_tokens_seen += int(self.step.processes.added_up([float(tokens)])[0])
+        self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+
+    def _log_completions(self) -> None:
+        """What TRL shows of the completions, where it is asked to."""
+        if not self.log_completions:
+            return
+        rows = [row for micro in self.pending or [] if micro.batch and not micro.takes_part for row in micro.batch.rows]
+        shown = self.step.processes.gathered(completions_of(rows, self.reward_func_names))
+        for name in ("prompt", "completion"):
+            self._logs[name].extend(row[name] for row in shown)
+        for name in self.reward_func_names:
+            self._logs["rewards"][name].extend(row[name] for row in shown)
+        known = {"prompt", "completion", *self.reward_func_names}
+        for column in sorted({column for row in shown for column in row} - known):
+            self._logs["extra"][column].extend(row.get(column) for row in shown)
+        self._logs["advantages"].extend([math.nan] * len(shown))
+
     def _save_batch(self, folder: Path) -> None:
-        """The rollout that the update is of (its last one, where it has several): what TRL logs of each completion, and
-        the tensors of each micro-batch."""
-        rank, logged = self.args.process_index, self._logs
-        columns = {"prompt": logged["prompt"], "completion": logged["completion"], **logged["rewards"]}
-        columns["advantage"] = logged["advantages"]
-        count = len(logged["prompt"]) // self.accelerator.num_processes  # TRL logs those of all processes
-        mine = [list(column)[count * rank : count * (rank + 1)] for column in columns.values()]
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*mine, strict=True)]
-        buffered: Any = self._buffered_inputs or []
-        tensors = {
-            f"{index}.{name}": value
-            for index, batch in enumerate(buffered)
-            for name, value in batch.items()
-            if isinstance(value, torch.Tensor)
-        }
-        save_batch(folder, rank, rows, tensors)
+        """The rows that the update is of: what is shown of each completion, and the columns of each micro-batch."""
+        batches = [micro.batch for micro in self.pending or [] if micro.batch and not micro.takes_part]
+        rows = completions_of([row for batch in batches for row in batch.rows], self.reward_func_names)
+        tensors = {f"{i}.{name}": column for i, batch in enumerate(batches) for name, column in batch.columns().items()}
+        save_batch(folder, self.args.process_index, rows, tensors)
 
     def _save_adapter(self, folder: Path) -> None:
         """The adapter, or the model, and the tokenizer. Every process must come here."""
@@ -684,51 +456,67 @@ class PerlGRPOTrainer(PolicyPasses):
             logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
             logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
             logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
-        logs |= self.measured.take()
-        if ratios := self._metrics["train"].get("sampling/importance_sampling_ratio/mean"):
-            warn_of_ratio(sum(ratios) / len(ratios), self.args.vllm_importance_sampling_mode)
-        logs |= self.critic.take_metrics(self.accelerator) if self.critic else {}
+        self.step.metrics.values(self._of_rewards())
+        self.step.metrics.flush()
+        logs |= self.step.critic.take_metrics(self.accelerator) if self.step.critic else {}
         super().log(logs, start_time)
 
+    def _of_rewards(self) -> dict[str, float]:
+        """Means over the processes of what reward functions have logged. Every process must come here."""
+        processes, logged = self.step.processes, self.step.collector.rewards.metrics
+        means = {}
+        for name in sorted(set(processes.gathered(list(logged)))):
+            total, count = processes.added_up([float(sum(logged.get(name, []))), float(len(logged.get(name, [])))])
+            means[name] = total / count
+        logged.clear()
+        return means
+
     def _run_state(self) -> dict[str, Any]:
-        state = super()._run_state() | {"measured": self.measured.state(), "weights": list(self.rollout.weights)}
-        if self.critic:
-            state["critic"] = dict(vars(self.critic.measured))
+        step = self.step
+        state = super()._run_state() | {"measured": step.metrics.state(), "weights": asdict(step.weights)}
+        if step.critic:
+            state["critic"] = dict(vars(step.critic.measured))
+        if step.entropy_bonus:
+            state["entropy"] = [step.entropy_bonus.coefficient, step.entropy_bonus.last]
         if self.noise:
             state["rms"] = self.noise.rms
         return state
 
     def _restore_run_state(self, state: dict[str, Any]) -> None:
         super()._restore_run_state(state)
+        step = self.step
         if self.noise and "rms" in state:  # of the weights as the run began; norms may be trained
             self.noise.rms[:] = state["rms"]
-        if "measured" in state:
-            self.measured.restore(state["measured"])
-            self.rollout.weights = Weights(*state["weights"])
-        if self.critic and "critic" in state:
-            vars(self.critic.measured).update(state["critic"])
+        if "sums" in state.get("measured", {}):
+            step.metrics.restore(state["measured"])
+            step.weights = Weights(**state["weights"])
+        if step.critic and "critic" in state:
+            vars(step.critic.measured).update(state["critic"])
+        if step.entropy_bonus and "entropy" in state:
+            step.entropy_bonus.coefficient, step.entropy_bonus.last = state["entropy"]
 
     def _rollout_state(self) -> RolloutState:
-        window = self.args.steps_per_generation * self.num_iterations  # type: ignore[operator]  # set by GRPOConfig
-        pending: Any = self._buffered_inputs
+        pending = None if self.window_done() else [state_of(micro_batch) for micro_batch in self.pending or []]
         return RolloutState(
             step=self._step,
-            buffered_inputs=pending if self._step % window else None,
+            buffered_inputs=pending,
             settings=self._window_settings(),
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
-            kl_coefficient=self.kl_coefficient.value,
-            stream=self.dynamic_sampling.stream.state() if self.dynamic_sampling else None,
+            kl_coefficient=self.step.kl_coefficient.value,
+            stream=self.step.collector.stream.state(),
         )
 
     def _restore_rollout(self, state: RolloutState) -> None:
         self._step = state.step
-        self._buffered_inputs = state.buffered_inputs
-        if state.kl_coefficient is not None and self.kl_coefficient.target is not None:
-            self.kl_coefficient.value = state.kl_coefficient
+        if state.buffered_inputs is not None:
+            self.pending = [restored(one) for one in state.buffered_inputs]
+        coefficient = self.step.kl_coefficient
+        if state.kl_coefficient is not None and coefficient.target is not None:
+            coefficient.value = state.kl_coefficient
         if state.adapted is not None:
             self.noise_stage.adapted = Adapted(**state.adapted)
-        if self.dynamic_sampling and state.stream is not None:
-            self.dynamic_sampling.stream.restore(state.stream)
+        if state.stream is not None:
+            self.step.collector.stream.restore(state.stream)
 
     def _save_own(self, checkpoint: Path) -> None:
         super()._save_own(checkpoint)
@@ -736,14 +524,93 @@ class PerlGRPOTrainer(PolicyPasses):
 
     def save_critic(self, folder: Path) -> None:
         """Every process must come here."""
-        if self.critic is not None:
-            self.critic.save(folder, self._whole, write=self.accelerator.is_main_process)
+        if self.step.critic is not None:
+            self.step.critic.save(folder, self.whole, write=self.accelerator.is_main_process)
 
     def _window_settings(self) -> dict[str, int]:
         fields = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"
         return {field: getattr(self.args, field) for field in fields}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self.critic is not None and not self.is_deepspeed_enabled:
-            self.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
+        if checkpoint is not None and self.step.critic is not None and not self.is_deepspeed_enabled:
+            self.step.critic.load(Path(checkpoint))  # DeepSpeed's own checkpoint holds all that is trained
         super()._load_optimizer_and_scheduler(checkpoint)
+
+
+class EndOfStream(TrainerCallback):
+    """With dynamic sampling how many steps the epochs' prompts last is not known before: the training ends where the
+    next generation batch finds too few of them."""
+
+    def __init__(self, trainer: PerlGRPOTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A resumed run may have used up its epochs: it trains no further, as one that has made all its steps."""
+        if state.global_step:
+            self._ends(args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.epoch = self.trainer.step.collector.stream.epoch
+        if self._ends(args, state):
+            control.should_training_stop = True
+            control.should_save = control.should_save or args.save_strategy == "steps"
+
+    def _ends(self, args: Any, state: Any) -> bool:
+        """Whether the stream ends the training here, before its steps are made: then this step is the last, for all
+        that asks."""
+        collector = self.trainer.step.collector
+        enough = collector.stream.left >= collector.batch
+        if enough or not self.trainer.window_done() or state.global_step >= state.max_steps:
+            return False
+        if state.is_world_process_zero:
+            log.info(
+                "dynamic sampling: the prompts of %g epochs are used up after step %d of at most %d: the training ends",
+                args.num_train_epochs, state.global_step, state.max_steps,
+            )  # fmt: skip
+        state.max_steps = state.global_step
+        return True
+
+
+@contextlib.contextmanager
+def changed(config: TrainingConfig, **values: Any) -> Iterator[None]:
+    """Inside, fields of our arguments have these values."""
+    before = {name: getattr(config, name) for name in values}
+    vars(config).update(values)
+    try:
+        yield
+    finally:
+        vars(config).update(before)
+
+
+def copy_adapter(model: PeftModel, name: str) -> None:
+    """A frozen copy of the adapter "default", as TRL makes its reference."""
+    model.add_adapter(name, model.peft_config["default"])
+    with torch.no_grad():
+        for full_name, parameter in model.named_parameters():
+            if ".default." in full_name:
+                model.get_parameter(full_name.replace(".default.", f".{name}.")).copy_(parameter)
+
+
+def correction_mode(args: TrainingConfig, rollout: RolloutConfig) -> Any:
+    """How the loss is corrected for the sampler's log-probabilities: of engine vllm by TRL's flags."""
+    if rollout.engine == "vllm":
+        return args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else None
+    level = rollout.importance_correction
+    return None if level == "none" else f"{level}_truncate"
+
+
+def state_of(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Tensors and plain values, for a checkpoint."""
+    batch = micro_batch.batch and micro_batch.batch.state()
+    return {"batch": batch, "takes_part": micro_batch.takes_part, "trained_tokens": micro_batch.trained_tokens}
+
+
+def restored(state: dict[str, Any]) -> MicroBatch:
+    """What `state_of` was given. A UserError for what a version before 0.13 has left."""
+    if "takes_part" not in state:
+        raise UserError(
+            "--config.training.resume_from_checkpoint: the checkpoint holds rollouts of a version before 0.13; resume"
+            " from one whose step is a multiple of steps_per_generation * num_iterations / gradient_accumulation_steps"
+        )
+    batch = None if state["batch"] is None else Batch.restored(state["batch"])
+    return MicroBatch(batch, state["takes_part"], state["trained_tokens"])

@@ -14,13 +14,14 @@ Nothing of the training changes by it: samples bring their own seeds, and the en
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,11 +32,11 @@ from transformers import TrainerCallback
 from perl import device
 from perl.base.files import atomic_write, json_line, write_json
 from perl.base.provenance import provenance, text_hash
+from perl.engines.base import Engine, PolicyEngine
 from perl.grading import Grader, rules_hash
 from perl.models import folders
-from perl.models.pixels import make_images
 from perl.prompts import decode
-from perl.records import Completion, Sample
+from perl.records import Completion, Sample, Weights
 from perl.rewards.functions import grade_rows
 from perl.runs.checkpoints import SAVING, put_in_place
 from perl.runs.together import failing_together
@@ -54,8 +55,7 @@ from perl.scoring.results import (
 from perl.scoring.samples import record_of
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
-from perl.training.rollout import EvaluatorRules, RolloutRequest, Sampler, Weights
-from perl.training.validation_setup import ValidationSetup
+from perl.training.validation_setup import EvaluatorRules, ValidationSetup
 
 log = logging.getLogger(__name__)
 
@@ -107,14 +107,17 @@ class Validation(TrainerCallback):
         if self.due(state.global_step, state.max_steps) and not stopping:
             control.should_evaluate = True
 
-    def run(self, step: int, sampler: Sampler, save_adapter: Callable[[Path], None]) -> dict[str, float]:
+    def run(self, step: int, engine: PolicyEngine, save_adapter: Callable[[Path], None]) -> dict[str, float]:
         """Validate the adapter after `step` steps; every process must come here, and all get the metrics.
 
         Args:
             save_adapter: saves it into a folder; every process must call it.
         """
         started = time.perf_counter()
-        records = {each.name: self._records(step, each, sampler) for each in self.setup.problem_sets}
+        engine.publish(Weights(version=step))
+        rules = self.setup.rules
+        with contextlib.closing(engine.evaluating(rules.eos_token_ids, rules.context)) as evaluator:
+            records = {each.name: self._records(each, evaluator) for each in self.setup.problem_sets}
         seconds = time.perf_counter() - started
         found = self.metrics(records)
         with failing_together("validation: what it leaves"):
@@ -127,40 +130,24 @@ class Validation(TrainerCallback):
         self.done.add(step)
         return found | {"timing/validation": time.perf_counter() - started}
 
-    def _records(self, step: int, problem_set: ProblemSet, sampler: Sampler) -> list[SampleRecord]:
+    def _records(self, problem_set: ProblemSet, engine: Engine) -> list[SampleRecord]:
         """Every sample's, by whichever process, in the order of the samples."""
         share = share_of(problem_set.samples, self.rank, self.world_size, self.setup.rules)
-        mine = self.complete(step, problem_set, share, sampler)
-        by_id = {(record["key"], record["sample"]): record for record in gather_object(mine)}
+        by_id = {(record["key"], record["sample"]): record for record in gather_object(self.complete(share, engine))}
         return [by_id[sample.key, sample.index] for sample in problem_set.samples]
 
-    def complete(self, step: int, problem_set: ProblemSet, share: Share, sampler: Sampler) -> list[SampleRecord]:
+    def complete(self, share: Share, engine: Engine) -> list[SampleRecord]:
         """The graded records of this process's samples. Grading begins while others are drawn."""
-        started, ended = time.perf_counter(), dict[int, Completion]()
-        decoded = functools.partial(completion_of, self.setup.rules.eos_token_ids)
-
-        def grade_early(place: int, token_ids: list[int]) -> None:
-            if place < share.own:
-                ended[place] = decoded(token_ids, seconds=time.perf_counter() - started)
+        started, drawn = time.perf_counter(), dict[int, Completion]()
+        for place, completion in engine.stream(list(share.asked)):
+            if place < share.local:
+                drawn[place] = replace(completion, seconds=time.perf_counter() - started)
                 problem = share.asked[place].problem
-                text = decode(self.setup.tokenizer, ended[place])
+                text = decode(self.setup.tokenizer, completion)
                 self.grader.start(TASKS[problem.task].rubric, text, problem.gold)
-
-        request = RolloutRequest(
-            prompt_ids=[list(sample.token_ids) for sample in share.asked],
-            seeds=[sample.seed for sample in share.asked],
-            sampling=problem_set.sampling,
-            weights=Weights(step, 0, 0.0),
-            group_size=problem_set.sampling.n,
-            on_finished=grade_early,
-            images=[make_images(self.setup.tokenizer, sample.images) for sample in share.asked],
-            rules=self.setup.rules,
-        )
-        drawn = sampler.complete(request).token_ids[: share.own] if share.asked else []
-        whole = time.perf_counter() - started
-        completions = [ended.get(place) or decoded(ids, seconds=whole) for place, ids in enumerate(drawn)]
+        completions = [drawn[place] for place in range(share.local)]
         completions += [Completion.failed(self._too_long(sample)) for sample in share.overlong]
-        samples = [*share.asked[: share.own], *share.overlong]
+        samples = [*share.asked[: share.local], *share.overlong]
         problems = [sample.problem for sample in samples]
         texts = [decode(self.setup.tokenizer, completion) for completion in completions]
         grades = grade_rows(self.grader, texts, [p.gold for p in problems], [p.task for p in problems])
@@ -256,7 +243,7 @@ class Share:
     asked: list[Sample]
     """What the sampler completes: its own samples, then such that other processes have too, so that all ask for as
     many."""
-    own: int
+    local: int
     """How many are its own."""
     overlong: list[Sample]
     """Its own samples whose prompt leaves no room for a completion."""
@@ -276,12 +263,6 @@ def share_of(samples: Sequence[Sample], rank: int, world_size: int, rules: Evalu
     own = [sample for problem in mine for sample in problem]
     missing = -(-len(problems) // world_size) - len(mine)
     return Share([*own, *(problems[0] if missing else [])], len(own), overlong if rank == 0 else [])
-
-
-def completion_of(eos_token_ids: Collection[int], token_ids: Sequence[int], seconds: float = 0.0) -> Completion:
-    """Drawn tokens as an engine gives them back."""
-    stopped = bool(token_ids) and token_ids[-1] in eos_token_ids
-    return Completion(token_ids=tuple(token_ids), finish_reason="stop" if stopped else "length", seconds=seconds)
 
 
 def labels(problem_sets: Sequence[ProblemSet]) -> dict[tuple[str, str], str]:

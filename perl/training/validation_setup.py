@@ -19,7 +19,6 @@ from perl.runs.setup import merged_base
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.scoring.samples import cluster_of
 from perl.tasks import TASKS, load_problems
-from perl.training.rollout import EvaluatorRules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +30,20 @@ log = logging.getLogger(__name__)
 FLAG = "--config.validation."
 GIVEN = ("n", "temperature", "max_new_tokens")
 """Fields of Sampling that the group `validation` has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorRules:
+    """What a completion must keep to for being the evaluator's: nothing of TRL's generation config, or of the run's
+    generation_kwargs, is heeded."""
+
+    eos_token_ids: frozenset[int]
+    context: int | None
+    """Most tokens of prompt and completion together; None: the model names no limit."""
+
+    def room(self, prompt_ids: list[int], max_new_tokens: int) -> int:
+        """Most new tokens after this prompt."""
+        return max_new_tokens if self.context is None else min(max_new_tokens, self.context - len(prompt_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

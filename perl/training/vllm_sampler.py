@@ -1,27 +1,23 @@
-"""vLLM as a Sampler: an engine in the trainer's process, or a server, driven by TRL's client of it (VLLMGeneration).
+"""vLLM in the trainer's process as a PolicyEngine, driven by TRL's client of it (VLLMGeneration).
 
-What is ours is how vLLM gets the policy (perl/training/vllm_sync.py), and what is known of its log-probabilities.
+What is ours is how vLLM gets the policy (perl/training/vllm_sync.py), its noise and seeds, and what is known of its
+log-probabilities.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import math
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
 from perl.device.sharding import Gather
-from perl.engines.base import warn_once
+from perl.engines.base import Feed
 from perl.noise.injector import NoiseInjector
-from perl.records import Sampling
-from perl.training.rollout import Completions, EvaluatorRules, RolloutRequest, Weights, realized
+from perl.records import Completion, Prompt, Sampling, Weights
 from perl.training.vllm_sync import VLLMSync
-
-OfAllProcesses = Callable[[list[int]], torch.Tensor]
-"""[processes, numbers]: the numbers that each process gives."""
 
 
 class SeededLLM:
@@ -43,7 +39,7 @@ class SeededLLM:
 @contextlib.contextmanager
 def replaced(thing: Any, values: dict[str, Any]) -> Iterator[None]:
     """Inside, attributes of `thing` have these values."""
-    before = {name: getattr(thing, name) for name in values}
+    before = {name: getattr(thing, name, None) for name in values}
     try:
         for name, value in values.items():
             setattr(thing, name, value)
@@ -53,27 +49,53 @@ def replaced(thing: Any, values: dict[str, Any]) -> Iterator[None]:
             setattr(thing, name, value)
 
 
+def start_client(trainer: Any, sync: VLLMSync, generation_kwargs: dict[str, Any]) -> Any:
+    """TRL's VLLMGeneration, with the arguments that its GRPOTrainer gives it; its engine is started by `sync`."""
+    from trl.generation import vllm_generation
+
+    args = trainer.args
+    with replaced(vllm_generation, {"LLM": sync.start}):
+        return vllm_generation.VLLMGeneration(
+            model=trainer.model,
+            accelerator=trainer.accelerator,
+            processing_class=trainer.processing_class,
+            mode="colocate",
+            structured_outputs_regex=args.vllm_structured_outputs_regex,
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            max_model_length=args.vllm_max_model_length,
+            max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+            enable_sleep_mode=args.vllm_enable_sleep_mode,
+            model_impl=args.vllm_model_impl,
+            trust_remote_code=args.trust_remote_code,
+            repetition_penalty=args.repetition_penalty,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            max_completion_length=args.max_completion_length,
+            logprobs=0,  # those of the drawn tokens
+            generation_kwargs=generation_kwargs,
+        )
+
+
 class VLLMSampler:
     """
     Args:
         client: TRL's VLLMGeneration.
-        sync: what has started the engine of `client`, if that is in this process.
+        sync: what has started the engine of `client`.
         policy: the trained model (a PeftModel), as VLLMSync.weights takes it.
         gather: ZeRO-3's and FSDP's parameters.
-        of_all_processes: every process constructs a sampler at the same time.
         generation_kwargs: the user's further SamplingParams.
-        folder: where a server in another process finds the adapter.
         noise: the trainer's, or None.
+        eos_token_ids: tokens that end a completion of a rollout.
 
     Attributes:
         noise: the same noise on the engine's weights.
         itemsize: bytes of a weight in vLLM, which chooses its own dtype.
-        elsewhere: it computes on devices that are not the trainer's.
-        takes_more: False; it draws what it is asked for.
-        context: a server's max_model_len; None in the trainer's process.
     """
 
-    takes_more = False
+    context: int | None = None
 
     def __init__(
         self,
@@ -82,103 +104,83 @@ class VLLMSampler:
         *,
         policy: Any,
         gather: Gather,
-        of_all_processes: OfAllProcesses,
         generation_kwargs: dict[str, Any],
-        folder: Path,
         noise: NoiseInjector | None,
+        eos_token_ids: Collection[int],
     ):
         self.client, self.sync, self.generation_kwargs = client, sync, generation_kwargs
-        self.of_all_processes = of_all_processes
-        self.elsewhere, self.context = client.mode == "server", None
-        self._synced_step = -1
+        self.eos_token_ids = {*eos_token_ids, *(generation_kwargs.get("stop_token_ids") or ())}
         # What TRL calls to give vLLM the policy: its own would merge into the base, and subtract again.
         client._iter_named_params = lambda: sync.weights(policy, gather)
-        self.noise = None
-        if not self.elsewhere:
-            self.noise = None if noise is None else sync.noise_for_engine(noise)
-            self.itemsize, self._scaled = client.llm.llm_engine.model_config.dtype.itemsize, True
-            return
-        url, told = None, [0, 0, 0, 0]
-        if client.accelerator.is_main_process:  # the one that talks to the server
-            url, info = client.vllm_client.base_url, client.vllm_client.get_server_info()
-            dtype = getattr(torch, info["model_config"]["dtype"].removeprefix("torch."))
-            scaled = info["model_config"]["logprobs_mode"] == "processed_logprobs"
-            lora, context = info.get("lora_config") is not None, info["model_config"]["max_model_len"]
-            told = [dtype.itemsize, int(scaled), int(lora), int(context)]
-        self.itemsize, scaled, with_lora, self.context = of_all_processes(told).amax(dim=0).tolist()
-        self._scaled = bool(scaled)
-        sync.use_server(bool(with_lora))
+        self.noise = None if noise is None else sync.noise_for_engine(noise)
+        self.itemsize = client.llm.llm_engine.model_config.dtype.itemsize
+        self.max_num_seqs = client.max_num_seqs
+        self.weights = Weights(version=-1)
 
-        def publish() -> None:
-            name = sync.publish(policy, gather, url, folder)
-            if url is not None:
-                client.vllm_client.model = name
-
-        if sync.reason is None:
-            client.sync_weights = publish
-
-    def complete(self, request: RolloutRequest) -> Completions:
-        """Every process must come here. `client` was made with the run's sampling; a server knows no seeds."""
-        if request.weights.step != self._synced_step:
+    def publish(self, weights: Weights) -> None:
+        if weights.version != self.weights.version:
             self.client.sync_weights()
-            self._synced_step = request.weights.step
-        if self.noise is not None:
-            self.client.llm.perturbed = functools.partial(self._noisy, request.weights)
-        if request.rules is not None:
-            return self._complete_by(request.rules, request)
-        values = {}
-        if not self.elsewhere:
-            most = (self.generation_kwargs or {}).get("max_tokens", request.sampling.max_new_tokens)
-            rows = [(seed, most) for seed in request.seeds]
-            values["llm"] = SeededLLM(self.client.llm, self._of_tensor_parallel(rows))
-        with replaced(self.client, values):
+        self.weights = weights
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        """One call of vLLM for all that is asked. Every process must come here."""
+        prompts = [prompt for prompt in feed if prompt is not None]
+        limit = self.generation_kwargs.get("max_tokens", math.inf)
+        rows = [(prompt.seed, int(min(limit, prompt.sampling.max_new_tokens))) for prompt in prompts]
+        yield from self._generate(prompts, rows, self.eos_token_ids, {}, self._noisy())
+
+    def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> Evaluating:
+        return Evaluating(self, sorted(eos_token_ids), context)
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        rows: list[tuple[int, int]],
+        eos_token_ids: Collection[int],
+        values: dict[str, Any],
+        around: Any,
+    ) -> Iterator[tuple[int, Completion]]:
+        """
+        Args:
+            rows: seed and most new tokens of each.
+            eos_token_ids: tokens that end a completion.
+            values: what attributes of the client are meanwhile.
+        """
+        values = values | {"llm": SeededLLM(self.client.llm, self._of_tensor_parallel(rows))}
+        with replaced(self.client, values), around:
             _, token_ids, logprobs, _ = self.client.generate(
-                prompts=request.prompt_ids, images=None, num_generations=request.group_size
+                prompts=[list(prompt.token_ids) for prompt in prompts], images=None, num_generations=1
             )
-        drawn = [[logprob for logprob, *_ in of_tokens] for of_tokens in logprobs]
-        return Completions(token_ids, drawn, realized(self.noise))
-
-    def _complete_by(self, rules: EvaluatorRules, request: RolloutRequest) -> Completions:
-        """As the evaluator's vLLM draws. TRL's client draws with its own fields: they have other values meanwhile. A
-        server takes one seed and one length for all completions; it is asked for greedy ones only."""
-        sampling, ends = request.sampling, sorted(rules.eos_token_ids)
-        rooms = [rules.room(prompt, sampling.max_new_tokens) for prompt in request.prompt_ids]
-        values = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        most = self._shortest(rooms, sampling.max_new_tokens) if self.elsewhere else min(rooms)
-        values |= {"repetition_penalty": sampling.repetition_penalty, "max_completion_length": most}
-        values |= {"generation_kwargs": {"stop_token_ids": ends}, "structured_outputs_regex": None}
-        if not self.elsewhere:
-            rows = list(zip(request.seeds, rooms, strict=True))
-            values["llm"] = SeededLLM(self.client.llm, self._of_tensor_parallel(rows))
-        with replaced(self.client, values):
-            _, token_ids, _, _ = self.client.generate(prompts=request.prompt_ids, images=None, num_generations=1)
-        return Completions(token_ids, [[] for _ in token_ids])
-
-    def _shortest(self, rooms: list[int], asked: int) -> int:
-        """The length that a server can give all completions of all processes."""
-        most = int(self.of_all_processes([min(rooms)]).min())
-        if most < asked:
-            warn_once(
-                f"validation: completions end after {most} tokens, not {asked}: the longest prompt leaves no more of"
-                " the model's context, and a vLLM server takes one length for all; --config.training.vllm_mode colocate"
-                " gives each its own"
-            )
-        return most
+        for place, (ids, numbers) in enumerate(zip(token_ids, logprobs, strict=True)):
+            drawn = tuple(math.nan if number is None else number for number, *_ in numbers)
+            finish = "stop" if ids and ids[-1] in eos_token_ids else "length"
+            yield place, Completion(token_ids=tuple(ids), logprobs=drawn, finish_reason=finish)
 
     def _of_tensor_parallel(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Those of all processes that share an engine, which each gives it all of."""
         if self.client.tensor_parallel_size == 1:
             return rows
-        found: list[Any] = [None] * self.client.tensor_parallel_size
-        torch.distributed.all_gather_object(found, rows, group=self.client.tp_group)
-        return [row for own in found for row in own]
+        gathered: list[Any] = [None] * self.client.tensor_parallel_size
+        torch.distributed.all_gather_object(gathered, rows, group=self.client.tp_group)
+        return [row for part in gathered for row in part]
 
     @contextlib.contextmanager
-    def _noisy(self, weights: Weights) -> Iterator[None]:
-        """Inside, the engine's norm weights hold the noise. Keys and values that vLLM keeps of prompts are of the
-        weights that computed them, so none is found by another noise, nor by the clean weights."""
+    def _noisy(self) -> Iterator[None]:
+        """Inside, the engine's norm weights hold the noise while it draws. Keys and values that vLLM keeps of prompts
+        are of the weights that computed them, so none is found by another noise, nor by the clean weights."""
+        if self.noise is None or not self.weights.sigma:
+            yield
+            return
+        self.client.llm.perturbed = self._perturbed
+        try:
+            yield
+        finally:
+            self.client.llm.perturbed = contextlib.nullcontext
+
+    @contextlib.contextmanager
+    def _perturbed(self) -> Iterator[None]:
         assert self.noise is not None
-        with self.noise.applied(weights.sigma, (weights.step, weights.number)):
+        with self.noise.applied(self.weights.sigma, (self.weights.version, self.weights.draw)):
             self._forget_prompts()
             yield
         self._forget_prompts()
@@ -188,8 +190,39 @@ class VLLMSampler:
             raise RuntimeError("vLLM's prefix cache could not be emptied between rollouts of different noise")
 
     def not_comparable(self, sampling: Sampling) -> str | None:
-        if not self._scaled and sampling.temperature != 1.0:
-            return "before temperature, as the vLLM server runs without --logprobs-mode processed_logprobs"
         if sampling.truncates or self.generation_kwargs:
             return "of a truncated distribution"
         return None
+
+    def take_metrics(self) -> dict[str, float]:
+        return {} if self.noise is None else {"aqn/sigma_realized": self.noise.realized_sigma}
+
+    def close(self) -> None:
+        """The engine lives as long as the trainer."""
+
+
+class Evaluating:
+    """The same engine as the evaluator's vLLM draws. TRL's client draws with its own fields: they have other values
+    meanwhile."""
+
+    def __init__(self, sampler: VLLMSampler, stop_token_ids: list[int], context: int | None):
+        self.sampler, self.stop_token_ids, self.context = sampler, stop_token_ids, context
+        self.max_num_seqs = sampler.max_num_seqs
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        prompts = [prompt for prompt in feed if prompt is not None]
+        if not prompts:
+            return
+        sampling = prompts[0].sampling
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        values: dict[str, Any] = {name: getattr(sampling, name) for name in names}
+        values |= {"generation_kwargs": {"stop_token_ids": self.stop_token_ids}, "structured_outputs_regex": None}
+        rows = [(prompt.seed, self._room(prompt)) for prompt in prompts]
+        yield from self.sampler._generate(prompts, rows, self.stop_token_ids, values, contextlib.nullcontext())
+
+    def _room(self, prompt: Prompt) -> int:
+        most = prompt.sampling.max_new_tokens
+        return most if self.context is None else min(most, self.context - len(prompt.token_ids))
+
+    def close(self) -> None:
+        """Nothing of its own."""

@@ -8,6 +8,7 @@ import yaml
 from perl.adapters.applied import check_method
 from perl.base.errors import UserError
 from perl.config.load import parse
+from perl.config.replaced import REMOVED_FIELDS
 from perl.config.schema import GROUPS
 from perl.config.unused_flags import RULES
 
@@ -312,18 +313,38 @@ def test_vllms_probabilities_are_corrected_token_by_token_unless_the_user_says_o
         )
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("rollout.engine", "continuous_batching", "write fast"),
+        ("training.vllm_mode", "server", "write colocate"),
+        ("training.vllm_server_base_url", "http://host:8000", "leave it out: vLLM runs in the trainer's process"),
+        ("training.use_transformers_continuous_batching", "true", "leave it out: .* --config.rollout.engine fast"),
+        ("critic.share_base", "false", "leave it out: the critic computes on the policy's base"),
+        ("critic.model_name_or_path", "other", "leave it out: the critic computes on the policy's base"),
+    ],
+)
+def test_what_was_removed_says_what_to_write_instead(tmp_path, field, value, instead):
+    for words in ([f"--config.{field}", value], [f"--config.{field}={value}"]):
+        assert re.match(f"--config.{field} {value}: was removed; {instead}", message(*words))
+    group, _, name = field.partition(".")
+    recipe = write(tmp_path / "r.yaml", f"{group}: {{{name}: {value}}}\n")
+    assert re.match(f"--recipe {recipe}: {field} {value}: was removed; {instead}", message("--recipe", recipe), re.I)
+
+
+def test_what_was_removed_is_no_flag_and_at_its_old_default_no_mistake(tmp_path):
+    assert not REMOVED_FIELDS.keys() & set(parse([]).values.keys(branches=False))
+    for field, (default, _) in REMOVED_FIELDS.items():
+        group, _, name = field.partition(".")
+        recipe = write(tmp_path / "config.yaml", yaml.safe_dump({group: {name: default}}))
+        assert parse(["--recipe", recipe]).warnings == []
+
+
 def test_noise_needs_a_sampler_that_is_given_it():
     noise = ["--config.noise_injection.enabled", "true", "--config.rollout.engine"]
-    assert "use --config.rollout.engine fast" in message(*noise, "continuous_batching")
-    vllm = [*noise, "vllm", "--config.training.vllm_mode"]
-    assert "vllm_mode server can't be given the noise" in message(*vllm, "server")
-    noisy = [*vllm, "colocate", "--config.noise_injection.old_logps", "noisy"]
+    noisy = [*noise, "vllm", "--config.noise_injection.old_logps", "noisy"]
     assert "write --config.training.vllm_importance_sampling_correction false" in message(*noisy)
-    for taken in (
-        vllm[:4],
-        [*vllm, "colocate"],
-        [*noisy, "--config.training.vllm_importance_sampling_correction", "false"],
-    ):
+    for taken in ([*noise, "vllm"], [*noisy, "--config.training.vllm_importance_sampling_correction", "false"]):
         assert parse(taken).values.noise_injection.enabled
 
 

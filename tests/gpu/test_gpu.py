@@ -11,6 +11,7 @@ from trl import GRPOTrainer
 from perl import device
 from perl.adapters import ADAPTERS
 from perl.config.schema import NoiseConfig, PeftConfig
+from perl.records import Completion
 from perl.training.trainer import PerlGRPOTrainer
 from tests import trainers
 from tests.tiny import END, WORDS, tiny_model, tiny_tokenizer
@@ -50,9 +51,8 @@ def make_trainer(folder, **settings):
 
 def draw(trainer):
     """Completions of PROMPTS, GROUP of each, by a rollout."""
-    rows = [prompt for prompt in PROMPTS for _ in range(GROUP)]
     trainer.noise_stage.on_step_begin(trainer.args, trainer.state, None)
-    completions = trainer._generate_single_turn(rows, None, {}, GROUP)[0]
+    completions = trainers.draw(trainer, PROMPTS, GROUP)
     trainer.state.global_step += 1
     return completions
 
@@ -167,7 +167,11 @@ def gradient(folder, kind, bf16):
     trainer = make_trainer(folder, kind=kind, model=model, bf16=bf16, **plain)
     lengths = [24, 3, 11, 1, 7, 20, 2, 16]
     given = [[6 + (5 * row + i) % len(WORDS) for i in range(n)] for row, n in enumerate(lengths)]
-    trainer._generate_single_turn = lambda *args, **kwargs: (given, None)
+    if kind is PerlGRPOTrainer:
+        completions = [Completion(token_ids=tuple(ids), finish_reason="stop") for ids in given]
+        trainer.step.engine.stream = lambda feed: enumerate(completions)
+    else:
+        trainer._generate_single_turn = lambda *args, **kwargs: (given, None)
     before = {n: p.detach().clone().float() for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     return {n: before[n] - p.detach().float() for n, p in trainer.model.named_parameters() if p.requires_grad}

@@ -53,7 +53,7 @@ def main() -> None:
     target.module.register_forward_pre_hook(look)
     trainer.train()
     save_result(trainer, out)
-    with trainer._gathered() as policy:
+    with trainer.gathered() as policy:
         weights = {name: whole(weight).float().cpu().clone() for name, weight in policy.named_parameters()}
     before = load_file(out / "base" / "model.safetensors")
     report = {
@@ -63,7 +63,7 @@ def main() -> None:
         "clean_in_loss": seen,
         "kl": [row["kl"] for row in trainer.state.log_history if "kl" in row],
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
-        "tolerance": trainer.measured.tolerance,
+        "tolerance": trainer.step.metrics.tolerance,
         "dtype": str(policy.dtype),
     }
     if trainer.args.process_index == 0:

@@ -54,14 +54,14 @@ def report_of(name: str, out: Path, settings: dict) -> dict:
     before = {key: p.detach().float().cpu().clone() for key, p in trainer.model.named_parameters()}
     trainer.train()
     trainer.save_model(str(out / name / "adapter"))
-    with trainer._gathered() as policy:
+    with trainer.gathered() as policy:
         weights = {key: whole(p).float().cpu().clone() for key, p in policy.named_parameters()}
         trained = {key for key, p in policy.named_parameters() if p.requires_grad}
     found = {
         "sums": {key: weights[key].double().sum().item() for key in sorted(trained)},
         "frozen": {key: weight.double().sum().item() for key, weight in weights.items() if key not in trained},
         "device": str(trainer.args.device),
-        "merged": trainer.sampler.merge._said,
+        "merged": trainer.step.engine.merge._said,
         "ranks": trainer.ranks and trainer.ranks.ranks,
         "still": name in ("pissa", "milora") and all(_second_halves_equal(before, weights)),
         "zeros": sum(int((weights[key] == 0).sum()) for key in trained if "lora_E" in key),

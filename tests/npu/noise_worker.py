@@ -35,7 +35,7 @@ def main() -> None:
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             if torch.is_grad_enabled():  # the loss
                 exact[name].append(torch.equal(weight.cpu(), clean[name].cpu()))
-            elif trainer.sampler.merge.merged:
+            elif trainer.step.engine.merge.merged:
                 noisy[name].append(not torch.equal(weight.cpu(), clean[name].cpu()))
 
         return hook

@@ -4,6 +4,7 @@ Writes OUT_FOLDER/rank<N>.json: what the ranks' norm weights held while completi
 was computed, the losses, and how far the adapter moved.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -40,37 +41,41 @@ def main() -> None:
     trainer = make_trainer(out / "run", noise=noise, **settings)
     seen: dict[str, list] = {"generate": [], "loss": []}
     generating = False
-    stock = trainer._generate_single_turn
+    applied = trainer.noise.applied
 
-    def generate(*args, **kwargs):
+    @contextlib.contextmanager
+    def sampling(*args):
+        """While tokens are drawn, and while sampler and trainer are compared."""
         nonlocal generating
-        generating = True
-        try:
-            return stock(*args, **kwargs)
-        finally:
-            generating = False
+        with applied(*args):
+            generating = True
+            try:
+                yield
+            finally:
+                generating = False
 
-    trainer._generate_single_turn = generate
+    trainer.noise.applied = sampling
     merged: list[set[bool]] = []
     drawing = False
-    complete = trainer.sampler.complete
+    engine = trainer.step.engine
+    stream = engine.stream
 
-    def watched(request):
+    def watched(feed):
         nonlocal drawing
         drawing = True
         merged.append(set())
         try:
-            return complete(request)
+            yield from stream(feed)
         finally:
             drawing = False
 
-    trainer.sampler.complete = watched
+    engine.stream = watched
     for name, module in trainer.accelerator.unwrap_model(trainer.model).named_modules():
         if name.endswith("0.post_attention_layernorm"):
 
             def look(m, _):
                 if drawing:
-                    merged[-1].add(trainer.sampler.merge.merged)
+                    merged[-1].add(engine.merge.merged)
                 if not (hasattr(torch, "npu") and torch.npu.is_current_stream_capturing()):
                     seen["generate" if generating else "loss"].append(full(m.weight))
 
@@ -95,7 +100,7 @@ def main() -> None:
         "adapted": asdict(trainer.noise_stage.adapted),
         "rms": trainer.noise.rms,
         "merged": [sorted(rollout) for rollout in merged],
-        "tolerance": trainer.measured.tolerance,
+        "tolerance": trainer.step.metrics.tolerance,
         "graphs": len(captured),
     }
     leave(out, trainer.args.process_index, report)

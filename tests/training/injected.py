@@ -12,17 +12,15 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from trl import GRPOTrainer
 
 from perl.config.schema import PeftConfig
+from perl.records import Completion
 from tests.tiny import END, SPECIAL, WORDS
 from tests.trainers import make_trainer, question, reward_tokens
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 LONGEST = 12
 
@@ -61,13 +59,31 @@ def inject(trainer: GRPOTrainer) -> None:
     """Completions of a rollout depend on its number and on the row's place among the rows of all ranks."""
     drawn = 0
 
-    def generate(prompt_ids, images, fields, num_generations, *args, **kwargs):
+    def draw(prompts) -> list[list[int]]:
         nonlocal drawn
         drawn += 1
-        first = trainer.accelerator.process_index * len(prompt_ids)
-        return [completion(drawn, first + i) for i in range(len(prompt_ids))], None
+        first = trainer.accelerator.process_index * len(prompts)
+        return [completion(drawn, first + i) for i in range(len(prompts))]
 
-    trainer._generate_single_turn = generate  # type: ignore[method-assign]
+    def stream(prompts):
+        for place, token_ids in enumerate(draw(prompts)):
+            finish = "stop" if token_ids[-1] == END else "length"
+            yield place, Completion(token_ids=tuple(token_ids), finish_reason=finish)
+
+    if isinstance(trainer, GRPOTrainer) and hasattr(trainer, "step"):
+        trainer.step.engine = trainer.step.collector.engine = Injected(trainer.step.engine, stream)
+        return
+    trainer._generate_single_turn = lambda prompt_ids, *args, **kwargs: (draw(prompt_ids), None)  # type: ignore[method-assign]
+
+
+class Injected:
+    """An engine that gives back what is injected."""
+
+    def __init__(self, engine, stream):
+        self.engine, self.stream = engine, stream
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
 
 
 def learn(trainer_class: type[GRPOTrainer] | None, rewards: str = "no ties", **settings) -> Learned:

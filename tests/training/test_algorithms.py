@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 from peft import get_peft_model
+from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
@@ -15,7 +17,7 @@ from perl.algorithms.rloo import leave_one_out
 from perl.config.schema import PeftConfig
 from perl.training.trainer import PerlGRPOTrainer
 from tests.tiny import tiny_model
-from tests.trainers import make_trainer, move_adapter, reward_tokens
+from tests.trainers import kept_batches, make_trainer, move_adapter, reward_tokens
 from tests.training.injected import inject, learn
 
 ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
@@ -39,14 +41,6 @@ def assert_same(one, other, places=1e-6):
 # KL in the loss
 
 
-class OwnKL(PerlGRPOTrainer):
-    """With the KL divergence that TRL's loss has, added by ours."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.beta, self.own_beta = 0.0, self.beta
-
-
 @pytest.mark.parametrize(
     ("loss_type", "level", "corrected"),  # one of each way to add up
     [
@@ -62,7 +56,7 @@ def test_kl_is_added_up_as_in_trls_loss(tmp_path, loss_type, level, corrected):
     settings |= {"importance_sampling_level": level, "use_bias_correction_kl": corrected}
     settings |= {} if loss_type == "bnpo" else {"max_tokens_per_microbatch": 100, **ONE_ROW, "steps_per_generation": 16}
     logs = []
-    for kind in (OwnKL, PerlGRPOTrainer):
+    for kind in (PerlGRPOTrainer, GRPOTrainer):
         trainer = make_trainer(tmp_path, kind=kind, rewards=[reward_tokens], **settings)
         inject(trainer)
         move_adapter(trainer.model, 0.2)
@@ -70,7 +64,8 @@ def test_kl_is_added_up_as_in_trls_loss(tmp_path, loss_type, level, corrected):
         logs.append(trainer.state.log_history[0])
     ours, trls = logs
     assert trls["kl"] > 1e-3
-    for metric in ("loss", "grad_norm", "kl"):
+    assert ours["kl"] > 1e-3  # a mean over all tokens; TRL's is one over micro-batches
+    for metric in ("loss", "grad_norm"):
         assert ours[metric] == pytest.approx(trls[metric], rel=1e-5), metric
 
 
@@ -103,34 +98,37 @@ def test_every_estimator_is_in_the_loss_and_logged(tmp_path):
 # KL in the reward
 
 
-class Recording(PerlGRPOTrainer):
-    """Keeps its first generation batch, with the log-probabilities of both policies on it."""
+class Look(TrainerCallback):
+    """Log-probabilities of the first batch by the policy before its update, and by the reference."""
 
-    first = None
+    def __init__(self, trainer, batches):
+        self.trainer, self.batches = trainer, batches
+        self.policy = self.reference = None
 
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        if self.first is None:
-            with torch.no_grad(), self._policy().disable_adapter():
-                reference = self._logps(self.model, output)
-            with torch.no_grad():
-                self.first = output, self._logps(self.model, output), reference, self._weighted(self.rollout.rewards)
-        return output
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        if self.policy is None:
+            score, batch = self.trainer.step.passes.logps, self.batches[0]
+            self.policy = score(self.trainer.model, batch.rows, batch.width)
+            with self.trainer.model.disable_adapter():
+                self.reference = score(self.trainer.model, batch.rows, batch.width)
 
 
 def recorded(folder, **settings):
-    trainer = make_trainer(folder, kind=Recording, rewards=[reward_tokens], max_steps=1, **settings)
+    """A trainer that has made a step, its batch, and the log-probabilities of policy and reference on it."""
+    trainer = make_trainer(folder, rewards=[reward_tokens], max_steps=1, **settings)
+    batches = kept_batches(trainer)
+    look = Look(trainer, batches)
+    trainer.add_callback(look)
     move_adapter(trainer.model, 0.05)
     trainer.train()
-    return trainer
+    return trainer, batches[0], look.policy, look.reference
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_kl_is_taken_from_the_reward(tmp_path, name, beta):
-    trainer = recorded(tmp_path, beta=beta, algorithm={"name": name, "kl_in_reward": 0.5})
-    batch, policy, reference, rewards = trainer.first
-    mask = batch["completion_mask"].bool()
+    trainer, batch, policy, reference = recorded(tmp_path, beta=beta, algorithm={"name": name, "kl_in_reward": 0.5})
+    rewards, mask = torch.tensor([row.rewards[0] for row in batch.rows]), batch.mask
     kl = ((policy - reference) * mask).float()
     assert kl.abs().max() > 1e-3
     totals = rewards - 0.5 * kl.sum(dim=1)
@@ -138,8 +136,7 @@ def test_kl_is_taken_from_the_reward(tmp_path, name, beta):
     tokens[torch.arange(len(tokens)), mask.sum(dim=1) - 1] += rewards
     scored = Scored(rewards=totals, token_rewards=tokens, mask=mask, group_size=4, gather=lambda x: x, first=0)
     expected = (ALGORITHMS[name].advantages or group_relative)(scored)
-    assert torch.allclose(batch["advantages"], expected, atol=1e-4)
-    assert ("ref_per_token_logps" in batch) == (beta > 0)  # of no use to the loss otherwise
+    assert torch.allclose(batch.advantages, expected if expected.ndim == 2 else expected[:, None], atol=1e-4)
     row = trainer.state.log_history[0]
     assert row["kl_in_reward"] == pytest.approx((kl.sum(dim=1) / mask.sum(dim=1)).mean().item(), abs=1e-5)
     assert row["advantages/max"] == pytest.approx(
@@ -185,7 +182,7 @@ def test_an_adapted_coefficient_goes_on_where_it_was(tmp_path, steps_per_generat
     again, second = run("again", resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3"))
     assert len({row[2] for row in whole if row[2]}) > 2
     assert again[3:] == whole[3:]
-    assert first.kl_coefficient.value == second.kl_coefficient.value != 0.2
+    assert first.step.kl_coefficient.value == second.step.kl_coefficient.value != 0.2
     for (name, one), (_, other) in zip(first.model.named_parameters(), second.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
 
@@ -265,7 +262,6 @@ def test_equal_rewards_leave_no_advantage_where_each_function_is_normalized(tmp_
 
     trainer = make_trainer(
         tmp_path,
-        kind=Recording,
         rewards=[seven_tenths, first_group],
         num_generations=8,
         multi_objective_aggregation="normalize_then_sum",
@@ -273,8 +269,8 @@ def test_equal_rewards_leave_no_advantage_where_each_function_is_normalized(tmp_
         gradient_accumulation_steps=4,
         max_steps=1,
     )
+    kept = kept_batches(trainer)
     trainer.train()
-    advantages = trainer.first[0]["advantages"]
-    assert advantages.shape == (16,)
-    assert advantages[:8].all()
-    assert not advantages[8:].any()
+    assert kept[0].advantages.shape == (16, 1)
+    assert kept[0].advantages[:8].all()
+    assert not kept[0].advantages[8:].any()

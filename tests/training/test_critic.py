@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 from perl.algorithms.ppo import gae
 from perl.base.errors import UserError
 from perl.config.load import parse
+from perl.records import Trajectory
 from perl.runs.checkpoints import CRITIC, check_critic
-from perl.runs.setup import check_critic_base, load_critic_base
 from perl.training.critic import SCALE, value_loss
 from perl.training.grpo import save_critic
-from perl.training.passes import tokens_of
-from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 
 PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "rewards": (reward_tokens,), "loss_type": "dapo", "engine": "fast"}
@@ -30,7 +29,7 @@ def ppo(folder, **settings: Any) -> Any:
 def move_critic(trainer, seed=6):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in trainer.critic.parameters():
+        for parameter in trainer.step.critic.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
@@ -41,17 +40,21 @@ def of_policy(trainer):
 
 
 def of_critic(trainer):
-    return {name: p.detach().clone() for name, p in trainer.critic.weights.named_parameters()}
+    return {name: p.detach().clone() for name, p in trainer.step.critic.weights.named_parameters()}
 
 
-def batch():
+def rows():
     """Two prompts, of 3 and 2 tokens; three completions, of 3, 1 and 2."""
-    return {
-        "prompt_ids": torch.tensor([[6, 7, 8], [6, 7, 8], [0, 9, 10]]),
-        "prompt_mask": torch.tensor([[1, 1, 1], [1, 1, 1], [0, 1, 1]]),
-        "completion_ids": torch.tensor([[11, 12, 2], [13, 0, 0], [14, 2, 0]]),
-        "completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
-    }
+    prompts, completions = [(6, 7, 8), (6, 7, 8), (9, 10)], [[11, 12, 2], [13], [14, 2]]
+    return [
+        Trajectory(row={}, position=0, sample=i, prompt_ids=p, token_ids=c)
+        for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
+def values_of(trainer):
+    """float32 [3, 3]."""
+    return trainer.step.passes.values(trainer.model, rows(), 3, trainer.step.critic)
 
 
 def test_value_loss_by_hand():
@@ -71,59 +74,18 @@ def test_values_are_those_of_the_base_with_the_critics_weights_in_it(tmp_path):
     move_adapter(trainer.model, 0.05)
     move_critic(trainer)
     alone = copy.deepcopy(tiny_model(scale=4.0, seed=3)).eval()
-    weights, head = trainer.critic.weights, trainer.critic.weights.head
+    weights, head = trainer.step.critic.weights, trainer.step.critic.weights.head
     linears = [m for layer in alone.model.layers for m in layer.modules() if isinstance(m, torch.nn.Linear)]
     with torch.no_grad():
         for linear, update in zip(linears, weights.updates, strict=True):
             linear.weight += SCALE * update.b @ update.a
-    rows = batch()
-    values, _ = trainer.critic.values(trainer.model, *tokens_of(rows), rows=2)
-    for row in range(3):
-        prompt = rows["prompt_ids"][row][rows["prompt_mask"][row].bool()]
-        completion = rows["completion_ids"][row][rows["completion_mask"][row].bool()]
+    values = values_of(trainer)
+    for place, row in enumerate(rows()):
         with torch.no_grad():
-            hidden = alone.model(torch.cat([prompt, completion])[None]).last_hidden_state[0]
-            expected = (hidden @ head.weight[0] + head.bias)[len(prompt) - 1 : -1]
-        torch.testing.assert_close(values[row, : len(completion)], expected, rtol=1e-4, atol=1e-5)
-        assert not values[row, len(completion) :].any()
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_critic_with_a_base_of_its_own_learns_and_both_bases_stay(tmp_path, checkpointing):
-    """Another shape; its values are those of a pass over each row by itself."""
-    own = tiny_model("llama", scale=4.0, seed=7, hidden_size=32, layers=1)
-    trainer = ppo(tmp_path, critic_base=own, gradient_checkpointing=checkpointing, num_generations=1, max_steps=3)
-    before = {name: p.detach().clone() for name, p in [*own.named_parameters(), *trainer.model.named_parameters()]}
-    trainer.train()
-    for name, parameter in [*own.named_parameters(), *trainer.model.named_parameters()]:
-        trained = name.startswith("critic.") or "lora_" in name
-        assert torch.equal(parameter, before[name]) != trained, name
-    assert not [name for name, _ in trainer.model.named_parameters() if "critic" in name and ".layers." in name]
-    rows = batch()
-    trainer.model.train()
-    _, _, together, _ = trainer.critic.score(trainer.model, *tokens_of(rows))
-    alone, _ = trainer.critic.values(trainer.model, *tokens_of(rows), rows=1)
-    assert alone.abs().max() > 0
-    torch.testing.assert_close(together.detach(), alone, rtol=1e-4, atol=1e-5)
-
-
-def test_a_base_of_the_critics_own_is_checked_before_anything_is_loaded(tmp_path):
-    ppo_flags = ["--config.algorithm.name", "ppo"]
-    with pytest.raises(UserError, match=r"share_base true: the critic has no other base"):
-        parse([*ppo_flags, "--config.critic.model_name_or_path", "other"])
-    with pytest.raises(UserError, match=r"share_base false: name the critic's own base"):
-        parse([*ppo_flags, "--config.critic.share_base", "false"])
-    save_tiny(tmp_path / "other")
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["otherwise"])
-    flags = [*ppo_flags, "--config.critic.share_base", "false", "--config.critic.model_name_or_path"]
-    config = parse([*flags, str(tmp_path / "other")]).build(processes=1)
-    check_critic_base(config, tiny_tokenizer())
-    with pytest.raises(UserError, match=r"--config.critic.model_name_or_path .*: its tokens are not those of"):
-        check_critic_base(config, tokenizer)
-    assert getattr(load_critic_base(config), "vocab_size", None) == len(tiny_tokenizer())
-    with pytest.raises(UserError, match=r"--config.critic.model_name_or_path"):
-        check_critic_base(parse([*flags, str(tmp_path / "none")]).build(processes=1), tokenizer)
+            hidden = alone.model(torch.tensor([[*row.prompt_ids, *row.token_ids]])).last_hidden_state[0]
+            expected = (hidden @ head.weight[0] + head.bias)[len(row.prompt_ids) - 1 : -1]
+        torch.testing.assert_close(values[place, : len(row.token_ids)], expected, rtol=1e-4, atol=1e-5)
+        assert not values[place, len(row.token_ids) :].any()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -139,16 +101,15 @@ def test_one_pass_gives_the_policys_numbers_and_gradients_and_the_critics(tmp_pa
     trainer.model.train()
     move_adapter(trainer.model, 0.05)
     move_critic(trainer)
-    rows = batch()
-    logps, entropies, values, work = trainer.critic.score(trainer.model, *tokens_of(rows))
-    both = gradients(logps.square().sum() + values.square().sum(), trainer)
+    said, work = trainer.step.critic.score(trainer.model, rows(), 3)
+    both = gradients(said.logps.square().sum() + said.values.square().sum(), trainer)
 
     plain = make_trainer(tmp_path / "plain", engine="fast")
     plain.model.train()
     move_adapter(plain.model, 0.05)
-    scored = plain._get_per_token_logps_and_entropies(plain.model, *tokens_of(rows), compute_entropy=True)
-    torch.testing.assert_close(logps, scored.logps)
-    torch.testing.assert_close(entropies, scored.entropies)
+    scored = plain.step.passes.score(plain.model, rows(), 3)
+    torch.testing.assert_close(said.logps, scored.logps)
+    torch.testing.assert_close(said.entropies, scored.entropies)
     policys = gradients(scored.logps.square().sum(), plain)
     assert policys.keys() == {name for name in both if "lora_" in name}
     for name, gradient in policys.items():
@@ -156,15 +117,14 @@ def test_one_pass_gives_the_policys_numbers_and_gradients_and_the_critics(tmp_pa
 
     alone = ppo(tmp_path / "alone")
     move_critic(alone)
-    with torch.enable_grad():
-        packed, output = alone.critic._forward(alone.model, *tokens_of(rows), ("critic",))
-    torch.testing.assert_close(values, packed.unpack(output.state_values))
-    critics = gradients(output.state_values.square().sum(), alone)
+    valued, half = alone.step.critic.score(alone.model, rows(), 3, policy=False)
+    torch.testing.assert_close(said.values, valued.values)
+    critics = gradients(valued.values.square().sum(), alone)
     assert critics.keys() == {name for name in both if "lora_" not in name}
     assert len(critics) == 2 * 14 + 2  # seven linear layers in each of two blocks, and the head
     for name, gradient in critics.items():
         torch.testing.assert_close(both[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-    assert work.tokens == 2 * packed.work.tokens
+    assert work.tokens == 2 * half.tokens
 
 
 def test_nothing_of_the_critic_stays_in_the_layers_after_a_pass(tmp_path):
@@ -172,17 +132,17 @@ def test_nothing_of_the_critic_stays_in_the_layers_after_a_pass(tmp_path):
     move_critic(trainer)
     ids = torch.tensor([[6, 7, 8, 9]])
     before = trainer.model(ids).logits
-    trainer.critic.values(trainer.model, *tokens_of(batch()), rows=3)
+    values_of(trainer)
     assert torch.equal(trainer.model(ids).logits, before)
     assert not any("forward" in vars(module) for module in trainer.model.base_model.model.model.layers.modules())
 
 
 def test_the_head_starts_at_zero_and_computes_in_float32(tmp_path):
     trainer = ppo(tmp_path, model=tiny_model(dtype=torch.bfloat16))
-    values, _ = trainer.critic.values(trainer.model, *tokens_of(batch()), rows=3)
+    values = values_of(trainer)
     assert values.dtype == torch.float32
     assert not values.any()
-    assert {p.dtype for p in trainer.critic.parameters()} == {torch.float32}
+    assert {p.dtype for p in trainer.step.critic.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("generations", [1, 4])
@@ -231,7 +191,7 @@ def test_in_the_warm_up_the_critic_alone_is_trained(tmp_path):
 def test_the_critic_has_its_own_learning_rate_and_the_policys_schedule(tmp_path):
     trainer = ppo(tmp_path, critic={"lr": 0.5}, learning_rate=1e-3, max_steps=4)
     trainer.create_optimizer_and_scheduler(4)
-    critics = {id(p) for p in trainer.critic.parameters()}
+    critics = {id(p) for p in trainer.step.critic.parameters()}
     for group in trainer.optimizer.param_groups:
         assert {id(p) in critics for p in group["params"]} <= {group["lr"] == 0.5}
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == 28 + len(critics)
@@ -245,19 +205,16 @@ def test_noise_is_not_on_while_values_are_computed(tmp_path):
 
     trainer = ppo(tmp_path, noise=NoiseConfig(enabled=True, seed=3, sigma_start=0.5, sigma_end=0.1))
     norm = trainer.model.base_model.model.model.layers[0].post_attention_layernorm
-    clean, seen, values = norm.weight.detach().clone(), [], trainer.critic.values
+    clean, seen, score = norm.weight.detach().clone(), [], trainer.step.critic.score
 
-    def look(*args, **kwargs):
-        with torch.no_grad():
-            handle = norm.register_forward_hook(lambda module, _, output: seen.append(module.weight.detach().clone()))
-        try:
-            return values(*args, **kwargs)
-        finally:
-            handle.remove()
+    def look(model, rows, width, policy=True):
+        if not policy:
+            seen.append(norm.weight.detach().clone())
+        return score(model, rows, width, policy)
 
-    trainer.critic.values = look
+    trainer.step.critic.score = look
     trainer.train()
-    assert len(seen) == 4  # two rollouts of two micro-batches
+    assert len(seen) == 2  # two rollouts
     assert all(torch.equal(weight, clean) for weight in seen)
 
 
@@ -294,7 +251,7 @@ def test_another_critics_checkpoint_is_refused(tmp_path):
     first = ppo(tmp_path)
     first.save_critic(tmp_path)
     with pytest.raises(UserError, match=r"critic has other shapes.*--config.critic.r"):
-        ppo(tmp_path / "b", critic={"r": 8}).critic.load(tmp_path)
+        ppo(tmp_path / "b", critic={"r": 8}).step.critic.load(tmp_path)
     check_critic(str(tmp_path), "ppo", has_critic=True)
     check_critic(None, "ppo", has_critic=True)
     with pytest.raises(UserError, match=r"it holds a critic, and --config.algorithm.name grpo has none"):

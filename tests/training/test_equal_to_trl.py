@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from perl.training.microbatches import SCALE
 from perl.training.trainer import PerlGRPOTrainer
 from tests.tiny import save_tiny
 from tests.trainers import reward_tokens
@@ -123,28 +122,26 @@ class ExactZeros(GRPOTrainer):
     """TRL's, with the advantages of equal rewards set to the 0 that they are but for rounding."""
 
     rounding: ClassVar[list[float]] = []
+    tied_rows: ClassVar[list[int]] = []
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         of_tied = output["advantages"][tied(inputs)]
+        self.tied_rows.append(len(of_tied))
         self.rounding.append(of_tied.abs().max().item() if len(of_tied) else 0.0)
         output["advantages"][tied(inputs)] = 0.0
         return output
 
 
 class Counting(PerlGRPOTrainer):
-    """Ours, counting the rows that the loss computes and those that have a gradient."""
+    """Ours, counting the rows that the loss computes, none of which is of a group of equal rewards."""
 
-    computed = with_gradient = 0
-
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        assert not output["advantages"][tied(inputs)].any()
-        Counting.with_gradient += int((~tied(inputs)).sum())
-        return output
+    computed = 0
 
     def _compute_loss(self, model, inputs):
-        Counting.computed += len(inputs["advantages"]) if inputs[SCALE] else 0
+        if inputs.batch is not None and not inputs.takes_part:
+            assert not tied([row.row for row in inputs.batch.rows]).any()
+            Counting.computed += len(inputs.batch.rows)
         return super()._compute_loss(model, inputs)
 
 
@@ -154,7 +151,8 @@ def test_groups_of_eight_equal_weighted_sums_are_left_out():
     settings |= {"gradient_accumulation_steps": 4, "loss_type": "grpo"}
     theirs, mine, rounded = (learn(kind, **settings) for kind in (ExactZeros, Counting, GRPOTrainer))
     assert max(ExactZeros.rounding) > 1e-4
-    assert 0 < Counting.computed == Counting.with_gradient < 4 * 16
+    with_gradient = 4 * 16 - sum(int(rows) for rows in ExactZeros.tied_rows)
+    assert 0 < Counting.computed == with_gradient < 4 * 16
     assert mine.losses == pytest.approx(theirs.losses, rel=1e-6, abs=1e-6)
     assert mine.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-4)
     apart = max((mine.adapter[n] - tensor).abs().max().item() for n, tensor in theirs.adapter.items())

@@ -1,23 +1,125 @@
-"""The loss's own parts, by hand: equal rewards, importance ratio, the difference between sampler and trainer."""
+"""The loss's parts by hand, and against the formulas of TRL."""
 
 import math
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
-from perl.base.errors import RankError
+from perl.algorithms.grpo import equal_rewards
 from perl.training.loss import (
-    Difference,
-    PolicyDrift,
-    SamplerDifference,
-    equal_rewards,
+    EntropyBonus,
+    LossInputs,
+    LossSettings,
+    Update,
+    entropy_threshold,
     importance_ratio,
-    pad_right,
-    require_same_policy,
-    warn_of_difference,
-    warn_of_ratio,
+    off_policy_mask,
+    policy_loss,
+    vespo,
 )
-from tests.trainers import make_trainer
+
+LOG = math.log
+
+
+def inputs(**columns):
+    """Two rows; the second token of the second row is the environment's."""
+    given = {
+        "policy": torch.tensor([[LOG(0.6), LOG(0.2)], [LOG(0.9), LOG(0.5)]]),
+        "old": torch.tensor([[LOG(0.5), LOG(0.4)], [LOG(0.3), LOG(0.1)]]),
+        "mask": torch.tensor([[True, True], [True, False]]),
+        "advantages": torch.tensor([[1.0], [-2.0]]),
+    }
+    return LossInputs(**(given | columns))
+
+
+def value(settings, one=None, **update):
+    outputs = policy_loss(
+        one or inputs(), settings, Update(**({"rows": 2, "tokens": 3.0, "micro_batches": 1} | update))
+    )
+    return outputs.loss.item(), outputs.metrics
+
+
+def test_the_clipped_loss_of_each_token_and_how_it_is_added_up():
+    """Ratios 1.2, 0.5 and 3.0; within 0.2: 1.2, 0.8 and 1.2. -min: -1.2, -0.5 and 6, as 3.0 is worse for -2."""
+    for loss_type, expected in {
+        "grpo": ((-1.2 - 0.5) / 2 + 6.0) / 2,
+        "dapo": (-1.2 - 0.5 + 6.0) / 3,
+        "dr_grpo": (-1.2 - 0.5 + 6.0) / (2 * 4),
+        "luspo": (-1.2 - 0.5 + 6.0) / 2,
+        "bnpo": (-1.2 - 0.5 + 6.0) / 3,
+    }.items():
+        loss, metrics = value(LossSettings(loss_type=loss_type, longest=4))
+        assert loss == pytest.approx(expected, rel=1e-5), loss_type
+        assert metrics["clip_ratio/high_mean"].values.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_hole_in_the_mask_changes_nothing_of_any_loss():
+    """A token that the policy did not draw, whatever its numbers are."""
+    wild = {
+        "policy": torch.tensor([[LOG(0.6), LOG(0.2)], [LOG(0.9), -50.0]]),
+        "old": torch.tensor([[LOG(0.5), LOG(0.4)], [LOG(0.3), 40.0]]),
+        "sampler": torch.tensor([[LOG(0.5), LOG(0.4)], [LOG(0.3), 90.0]]),
+        "reference": torch.tensor([[LOG(0.5), LOG(0.4)], [LOG(0.3), -3.0]]),
+    }
+    tame = {name: column.clone() for name, column in wild.items()}
+    for column in tame.values():
+        column[1, 1] = 0.0
+    for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"):
+        for level in ("token", "sequence"):
+            settings = LossSettings(
+                loss_type=loss_type, level=level, beta=0.1, off_policy_threshold=0.5, correction="token_truncate"
+            )
+            loss, metrics = value(settings, inputs(**wild))
+            expected, others = value(settings, inputs(**tame))
+            assert math.isfinite(loss)
+            assert loss == pytest.approx(expected), (loss_type, level)
+            for name, (values, counted) in metrics.items():
+                assert torch.equal(values[counted], others[name].values[counted]), name
+
+
+def test_importance_ratio_by_hand():
+    old = torch.log(torch.tensor([[0.5, 0.2, 0.9]]))
+    sampler = torch.log(torch.tensor([[0.25, 0.4, 0.1]]))
+    mask = torch.tensor([[True, True, False]])
+    for mode, bounds, expected in (
+        ("token_truncate", (None, 3.0), [2.0, 0.5, 1.0]),
+        ("token_truncate", (0.8, 1.5), [1.5, 0.8, 1.0]),
+        ("token_mask", (0.8, 1.5), [0.0, 0.0, 1.0]),
+        ("token_mask", (None, None), [2.0, 0.5, 1.0]),
+        ("sequence_truncate", (None, 3.0), [1.0]),
+        ("sequence_truncate", (None, 0.7), [0.7]),
+        ("sequence_mask", (None, 0.7), [0.0]),
+    ):
+        assert importance_ratio(old, sampler, mask, mode, *bounds).tolist() == [pytest.approx(expected)], mode
+    nan = torch.tensor([[math.nan, LOG(0.4), 0.0]])  # a token of which vLLM gives no number
+    assert importance_ratio(old, nan, mask, "token_truncate", None, 3.0).tolist() == [pytest.approx([1.0, 0.5, 1.0])]
+
+
+def test_the_correction_for_a_long_completion_that_noise_has_moved():
+    """KL 0.001 a token over 8,192 of them: the ratio of the whole completion is nearly 0 or beyond the bound, that of
+    each token about 1 (TRL's default would leave a fortieth of the rows)."""
+    generator = torch.Generator().manual_seed(0)
+    apart = torch.randn(64, 8192, generator=generator) * math.sqrt(0.002) - 0.001
+    mask, nothing = torch.ones(64, 8192, dtype=torch.bool), torch.zeros(64, 8192)
+    assert importance_ratio(apart, nothing, mask, "sequence_mask", None, 3.0).mean() < 0.3
+    assert importance_ratio(apart, nothing, mask, "token_truncate", None, 3.0).mean() == pytest.approx(1.0, abs=0.01)
+
+
+def test_weights_and_masks_are_those_of_trl():
+    generator = torch.Generator().manual_seed(1)
+    policy, old, sampler = (-torch.rand(6, 5, generator=generator) for _ in range(3))
+    mask = torch.rand(6, 5, generator=generator) > 0.3
+    advantages = torch.tensor([[1.0], [-1.0], [0.5], [-0.2], [-3.0], [0.0]])
+    one = LossInputs(policy=policy, old=old, mask=mask, advantages=advantages, sampler=sampler)
+    theirs = GRPOTrainer.get_off_policy_mask(advantages, policy, sampler, mask, 0.05)
+    assert 0 < theirs.sum() < 6
+    assert torch.equal(off_policy_mask(one, 0.05), theirs.float())
+    ratio = importance_ratio(old, sampler, mask, "token_truncate", None, 3.0)
+    phi = GRPOTrainer.get_gamma_weights(advantages, policy - old, mask, ratio, 2.0, 3.0, 3.0, 2.0)
+    settings = LossSettings(loss_type="vespo", correction="token_truncate")
+    _, shown = vespo(one, policy - old, settings)
+    torch.testing.assert_close(shown["vespo/phi_seq_mean"], phi)
 
 
 def test_equal_rewards_are_found_exactly():
@@ -30,88 +132,24 @@ def test_equal_rewards_are_found_exactly():
     assert ((total - total.mean()) / (total.std() + 1e-4)).abs().max() > 1e-3
 
 
-def taken(difference):
-    return difference.take(lambda sums: sums, torch.device("cpu"))
+def test_the_entropy_that_a_share_of_the_tokens_reaches():
+    entropies = torch.tensor([[0.1, 0.9, 0.5], [0.3, 7.0, 0.7]])
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+    threshold = entropy_threshold(entropies, mask, 0.4, lambda local: local)  # of 0.1, 0.3, 0.5, 0.7, 0.9
+    assert threshold.item() == pytest.approx(0.58)
+    nothing = entropy_threshold(entropies, torch.zeros_like(mask), 0.4, lambda local: local)
+    assert nothing.item() == math.inf
 
 
-def test_difference_and_kl_by_hand():
-    difference = SamplerDifference()
-    difference.add(torch.tensor([[0.0, -1.0]]), torch.tensor([[-0.5, -1.0]]), torch.tensor([[1, 1]]))
-    difference.add(torch.tensor([[-2.0, 7.0]]), torch.tensor([[-1.5, float("nan")]]), torch.tensor([[1, 1]]))
-    difference.add(torch.tensor([[-2.0]]), torch.tensor([[-9.0]]), torch.tensor([[0]]))
-    k3 = (math.exp(0.5) - 1 - 0.5) + (math.exp(-0.5) - 1 + 0.5)
-    assert taken(difference) == pytest.approx(Difference(1 / 3, k3 / 3))
-    assert taken(difference) is None
-
-
-def test_a_difference_that_noise_is_part_of_says_so():
-    """One clean rollout after noisy ones is no reason to compare all of them by rounding."""
-    difference, one = SamplerDifference(), torch.ones(1, 1)
-    for noisy in (True, False):
-        difference.add(one, one, one)
-        difference.noisy |= noisy
-    assert taken(difference) == Difference(0.0, 0.0, noisy=True)
-    difference.add(one, one, one)
-    assert taken(difference) == Difference(0.0, 0.0, noisy=False)
-
-
-def test_another_policy_is_refused_and_rounding_is_not():
-    require_same_policy(None, 1e-3)
-    require_same_policy(Difference(1e-3, 0.0), 1e-3)
-    for absolute in (2e-3, math.nan):
-        with pytest.raises(RankError, match="the sampler does not run the policy that is trained"):
-            require_same_policy(Difference(absolute, 0.0), 1e-3)
-
-
-def test_a_difference_that_grows_is_said_once(caplog):
-    warn_of_difference(Difference(5.0, 1.0), None)  # nothing was compared at the start
-    warn_of_difference(Difference(1e-4, 0.0), 1e-3)
-    assert caplog.records == []
-    for apart in (0.25, 0.5):
-        warn_of_difference(Difference(apart, 0.0), 1e-3)
-    assert [record.message.split(":")[0] for record in caplog.records] == ["rollout"]
-    assert "more than 0.001 nats from the trainer's" in caplog.records[0].message
-
-
-def test_the_drift_of_the_policy_is_verls_ppo_kl():
-    """Tokens 1 and 2 of the first row, and the only one of the second: 0.5, -0.25 and 30, which is cut at 20."""
-    drift = PolicyDrift()
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    policy = torch.tensor([[-1.5, -1.0, -9.0], [-31.0, 0.0, 0.0]])
-    drift.add(torch.tensor([[-1.0, -1.25, 0.0], [-1.0, 5.0, 5.0]]), policy, mask)
-    assert drift.take(lambda sums: sums, torch.device("cpu")) == pytest.approx((0.5 - 0.25 + 20) / 3)
-    assert drift.take(lambda sums: sums, torch.device("cpu")) is None
-    drift.add(torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[1]]))
-    others = torch.tensor([0.0, 3.0])  # another rank's: three tokens that have not moved
-    assert drift.take(lambda sums: sums + others, torch.device("cpu")) == pytest.approx(1 / 4)
-
-
-def test_lists_are_padded_and_a_missing_number_is_nan():
-    """TRL writes None where vLLM has no number."""
-    padded = pad_right([[-1.0], [-2.0, None]], torch.device("cpu"))
-    assert padded.nan_to_num(nan=9.0).tolist() == [[-1.0, 0.0], [-2.0, 9.0]]
-
-
-def test_importance_ratio_by_hand():
-    trainer = torch.log(torch.tensor([[0.5, 0.2, 0.9]]))
-    sampler = torch.log(torch.tensor([[0.25, 0.4, 0.1]]))
-    mask = torch.tensor([[1, 1, 0]])
-    assert importance_ratio(trainer, sampler, mask, "token", None, 3.0).tolist() == [pytest.approx([2.0, 0.5, 1.0])]
-    assert importance_ratio(trainer, sampler, mask, "token", 0.8, 1.5).tolist() == [pytest.approx([1.5, 0.8, 1.0])]
-    assert importance_ratio(trainer, sampler, mask, "sequence", None, 3.0).tolist() == [pytest.approx([1.0])]
-
-
-def test_ratios_that_take_most_of_the_gradient_are_said_once(caplog):
-    for mean in (1.0, 0.6, 0.4, 0.3):
-        warn_of_ratio(mean, "sequence_mask")
-    (line,) = caplog.messages
-    assert "write --config.training.vllm_importance_sampling_mode token_truncate" in line
-    warn_of_ratio(0.1, "token_truncate")
-    assert "sampler and trainer are far apart" in caplog.messages[1]
-
-
-def test_the_trainer_says_it_of_the_ratios_that_trl_logs(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, engine="fast", vllm_importance_sampling_mode="token_mask")
-    trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"] = [0.9, 0.04]
-    trainer.log({})
-    assert any("vllm_importance_sampling_mode token_mask" in message for message in caplog.messages)
+def test_the_entropy_bonus_follows_its_target():
+    bonus = EntropyBonus(coefficient=0.1, target=0.5, delta=0.05, bounds=(0.0, 0.12))
+    entropies, mask = torch.tensor([[0.2, 0.6]]), torch.tensor([[True, True]])
+    assert bonus.loss(entropies, mask, 2).item() == 0.0  # nothing was measured before
+    bonus.end_of_update(lambda sums: sums)
+    assert (bonus.last, bonus.coefficient) == (pytest.approx(0.4), pytest.approx(0.12))
+    assert bonus.loss(entropies, mask, 2).item() == pytest.approx(-0.12 * 0.4 / 2)
+    bonus.loss(entropies * 4, mask, 2)
+    bonus.end_of_update(lambda sums: sums)
+    assert (bonus.last, bonus.coefficient) == (pytest.approx(1.0), pytest.approx(0.07))
+    assert bonus.loss(entropies, mask, 2).item() == 0.0
+    assert EntropyBonus(coefficient=0.1).loss(entropies, mask, 1).item() == pytest.approx(-0.04)

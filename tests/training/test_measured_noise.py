@@ -12,7 +12,7 @@ from perl.config.schema import NoiseConfig
 from perl.noise.schedule import Adapted, adapt
 from perl.runs.process_state import state_file
 from tests.tiny import tiny_model
-from tests.trainers import make_trainer, reward_tokens
+from tests.trainers import kept_batches, make_trainer, reward_tokens
 
 
 def noise_of(**changes):
@@ -83,28 +83,26 @@ def test_noise_too_large_for_the_weights_is_warned_of_once_at_the_start(tmp_path
 
 def test_the_kl_divergence_is_that_of_noisy_and_clean_policy_on_the_drawn_tokens(tmp_path):
     trainer = trainer_of(tmp_path, target_kl(), max_steps=1)
-    model, kept = trainer.model, []
-    score = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
+    model, kept = trainer.model, kept_batches(trainer)
     adapter = [p.detach().clone() for p in model.parameters() if p.requires_grad]
     trainer.train()
     with torch.no_grad():
         for parameter, first in zip([p for p in model.parameters() if p.requires_grad], adapter, strict=True):
             parameter.copy_(first)  # as it was when the tokens were drawn
 
-    def logps(output):
-        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
-        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
-        width = output["completion_ids"].size(1)
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1]
-        return logits.log_softmax(-1).gather(-1, output["completion_ids"][..., None])[..., 0]
+    def logps():
+        (batch,), found = kept, []
+        for row in batch.rows:
+            logits = model(input_ids=torch.tensor([[*row.prompt_ids, *row.token_ids]])).logits
+            drawn = logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+            found.append(drawn.gather(-1, torch.tensor(row.token_ids)[:, None])[:, 0])
+        return torch.cat(found)
 
-    (output,) = kept
     with torch.no_grad():
-        clean = logps(output)
+        clean = logps()
         with trainer.noise.applied(0.5, (0, 0)):
-            noisy = logps(output)
-    ratio = (clean - noisy)[output["completion_mask"].bool()]
+            noisy = logps()
+    ratio = clean - noisy
     expected = (ratio.exp() - 1 - ratio).mean().item()
     assert expected > 1e-3
     assert steps(trainer)[0]["aqn/kl"] == pytest.approx(expected, rel=1e-3)

@@ -287,15 +287,15 @@ def test_a_run_has_the_metrics_in_its_file_and_on_its_line(tmp_path, capsys):
     assert sum(step["timing/step"] for step in steps) < wall
     assert not {"perf/mfu", "perf/hbm_utilization"} & logged[0].keys()
 
-    # A step: 8 sequences are sampled, go through the reference policy in two parts, and are trained on in two
+    # A step: 8 sequences are sampled, go through the reference policy together, and are trained on in two
     # micro-batches; what goes through the model packed is less than what is trained on. (In the first step the
     # sampler's log-probabilities are compared besides, in one forward.)
-    last = counted[-7:]
-    assert len(counted) == 1 + 4 * 7
-    assert [kind for kind, _ in last] == ["forward", "forward", "forward", "trained", "update", "trained", "update"]
-    sampled, first, second, half, one, other, two = (what for _, what in last)
+    last = counted[-6:]
+    assert len(counted) == 1 + 4 * 6
+    assert [kind for kind, _ in last] == ["forward", "forward", "trained", "update", "trained", "update"]
+    sampled, together, half, one, other, two = (what for _, what in last)
     assert sampled.tokens == half + other
-    assert first.tokens + second.tokens == one.tokens + two.tokens < half + other
+    assert together.tokens == one.tokens + two.tokens < half + other
     assert steps[-1]["perf/throughput"] * steps[-1]["timing/step"] == pytest.approx(half + other, rel=1e-5)
 
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("progress: step 2/4"))

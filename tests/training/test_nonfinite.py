@@ -34,11 +34,11 @@ def test_the_run_stops_before_the_update_and_leaves_the_batch(tmp_path, what, sa
     rows = json.loads((folder / "rank-0.json").read_text())
     assert len(rows) == 8  # two groups of four
     assert rows[0]["prompt"][0]["content"].startswith("What is ")
-    assert rows[0].keys() == {"prompt", "completion", "reward_digits", "advantage"}
+    assert rows[0].keys() == {"prompt", "completion", "reward_digits"}
     texts = [row["completion"] for row in rows]
     assert [row["reward_digits"] for row in rows] == pytest.approx(reward_digits(texts))
     tensors = load_file(folder / "rank-0.safetensors")
-    assert {"0.prompt_ids", "0.completion_ids", "0.advantages", "0.sampling_per_token_logps"} <= tensors.keys()
+    assert {"0.mask", "0.advantages", "0.sampler"} <= tensors.keys()
 
 
 def test_a_batch_that_cannot_be_saved_is_said_in_the_same_line(tmp_path):
@@ -66,12 +66,12 @@ def test_an_update_is_skipped_and_counted(tmp_path, what):
 def test_no_update_is_made_where_only_the_critics_gradient_is_not_finite(tmp_path):
     steps, ppo = Steps(), {"algorithm": {"name": "ppo"}, "loss_type": "dapo", "engine": "fast"}
     trainer = make_trainer(tmp_path, max_steps=3, callbacks=[steps], on_nonfinite="skip", **ppo)
-    bias = trainer.critic.weights.head.bias
+    bias = trainer.step.critic.weights.head.bias
     bias.register_hook(lambda gradient: gradient * (math.nan if trainer.state.global_step == 1 else 1.0))
     trainer.train()
     assert steps.moved() == [False, True]
     assert trainer.nonfinite.skipped == 1
-    assert all(weight.isfinite().all() for weight in trainer.critic.parameters())
+    assert all(weight.isfinite().all() for weight in trainer.step.critic.parameters())
 
 
 def test_after_so_many_skipped_updates_in_a_row_the_run_stops(tmp_path):

@@ -1,4 +1,4 @@
-"""Rollouts by continuous batching and vLLM, real, their log-probabilities compared with the trainer's."""
+"""Rollouts by vLLM, real, their log-probabilities compared with the trainer's."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import importlib.util
 import logging
 import os
 import random
-import socket
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from perl.base.errors import RankError, UserError
-from perl.config.load import ENGINE_FLAGS
 from perl.config.schema import NoiseConfig, PeftConfig
-from perl.engines.attention import ATTENTION
 from perl.engines.base import warn_once
 from perl.engines.vllm import ENVIRONMENT
 from perl.noise.injector import Target
@@ -32,44 +27,15 @@ from perl.training import vllm_sync
 from tests.tiny import save_tiny
 from tests.trainers import make_trainer
 
-CACHE = {"num_blocks": 16, "block_size": 32, "max_batch_tokens": 128}
 
-
-def trained_by(folder: Path, engine: str, **settings: Any) -> Any:
+def trained_by(folder: Path, **settings: Any) -> Any:
     """A trainer whose adapter moves fast."""
     settings = {"max_steps": 3, "learning_rate": 5e-2, "temperature": 0.6} | settings
-    return make_trainer(folder, engine=engine, **ENGINE_FLAGS[engine], **settings)
+    return make_trainer(folder, engine="vllm", use_vllm=True, **settings)
 
 
 def mismatches(trainer: Any) -> list[float]:
     return [row["rollout/logp_mismatch"] for row in trainer.state.log_history if "rollout/logp_mismatch" in row]
-
-
-def test_continuous_batching_agrees_with_the_trainer(tmp_path):
-    trainer = trained_by(tmp_path, "continuous_batching", transformers_continuous_batching_config=CACHE)
-    trainer.train()
-    assert trainer.measured.tolerance == 1e-3
-    assert len(mismatches(trainer)) == 3
-    assert max(mismatches(trainer)) < 1e-4
-    assert trainer.plan.packed  # the update's attention, which continuous batching does not know, is back
-    assert trainer.model.config._attn_implementation == ATTENTION
-
-
-def test_continuous_batching_without_the_adapter_shows_in_the_metric(tmp_path, caplog):
-    trainer = trained_by(tmp_path, "continuous_batching", transformers_continuous_batching_config=CACHE)
-    policy = trainer.model.get_base_model()
-    complete = policy.generate_batch
-
-    def without(*args, **kwargs):
-        with trainer.model.disable_adapter():
-            return complete(*args, **kwargs)
-
-    policy.generate_batch = without
-    trainer.train()
-    first, *later = mismatches(trainer)
-    assert first < 1e-4
-    assert max(later) > 1e-3
-    assert any("it may have missed the adapter" in record.message for record in caplog.records)
 
 
 def in_a_process(job: Any, *args: Any) -> Any:
@@ -148,8 +114,8 @@ def colocated(folder: Path, adapter: str = "lora", rank: int = 4) -> dict[str, A
     sent = []
     with logged() as lines:
         model = AutoModelForCausalLM.from_pretrained(base)
-        trainer = trained_by(folder, "vllm", model=model, vllm_max_model_length=64, **settings)
-        before, vllm = base_weights(trainer), trainer.vllm_generation
+        trainer = trained_by(folder, model=model, vllm_max_model_length=64, **settings)
+        before, vllm = base_weights(trainer), trainer.step.engine.client
         weights = vllm._iter_named_params
 
         def counted():
@@ -220,7 +186,7 @@ def of_two_seeds(folder: Path) -> list[dict[str, Any]]:
 
         settings = {"max_steps": 1, "temperature": 1.0, "vllm_max_model_length": 64, "rewards": [collect]}
         model = AutoModelForCausalLM.from_pretrained(base)
-        trainer = trained_by(folder, "vllm", model=model, seed=seed, shuffle_dataset=False, **settings)
+        trainer = trained_by(folder, model=model, seed=seed, shuffle_dataset=False, **settings)
         states = [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
         trainer.train()
         runs.append({"drawn": drawn, "states": states})
@@ -256,8 +222,8 @@ def noisy(folder: Path) -> dict[str, Any]:
     settings = {"lr_scheduler_type": "constant", "max_steps": 4, "vllm_importance_sampling_correction": False}
     with logged() as lines:
         model = AutoModelForCausalLM.from_pretrained(base)
-        trainer = trained_by(folder, "vllm", model=model, noise=noise, vllm_max_model_length=64, **settings)
-        llm, in_engine = trainer.vllm_generation.llm, trainer.sampler.noise
+        trainer = trained_by(folder, model=model, noise=noise, vllm_max_model_length=64, **settings)
+        llm, in_engine = trainer.step.engine.client.llm, trainer.step.engine.noise
         before, applied, changed = weights_of(llm), in_engine.applied, set()
 
         @contextmanager
@@ -276,7 +242,7 @@ def noisy(folder: Path) -> dict[str, Any]:
     for target in elsewhere:
         trainer.noise.targets = [target]
         try:
-            trainer.sampler.sync.noise_for_engine(trainer.noise)
+            trainer.step.engine.sync.noise_for_engine(trainer.noise)
         except UserError as error:
             refused.append(str(error))
     return found | {
@@ -304,78 +270,3 @@ def test_the_noise_reaches_vllms_norms_and_leaves_them_bit_for_bit(tmp_path):
     missing, odd = found["refused"]
     assert "model.layers.9.norm is [32] in the trainer, but vLLM has no such layer" in missing
     assert "model.norm is [32] in the trainer, but vLLM has it as bfloat16 [64]" in odd
-
-
-@contextmanager
-def vllm_server(model: Path, *options: str):
-    """A real server with vLLM's own defaults: its log-probabilities are those before temperature."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--max-model-len", "64", "--host", "127.0.0.1", "--port", port, "--enforce-eager"]
-    command += ["--weight-transfer-config", '{"backend": "nccl"}', *options]
-    allowed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    server = subprocess.Popen(command, env=os.environ | allowed)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-
-
-def served(folder: Path, with_lora: bool) -> dict[str, Any]:
-    """By temperature, a run of four steps against a server (in a child). TRL's NCCL needs a CUDA device, so that here
-    merged weights go nowhere; an adapter is not handed over for the fourth rollout."""
-    on_cpu()
-    from trl.generation.vllm_client import VLLMClient
-
-    setattr(VLLMClient, "init_communicator", lambda client, device: None)  # noqa: B010
-    setattr(VLLMClient, "update_named_params", lambda client, metadata, params: list(params))  # noqa: B010
-    base = save_tiny(folder / "model", scale=4.0)
-    found: dict[str, Any] = {}
-    with vllm_server(base, *(["--enable-lora", "--max-lora-rank", "8"] if with_lora else [])) as url:
-        for temperature in (1.0,) if with_lora else (1.0, 0.6):
-            with logged() as lines:
-                trainer = trained_by(
-                    folder,
-                    "vllm",
-                    model=AutoModelForCausalLM.from_pretrained(base),
-                    vllm_mode="server",
-                    vllm_server_base_url=url,
-                    vllm_server_timeout=200,
-                    temperature=temperature,
-                    max_steps=4,
-                    lr_scheduler_type="constant",
-                )
-                vllm = trainer.vllm_generation
-                vllm.sync_weights = partial(until_step_3, trainer, vllm.sync_weights)
-                found[str(temperature)] = until_stopped(trainer) | {"log": "\n".join(lines)}
-    return found
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_vllm_server_with_the_bases_weights_shows(tmp_path):
-    found = in_a_process(served, tmp_path, False)
-    assert found["1.0"]["error"] is None
-    assert "sampler and trainer agree" in found["1.0"]["log"]  # nothing is learned yet, so that the base is the policy
-    assert "merged weights, not the adapter alone: the server was started without --enable-lora" in found["1.0"]["log"]
-    first, *later = found["1.0"]["mismatch"]
-    assert max(later) > 2 * first
-    # Before temperature the numbers are others than the trainer's, whoever sampled.
-    assert found["0.6"]["error"] is None
-    assert "as the vLLM server runs without --logprobs-mode processed_logprobs" in found["0.6"]["log"]
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_vllm_server_loads_each_adapter_and_a_stale_one_shows(tmp_path):
-    found = in_a_process(served, tmp_path, True)["1.0"]
-    assert found["error"] is None
-    assert "sampler and trainer agree" in found["log"]
-    assert "merged weights" not in found["log"]
-    *current, stale = found["mismatch"]
-    assert 1e-3 < max(current) < 0.1
-    assert stale > 2 * max(current)
-    assert [p.name for p in (tmp_path / "adapter_for_vllm").iterdir()] == ["3"]

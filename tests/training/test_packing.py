@@ -8,15 +8,9 @@ import torch.nn.functional as F
 from trl.trainer.utils import add_fused_lm_head
 
 import perl.training.packing as packing_module
+from perl.records import Trajectory
 from perl.runs.metrics import Work
-from perl.training.packing import (
-    Row,
-    enable_packing,
-    forward_arguments,
-    pack,
-    packed_work,
-    split_rows,
-)
+from perl.training.packing import enable_packing, forward_arguments, pack, packed_work
 from tests.tiny import tiny_model
 
 SIZES = {
@@ -53,11 +47,17 @@ def micro_batch(prompts=PROMPTS, completions=COMPLETIONS):
     return torch.tensor(ids), torch.tensor(mask), width
 
 
+def rows_of(prompts=PROMPTS, completions=COMPLETIONS):
+    """The same as trajectories."""
+    return [
+        Trajectory(row={}, position=0, sample=i, prompt_ids=tuple(p), token_ids=c)
+        for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
 def test_layout_by_hand():
-    ids, mask, width = micro_batch()
-    rows = split_rows(ids, mask, width)
-    assert rows == [((5, 6, 7), [11, 12]), ((5, 6, 7), [13, 14, 15, 16]), ((9,), [17, 18, 19]), ((5, 6, 8, 7), [])]
-    packed = pack(rows, width, "cpu")
+    rows = rows_of()
+    packed = pack(rows, 4, "cpu")
     #                           0  1  2   3   4  5   6   7   8   9  10  11  12  13 14 15 16
     assert packed.input_ids.tolist() == [[5, 6, 7, 11, 12, 7, 13, 14, 15, 16, 9, 17, 18, 19, 5, 6, 8, 7]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 2, 3, 0, 1, 2, 3]]
@@ -101,7 +101,7 @@ def test_log_probabilities_and_gradients_equal_the_padded_forward(name, checkpoi
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-    packed = pack(split_rows(ids, mask, width), width, "cpu")
+    packed = pack(rows_of(), width, "cpu")
     output = model(**forward_arguments(packed))
     assert packed.packing.uses == SIZES["layers"]
     torch.testing.assert_close(packed.unpack(output.log_probs), expected[0], atol=1e-6, rtol=1e-6)
@@ -157,8 +157,8 @@ def varlen(query, key, value, cu_query, cu_key, scaling):
 @pytest.mark.parametrize("way", ["attend", "_by_row", "_by_kernel"])
 def test_each_way_to_attend_gives_the_numbers_and_gradients_of_a_mask(way):
     torch.manual_seed(0)
-    ids, mask, width = micro_batch()
-    packing = pack(split_rows(ids, mask, width), width, "cpu").packing
+    _ids, _mask, width = micro_batch()
+    packing = pack(rows_of(), width, "cpu").packing
     states = [torch.randn(1, heads, 18, 16, requires_grad=True) for heads in (4, 2, 2)]
     weights = torch.randn(1, 18, 4, 16)
     expected = attention_by_hand(*states, packing)
@@ -179,8 +179,8 @@ def test_autocast_reaches_the_attention_of_a_packed_forward():
     model = make()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_packing(model)
-    ids, mask, width = micro_batch()
-    packed = pack(split_rows(ids, mask, width), width, "cpu")
+    _ids, _mask, width = micro_batch()
+    packed = pack(rows_of(), width, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
         lower = model(**forward_arguments(packed)).log_probs
     assert 0 < (lower - model(**forward_arguments(packed)).log_probs).abs().max() < 0.02
@@ -227,8 +227,8 @@ def test_on_a_cpu_attention_takes_no_mask(monkeypatch):
     model = make()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_packing(model)
-    ids, mask, width = micro_batch()
-    model(**forward_arguments(pack(split_rows(ids, mask, width), width, "cpu")))
+    _ids, _mask, width = micro_batch()
+    model(**forward_arguments(pack(rows_of(), width, "cpu")))
     assert [m for m in masks if m is not None] == []
 
 
@@ -240,7 +240,7 @@ def test_the_output_layer_meets_completion_tokens_only():
     met = []
     model.model.register_forward_hook(lambda module, args, output: met.append(output.last_hidden_state.shape[1]))
     ids, mask, width = micro_batch()
-    model(**forward_arguments(pack(split_rows(ids, mask, width), width, "cpu")))
+    model(**forward_arguments(pack(rows_of(), width, "cpu")))
     assert met == [9]
     model(input_ids=ids, attention_mask=mask)
     assert met == [9, ids.shape[1]]
@@ -250,7 +250,7 @@ def test_a_micro_batch_without_any_completion_token_has_zero_gradients():
     model = make("llama")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_packing(model)
-    packed = pack([Row((5,), []), Row((5,), [])], 4, "cpu")
+    packed = pack(rows_of([[5], [5]], [[], []]), 4, "cpu")
     assert packed.work.tokens == 2
     found = packed.unpack(model(**forward_arguments(packed)).log_probs)
     assert found.shape == (2, 4)

@@ -67,8 +67,8 @@ def run(folder, checkpoint=None, **settings):
     )
     trainer.train(resume_from_checkpoint=checkpoint)
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    if trainer.critic is not None:
-        weights |= {f"critic {name}": tensor for name, tensor in trainer.critic.weights.state_dict().items()}
+    if trainer.step.critic is not None:
+        weights |= {f"critic {name}": tensor for name, tensor in trainer.step.critic.weights.state_dict().items()}
     return weights, prompts
 
 

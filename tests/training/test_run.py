@@ -311,7 +311,7 @@ def test_a_bad_flag_of_python_m_perl_train_is_exit_code_2_and_one_line(tmp_path)
     [
         (
             ["--config.training.vllm_mode", "server"],
-            r"new weights in --config\.training\.vllm_mode server on a cpu device; use colocate, or [^\n]*$",
+            r"^--config\.training\.vllm_mode server: was removed; write colocate",
         ),
         (
             ["--config.peft.type", "dora"],

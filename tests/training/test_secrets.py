@@ -39,7 +39,7 @@ VARIABLES = {
 }
 RECIPE = {
     "reward": {"kwargs": {"api_key": secret("kwargs"), "deep": {"password": secret("deep")}, "url": url("kwargsurl")}},
-    "training": {"vllm_server_base_url": url("server")},
+    "training": {"hub_revision": url("server")},
 }
 FLAGS = {
     "training.hub_token": secret("hubflag"),

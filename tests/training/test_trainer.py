@@ -18,7 +18,7 @@ from perl.engines.base import warn_once
 from perl.runs.callbacks import MetricsWriter
 from perl.training.grpo import import_trainer
 from tests.tiny import tiny_tokenizer
-from tests.trainers import make_trainer
+from tests.trainers import kept_batches, make_trainer, tokens_of
 
 
 def guide_noise(**changes):
@@ -33,20 +33,37 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_hooks_that_we_override_exist_in_this_trl():
-    """One that TRL or transformers renames would still be ours, and never be called."""
-    ours = import_trainer(SimpleNamespace(training=SimpleNamespace(use_vllm=False)))  # type: ignore[arg-type]
-    outermost = {  # of those of a name, the class that is nearest to TRL's
-        name: function
+def overridden(ours: type) -> set[str]:
+    """Methods of TRL's and transformers' that a class of ours has in their place."""
+    own = {
+        name
         for kind in ours.__mro__
         if kind.__module__.startswith("perl.")
         for name, function in vars(kind).items()
-        if inspect.isfunction(function)
+        if inspect.isfunction(function) and not name.startswith("__")
     }
-    hooks = {name for name, function in outermost.items() if f"super().{name}(" in inspect.getsource(function)}
-    assert hooks >= {"_prepare_inputs", "_get_grad_norm", "training_step", "log"}
-    for name in hooks | {"_compute_loss", "_evaluate", "_generate_single_turn"}:  # which call no super
-        assert callable(getattr(GRPOTrainer, name)), name
+    return {name for name in own if callable(getattr(GRPOTrainer, name, None))}
+
+
+def test_what_we_override_of_trl_and_transformers():
+    """One that either of them renames would still be ours, and never be called."""
+    assert overridden(import_trainer(SimpleNamespace(training=SimpleNamespace(use_vllm=False)))) == {  # type: ignore[arg-type]
+        "_prepare_inputs",
+        "_compute_loss",
+        "_evaluate",
+        "create_optimizer",
+        "_clip_grad_norm",
+        "_get_grad_norm",
+        "_run_epoch",
+        "_load_optimizer_and_scheduler",
+        "_save_checkpoint",
+        "_save",
+        "_issue_warnings_after_load",
+        "init_hf_repo",
+        "create_model_card",
+        "train",
+        "log",
+    }
 
 
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS.keys() - {"none", "adalora"}))  # adalora masks whole layers
@@ -125,20 +142,17 @@ def test_each_rollout_has_its_own_noise_of_the_stages_sigma(tmp_path):
 def completions_of_first_rollout(folder, sigma):
     noise = NoiseConfig(enabled=sigma > 0, seed=3, sigma_start=sigma, sigma_end=0.0)
     trainer = make_trainer(folder, noise=noise, max_steps=1)
-    kept = []
-    score = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
+    kept = kept_batches(trainer)
     trainer.train()
-    return kept[0]["completion_ids"], kept[0]["completion_mask"]
+    return tokens_of(kept[0])
 
 
 def test_noise_changes_what_is_sampled_and_more_with_a_larger_sigma(tmp_path):
-    clean, _ = completions_of_first_rollout(tmp_path / "0", 0.0)
+    clean = completions_of_first_rollout(tmp_path / "0", 0.0)
 
     def changed(sigma):
-        noisy, _ = completions_of_first_rollout(tmp_path / str(sigma), sigma)
-        width = min(noisy.size(1), clean.size(1))
-        return (noisy[:, :width] != clean[:, :width]).float().mean().item()
+        noisy = completions_of_first_rollout(tmp_path / str(sigma), sigma)
+        return sum(one != other for one, other in zip(noisy, clean, strict=True)) / len(clean)
 
     shares = [changed(sigma) for sigma in (0.0, 0.02, 1.0)]
     assert shares[0] == 0.0
@@ -148,70 +162,52 @@ def test_noise_changes_what_is_sampled_and_more_with_a_larger_sigma(tmp_path):
 
 def test_old_logps_noisy_are_the_sampling_policys(tmp_path):
     trainer = make_trainer(tmp_path, noise=guide_noise(old_logps="noisy"), max_steps=1)
-    kept = []
-    score = trainer._generate_and_score_completions
+    kept, logps = kept_batches(trainer), []
 
-    def logps(output):
-        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
-        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
-        width = output["completion_ids"].size(1)
-        return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)[0].detach()
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            (batch,) = kept
+            logps.append(trainer.step.passes.logps(trainer.model, batch.rows, batch.width))
+            with trainer.noise.applied(0.5, (0, 0)):
+                logps.append(trainer.step.passes.logps(trainer.model, batch.rows, batch.width))
 
-    def keep(inputs):
-        output = score(inputs)
-        clean = logps(output)
-        with trainer.noise.applied(0.5, (0, 0)):
-            noisy = logps(output)
-        kept.append((output["old_per_token_logps"], noisy, clean, output["completion_mask"].bool()))
-        return output
-
-    trainer._generate_and_score_completions = keep
+    trainer.add_callback(Look())
     trainer.train()
-    old, noisy, clean, mask = kept[0]
+    (clean, noisy), old, mask = logps, kept[0].old, kept[0].mask
     assert torch.allclose(old[mask], noisy[mask], atol=1e-5)
     assert (old[mask] - clean[mask]).abs().max() > 1e-3
 
 
-def test_clean_old_logps_are_left_to_trl(tmp_path):
+def test_clean_old_logps_are_the_losss_own(tmp_path):
     trainer = make_trainer(tmp_path, noise=guide_noise(), max_steps=1)
-    kept = []
-    score = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
+    kept = kept_batches(trainer)
     trainer.train()
-    assert "old_per_token_logps" not in kept[0]
+    assert kept[0].old is None
 
 
-def first_rollout(folder, **settings):
-    """ids and mask of the first rollout, and its loss's log-probabilities."""
-    trainer = make_trainer(folder, max_steps=1, **settings)
-    kept = []
-    score = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
+def first_rollout(folder, max_batch_tokens=None, **settings):
+    """Rows of the first rollout."""
+    trainer = make_trainer(folder, max_steps=1, rollout={"max_batch_tokens": max_batch_tokens}, **settings)
+    kept = kept_batches(trainer)
     trainer.train()
-    return kept[0]["prompt_ids"], kept[0]["completion_ids"], kept[0]["completion_mask"].bool()
+    return kept[0].rows
 
 
 def test_the_fast_engine_samples_whole_completions_of_the_same_prompts(tmp_path):
-    prompts, _, _ = first_rollout(tmp_path / "generate")
-    fast_prompts, completions, mask = first_rollout(tmp_path / "fast", engine="fast")
-    assert torch.equal(fast_prompts, prompts)
+    plain = first_rollout(tmp_path / "generate")
+    fast = first_rollout(tmp_path / "fast", engine="fast")
+    assert [row.prompt_ids for row in fast] == [row.prompt_ids for row in plain]
     eos = tiny_tokenizer().eos_token_id
-    for ids, kept in zip(completions, mask, strict=True):
-        row = ids[kept].tolist()
-        assert eos not in row[:-1]
-        assert row[-1] == eos or len(row) == 8
-    assert len({tuple(ids[kept].tolist()) for ids, kept in zip(completions, mask, strict=True)}) > 4
+    for row in fast:
+        assert eos not in row.token_ids[:-1]
+        assert row.token_ids[-1] == eos or len(row.token_ids) == 8
+    assert len({tuple(row.token_ids) for row in fast}) > 4
 
 
 def test_the_fast_engines_rows_do_not_depend_on_how_many_are_decoded_at_once(tmp_path):
-    _, whole, _ = first_rollout(tmp_path / "whole", engine="fast")
-    trainer = make_trainer(tmp_path / "few", engine="fast", max_steps=1)
-    trainer.rollout_config.max_batch_tokens = 40  # room for two rows at a time
-    kept = []
-    score = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: kept.append(score(inputs)) or kept[-1]
-    trainer.train()
-    assert torch.equal(kept[0]["completion_ids"], whole)
+    whole = first_rollout(tmp_path / "whole", engine="fast")
+    few = first_rollout(tmp_path / "few", engine="fast", max_batch_tokens=40)  # room for two rows at a time
+    assert [row.token_ids for row in few] == [row.token_ids for row in whole]
 
 
 def test_a_resumed_run_with_the_fast_engine_is_the_same_run(tmp_path):
@@ -226,11 +222,10 @@ def test_a_resumed_run_with_the_fast_engine_is_the_same_run(tmp_path):
 
 
 def test_noise_reaches_the_fast_engine_too(tmp_path):
-    _, clean, _ = first_rollout(tmp_path / "clean", engine="fast")
+    clean = first_rollout(tmp_path / "clean", engine="fast")
     noise = NoiseConfig(enabled=True, seed=3, sigma_start=1.0, sigma_end=0.0)
-    _, noisy, _ = first_rollout(tmp_path / "noisy", engine="fast", noise=noise)
-    width = min(clean.size(1), noisy.size(1))
-    assert not torch.equal(clean[:, :width], noisy[:, :width])
+    noisy = first_rollout(tmp_path / "noisy", engine="fast", noise=noise)
+    assert [row.token_ids for row in noisy] != [row.token_ids for row in clean]
 
 
 def test_no_checkpoint_holds_noise(tmp_path):
@@ -279,13 +274,13 @@ def test_no_norm_matched_is_an_error_before_training(tmp_path):
 
 def test_prompts_are_cut_where_the_run_says(tmp_path):
     trainer = make_trainer(tmp_path)
+    row = {"prompt": [{"role": "user", "content": "What is 1 + 2 ?"}]}
+    full = tuple(tiny_tokenizer()("<|user|> What is 1 + 2 ? <|end|> <|assistant|>")["input_ids"])
+    assert trainer.step.collector.read(row).token_ids == full
     trainer.truncate_prompts_to = 4
-    ids, _, _ = trainer._tokenize_prompts([[{"role": "user", "content": "What is 1 + 2 ?"}]])
-    full = tiny_tokenizer()("<|user|> What is 1 + 2 ? <|end|> <|assistant|>")["input_ids"]
-    assert list(ids[0]) == full[-4:]
+    assert trainer.step.collector.read(row).token_ids == full[-4:]
     trainer.truncation = "middle"
-    ids, _, _ = trainer._tokenize_prompts([[{"role": "user", "content": "What is 1 + 2 ?"}]])
-    assert list(ids[0]) == full[:2] + full[-2:]
+    assert trainer.step.collector.read(row).token_ids == full[:2] + full[-2:]
 
 
 @pytest.mark.parametrize("settings", [{}, {"engine": "fast"}, {"adapter": "none"}, {"beta": 0.1}])

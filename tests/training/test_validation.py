@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from perl.training.rollout import EvaluatorRules
 from safetensors.torch import load_file
 
-from perl import device
 from perl.base.errors import Stopped, UserError
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
@@ -31,12 +31,11 @@ from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
 from perl.training import validation
 from perl.training.grpo import train
-from perl.training.rollout import EvaluatorRules
 from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, share_of
 from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
 from tests.tiny import END, save_tiny, tiny_tokenizer
-from tests.training.test_other_engines import in_a_process, on_cpu, vllm_server
+from tests.training.test_other_engines import in_a_process, on_cpu
 
 ROOT = Path(__file__).parents[2]
 STEPS = {
@@ -252,37 +251,6 @@ def test_vllm_samples_a_continued_adapter_with_noise_that_holds_a_kl_and_validat
     assert samples(runs[0], 4) == samples(runs[1], 4)
 
 
-def in_a_child_with_a_server(model: Path, argv: list[str]) -> None:
-    """TRL's NCCL needs a CUDA device, and is not asked for an adapter alone."""
-    on_cpu()
-    from trl.generation.vllm_client import VLLMClient
-
-    setattr(VLLMClient, "init_communicator", lambda client, device: None)  # noqa: B010
-    device.VLLM_MODES["cpu"] = ("server",)
-    with vllm_server(
-        model, "--enable-lora", "--max-lora-rank", "8", "--max-model-len", "96", "--dtype", "float32"
-    ) as url:
-        train([*argv, "--config.training.vllm_server_base_url", url])
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_vllm_server_validates_as_the_evaluator_does(made, flags, tmp_path):
-    """In float32: a server draws without a seed, so what is learned differs from run to run, and may be a policy whose
-    best two tokens are as good as equal, which bfloat16 puts in another order."""
-    served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "training.vllm_server_timeout": 200}
-    served |= {"noise_injection.enabled": "false", "training.max_steps": 1, "training.save_steps": 1}
-    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")])}
-    run = tmp_path / "run"
-    in_a_process(
-        in_a_child_with_a_server, made / "model", flags(VALIDATION, served, datasets, training__output_dir=run)
-    )
-    for step, adapter in ((0, None), (1, run / "checkpoint-1")):
-        ours, theirs = samples(run, step), evaluated(made, adapter, tmp_path / f"step-{step}")
-        texts = [[records[key]["completion"] for key in sorted(theirs)] for records in (ours, theirs)]
-        assert sum(one == other for one, other in zip(*texts, strict=True)) >= len(theirs) - 1  # another kernel's sums
-
-
 def test_the_best_adapter_is_kept(validated, made):
     best = json.loads((validated / "best" / "best.json").read_text())
     scores = validations(validated)
@@ -423,16 +391,6 @@ def test_two_files_of_one_name_are_told_apart_by_their_folders(made, flags, tmp_
 def test_a_setting_without_datasets_gets_a_warning(flags):
     parsed = parse(flags(validation__every_steps=5))
     assert "--config.validation.every_steps has no effect: validation.datasets is empty" in parsed.warnings
-
-
-@pytest.mark.parametrize("temperature", [0.6, "null"], ids=["asked", "of_the_task"])
-def test_a_vllm_server_validates_greedily_only(made, flags, tmp_path, temperature):
-    row = {"problem": "What is 1 + 3 ?", "answer": "4", "data_source": "aime24"}  # n 32 at temperature 1
-    (tmp_path / "aime.jsonl").write_text(json.dumps(row) + "\n")
-    served = {"rollout.engine": "vllm", "training.vllm_mode": "server", "noise_injection.enabled": "false"}
-    served |= {"validation.datasets": f'["{tmp_path / "aime.jsonl"}"]', "validation.temperature": temperature}
-    with pytest.raises(UserError, match=r"^--config.validation.temperature: a vLLM server takes no seed"):
-        set_up_validation(parse(flags(served)).build(), tiny_tokenizer(), set())
 
 
 # Parts

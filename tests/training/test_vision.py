@@ -242,11 +242,7 @@ def test_two_ranks(made, tmp_path):
     ("changes", "message"),
     [
         (
-            {"rollout__engine": "continuous_batching"},
-            "--config.rollout.engine continuous_batching: completes prompts with",
-        ),
-        (
-            {"rollout__engine": "vllm", "training__vllm_mode": "colocate"},
+            {"rollout__engine": "vllm"},
             "--config.rollout.engine vllm: completes prompt",
         ),
         (

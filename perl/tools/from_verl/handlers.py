@@ -297,8 +297,8 @@ def critic_rate(value: Any, verl: Verl) -> Outcome:
 def critic_model(value: Any, verl: Verl) -> Outcome:
     """The base of the critic, which is the policy's where verl loads the same model twice."""
     if not value or path(value) == path(verl[f"{MODEL}.path"]):
-        return Translated({"critic.share_base": True})
-    return Translated({"critic.share_base": False, "critic.model_name_or_path": path(value)})
+        return NoEffect("the critic computes on the policy's base")
+    return Refused(f"{shown(value)}: the critic computes on the policy's base")
 
 
 def critic_rank(value: Any, verl: Verl) -> Outcome:

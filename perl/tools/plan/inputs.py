@@ -287,10 +287,6 @@ def _rough_rollouts(config: Config) -> Iterator[str]:
     compared = config.training.beta or config.algorithm.kl_in_reward
     if config.peft.adapter is not None and config.peft.adapter_mode == "continue" and compared:
         yield "the frozen copy of peft.adapter that KL compares with is left out, as large as the adapter"
-    if (critic := critic_of(config)) and not critic.share_base:
-        yield f"the critic is counted as on the policy's base; {critic.model_name_or_path} comes on top, whole"
-    if config.rollout.engine == "continuous_batching":
-        yield "transformers sizes its paged cache by what is free; counted is what the sequences need"
 
 
 def vllm_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:

@@ -123,7 +123,7 @@ class Job:
     """max_tokens_per_microbatch."""
     max_batch_tokens: int | None = None
     """rollout.max_batch_tokens."""
-    engine: Literal["fast", "generate", "continuous_batching", "vllm"] | None = "fast"
+    engine: Literal["fast", "generate", "vllm"] | None = "fast"
     """None: a fine-tuning, which samples nothing; `completion` is its longest row then, and `prompt` 0."""
     block_size: int = BLOCK_SIZE
     capture: bool = False

@@ -1,0 +1,87 @@
+"""A run's reward functions, called as TRL's GRPOTrainer calls them: on all trajectories of a process at once."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from perl.base.errors import UserError
+from perl.records import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class Rewards:
+    """
+    Args:
+        functions: each takes `prompts`, `completions`, `completion_ids`, the columns of the data set, `trainer_state`,
+            `log_extra(column, values)` and `log_metric(name, value)` by keyword, and gives one number, or None, for
+            each completion; plain functions or coroutines, which run together.
+        names: of each, in the metrics.
+        weights: float [functions].
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], names: Sequence[str], weights: torch.Tensor):
+        self.functions, self.names, self.weights = list(functions), list(names), weights
+        self.metrics: dict[str, list[float]] = defaultdict(list)
+        """What the functions have logged by `log_metric`, for whoever logs next."""
+
+    def score(self, rows: Sequence[Trajectory], state: Any) -> None:
+        """Fill each row's `rewards` (NaN where a function gave none) and `extras`.
+
+        Args:
+            state: the trainer's.
+
+        Raises:
+            UserError: a function gives another number of rewards.
+        """
+        if not rows:
+            return
+        extras: dict[str, list[Any]] = defaultdict(list)
+        columns = {name: [row.row[name] for row in rows] for name in rows[0].row if name != "prompt"}
+        arguments: dict[str, Any] = {
+            "prompts": [row.row["prompt"] for row in rows],
+            "completions": [row.completion for row in rows],
+            "completion_ids": [row.token_ids for row in rows],
+            **columns,
+            "trainer_state": state,
+            "log_extra": lambda column, values: extras[column].extend(values),
+            "log_metric": lambda name, value: self.metrics[name].append(value),
+        }
+        scores = [self._checked(*pair, len(rows)) for pair in zip(self.names, self._call(arguments), strict=True)]
+        for place, row in enumerate(rows):
+            row.rewards = [one[place] for one in scores]
+            row.extras = {column: values[place] for column, values in extras.items()}
+        unrewarded = next((row for row in rows if all(map(math.isnan, row.rewards))), None)
+        if unrewarded is not None:
+            log.warning("no reward function gives this completion a number: %s", str(unrewarded.completion)[:300])
+
+    def _call(self, arguments: dict[str, Any]) -> list[Any]:
+        results = [function(**arguments) for function in self.functions]
+        waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*(results[place] for place in waiting))
+
+        for place, result in zip(waiting, asyncio.run(together()) if waiting else [], strict=True):
+            results[place] = result
+        return results
+
+    def _checked(self, name: str, rewards: Sequence[float | None], count: int) -> list[float]:
+        if len(rewards) != count:
+            raise UserError(
+                f"--config.reward.functions {name}: it returned {len(rewards)} rewards for {count} completions; return"
+                " one for each"
+            )
+        return [math.nan if reward is None else float(reward) for reward in rewards]
+
+    def of(self, rows: Sequence[Trajectory]) -> torch.Tensor:
+        """float32 [rows, functions]: what `score` has filled in."""
+        return torch.tensor([row.rewards for row in rows], dtype=torch.float32).view(len(rows), len(self.functions))

@@ -1,0 +1,281 @@
+"""A generation batch, and how its rows are dealt out to the micro-batches of the updates.
+
+    Batch        this process's trajectories, with a column for each thing that is computed of them
+    Dealer.deal  Batch -> one list of MicroBatches, which the updates take one by one
+
+transformers makes as many micro-batches of an update as gradient_accumulation_steps says. Within an update, where
+gradients are added up, any row may stand in any of them without changing it: those of one prompt together, so that the
+prompt is computed once for them, longest first, so that neighbours are alike; rows that carry no gradient in none. With
+max_tokens_per_microbatch there are as many micro-batches as the tokens need, and nothing is computed for the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from perl.records import Trajectory, Weights
+from perl.runs.metrics import ModelSize, Work, update_flops
+from perl.training.packing import prompt_work, row_work
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Rows of this process. Columns are float32 [rows, width] on the device, log-probabilities in nats; None: not
+    needed."""
+
+    rows: list[Trajectory]
+    mask: torch.Tensor
+    """bool: tokens that the policy drew and that are trained on."""
+    sampler: torch.Tensor | None
+    """Log-probabilities by what has drawn the tokens, NaN where it gave none for a token; None: it gives none."""
+    tokens: float = 0.0
+    """Tokens of `mask` in the generation batch, of all processes."""
+    advantages: torch.Tensor | None = None
+    """[rows, width] or [rows, 1]."""
+    old: torch.Tensor | None = None
+    """Log-probabilities by the policy that the ratio refers to; None: the one that is trained, before the update."""
+    reference: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    """The critic's, before the updates."""
+    returns: torch.Tensor | None = None
+    """What the critic learns, NaN where a token has none."""
+
+    @classmethod
+    def of(cls, rows: list[Trajectory], device: torch.device, mask_truncated: bool) -> Batch:
+        """
+        Args:
+            mask_truncated: completions that were cut off are not trained on.
+        """
+        width = max(1, *(len(row.token_ids) for row in rows))
+
+        def column(numbers: Callable[[Trajectory], Sequence[Any]], fill: Any, dtype: torch.dtype) -> torch.Tensor:
+            padded = [[*row_numbers, *[fill] * (width - len(row_numbers))] for row_numbers in map(numbers, rows)]
+            return torch.tensor(padded, dtype=dtype).to(device, non_blocking=True)
+
+        def trained_on(row: Trajectory) -> Sequence[bool]:
+            return [] if mask_truncated and row.finish == "length" else row.sampled
+
+        return cls(
+            rows=rows,
+            mask=column(trained_on, False, torch.bool),
+            sampler=column(lambda row: row.logprobs, 0.0, torch.float32) if any(r.logprobs for r in rows) else None,
+        )
+
+    @property
+    def width(self) -> int:
+        """Tokens of a column: the longest completion's."""
+        return self.mask.shape[1]
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def select(self, places: Sequence[int]) -> Batch:
+        """The rows at these places, in this order."""
+        index = torch.tensor(places, device=self.mask.device)
+        columns = {name: column[index] for name, column in self.columns().items()}
+        return replace(self, rows=[self.rows[place] for place in places], **columns)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and plain values, for a checkpoint."""
+        rows = [{**asdict(row), "weights": asdict(row.weights), "row": {}} for row in self.rows]
+        return {"rows": rows, "tokens": self.tokens, **self.columns()}
+
+    @classmethod
+    def restored(cls, state: dict[str, Any]) -> Batch:
+        """What `state` was of; the rows of the data set are left behind."""
+        rows = [Trajectory(**(row | {"weights": Weights(**row["weights"])})) for row in state["rows"]]
+        columns: dict[str, Any] = state | {"rows": rows}
+        return cls(**columns)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What one call of the loss computes."""
+
+    batch: Batch | None
+    """None: nothing, on any process."""
+    takes_part: bool = False
+    """The rows are there as every process must run as many forwards; their loss counts nothing."""
+    trained_tokens: int = 0
+    """Tokens of all rows of the window, prompts too and rows left out too, in its first micro-batch; 0 in others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealer:
+    """Deals the rows of a generation batch out to its micro-batches."""
+
+    accumulation: int
+    """Micro-batches of an optimizer update."""
+    per_generation: int
+    """Micro-batches of a generation batch."""
+    leave_out_zero: bool
+    """Rows whose advantage is exactly 0 are not computed: right when nothing but the advantage makes their gradient."""
+    group: bool
+    """Rows of one prompt stay together; otherwise rows are ordered by length alone."""
+    fixed: bool = False
+    """The loss depends on which rows share a micro-batch: each gets per_device_train_batch_size, as TRL gives them."""
+    max_tokens: int | None = None
+    """Tokens of a micro-batch's packed sequence; more only for a single row, or where the rows need more micro-batches
+    than there are: then as few as will do. Needs `group`."""
+    size: ModelSize | None = None
+    """What a row costs is counted from; None: its tokens."""
+
+    def deal(self, batch: Batch, largest: Callable[[list[int]], list[int]]) -> list[MicroBatch]:
+        """As many micro-batches as `per_generation`, of windows that surely belong to one update. Empty ones come
+        first: the last one is where gradients are exchanged.
+
+        Args:
+            largest: from numbers of this process to the largest of each among all processes, which have as many.
+        """
+        per_micro_batch = len(batch.rows) // self.per_generation
+        if self.fixed:
+            starts = range(0, len(batch.rows), per_micro_batch)
+            micro_batches = [batch.select(range(start, start + per_micro_batch)) for start in starts]
+            return [MicroBatch(each, trained_tokens=_tokens(each.rows)) for each in micro_batches]
+        size = math.gcd(self.per_generation, self.accumulation)
+        step = size * per_micro_batch
+        windows = [list(range(start, start + step)) for start in range(0, len(batch.rows), step)]
+        kept = self.computed(batch).tolist()
+        chosen = [[place for place in self._order(batch.rows, window) if kept[place]] for window in windows]
+        chunks = self._chunks(batch.rows, chosen, size, per_micro_batch, largest)
+        counts = largest([len(window) for window in chunks])
+        dealt: list[MicroBatch] = []
+        for window, places, count in zip(chunks, windows, counts, strict=True):
+            count = max(1, count)  # where no row is computed the optimizer makes its step all the same
+            missing = [[]] * (count - len(window))
+            micro_batches = [MicroBatch(None)] * (size - count)
+            micro_batches += [self._micro_batch(batch, chunk) for chunk in [*window, *missing]]
+            micro_batches[0] = replace(micro_batches[0], trained_tokens=_tokens([batch.rows[i] for i in places]))
+            dealt += micro_batches
+        return dealt
+
+    def computed(self, batch: Batch) -> torch.Tensor:
+        """bool [rows]: whether anything of the row enters the loss. Where all its tokens are masked (a completion that
+        was cut off) neither advantage nor KL divergence does."""
+        rows = batch.mask.any(dim=1)
+        if self.fixed or not self.leave_out_zero:
+            return rows
+        assert batch.advantages is not None
+        return rows & ((batch.advantages != 0) & batch.mask).any(dim=1)
+
+    def _micro_batch(self, batch: Batch, places: Sequence[int], tokens: int = 0) -> MicroBatch:
+        """With no places: one token of the first row, which takes part and counts nothing."""
+        if places:
+            return MicroBatch(batch.select(places), trained_tokens=tokens)
+        one = batch.select([0])
+        (row,) = one.rows
+        one.rows = [replace(row, prompt_ids=row.prompt_ids[-1:], token_ids=[], sampled=[], logprobs=[], images=())]
+        return MicroBatch(one, takes_part=True, trained_tokens=tokens)
+
+    def _order(self, rows: Sequence[Trajectory], places: Sequence[int]) -> list[int]:
+        """Longest completion first; with `group`, prompts with the longest completions first, and the rows of a prompt
+        together."""
+        order = sorted(places, key=lambda place: -len(rows[place].token_ids))
+        if not self.group:
+            return order
+        by_prompt: dict[tuple[int, ...], list[int]] = {}
+        for place in order:
+            by_prompt.setdefault(rows[place].prompt_ids, []).append(place)
+        return [place for members in by_prompt.values() for place in members]
+
+    def _chunks(
+        self,
+        rows: Sequence[Trajectory],
+        chosen: Sequence[Sequence[int]],
+        size: int,
+        per_micro_batch: int,
+        largest: Callable[[list[int]], list[int]],
+    ) -> list[list[list[int]]]:
+        """For each window the places of each micro-batch that has any."""
+        if self.max_tokens is None:
+            return [
+                [list(places[start : start + per_micro_batch]) for start in range(0, len(places), per_micro_batch)]
+                for places in chosen
+            ]
+        pieces = [[self._piece(place, rows[place]) for place in places] for places in chosen]
+        limits = [smallest_limit(window, self.max_tokens, size) for window in pieces]
+        if max(limits) > self.max_tokens:
+            _say_what_is_exceeded(self.max_tokens, size)
+        needed = largest([len(cut_by_tokens(*window)) for window in zip(pieces, limits, strict=True)])
+        return [spread(*window) for window in zip(pieces, limits, needed, strict=True)]
+
+    def _piece(self, place: int, row: Trajectory) -> Piece:
+        shared, added = prompt_work(len(row.prompt_ids)), row_work(len(row.prompt_ids), len(row.token_ids))
+        return Piece(place, row.prompt_ids, shared.tokens, added.tokens, self._cost(shared), self._cost(added))
+
+    def _cost(self, work: Work) -> int:
+        """In tokens that attend to nothing."""
+        if self.size is None:
+            return work.tokens
+        return round(update_flops(self.size, work) / update_flops(self.size, Work(1, 0)))
+
+
+class Piece(NamedTuple):
+    """What a row adds to a packed sequence, and what its prompt does, once for all of its rows."""
+
+    place: int
+    prompt: tuple[int, ...]
+    prompt_tokens: int
+    tokens: int
+    prompt_cost: int
+    cost: int
+
+
+def cut_by_tokens(pieces: Sequence[Piece], max_tokens: int, max_cost: float = math.inf) -> list[list[int]]:
+    """The rows of `pieces` in their order, cut wherever one more row would make the sequence longer than `max_tokens`
+    or cost more than `max_cost`. A row that is so by itself is alone."""
+    chunks: list[list[int]] = []
+    prompts: set[tuple[int, ...]] = set()
+    tokens = cost = 0
+    for piece in pieces:
+        known = piece.prompt in prompts
+        tokens += piece.tokens + (0 if known else piece.prompt_tokens)
+        cost += piece.cost + (0 if known else piece.prompt_cost)
+        if not chunks or tokens > max_tokens or cost > max_cost:
+            chunks.append([])
+            prompts = set()
+            tokens, cost = piece.tokens + piece.prompt_tokens, piece.cost + piece.prompt_cost
+        chunks[-1].append(piece.place)
+        prompts.add(piece.prompt)
+    return chunks
+
+
+def smallest_limit(pieces: Sequence[Piece], max_tokens: int, micro_batches: int) -> int:
+    """`max_tokens`, or the smallest number above it that needs no more than so many micro-batches."""
+    whole = sum(piece.prompt_tokens + piece.tokens for piece in pieces)
+    fits = range(max_tokens, max(max_tokens, whole) + 1)
+    return fits[bisect_left(fits, True, key=lambda limit: len(cut_by_tokens(pieces, limit)) <= micro_batches)]
+
+
+def spread(pieces: Sequence[Piece], max_tokens: int, micro_batches: int) -> list[list[int]]:
+    """The rows of `pieces` in so many micro-batches of at most `max_tokens`, the costliest as cheap as can be."""
+    whole = sum(piece.prompt_cost + piece.cost for piece in pieces)
+    costs = range(whole + 1)
+    best = bisect_left(costs, True, key=lambda cost: len(cut_by_tokens(pieces, max_tokens, cost)) <= micro_batches)
+    return cut_by_tokens(pieces, max_tokens, costs[best])
+
+
+@functools.cache  # once a run
+def _say_what_is_exceeded(max_tokens: int, micro_batches: int) -> None:
+    log.warning(
+        "training.max_tokens_per_microbatch %d: the rows of an update need more than its %d micro-batches"
+        " (gradient_accumulation_steps), which get more tokens, as few as will do",
+        max_tokens,
+        micro_batches,
+    )
+
+
+def _tokens(rows: Sequence[Trajectory]) -> int:
+    return sum(len(row.prompt_ids) + len(row.token_ids) for row in rows)

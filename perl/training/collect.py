@@ -1,0 +1,265 @@
+"""The trajectories of a generation batch: prompts of the stream, sampled by the engine, scored by the rewards.
+
+With DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) groups of equal rewards, which teach nothing, are replaced
+by further prompts. Which groups are chosen depends on the stream's order alone: the first ones with unequal rewards.
+How many are drawn at once is a matter of speed: as many as are missing, over the share of unequal groups so far, so
+that a batch rarely needs a second round, whose longest completion everybody would wait for. What was drawn behind the
+last chosen group goes back to the head of the stream, and is drawn again by the next policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from perl.algorithms.grpo import equal_rewards
+from perl.base.errors import UserError
+from perl.engines.base import PolicyEngine, warn_once
+from perl.prompts import row_seed
+from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
+from perl.rewards.functions import GradeEarly, logged_name
+from perl.rewards.score import Rewards
+from perl.runs.metrics import StepClock, sequences
+from perl.training.stream import PromptStream
+
+if TYPE_CHECKING:
+    from perl.training.processes import Processes
+
+MOST_EQUAL = 0.9
+"""Share of equal groups that is reckoned with at most: ten times the missing groups are drawn at once."""
+
+Group = list[Trajectory]
+"""The completions of one prompt."""
+
+
+class Read(NamedTuple):
+    """A prompt as the model reads it."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSampling:
+    """The group `algorithm`, as far as it is about that."""
+
+    max_resample_factor: float
+    """Groups that a rollout may draw, over those of a batch."""
+    equal_by: int | None
+    """The reward function that is asked whether a group is equal; None: the weighted sum."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Collector:
+    """
+    Attributes:
+        rows: of the data set.
+        read: a row's prompt.
+        text: of a completion.
+        batch: prompts of a generation batch, of all processes.
+        seed: of the run. A completion's own names its prompt's place in the stream, and its place in the group.
+        state: of the trainer, for reward functions.
+    """
+
+    stream: PromptStream
+    rows: Any
+    read: Callable[[dict[str, Any]], Read]
+    text: Callable[[Completion], str]
+    engine: PolicyEngine
+    sampling: Sampling
+    rewards: Rewards
+    grade_early: GradeEarly | None
+    batch: int
+    group_size: int
+    seed: int
+    processes: Processes
+    clock: StepClock
+    state: Any
+    dynamic: DynamicSampling | None = None
+
+    def collect(self, weights: Weights) -> tuple[list[Trajectory], dict[str, float]]:
+        """This process's trajectories, groups one after the other, sampled and scored, and what the log shows of it.
+        Every process must come here.
+
+        Args:
+            weights: those that the engine has been given.
+        """
+        if self.dynamic is not None:
+            return self._without_equal_groups(self.dynamic, weights)
+        count = self.batch * self.group_size // self.processes.count
+        first = self.processes.rank * count  # a group may lie on two processes
+        places = [divmod(place, self.group_size) for place in range(first, first + count)]
+        drawn = self._draw([(self.stream.next + prompt, sample) for prompt, sample in places], weights)
+        self.stream.next += self.batch
+        return drawn, {}
+
+    # Groups of equal rewards are replaced
+
+    def _without_equal_groups(
+        self, dynamic: DynamicSampling, weights: Weights
+    ) -> tuple[list[Trajectory], dict[str, float]]:
+        first, limit = self.stream.next, self._limit(dynamic)
+        groups: dict[int, Group] = {}
+        """This process's, by position."""
+        owner: list[int] = []
+        equal: list[bool] = []
+        """Process and verdict of each position from `first`, of all processes."""
+        share = self.stream.equal_share
+        while (missing := self.batch - equal.count(False)) > 0 and len(equal) < limit:
+            count = min(math.ceil(missing / (1 - min(share, MOST_EQUAL))), limit - len(equal))
+            positions = range(first + len(equal), first + len(equal) + count)
+            local = positions[self.processes.rank :: self.processes.count]
+            rows = self._draw([(position, sample) for position in local for sample in range(self.group_size)], weights)
+            for place, position in enumerate(local):
+                groups[position] = rows[place * self.group_size : (place + 1) * self.group_size]
+            verdicts = dict(
+                self.processes.gathered([(position, self.is_equal(groups[position])) for position in local])
+            )
+            owner += [place % self.processes.count for place in range(count)]
+            equal += [verdicts[position] for position in positions]
+            share = equal.count(True) / len(equal)
+        chosen = choose(equal, self.batch)
+        filled = self.batch <= equal.count(False)
+        self.stream.next = first + (chosen[-1] + 1 if filled else len(equal))
+        self.stream.equal_share = share
+        if not filled:
+            self._say_what_fills_the_batch()
+        kept = self._share_out([first + place for place in chosen], [owner[place] for place in chosen], groups)
+        rows = [row for group in kept for row in group]
+        return rows, self._cost(list(groups.values()), rows, len(equal), chosen, equal)
+
+    def _limit(self, dynamic: DynamicSampling) -> int:
+        """Groups that a rollout of all processes may draw."""
+        if self.stream.left < self.batch:
+            raise UserError(
+                f"--config.training.num_train_epochs: {int(self.stream.left)} prompts are left of its epochs, and a"
+                f" generation batch takes {self.batch}; train for more epochs, or write --config.training.max_steps"
+            )
+        return int(min(max(self.batch, self.batch * dynamic.max_resample_factor), self.stream.left))
+
+    def is_equal(self, group: Group) -> bool:
+        """By the function that is asked, or where it gives this group no reward, by the sum. What is not finite is the
+        trainer's to see."""
+        assert self.dynamic is not None
+        rewards, asked = self.rewards.of(group), self.dynamic.equal_by
+        if rewards.isinf().any():
+            return False
+        if asked is None or rewards[:, asked].isnan().all():
+            return bool(equal_rewards(rewards, self.rewards.weights.cpu(), len(group)).all())
+        return bool(equal_rewards(rewards[:, [asked]], torch.ones(1), len(group)).all())
+
+    def _share_out(self, positions: list[int], owners: list[int], groups: dict[int, Group]) -> list[Group]:
+        """As many of the chosen groups for each process; those that another process has drawn are handed over. Every
+        process must come here."""
+        needed = self.batch // self.processes.count
+        of_process = [[p for p, owner in zip(positions, owners, strict=True) if owner == rank] for rank in
+                      range(self.processes.count)]  # fmt: skip
+        spare = [position for mine in of_process for position in mine[needed:]]
+        handed = {}
+        if spare:
+            handed = dict(self.processes.gathered([(p, groups[p]) for p in of_process[self.processes.rank][needed:]]))
+        for mine in of_process:
+            del mine[needed:]
+            while len(mine) < needed:
+                mine.append(spare.pop(0))
+        groups = groups | handed
+        return [groups[position] for position in sorted(of_process[self.processes.rank])]
+
+    def _say_what_fills_the_batch(self) -> None:
+        why = "the data set's last prompts are drawn" if self.stream.left < self.batch else "the limit is reached"
+        warn_once(
+            f"dynamic sampling: {why} before the batch has enough groups of unequal rewards; equal ones fill it,"
+            " which teach nothing (dapo/kept_equal_groups counts them, algorithm.max_resample_factor is the limit)"
+        )
+
+    def _cost(
+        self, local: list[Group], rows: list[Trajectory], drawn: int, chosen: list[int], equal: list[bool]
+    ) -> dict[str, float]:
+        """What a rollout has cost all processes. Every process must come here."""
+        rewards = self.rewards.of([row for group in local for row in group])
+        known = ~rewards.isnan().all(dim=1)
+        tokens, used, reward, rewarded = self.processes.added_up(
+            [
+                float(sum(len(row.token_ids) for group in local for row in group)),
+                float(sum(len(row.token_ids) for row in rows)),
+                (rewards * self.rewards.weights.cpu()).nansum().item(),
+                float(known.sum()),
+            ]
+        )
+        metrics = {
+            "dapo/resampled_groups": float(drawn - self.batch),
+            "dapo/returned_groups": float(drawn - (chosen[-1] + 1)),
+            "dapo/kept_equal_groups": float(sum(equal[place] for place in chosen)),
+            "dapo/rollout_tokens_per_used_token": tokens / used,
+        }
+        if rewarded:  # that of the batch is another: a group that is always right is not in it
+            metrics["dapo/reward_before_filtering"] = reward / rewarded
+        return metrics
+
+    # Sampled and scored
+
+    def _draw(self, places: Sequence[tuple[int, int]], weights: Weights) -> list[Trajectory]:
+        """A trajectory for each (position, sample). Every process must come here, with as many or fewer."""
+        reads: dict[int, tuple[dict[str, Any], Read]] = {}
+        for position, _ in places:
+            if position not in reads:
+                row = self.rows[self.stream.row(position)]
+                reads[position] = row, self.read(row)
+        rows = [
+            Trajectory(
+                row=reads[position][0],
+                position=position,
+                sample=sample,
+                prompt_ids=reads[position][1].token_ids,
+                images=reads[position][1].images,
+                weights=weights,
+            )
+            for position, sample in places
+        ]
+        with self.clock("rollout"):
+            for place, completion in self.engine.stream([self._prompt(row) for row in rows]):
+                row = rows[place]
+                row.add(completion)
+                text = self.text(completion)
+                row.completion = [{"role": "assistant", "content": text}] if is_chat(row.row["prompt"]) else text
+                if self.grade_early is not None:
+                    self.grade_early(text, row.row)
+        self.clock.count_forward(sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows]))
+        with self.clock("reward"):
+            self.rewards.score(rows, self.state)
+        return rows
+
+    def _prompt(self, row: Trajectory) -> Prompt:
+        return Prompt(
+            token_ids=row.prompt_ids,
+            seed=row_seed(self.seed, f"stream-{row.position}", row.sample),
+            sampling=self.sampling,
+            images=row.images,
+        )
+
+
+def choose(equal: Sequence[bool], needed: int) -> list[int]:
+    """The places of `needed` groups in their order: the first ones with unequal rewards, and where these are too few
+    the first equal ones."""
+    unequal = [place for place, same in enumerate(equal) if not same][:needed]
+    filling = [place for place, same in enumerate(equal) if same][: needed - len(unequal)]
+    return sorted(unequal + filling)
+
+
+def compared_reward(asked: str | None, names: Sequence[str]) -> int | None:
+    """Which of the reward functions `names` must differ within a group; None: the weighted sum of all.
+
+    Args:
+        asked: algorithm.dynamic_sampling_metric.
+    """
+    if asked is None:
+        return names.index("accuracy") if "accuracy" in names else None
+    return None if asked == "sum" else names.index(logged_name(asked))
+
+
+def is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt, str)

@@ -1,0 +1,250 @@
+"""What a step measures of its rollouts and its losses, as means and extremes over all processes.
+
+rollout_metrics   a generation batch: lengths, rewards, advantages
+Metrics           sums of the micro-batches, which stay on the device until the next log
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from perl.algorithms.grpo import weighted_sum
+from perl.base.errors import RankError
+from perl.engines.base import warn_once
+from perl.records import Trajectory
+from perl.training.batch import Batch
+from perl.training.loss import LossInputs, LossOutputs, Measured, masked_mean
+from perl.training.processes import Processes
+
+TOLERANCE = {4: 1e-3, 2: 0.2}
+"""Largest mean difference between the sampler's and the trainer's log-probabilities, in nats, by bytes of the numbers
+that are computed with. Float32 differs in the order of sums alone: 24 bits leave a logit of 20 about 1e-6, and some
+hundred sums in a row less than a hundred times that. In bfloat16, of 8 bits, sampler and trainer round the same outputs
+at different places (autocast, packing, the cache): random weights, whose every token is improbable and shows the
+logit's whole error, were 0.005 apart at 28 M, 0.014 at Qwen2.5-0.5B's shape and 0.029 at 1.5B's; a quarter of 7B's
+layers, 0.020, makes 0.06 of all."""
+LOW_RATIO = 0.5
+"""Mean of the importance sampling ratios below which most of the gradient is lost."""
+
+
+def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], weights: torch.Tensor,
+                    processes: Processes) -> dict[str, float]:  # fmt: skip
+    """What the log shows of a generation batch. Every process must come here.
+
+    Args:
+        batch: with its advantages.
+        rewards: float32 [rows of all processes, functions], NaN where a function gave none.
+        names, weights: of the functions.
+    """
+    assert batch.advantages is not None
+    rows, mask = batch.rows, batch.mask
+    numbers = torch.tensor(
+        [[len(row.prompt_ids), len(row.token_ids), row.finish == "length"] for row in rows], dtype=torch.float32
+    )
+    everywhere = processes.rows(numbers.to(mask.device)).cpu()
+    prompts, lengths, cut = everywhere[:, 0], everywhere[:, 1], everywhere[:, 2].bool()
+    ended = lengths[~cut] if not cut.all() else torch.zeros(1)
+    metrics = {
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": cut.float().mean(),
+        "completions/mean_terminated_length": ended.mean(),
+        "completions/min_terminated_length": ended.min(),
+        "completions/max_terminated_length": ended.max(),
+        "prompts/mean_length": prompts.mean(),
+        "prompts/max_length": prompts.max(),
+        "prompts/min_length": prompts.min(),
+    }
+    total = weighted_sum(rewards, weights.to(rewards.device)).cpu()
+    for place, name in enumerate(names):
+        one = rewards[:, place].cpu()
+        metrics |= {f"rewards/{name}/mean": one.nanmean(), f"rewards/{name}/std": deviation(one)}
+    metrics |= {"reward": total.nanmean(), "reward_std": deviation(total)}
+    if (known := total[~total.isnan()]).numel():
+        metrics |= {"reward/max": known.max(), "reward/min": known.min()}
+    values = batch.advantages.expand(mask.shape)[mask].float()
+    sums = [float(len(values)), values.sum().item(), values.square().sum().item()]
+    count, added, squares = processes.added_up(sums)
+    ends = values if len(values) else torch.full((1,), math.nan)
+    high, low = processes.numbers([ends.max().item(), -ends.min().item()]).nan_to_num(nan=-math.inf).amax(dim=0)
+    if count:
+        mean = added / count
+        metrics |= {"advantages/mean": mean, "advantages/std": max(0.0, squares / count - mean**2) ** 0.5}
+        metrics |= {"advantages/max": high, "advantages/min": -low}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def deviation(values: torch.Tensor) -> torch.Tensor:
+    """[]: the standard deviation with Bessel's correction of those that are no NaN; NaN of fewer than two."""
+    return values[~values.isnan()].std() if (~values.isnan()).sum() > 1 else torch.tensor(math.nan)
+
+
+class Metrics:
+    """Sums on this process between two logs.
+
+    Args:
+        logged: by name, the numbers of which TRL logs the mean.
+        correction: how the loss is corrected for the sampler's log-probabilities (LossSettings.correction).
+
+    Attributes:
+        tolerance: of the difference between sampler and trainer, in nats; None before they were compared.
+        noisy: since the last log, tokens were drawn with noise that the trainer's policy had not: it differs from the
+            sampler's by more than rounding.
+    """
+
+    def __init__(self, processes: Processes, logged: dict[str, list[float]], correction: str | None = None):
+        self.processes, self.logged, self.correction = processes, logged, correction
+        self.tolerance: float | None = None
+        self.noisy = False
+        self._sums: dict[str, torch.Tensor] = {}
+        """float32 [2]: values and how many."""
+        self._highest: dict[str, torch.Tensor] = {}
+        """float32 []: the lowest value has its sign turned, and "-" before its name."""
+
+    def value(self, name: str, number: float) -> None:
+        """A number that all processes know."""
+        self.logged[name].append(number)
+
+    def values(self, numbers: dict[str, float]) -> None:
+        for name, number in numbers.items():
+            self.value(name, number)
+
+    @torch.no_grad()
+    def mean(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
+        """Of the values of all tokens, or rows, that are `counted`. Nothing is exchanged, nor waited for."""
+        sums = torch.stack([values.float().masked_fill(~counted, 0.0).sum(), counted.sum().float()])
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    @torch.no_grad()
+    def extreme(self, name: str, values: torch.Tensor, counted: torch.Tensor, lowest: bool = False) -> None:
+        values = (-values if lowest else values).float().masked_fill(~counted, -math.inf).amax()
+        name = f"-{name}" if lowest else name
+        self._highest[name] = torch.maximum(self._highest[name], values) if name in self._highest else values
+
+    def add_loss(self, inputs: LossInputs, outputs: LossOutputs) -> None:
+        """What a micro-batch's loss has measured."""
+        measured = dict(outputs.metrics)
+        if inputs.entropies is not None:
+            measured["entropy"] = Measured(inputs.entropies.detach(), inputs.mask)
+        apart = (inputs.old.float() - inputs.policy.detach().float()).clamp(-20, 20)
+        measured["approx_kl"] = Measured(apart, inputs.mask)  # verl's actor/ppo_kl
+        for name, (values, counted) in measured.items():
+            self.mean(name, values, counted)
+        some = inputs.mask.any(dim=1, keepdim=True)
+        for name, lowest in (("low", True), ("high", False)):
+            if (one := measured.get(f"clip_ratio/{name}_mean")) is not None:
+                of_row = one.values if one.values.shape[1] == 1 else masked_mean(one.values, inputs.mask)
+                self.extreme(f"clip_ratio/{name}_{'min' if lowest else 'max'}", of_row, some, lowest)
+        if (ratio := measured.get("sampling/importance_sampling_ratio/mean")) is not None:
+            self.extreme("sampling/importance_sampling_ratio/min", *ratio, lowest=True)
+            self.extreme("sampling/importance_sampling_ratio/max", *ratio)
+
+    def add_sampler(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor, noisy: bool) -> None:
+        """Log-probabilities of drawn tokens by the sampler and by the trainer's policy of that time, in nats: [rows,
+        tokens]. KL(sampler || policy) is the mean of r - 1 - log r with r = p_policy / p_sampler ("k3" of John
+        Schulman's "Approximating KL divergence", 2020). A token without a number does not count."""
+        apart, known = difference(sampler, policy, mask)
+        self.mean("rollout/logp_mismatch", apart.abs(), known)
+        self.mean("rollout/logp_kl", apart.exp() - 1 - apart, known)
+        self.noisy |= noisy
+
+    def add_noise(self, sampler: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor) -> None:
+        """The same of the policy without noise, while it is still the one that sampled: KL(noisy || clean)."""
+        apart, known = difference(sampler, clean, mask)
+        self.mean("aqn/kl", apart.exp() - 1 - apart, known)
+
+    def take_mean(self, name: str) -> float | None:
+        """Of all processes, which is logged, and start again; None where nothing was added. Every process must come
+        here."""
+        sums = self._sums.pop(name, None)
+        total, count = self.processes.added_up([0.0, 0.0] if sums is None else sums.tolist())
+        if not count:
+            return None
+        self.value(name, total / count)
+        return total / count
+
+    def flush(self) -> None:
+        """Hand all that was added to the log, and start again. Every process must come here."""
+        names = sorted(set(self.processes.gathered([*self._sums, *(f"max {name}" for name in self._highest)])))
+        sums = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True)) if self._sums else {}
+        means = [name for name in names if not name.startswith("max ")]
+        highest = [name.removeprefix("max ") for name in names if name.startswith("max ")]
+        local = [x for name in means for x in sums.get(name, (0.0, 0.0))]
+        local += [float(self._highest.get(name, -math.inf)) for name in highest]
+        everywhere = self.processes.numbers(local).double().cpu() if local else torch.zeros(1, 0)
+        self._sums, self._highest = {}, {}
+        totals, ends = everywhere[:, : 2 * len(means)].sum(dim=0), everywhere[:, 2 * len(means) :].amax(dim=0)
+        for name, (total, count) in zip(means, totals.view(-1, 2).tolist(), strict=True):
+            if count:
+                self.value(name, total / count)
+        for name, value in zip(highest, ends.tolist(), strict=True):
+            if value > -math.inf:
+                self.value(name.removeprefix("-"), -value if name.startswith("-") else value)
+        self._warn()
+
+    def _warn(self) -> None:
+        """Once where sampler and trainer were one policy at the start and are not any more, and where the correction
+        for their difference takes most of the gradient."""
+        apart, ratio = (
+            self.logged.get("rollout/logp_mismatch"),
+            self.logged.get("sampling/importance_sampling_ratio/mean"),
+        )
+        if apart and self.tolerance is not None and apart[-1] > self.tolerance and not self.noisy:
+            warn_once(
+                f"rollout: the sampler's log-probabilities are more than {self.tolerance:.2g} nats from the trainer's,"
+                " which is no rounding: it may have missed the adapter, or it samples an older policy"
+                " (rollout/logp_mismatch shows it)"
+            )
+        if ratio and ratio[-1] < LOW_RATIO:
+            remedy = (
+                "sampler and trainer are far apart (rollout/logp_mismatch)"
+                if self.correction == "token_truncate"
+                else "write --config.training.vllm_importance_sampling_mode token_truncate"
+            )
+            warn_once(
+                f"rollout: the importance sampling ratios are below {LOW_RATIO} on average, so that most of the"
+                f" gradient is lost (sampling/importance_sampling_ratio/mean, mode {self.correction}): {remedy}"
+            )
+        self.noisy = False
+
+    def state(self) -> dict[str, Any]:
+        """What was added since the last log: tensors and plain values, for `restore` in another process."""
+        return {"sums": self._sums, "highest": self._highest, "tolerance": self.tolerance, "noisy": self.noisy}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._sums, self._highest = dict(state["sums"]), dict(state["highest"])
+        self.tolerance, self.noisy = state["tolerance"], state["noisy"]
+
+
+def difference(sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p_policy - log p_sampler, float32 [rows, tokens] and 0 where it is not known; and where it is."""
+    apart = policy.detach().float() - sampler.float()
+    known = mask & ~apart.isnan()
+    return apart.masked_fill(~known, 0.0), known
+
+
+def require_same_policy(apart: float | None, allowed: float) -> None:
+    """Raise a RankError where completions do not come from the policy that is trained, their log-probabilities being
+    more than `allowed` nats apart: a sampler that runs the base model, or the weights of another run, learns nothing
+    and looks healthy."""
+    if apart is not None and not apart <= allowed:
+        raise RankError(
+            f"rollout: the sampler does not run the policy that is trained: its log-probabilities are"
+            f" {apart:.2g} nats from the trainer's on average, where {allowed:.2g} is rounding;"
+            " --config.rollout.engine generate samples with the trainer's own model, --config.rollout.merge_adapter"
+            " false with the adapter unmerged"
+        )
+
+
+def completions_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[dict[str, Any]]:
+    """What is shown of each completion: its prompt, itself, its rewards by the functions' names, its extras."""
+    return [
+        {"prompt": row.row["prompt"], "completion": row.completion, **dict(zip(names, row.rewards, strict=True)),
+         **row.extras}
+        for row in rows
+    ]  # fmt: skip

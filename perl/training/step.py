@@ -1,0 +1,321 @@
+"""A step of GRPO (arXiv 2402.03300) and its kin, from top to bottom.
+
+    batch   publish the policy -> trajectories, sampled and scored -> what policy, reference and critic say of them
+            -> advantages -> micro-batches
+    loss    a micro-batch -> log-probabilities of its tokens -> ratio, surrogate, KL -> a scalar
+
+transformers' Trainer calls `batch` once a generation batch, `loss` once a micro-batch, and does the rest: backward,
+clipping, the optimizer, schedules, checkpoints (perl.training.trainer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from perl.algorithms.algorithm import Algorithm, Scored
+from perl.algorithms.grpo import group_relative, normalized_by_function, weighted_sum
+from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
+from perl.algorithms.ppo import generalized
+from perl.engines.base import PolicyEngine
+from perl.engines.torch_policy import evaluation_mode
+from perl.noise.injector import NoiseInjector
+from perl.records import Weights
+from perl.runs.metrics import StepClock
+from perl.runs.nonfinite import NonFinite
+from perl.training.batch import Batch, Dealer, MicroBatch
+from perl.training.collect import Collector
+from perl.training.critic import Critic
+from perl.training.loss import (
+    EntropyBonus,
+    LossInputs,
+    LossSettings,
+    Update,
+    policy_loss,
+    with_entropy_threshold,
+)
+from perl.training.metrics import TOLERANCE, Metrics, difference, require_same_policy, rollout_metrics
+from perl.training.passes import Passes
+from perl.training.processes import Processes
+
+if TYPE_CHECKING:
+    from perl.config.schema import AlgorithmConfig
+    from perl.config.training import TrainingConfig
+
+log = logging.getLogger(__name__)
+
+COMPARED_ROWS = 4
+"""Completions of each process that sampler and trainer are compared on before the first optimizer step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """
+    Attributes:
+        model: the policy, as the trainer has wrapped it now.
+        gathered: inside it the policy without its wrappers, weights that are split gathered.
+        reference: inside it the model that is the reference; None: nothing needs one.
+        sigma: of this optimizer step's noise.
+        noise: on the policy's norms, while it samples; None without noise.
+        noisy_old: the ratio refers to the policy with its noise (noise_injection.old_logps).
+        stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
+    """
+
+    args: TrainingConfig
+    config: AlgorithmConfig
+    algorithm: Algorithm
+    settings: LossSettings
+    engine: PolicyEngine
+    collector: Collector
+    passes: Passes
+    dealer: Dealer
+    critic: Critic | None
+    metrics: Metrics
+    nonfinite: NonFinite
+    processes: Processes
+    clock: StepClock
+    device: torch.device
+    model: Callable[[], Any]
+    gathered: Callable[[], contextlib.AbstractContextManager[Any]]
+    reference: Callable[[], contextlib.AbstractContextManager[Any]] | None
+    noise: NoiseInjector | None
+    sigma: Callable[[], float]
+    noisy_old: bool
+    stale: bool
+    kl_coefficient: KLCoefficient
+    entropy_bonus: EntropyBonus | None
+    router_coefficient: float = 0.0
+    """Of the auxiliary loss of a mixture of experts' router."""
+    weights: Weights = field(default_factory=lambda: Weights(version=-1))
+    """That have drawn the last batch."""
+
+    # A generation batch
+
+    def batch(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of the next generation batch, sampled by the policy after `step` optimizer steps. Every
+        process must come here."""
+        weights = self._publish(step)
+        rows, metrics = self.collector.collect(weights)
+        batch = Batch.of(rows, self.device, self.args.mask_truncated_completions)
+        batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
+        rewards = self._usable(self.processes.rows(self.collector.rewards.of(rows).to(self.device)), rows, step)
+        self._compare_first(batch, weights)
+        with self.clock("old_logps"):
+            clean = self._policy(batch) if self.kl_coefficient.value or (self.stale and not self.noisy_old) else None
+            batch.old = self._noisy(batch, weights) if self.noisy_old else clean if self.stale else None
+            batch.reference = self._reference(batch)
+            batch.values = self._values(batch)
+        with self.clock("advantages"):
+            batch.advantages = self._advantages(batch, rewards, self._kl_penalty(batch, clean))
+        self._log_rollout(batch, rewards, metrics)
+        return self.dealer.deal(self._shuffled(batch), self.processes.largest)
+
+    def _publish(self, step: int) -> Weights:
+        """The policy as it is now, to the engine, with this step's noise: of each batch of a step another draw."""
+        draw = self.weights.draw + 1 if self.weights.version == step else 0
+        self.weights = Weights(version=step, sigma=self.sigma(), draw=draw)
+        with self.clock("rollout"):
+            self.engine.publish(self.weights)
+        return self.weights
+
+    def _policy(self, batch: Batch) -> torch.Tensor:
+        """Log-probabilities by the policy, without noise, before its updates."""
+        return self.passes.logps(self.model(), batch.rows, batch.width)
+
+    @torch.no_grad()
+    def _noisy(self, batch: Batch, weights: Weights) -> torch.Tensor:
+        """Those by the policy that has sampled, with its noise."""
+        with self._as_sampled(weights) as policy:
+            return self.passes.logps(policy, batch.rows, batch.width)
+
+    @contextlib.contextmanager
+    def _as_sampled(self, weights: Weights) -> Iterator[Any]:
+        """The policy that draws with these weights, its adapter unmerged: without dropout, with its noise."""
+        draw = (weights.version, weights.draw)
+        noisy = contextlib.nullcontext() if self.noise is None else self.noise.applied(weights.sigma, draw)
+        with self.gathered() as policy, evaluation_mode(policy), noisy:
+            yield policy
+
+    def _reference(self, batch: Batch) -> torch.Tensor | None:
+        if self.reference is None:
+            return None
+        with self.reference() as model:
+            return self.passes.logps(model, batch.rows, batch.width)
+
+    def _values(self, batch: Batch) -> torch.Tensor | None:
+        return None if self.critic is None else self.passes.values(self.model(), batch.rows, batch.width, self.critic)
+
+    @torch.no_grad()
+    def _kl_penalty(self, batch: Batch, policy: torch.Tensor | None) -> torch.Tensor | None:
+        """What the KL divergence of the policy without noise takes from the reward of each token, float32 [rows,
+        tokens], 0 where none is trained on; None where the reward has none."""
+        coefficient = self.kl_coefficient
+        if not coefficient.value:
+            return None
+        assert policy is not None
+        assert batch.reference is not None
+        kl = kl_divergence(policy, batch.reference, self.config.kl_in_reward_estimator).masked_fill(~batch.mask, 0.0)
+        penalty = coefficient.value * kl
+        of_row = kl.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)
+        mean = self.processes.rows(of_row).mean().item()
+        self.metrics.values({"kl_in_reward": mean, "kl_in_reward/coefficient": coefficient.value})
+        coefficient.adapt(mean, len(kl) * self.processes.count)
+        return penalty
+
+    @torch.no_grad()
+    def _advantages(self, batch: Batch, rewards: torch.Tensor, penalty: torch.Tensor | None) -> torch.Tensor:
+        """float32 [rows, 1], or [rows, tokens] where tokens have advantages of their own; fills the batch's `returns`
+        where there is a critic.
+
+        Args:
+            rewards: float32 [rows of all processes, functions].
+            penalty: what is taken from the reward of each token.
+        """
+        functions = self.collector.rewards.weights.to(rewards.device)
+        first = len(batch.rows) * self.processes.rank
+        local = weighted_sum(rewards, functions)[first : first + len(batch.rows)]
+        scored = Scored(
+            rewards=local if penalty is None else local - penalty.sum(dim=1),
+            token_rewards=token_rewards(local, batch.mask, penalty),
+            mask=batch.mask,
+            group_size=self.collector.group_size,
+            gather=self.processes.rows,
+            first=first,
+            gamma=self.config.gamma,
+            lam=self.config.lam,
+            values=batch.values,
+            by_function=rewards,
+            weights=functions,
+            scale=self.args.scale_rewards,  # type: ignore[arg-type]
+        )
+        if self.critic is not None:
+            scored = replace(scored, generalized=generalized(scored))
+            batch.returns = self.critic.targets(scored)
+        by_function = self.args.multi_objective_aggregation == "normalize_then_sum" and penalty is None
+        advantages = (self.algorithm.advantages or (normalized_by_function if by_function else group_relative))(scored)
+        if scored.group_size > 1:
+            groups = scored.groups()
+            equal = groups.nan_to_num(nan=-math.inf).amax(dim=1) <= groups.nan_to_num(nan=math.inf).amin(dim=1)
+            self.metrics.value("frac_reward_zero_std", equal.float().mean().item())
+        if self.nonfinite.unusable:
+            advantages = torch.full_like(advantages, math.nan)  # and so the loss, of which no update is made
+        return advantages if advantages.ndim == 2 else advantages[:, None]
+
+    def _usable(self, rewards: torch.Tensor, rows: list, step: int) -> torch.Tensor:
+        """The rewards, infinite ones as NaN, which counts as none; whether an update can be made of them stands in
+        `nonfinite`."""
+        self.nonfinite.look_at(step + 1, rewards, rows, self.collector.rewards.names)
+        return rewards.masked_fill(rewards.isinf(), math.nan)
+
+    def _shuffled(self, batch: Batch) -> Batch:
+        """As TRL shuffles the rows over the updates of a generation batch."""
+        return batch.select(torch.randperm(len(batch.rows)).tolist())
+
+    @torch.no_grad()
+    def _compare_first(self, batch: Batch, weights: Weights) -> None:
+        """Before the first optimizer step: are the sampler's log-probabilities those of the weights that it should have
+        had? Afterwards the loss compares them at no cost."""
+        if self.metrics.tolerance is not None:
+            return
+        why = self.engine.not_comparable(self.collector.sampling)
+        if why or batch.sampler is None:
+            why = why or "not given"
+            log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
+            self.metrics.tolerance = math.inf
+            return
+        mixed = 2 if self.args.bf16 or self.args.fp16 else 4
+        few = batch.select(range(min(COMPARED_ROWS, len(batch.rows))))
+        with self.clock("rollout"), self._as_sampled(weights) as policy:
+            tolerance = TOLERANCE[min(self.engine.itemsize, mixed, policy.dtype.itemsize)]
+            trainer = self.passes.logps(policy, few.rows, few.width)
+        drawn = torch.tensor(
+            [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=self.device
+        )
+        assert few.sampler is not None
+        apart, known = difference(few.sampler, trainer, drawn)
+        total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
+        require_same_policy(total / count if count else None, tolerance)
+        self.metrics.tolerance = tolerance
+        if count:
+            log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
+
+    def _log_rollout(self, batch: Batch, rewards: torch.Tensor, metrics: dict[str, float]) -> None:
+        functions = self.collector.rewards
+        self.metrics.values(rollout_metrics(batch, rewards, functions.names, functions.weights, self.processes))
+        self.metrics.values(metrics | self.engine.take_metrics())
+        left_out = 1.0 - self.dealer.computed(batch).float().mean().item()
+        share = self.processes.added_up([left_out])[0] / self.processes.count
+        self.metrics.value("update/rows_left_out", share)
+
+    # A micro-batch
+
+    def loss(self, model: Any, micro_batch: MicroBatch, step: int, accumulation: int) -> torch.Tensor:
+        """[]: a micro-batch's part of the loss of its update, whose parts are added up.
+
+        Args:
+            model: the policy, wrapped.
+            step: optimizer steps that were made.
+            accumulation: micro-batches of this update.
+        """
+        batch = micro_batch.batch
+        if batch is None:  # of no process: nothing is computed
+            return torch.zeros((), device=self.device, requires_grad=True)
+        said = self.passes.score(model, batch.rows, batch.width, self.critic)
+        if micro_batch.takes_part:
+            return (said.logps * 0.0).sum() + (0.0 if said.values is None else (said.values * 0.0).sum())
+        assert batch.advantages is not None
+        rows = self.args.per_device_train_batch_size * accumulation
+        tokens = max(batch.tokens, 1.0) / self.processes.count * accumulation / self.dealer.per_generation
+        update = Update(rows=rows, tokens=tokens, micro_batches=accumulation)
+        inputs = LossInputs(
+            policy=said.logps,
+            old=said.logps.detach() if batch.old is None else batch.old,
+            mask=batch.mask,
+            advantages=batch.advantages,
+            sampler=batch.sampler,
+            reference=batch.reference,
+            entropies=said.entropies,
+        )
+        if self.args.top_entropy_quantile < 1.0:
+            inputs = with_entropy_threshold(inputs, self.args.top_entropy_quantile, self.processes.tokens)
+        outputs = policy_loss(inputs, self.settings, update)
+        self._measure(inputs, outputs, step)
+        loss = outputs.loss
+        if self.entropy_bonus is not None:
+            assert inputs.entropies is not None
+            counted = inputs.mask
+            if inputs.entropy_threshold is not None:
+                counted = counted & (inputs.entropies >= inputs.entropy_threshold)
+            loss = loss + self.entropy_bonus.loss(inputs.entropies, counted, accumulation)
+        if said.aux_loss is not None:
+            loss = loss + self.router_coefficient * said.aux_loss / accumulation
+            self.metrics.mean("aux_loss", said.aux_loss.detach(), torch.ones((), dtype=torch.bool, device=self.device))
+        if self.critic is not None:
+            assert said.values is not None
+            assert batch.values is not None
+            assert batch.returns is not None
+            value_loss = self.critic.loss(said.values, batch.values, batch.returns, batch.mask, tokens)
+            loss = loss * self.critic.policy_learns(step) + value_loss
+        return loss
+
+    def _measure(self, inputs: LossInputs, outputs: Any, step: int) -> None:
+        """The numbers of a micro-batch, for the log; nothing is exchanged, nor waited for."""
+        self.metrics.add_loss(inputs, outputs)
+        if inputs.sampler is None:
+            return
+        noisy = self.weights.sigma != 0 and not self.noisy_old
+        self.metrics.add_sampler(inputs.sampler, inputs.old, inputs.mask, noisy)
+        if self.noise is not None and self.weights.version == step:  # the policy, before an update
+            self.metrics.add_noise(inputs.sampler, inputs.policy, inputs.mask)
+
+    def end_of_update(self) -> None:
+        """Every process must come here."""
+        if self.entropy_bonus is not None:
+            self.metrics.value("entropy_coef", self.entropy_bonus.coefficient)
+            self.entropy_bonus.end_of_update(self.processes.sum)

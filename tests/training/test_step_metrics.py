@@ -1,0 +1,126 @@
+"""What a step measures, by hand: means and extremes, the difference between sampler and trainer, warnings."""
+
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from perl.base.errors import RankError
+from perl.engines.base import warn_once
+from perl.training.loss import LossInputs, LossOutputs, Measured
+from perl.training.metrics import Metrics, require_same_policy
+from perl.training.processes import Processes
+
+
+def processes():
+    return Processes(
+        SimpleNamespace(process_index=0, num_processes=1, gather=lambda t: t, device="cpu", reduce=lambda t, **_: t)
+    )
+
+
+def metrics(correction=None):
+    warn_once.cache_clear()
+    return Metrics(processes(), defaultdict(list), correction)
+
+
+def mask_of(*rows):
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+def test_means_and_extremes_over_what_counts():
+    made = metrics()
+    made.mean("a", torch.tensor([[1.0, 5.0], [3.0, 9.0]]), mask_of([1, 1], [1, 0]))
+    made.mean("a", torch.tensor([[7.0]]), mask_of([1]))
+    made.mean("nothing", torch.tensor([[7.0]]), mask_of([0]))
+    made.extreme("high", torch.tensor([[1.0, 8.0]]), mask_of([1, 0]))
+    made.extreme("low", torch.tensor([[1.0, 8.0]]), mask_of([0, 1]), lowest=True)
+    made.extreme("low", torch.tensor([[9.0]]), mask_of([1]), lowest=True)
+    made.flush()
+    assert made.logged == {"a": [4.0], "high": [1.0], "low": [8.0]}
+    made.flush()
+    assert made.logged["a"] == [4.0]  # nothing was added
+
+
+def test_difference_and_kl_by_hand():
+    made = metrics()
+    made.add_sampler(torch.tensor([[-0.5, -1.0]]), torch.tensor([[0.0, -1.0]]), mask_of([1, 1]), noisy=False)
+    made.add_sampler(torch.tensor([[-1.5, math.nan]]), torch.tensor([[-2.0, 7.0]]), mask_of([1, 1]), noisy=False)
+    made.add_sampler(torch.tensor([[-9.0]]), torch.tensor([[-2.0]]), mask_of([0]), noisy=False)
+    made.flush()
+    k3 = (math.exp(0.5) - 1 - 0.5) + (math.exp(-0.5) - 1 + 0.5)
+    assert made.logged["rollout/logp_mismatch"] == pytest.approx([1 / 3])
+    assert made.logged["rollout/logp_kl"] == pytest.approx([k3 / 3])
+
+
+def test_the_kl_divergence_of_the_noise_is_taken_by_itself():
+    made = metrics()
+    made.add_noise(torch.tensor([[-0.5]]), torch.tensor([[0.0]]), mask_of([1]))
+    assert made.take_mean("aqn/kl") == pytest.approx(math.exp(0.5) - 1.5)
+    assert made.logged["aqn/kl"] == pytest.approx([math.exp(0.5) - 1.5])
+    assert made.take_mean("aqn/kl") is None
+
+
+def test_the_drift_of_the_policy_is_verls_ppo_kl():
+    """Tokens 1 and 2 of the first row, and the only one of the second: 0.5, -0.25 and 30, which is cut at 20."""
+    made, mask = metrics(), mask_of([1, 1, 0], [1, 0, 0])
+    policy = torch.tensor([[-1.5, -1.0, -9.0], [-31.0, 0.0, 0.0]])
+    old = torch.tensor([[-1.0, -1.25, 0.0], [-1.0, 5.0, 5.0]])
+    inputs = LossInputs(policy=policy, old=old, mask=mask, advantages=torch.ones(2, 1))
+    made.add_loss(inputs, LossOutputs(torch.zeros(()), {}))
+    made.flush()
+    assert made.logged["approx_kl"] == pytest.approx([(0.5 - 0.25 + 20) / 3])
+
+
+def test_another_policy_is_refused_and_rounding_is_not():
+    require_same_policy(None, 1e-3)
+    require_same_policy(1e-3, 1e-3)
+    for apart in (2e-3, math.nan):
+        with pytest.raises(RankError, match="the sampler does not run the policy that is trained"):
+            require_same_policy(apart, 1e-3)
+
+
+def add_apart(made, apart, noisy=False):
+    made.add_sampler(torch.zeros(1, 1), torch.full((1, 1), apart), mask_of([1]), noisy)
+    made.flush()
+
+
+def test_a_difference_that_grows_is_said_once(caplog):
+    made = metrics()
+    add_apart(made, 5.0)  # nothing was compared at the start
+    made.tolerance = 1e-3
+    add_apart(made, 1e-4)
+    add_apart(made, 0.3, noisy=True)  # one clean rollout after noisy ones is no reason to compare all by rounding
+    assert caplog.messages == []
+    for apart in (0.25, 0.5):
+        add_apart(made, apart)
+    (line,) = caplog.messages
+    assert "more than 0.001 nats from the trainer's" in line
+
+
+def test_ratios_that_take_most_of_the_gradient_are_said_once(caplog):
+    inputs = LossInputs(policy=torch.zeros(1, 1), old=torch.zeros(1, 1), mask=mask_of([1]), advantages=torch.ones(1, 1))
+    for mode, says in (
+        ("sequence_mask", "write --config.training.vllm_importance_sampling_mode token_truncate"),
+        ("token_truncate", "sampler and trainer are far apart"),
+    ):
+        made = metrics(mode)
+        for mean in (1.0, 0.6, 0.4, 0.4):
+            ratio = Measured(torch.full((1, 1), mean), mask_of([1]))
+            made.add_loss(inputs, LossOutputs(torch.zeros(()), {"sampling/importance_sampling_ratio/mean": ratio}))
+            made.flush()
+        assert made.logged["sampling/importance_sampling_ratio/min"] == pytest.approx([1.0, 0.6, 0.4, 0.4])
+        assert [says in message for message in caplog.messages] == [True]
+        caplog.clear()
+
+
+def test_what_was_added_goes_on_in_another_process():
+    first, second = metrics(), metrics()
+    first.mean("a", torch.tensor([[1.0]]), mask_of([1]))
+    first.tolerance = 0.5
+    second.restore(first.state())
+    second.mean("a", torch.tensor([[3.0]]), mask_of([1]))
+    second.flush()
+    assert second.logged["a"] == [2.0]
+    assert second.tolerance == 0.5
