@@ -2,8 +2,7 @@
 
 inputs    recipe, config.json -> Job, Shape
 memory    Shape, Job, Device -> items: the arithmetic
-search    the same batch, dealt out so that it fits
-page      the answer as text and as JSON
+page      the same batch, dealt out so that it fits; the answer as text and as JSON
 """
 
 from perl.tools.plan.cli import add_arguments, run

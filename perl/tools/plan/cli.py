@@ -42,8 +42,8 @@ def run(args: Any) -> int:
     check_method(config.peft, config.training, parallel if parallel in STRATEGIES else "")
     shape = shape_of(read_config(config.model.model_name_or_path), config.peft, critic_of(config))
     job = job_of(config, parsed, where, count, parallel)
-    if parsed.program is GRPO and config.training.attention_kernels is True and not where.cpu:
-        where = dataclasses.replace(where, attention="kernel")
+    if parsed.program is GRPO and config.training.attention_kernels is True:
+        where = dataclasses.replace(where, by_row=False)
     notes = [*why, *parsed.warnings, *rough(config), *vllm_room(shape, job, where)]
     plan = Plan(config.model.model_name_or_path, shape, job, where, notes)
     print(as_json(plan) if args.json else as_text(plan))
@@ -57,14 +57,14 @@ def _device(name: str | None, count: int | None) -> tuple[Device, int]:
         if len(kinds) != 1:
             raise UserError(f"--device: this machine has {device.name()}; write one of {', '.join(kinds)}")
         name = kinds[0]
-    found = lookup(DEVICES, name, "device", "--device")
+    chosen = lookup(DEVICES, name, "device", "--device")
     if count is None:
-        count = here.count if found.kind == here.kind and not found.cpu else 1
+        count = here.count if chosen.kind == here.kind and not chosen.cpu else 1
     if count < 1:
         raise UserError(f"--count {count}: write a number of devices from 1")
-    if found.cpu:
-        found = dataclasses.replace(found, memory=found.memory // count)
-    return found, count
+    if chosen.cpu:
+        chosen = dataclasses.replace(chosen, memory=chosen.memory // count)
+    return chosen, count
 
 
 def _mode(name: str, count: int) -> Parallel:

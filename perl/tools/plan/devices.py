@@ -20,7 +20,7 @@ def _ascend(name: str) -> Device:
 
 
 def _cuda(name: str, memory: int) -> Device:
-    return Device(name=name, kind="cuda", memory=memory, runtime=CONTEXT_CUDA, fused_tiles=True, captures=True)
+    return Device(name=name, kind="cuda", memory=memory, runtime=CONTEXT_CUDA, fused_tiles=True)
 
 
 DEVICES = {
@@ -29,7 +29,7 @@ DEVICES = {
     "a100": _cuda("a100", 80 * GB),
     "h100": _cuda("h100", 80 * GB),
     "h200": _cuda("h200", 141 * GB),
-    "cpu": Device(name="cpu", kind="cpu", memory=MACHINE, runtime=0, attention="cpu", cpu=True),
+    "cpu": Device(name="cpu", kind="cpu", memory=MACHINE, runtime=0),
 }
 SIZES = (32 * GB, 64 * GB, 80 * GB, 141 * GB)
 """Of devices that are sold; those of --device are among them."""

@@ -1,20 +1,23 @@
-"""The answer: a table of what is held when, by which way to share the work it fits where, and what to write instead."""
+"""The answer: a table of what is held when, by which way to share the work it fits where, and the batch that fits."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from perl.tools.plan.devices import SIZES
-from perl.tools.plan.memory import GB, Device, Item, Job, Parallel, Shape, items, peak
-from perl.tools.plan.search import TOKENS, USABLE, Proposal, cache_tokens, fits, peaks, propose, update_tokens
+from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, items, peak, with_batch
 
-HOST = "host"
+USABLE = 0.9
+"""Of a device's memory, how much a plan may take. Assumed: the rest is what the allocator holds in pieces that are too
+small."""
+WIDTH = 88
+"""Columns of the text at most, but for names of models and files."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,7 @@ class Plan:
     device: Device
     notes: list[str]
 
-    @functools.cached_property
-    def items(self) -> list[Item]:
-        return items(self.shape, self.job, self.device)
-
-    @functools.cached_property
-    def proposal(self) -> Proposal | None:
-        return propose(self.shape, self.job, self.device, self.device.memory)
-
-    @functools.cached_property
+    @property
     def sizes(self) -> list[int]:
         """Memories that the run is held against, in bytes."""
         return [self.device.memory] if self.device.cpu else sorted({*SIZES, self.device.memory})
@@ -44,48 +39,58 @@ class Plan:
         """The job under each way to share the work that so many processes have."""
         for parallel in get_args(Parallel):
             if (parallel == "single") == (self.job.processes == 1):
-                capture = self.job.capture and parallel not in ("zero3", "fsdp2")
-                yield parallel, dataclasses.replace(self.job, parallel=parallel, capture=capture)
+                yield parallel, dataclasses.replace(self.job, parallel=parallel)
 
-    def peaks(self, job: Job, capacity: int | None = None) -> tuple[int, int]:
-        return peaks(self.shape, job, self.device, capacity or self.device.memory)
+    def peaks(self, job: Job, capacity: int | None = None) -> dict[str, int]:
+        """The peak of each phase on a device of `capacity` bytes (None: the plan's)."""
+        table = items(self.shape, job, self.device, capacity)
+        return {phase: peak(table, phase) for phase in job.phases}
 
     def fits(self, job: Job, capacity: int) -> bool:
-        return fits(self.shape, job, self.device, capacity)
+        return max(self.peaks(job, capacity).values()) <= USABLE * capacity
 
+    def proposal(self) -> tuple[Job, dict[str, Any]] | None:
+        """The job of the same completions per rollout and update with the largest micro-batch that fits, and its flags;
+        with checkpointing where nothing fits without."""
+        rows = math.gcd(self.job.update_rows, self.job.rows)
+        for checkpointing in dict.fromkeys((self.job.checkpointing, True)):
+            for micro_batch in range(rows, 0, -1):
+                job = dataclasses.replace(with_batch(self.job, micro_batch), checkpointing=checkpointing)
+                if rows % micro_batch == 0 and self.fits(job, self.device.memory):
+                    return job, self._flags(job)
+        return None
 
-# Text
-
-
-WIDTH = 88
-"""Columns of the text at most, but for names of models and files."""
+    def _flags(self, job: Job) -> dict[str, Any]:
+        flags: dict[str, Any] = {
+            "training.per_device_train_batch_size": job.micro_batch,
+            "training.gradient_accumulation_steps": job.accumulation,
+        }
+        if job.engine is not None:
+            flags["training.steps_per_generation"] = job.steps_per_generation
+        if job.checkpointing != self.job.checkpointing:
+            flags["training.gradient_checkpointing"] = job.checkpointing
+        return flags
 
 
 def as_text(plan: Plan) -> str:
     """Lines for a person."""
-    parts = [_head(plan), _table(plan), _sharing(plan), _sizes(plan), _advice(plan)]
+    parts = [_head(plan), _table(plan), _sharing(plan), _advice(plan)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def wrapped(text: str, indent: str = "  ") -> list[str]:
-    """A line, or as many as it needs; those after the first are indented."""
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _head(plan: Plan) -> list[str]:
     job, shape = plan.job, plan.shape
-    dtype = {4: "float32", 2: "two bytes a number"}[job.held_bytes]
     trained = "all trained" if job.full else f"adapter {shape.adapter / 1e6:.1f} M"
-    all_rows = job.update_rows * job.processes
+    dtype = {4: "float32", 2: "two bytes a number"}[job.trained_bytes if job.full else job.weight_bytes]
+    rows = f"{job.update_rows * job.processes} an update, {job.micro_batch} a forward and device"
+    by, batch = f"rollouts by {job.engine}", f"prompts to {job.prompt}, completions to {job.completion} tokens"
+    batch = f"completions: {job.rows * job.processes} a rollout, {rows}; {batch}"
     if job.engine is None:
-        by = "supervised fine-tuning"
-        batch = f"rows: {all_rows} an update, {job.micro_batch} a forward and device, of up to {job.length} tokens"
-    else:
-        by = f"rollouts by {job.engine}"
-        batch = (
-            f"completions: {job.rows * job.processes} a rollout, {all_rows} an update, {job.micro_batch} a forward and"
-            f" device; prompts to {job.prompt}, completions to {job.completion} tokens"
-        )
+        by, batch = "supervised fine-tuning", f"rows: {rows}, of up to {job.length} tokens"
     lines = [
         f"{plan.model}: {shape.parameters / 1e9:.3f} B weights, {trained}; {dtype}",
         f"{plan.device.name} x {job.processes}, {job.parallel}, gradient checkpointing"
@@ -93,112 +98,49 @@ def _head(plan: Plan) -> list[str]:
         batch,
         *plan.notes,
     ]
-    return [part for line in lines for part in wrapped(line)]
+    return [part for line in lines for part in _wrapped(line)]
 
 
 def _table(plan: Plan) -> list[str]:
     phases = plan.job.phases
     rows = [["GB (2^30 bytes) a device", *phases]]
-    for item in plan.items:
-        if item.phase != HOST:
-            shown = [_gb(item.bytes) if item.phase in (phase, "both") else "" for phase in phases]
-            rows.append([item.name + (" *" if item.moment else ""), *shown])
-    rows.append(["peak", *(_gb(peak(plan.items, phase)) for phase in phases)])
-    host = [f"{item.name} in the host's memory: {_gb(item.bytes)} GB" for item in plan.items if item.phase == HOST]
-    return [*_aligned(rows), "* for a moment: the largest of a phase counts", *host]
-
-
-def _of_phases(plan: Plan, both: tuple[int, int]) -> list[str]:
-    """The peaks of rollout and update, of the phases that the run has."""
-    return [_gb(held) for phase, held in zip(("rollout", "update"), both, strict=True) if phase in plan.job.phases]
+    for item in items(plan.shape, plan.job, plan.device):
+        shown = [_gb(item.bytes) if item.phase in (phase, "both") else "" for phase in phases]
+        rows.append([item.name + (" *" if item.moment else ""), *shown])
+    rows.append(["peak", *map(_gb, plan.peaks(plan.job).values())])
+    return [*_aligned(rows), "* for a moment: the largest of a phase counts"]
 
 
 def _sharing(plan: Plan) -> list[str]:
     """Each way to share the work, with and without checkpointing."""
-    rows = [["", "weights", "states", *plan.job.phases, "stored", "fits on GB"]]
+    rows = [["", *plan.job.phases[:-1], "update, checkpointing", "without", "fits on GB"]]
     for parallel, job in plan.by_parallel():
-        table = items(plan.shape, job, plan.device)
-        held = [item for item in table if item.name == "weights"]
-        own = [i for i in table if i.name.startswith(("adapter", "gradients", "float32", "optimizer"))]
-        stored, again = (dataclasses.replace(job, checkpointing=flag) for flag in (False, True))
-        fitting = [size for size in plan.sizes if plan.fits(job, size)]
-        rows.append(
-            [
-                parallel + (" (this)" if parallel == plan.job.parallel else ""),
-                _gb(sum(item.bytes for item in held)),
-                _gb(sum(item.bytes for item in own)),
-                *_of_phases(plan, (plan.peaks(job)[0], plan.peaks(again)[1])),
-                _gb(plan.peaks(stored)[1]),
-                ", ".join(_size(size) for size in fitting) if fitting else "none",
-            ]
-        )
-    what = "gradients and optimizer" if plan.job.full else "adapter, gradients and optimizer"
-    legend = f"states: {what}; stored: the update without gradient checkpointing"
-    return [*_aligned(rows), *wrapped(legend)]
-
-
-def _sizes(plan: Plan) -> list[str]:
-    """What of the run's settings fits on devices of each size."""
-    rows = [["device of", *plan.job.phases, f"{USABLE:.0%} of it", "largest micro-batch that fits"]]
-    for size in plan.sizes:
-        found = propose(plan.shape, plan.job, plan.device, size)
-        shown = "none" if found is None else f"{found.job.micro_batch}{_besides(found)}"
-        both = _of_phases(plan, plan.peaks(plan.job, size))
-        rows.append([f"{_size(size)} GB", *both, "fits" if plan.fits(plan.job, size) else "too much", shown])
-    return _aligned(rows)
-
-
-CHANGED = {
-    "training.gradient_checkpointing": "checkpointing {}",
-    "rollout.max_batch_tokens": "cache of {} tokens",
-    "training.vllm_gpu_memory_utilization": "vLLM's share {}",
-}
-"""What a proposal changes besides the batch, in short."""
-
-
-def _besides(found: Proposal) -> str:
-    shown = [text.format(_value(found.flags[flag])) for flag, text in CHANGED.items() if flag in found.flags]
-    return f" ({', '.join(shown)})" if shown else ""
+        both = [plan.peaks(dataclasses.replace(job, checkpointing=flag))["update"] for flag in (True, False)]
+        fitting = ", ".join(f"{size / GB:.0f}" for size in plan.sizes if plan.fits(job, size))
+        name = parallel + (" (this)" if parallel == plan.job.parallel else "")
+        peaks = [*plan.peaks(job).values()][:-1] + both
+        rows.append([name, *map(_gb, peaks), fitting or "none"])
+    return [*_aligned(rows), f"fits: in {USABLE:.0%} of it, with gradient checkpointing as it is set"]
 
 
 def _advice(plan: Plan) -> list[str]:
-    where = f"{plan.device.name}, {_size(plan.device.memory)} GB"
-    found = plan.proposal
+    where = f"{plan.device.name}, {plan.device.memory / GB:.0f} GB"
+    found = plan.proposal()
     if found is None:
         cure = "shorter rows" if plan.job.engine is None else "shorter prompts or completions"
         if plan.job.processes > 1 and plan.job.parallel not in ("zero3", "fsdp2"):
             cure = "ACCELERATE_CONFIG with ZeRO-3 or FSDP2, or " + cure
-        return wrapped(f"nothing fits on {where} with the same batch: {cure}, or more devices")
-    same = "rows in each update" if plan.job.engine is None else "completions in each rollout and update"
-    both = zip(plan.job.phases, _of_phases(plan, (found.rollout, found.update)), strict=True)
-    peaks = ", ".join(f"{phase} {held}" for phase, held in both)
-    lines = wrapped(f"for {where}, with the same {same} ({peaks} GB):")
-    lines += [f"  --config.{flag} {_value(value)}" for flag, value in found.flags.items()]
-    if tokens := update_tokens(plan.shape, found.job, plan.device, plan.device.memory):
-        lines += ["or, instead of a number of rows:", f"  --config.training.max_tokens_per_microbatch {tokens}"]
-    if found.job.engine == "fast":
-        lines += wrapped(_cache_advice(found.job, most_cache(plan, found)))
-    return lines
-
-
-def _cache_advice(job: Job, most: int | None) -> str:
-    whole = job.rows * job.length
-    if most is None or most + TOKENS > whole:
-        return f"the KV cache has room for all {job.rows} sequences of {job.length} tokens: no max_batch_tokens needed"
-    return f"--config.rollout.max_batch_tokens up to {most} fits; all {job.rows} sequences would take {whole}"
-
-
-def most_cache(plan: Plan, found: Proposal) -> int | None:
-    """The largest bound on the cache that fits with a proposal."""
-    return cache_tokens(plan.shape, found.job, plan.device, plan.device.memory)
-
-
-# JSON
+        return _wrapped(f"nothing fits on {where} with the same batch: {cure}, or more devices")
+    job, flags = found
+    same = "rows in each update" if job.engine is None else "completions in each rollout and update"
+    peaks = ", ".join(f"{phase} {_gb(held)}" for phase, held in plan.peaks(job).items())
+    lines = _wrapped(f"for {where}, with the same {same} ({peaks} GB):")
+    return [*lines, *(f"  --config.{flag} {_value(value)}" for flag, value in flags.items())]
 
 
 def as_json(plan: Plan) -> str:
     """One object on one line; memory in bytes."""
-    found = plan.proposal
+    found = plan.proposal()
     content: dict[str, Any] = {
         "model": plan.model,
         "device": plan.device.name,
@@ -207,43 +149,26 @@ def as_json(plan: Plan) -> str:
         "parallel": plan.job.parallel,
         "parameters": plan.shape.parameters,
         "adapter_parameters": plan.shape.adapter,
-        "items": [dataclasses.asdict(item) for item in plan.items],
+        "items": [dataclasses.asdict(item) for item in items(plan.shape, plan.job, plan.device)],
         "method": "sft" if plan.job.engine is None else "grpo",
-        "peak": _phases(plan, plan.peaks(plan.job)),
+        "peak": plan.peaks(plan.job),
         "by_parallel": {
             parallel: {
-                f"checkpointing_{str(flag).lower()}": _phases(
-                    plan, plan.peaks(dataclasses.replace(job, checkpointing=flag))
-                )
+                f"checkpointing_{_value(flag)}": plan.peaks(dataclasses.replace(job, checkpointing=flag))
                 for flag in (True, False)
             }
             for parallel, job in plan.by_parallel()
         },
-        "fits": {_size(size): plan.fits(plan.job, size) for size in plan.sizes},
-        "proposal": None if found is None else {f"--config.{flag}": value for flag, value in found.flags.items()},
+        "fits": {f"{size / GB:.0f}": plan.fits(plan.job, size) for size in plan.sizes},
+        "proposal": {f"--config.{flag}": value for flag, value in found[1].items()} if found else None,
+        "proposal_peak": plan.peaks(found[0]) if found else None,
         "notes": plan.notes,
     }
-    if found is not None:
-        content["proposal_peak"] = _phases(plan, (found.rollout, found.update))
-        content["max_batch_tokens"] = most_cache(plan, found) if found.job.engine == "fast" else None
-        content["max_tokens_per_microbatch"] = update_tokens(plan.shape, found.job, plan.device, plan.device.memory)
     return json.dumps(content)
-
-
-def _phases(plan: Plan, both: tuple[int, int]) -> dict[str, int]:
-    held = dict(zip(("rollout", "update"), both, strict=True))
-    return {phase: held[phase] for phase in plan.job.phases}
-
-
-# Numbers and columns
 
 
 def _gb(size: int) -> str:
     return f"{size / GB:.2f}"
-
-
-def _size(size: int) -> str:
-    return f"{size / GB:.0f}"
 
 
 def _value(value: Any) -> str:
@@ -252,10 +177,6 @@ def _value(value: Any) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """The first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return ["  ".join(line).rstrip() for line in cells]

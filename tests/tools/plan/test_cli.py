@@ -71,7 +71,6 @@ def test_the_table_for_a_person(plan):
     assert weights == ["weights", "14.19", "14.19"]
     assert any(line.startswith("peak ") for line in lines)
     assert any("--config.training.per_device_train_batch_size" in line for line in lines)
-    assert any(line.startswith("graphs ") for line in lines)
 
 
 def test_a_fine_tunings_recipe_is_planned_as_such(plan):
