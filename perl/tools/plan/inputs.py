@@ -136,10 +136,12 @@ def shape_of(config: Any, peft: PeftConfig, critic: CriticConfig | None = None) 
 
 def _linears(model: Any, adapted: bool = False) -> Iterator[tuple[str, tuple[int, int]]]:
     """(in, out) of each linear layer; with `adapted`, of those below an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     for name, module in model.named_modules():
-        layer = getattr(module, "base_layer", None) if adapted else module
-        while adapted and hasattr(layer, "base_layer"):
-            layer = layer.base_layer
+        layer: Any = module
+        if adapted:
+            layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
         if isinstance(layer, torch.nn.Linear):
             yield name, (layer.in_features, layer.out_features)
 
@@ -210,7 +212,7 @@ def rough(config: Config | SFTRunConfig) -> Iterator[str]:
     if not isinstance(config, SFTRunConfig):
         if config.validation.datasets:
             yield "validation is left out: its completions have a KV cache of their own, of what is free then"
-        compared = training.beta or config.algorithm.kl_in_reward
+        compared = config.training.beta or config.algorithm.kl_in_reward
         if peft.adapter is not None and peft.adapter_mode == "continue" and compared:
             yield "the frozen copy of peft.adapter that KL compares with is left out, as large as the adapter"
     optimizer = str(getattr(training.optim, "value", training.optim))
