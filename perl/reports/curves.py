@@ -1,7 +1,7 @@
 """Curves of training runs, whoever trained: `read_curves` asks READERS in turn who knows a file or folder.
 
 A format is a function that returns Curves, or None where a path is not of its format, and a line in READERS. Metrics
-get our names (NAMES). Nothing else of a file is kept but what places its steps: a log of W&B or Ray may hold secrets.
+get our names (NAMES). Nothing else of a file is kept but what places its steps: a log of Ray may hold secrets.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import json
 import math
 import re
 import statistics
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +64,9 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """Our name of a metric, which is TRL's where it has one -> verl's names, of which the first that is logged counts."""
 VERLS = (
-    "critic/score/",
-    "critic/rewards/",
-    "critic/advantages/",
-    "actor/",
-    "response_length/",
-    "prompt_length/",
+    "critic/score/", "critic/rewards/", "critic/advantages/", "actor/", "response_length/", "prompt_length/",
     "timing_s/",
-)
+)  # fmt: skip
 """What names begin with that only verl logs."""
 SCORE = "val-core/"
 """What names of scores of validations begin with, verl's and ours."""
@@ -83,7 +76,7 @@ TRAINED = ("reward", "loss", "timing/rollout")
 """What a step of verl logs when it trained: step 0 may be a validation alone."""
 
 
-KNOWN = {name for ours, theirs in NAMES.items() for name in (ours, *theirs)}
+KNOWN = {name for ours, verls in NAMES.items() for name in (ours, *verls)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +90,11 @@ class Curves:
     metrics: dict[str, dict[int, float]]
     """Value by step, steps ascending from 1; NaN where NaN, infinity or null was logged. A step is an optimizer step,
     verl's a rollout with all the updates that are made from it."""
-    logged_as: dict[str, str]
-    """The name in the file of each of `metrics`."""
-    steps_per_rollout: Fraction | None
+    updates: int | None
     """Steps of `metrics` from one rollout to the next: 1 for verl; None where the file does not tell."""
-    prompts_per_rollout: int | None = field(default=None)
-    """None where the file does not tell."""
     scores: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Of validations, by name (val-core/…), then by the step after which they were made; 0 is before the first."""
+    """Scores of validations by name (val-core/…), then by the step after which they were made; 0 is before the
+    first."""
 
 
 def read_curves(path: Path, flag: str) -> Curves:
@@ -126,6 +116,9 @@ def read_curves(path: Path, flag: str) -> Curves:
         raise UserError(f"{flag} {path}: the package {package} reads this format; pip install {package}") from error
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror}") from error
+    if path.suffix == ".wandb" or any(path.glob("**/*.wandb")):
+        raise UserError(f"{flag} {path}: W&B has no reader of its .wandb files; write the run's metrics.jsonl or"
+                        " trainer_state.json, its TensorBoard files, or verl's console log")  # fmt: skip
     raise UserError(f"{flag} {path}: no log of a training that is known here; known: {', '.join(READERS)} logs")
 
 
@@ -138,15 +131,14 @@ def is_training(path: Path) -> bool:
     return True
 
 
-def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]], settings: Mapping[str, Any]) -> Curves:
+def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]], updates: int | None = None) -> Curves:
     """Curves out of what a file says.
 
     Args:
         kind: key of READERS.
         rows: (step, {name: value}) in the order in which they were logged. What is logged for a step later counts: a
             resumed run repeats the steps after its checkpoint.
-        settings: fields of GRPOConfig, `num_processes`, and verl's data.train_batch_size as `train_batch_size`, as far
-            as they are known.
+        updates: optimizer steps from one rollout to the next, where the settings tell.
     """
     logged: dict[str, dict[int, float]] = {}
     rows = list(rows)
@@ -155,9 +147,8 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
         for name, value in row.items():
             logged.setdefault(score_name(name.removeprefix("train/")), {})[step] = number(value)
     verl = any(name.startswith(VERLS) for name in logged)
-    found = {ours: next((n for n in (ours, *theirs) if n in logged), None) for ours, theirs in NAMES.items()}
-    logged_as = {ours: name for ours, name in found.items() if name}
-    metrics = {ours: dict(sorted(logged[name].items())) for ours, name in logged_as.items()}
+    names = {ours: next((n for n in (ours, *verls) if n in logged), None) for ours, verls in NAMES.items()}
+    metrics = {ours: dict(sorted(logged[name].items())) for ours, name in names.items() if name}
     # Older versions of verl call their first step 0, newer ones have only the validation before training there.
     shift = int(verl and any(0 in metrics.get(name, {}) for name in TRAINED))
     metrics = {name: {s + shift: v for s, v in values.items() if s + shift > 0} for name, values in metrics.items()}
@@ -167,15 +158,8 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
         for name, values in sorted(logged.items())
         if name.startswith(SCORE)
     }
-    return Curves(
-        source=path,
-        format=kind,
-        metrics=metrics,
-        steps_per_rollout=Fraction(1) if verl else steps_per_rollout(settings) or observed_interval(metrics),
-        prompts_per_rollout=settings.get("train_batch_size") if verl else prompts_per_rollout(settings),
-        scores=scores,
-        logged_as=logged_as,
-    )
+    updates = 1 if verl else updates or observed_updates(metrics)
+    return Curves(source=path, format=kind, metrics=metrics, updates=updates, scores=scores)
 
 
 def is_known(name: str) -> bool:
@@ -200,36 +184,25 @@ def spacing(steps: Iterable[int]) -> int | None:
     return statistics.mode(b - a for a, b in itertools.pairwise(known)) if len(known) > 1 else None
 
 
-def steps_per_rollout(settings: Mapping[str, Any]) -> Fraction | None:
-    """GRPOConfig's steps_per_generation * num_iterations / gradient_accumulation_steps, with its defaults."""
-    accumulation = settings.get("gradient_accumulation_steps")
-    if not accumulation:
-        return None
+def observed_updates(metrics: Mapping[str, Mapping[int, float]]) -> int | None:
+    """Optimizer steps per rollout, from the log itself: TRL logs the loss at every step and the reward only where it
+    sampled, so that it shows where every step was logged."""
+    return spacing(metrics.get("reward", ())) if spacing(metrics.get("loss", ())) == 1 else None
+
+
+def configured_updates(settings: Mapping[str, Any]) -> int | None:
+    """Optimizer steps per rollout, GRPOConfig's steps_per_generation * num_iterations / gradient_accumulation_steps
+    with its defaults; 1 where a step holds several rollouts. None where the settings do not tell."""
+    accumulation, whole = settings.get("gradient_accumulation_steps"), settings.get("generation_batch_size")
     rollout = settings.get("steps_per_generation")
-    if not rollout and (whole := settings.get("generation_batch_size")):
+    if accumulation and not rollout and whole:
         rows = [settings.get(name) for name in ("per_device_train_batch_size", "num_processes")]
         if None in rows:
             return None
-        rollout = Fraction(whole, math.prod(rows))  # type: ignore[arg-type]
-    return Fraction(rollout or accumulation) * (settings.get("num_iterations") or 1) / accumulation
-
-
-def prompts_per_rollout(settings: Mapping[str, Any]) -> int | None:
-    group = settings.get("num_generations")
-    whole = settings.get("generation_batch_size")
-    if not whole:
-        rollout = settings.get("steps_per_generation") or settings.get("gradient_accumulation_steps")
-        rows = [settings.get("per_device_train_batch_size"), settings.get("num_processes"), rollout]
-        whole = None if None in rows else math.prod(rows)  # type: ignore[arg-type]
-    return whole // group if whole and group else None
-
-
-def observed_interval(metrics: Mapping[str, Mapping[int, float]]) -> Fraction | None:
-    """Optimizer steps per rollout, from the log itself: TRL logs the loss at every step and the reward only where it
-    sampled, so that it shows where every step was logged."""
-    if spacing(metrics.get("loss", ())) != 1 or (interval := spacing(metrics.get("reward", ()))) is None:
+        rollout = whole // math.prod(rows)  # type: ignore[arg-type]
+    if not accumulation:
         return None
-    return Fraction(interval)
+    return max((rollout or accumulation) * (settings.get("num_iterations") or 1) // accumulation, 1)
 
 
 def read_perl(path: Path) -> Curves | None:
@@ -248,7 +221,7 @@ def read_perl(path: Path) -> Curves | None:
     rows = read_metrics(file)[0]
     if not rows:
         raise UserError(f"no step is logged in {file.name} yet; write a training that has logged one")
-    return curves(path, "perl", rows, run_settings(file.parent))
+    return curves(path, "perl", rows, configured_updates(run_settings(file.parent)))
 
 
 def several(runs: Sequence[Path]) -> UserError:
@@ -289,68 +262,7 @@ def read_tensorboard(path: Path) -> Curves | None:
     settings: dict[str, Any] = {}
     if "args/text_summary" in events.Tags()["tensors"]:  # transformers' callback writes TrainingArguments there
         settings = json.loads(events.Tensors("args/text_summary")[-1].tensor_proto.string_val[0])
-    return curves(path, "tensorboard", rows, settings)
-
-
-def read_wandb(path: Path) -> Curves | None:
-    """A W&B run, offline or not: its .wandb file, its folder, or a folder that holds one such."""
-    patterns = ("*.wandb", "*run-*/*.wandb", "wandb/*run-*/*.wandb")
-    files = [path] if path.suffix == ".wandb" else [file for p in patterns for file in sorted(path.glob(p))]
-    if not files:
-        return None
-    if len(files) > 1:
-        raise several(files)
-    from wandb.proto import wandb_internal_pb2  # isort: skip  # brings protobuf
-    from google.protobuf.message import DecodeError
-
-    rows, settings = [], {}
-    for content in leveldb_records(files[0].read_bytes()):
-        record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]  # its modules are generated
-        try:
-            record.ParseFromString(content)
-        except DecodeError as error:
-            raise UserError("is damaged: a record cannot be read") from error
-        for item in (*record.run.config.update, *record.config.update):
-            if item.key == "data":  # verl's
-                settings["train_batch_size"] = json.loads(item.value_json).get("train_batch_size")
-            elif item.key in BATCH_SETTINGS:
-                settings[item.key] = json.loads(item.value_json)
-        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        if row:
-            rows.append((int(row.get("train/global_step", row.get("_step", record.history.step.num))), row))
-    if not rows:
-        raise UserError("no step is logged there")
-    return curves(path, "wandb", rows, settings)
-
-
-BATCH_SETTINGS = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
-    "num_iterations", "num_generations",
-)  # fmt: skip
-"""Fields of GRPOConfig that say what a rollout is: all that is read of a W&B run's configuration, for verl's
-data.train_batch_size."""
-
-
-def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """Records of a .wandb file, up to where it was cut off: the log format of LevelDB (its doc/log_format.md) after a
-    header of seven bytes. The package wandb has the messages, but since 0.2x no reader of the file."""
-    block, head = 32768, struct.Struct("<IHB")
-    if content[:4] != b":W&B":
-        raise UserError("is no file of W&B: its header is missing")
-    place, parts = 7, b""
-    while place + head.size <= len(content):
-        left = block - place % block
-        if left < head.size:
-            place += left
-            continue
-        _, length, kind = head.unpack_from(content, place)
-        if kind == 0:  # zeros, laid out for what was never written
-            return
-        part = content[place + head.size : place + head.size + length]
-        parts = part if kind in (1, 2) else parts + part  # 1: whole; 2, 3, 4: first, middle, last part
-        place += head.size + length
-        if kind in (1, 4) and place <= len(content):
-            yield parts
+    return curves(path, "tensorboard", rows, configured_updates(settings))
 
 
 def read_trl(path: Path) -> Curves | None:
@@ -373,7 +285,7 @@ def read_trl(path: Path) -> Curves | None:
         raise UserError(f"is no trainer_state.json of transformers ({type(error).__name__}: {error})") from error
     if not rows:
         raise UserError("no step is logged in its log_history")
-    return curves(path, "trl", rows, run_settings(file.parent.parent))
+    return curves(path, "trl", rows, configured_updates(run_settings(file.parent.parent)))
 
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -403,11 +315,10 @@ def read_verl(path: Path) -> Curves | None:
         (int(head[1] or head[2]), {name: float(value) for name, value in VALUE.findall(text, head.end(), end)})
         for head, end in zip(heads, ends, strict=True)
     ]
-    batch = re.search(r"'train_batch_size': (\d+)|\bdata\.train_batch_size=(\d+)", text)
     rows = last_attempt((step, row) for step, row in rows if any(map(is_known, row)))  # others only look like a step's
     if not rows:
         raise UserError("no step there logs a metric that is known here, such as critic/score/mean")
-    return curves(path, "verl", rows, {"train_batch_size": int(batch[1] or batch[2])} if batch else {})
+    return curves(path, "verl", rows)
 
 
 def read_verl_file(path: Path) -> Curves | None:
@@ -415,14 +326,13 @@ def read_verl_file(path: Path) -> Curves | None:
     if path.suffix != ".jsonl" or not path.is_file():
         return None
     rows = [(step, row["data"]) for step, row in read_metrics(path)[0] if isinstance(row.get("data"), dict)]
-    return curves(path, "verl_file", rows, {}) if rows else None
+    return curves(path, "verl_file", rows) if rows else None
 
 
 READERS: dict[str, Callable[[Path], Curves | None]] = {
     "verl_file": read_verl_file,
     "perl": read_perl,
     "tensorboard": read_tensorboard,
-    "wandb": read_wandb,
     "trl": read_trl,
     "verl": read_verl,
 }

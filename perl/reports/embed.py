@@ -16,8 +16,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+from perl.reports.charts import Line
 from perl.reports.results import Record, Run, Scored
-from perl.reports.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,13 @@ def deflated(value: Any) -> str:
     return base64.b64encode(zlib.compress(text.encode("utf-8", "surrogatepass"), 6)).decode("ascii")
 
 
-def step_columns(run: TrainingRun, names: Sequence[str]) -> dict[str, Any]:
-    """{"step": […], "values": {name: [a value or null for each step]}}, values to five significant digits."""
-    values = {name: [None if v is None else float(f"{v:.5g}") for v in run.metrics[name]] for name in names}
-    return {"step": run.steps, "values": values}
+def columns(lines: Sequence[Line]) -> dict[str, Any]:
+    """What steps.js reads, {"step": […], "values": {metric: [a value or null for each step]}}: every step of any line;
+    values to five significant digits."""
+    steps = sorted({step for line in lines for step, _ in line.points})
+    points = {line.metric: dict(line.points) for line in lines}
+    values = {name: [float(f"{v[s]:.5g}") if s in v else None for s in steps] for name, v in points.items()}
+    return {"step": steps, "values": values}
 
 
 def pieces(runs: Sequence[Run]) -> Iterator[str]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from markupsafe import Markup
 
 from perl.reports import charts
-from perl.reports.charts import Bars, Curve, Line, Point
+from perl.reports.charts import Bar, Bars, Line
 from perl.reports.results import Record, Run, Scored
 from perl.reports.training_run import TrainingRun
+
+BINS = 10
+"""Of completion lengths, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Figure:
     """(class of the swatch, name)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class OverSteps:
     """A chart over the optimizer steps."""
 
@@ -39,101 +43,58 @@ class OverSteps:
 
 
 REWARD = OverSteps(
-    title="Reward",
-    note="Mean over a step's completions, and its running mean.",
-    unit="reward",
-    lines={"reward": "reward"},
-    span=(0.0, 1.0),
+    "Reward", "Mean over a step's completions, and its running mean.", "reward", {"reward": "reward"}, (0.0, 1.0)
 )
 LOSS = OverSteps(
-    title="Loss",
-    note="Of the learned tokens, and of the evaluation's rows.",
-    unit="nats a token",
-    lines={"loss": "training", "eval_loss": "evaluation"},
-)
+    "Loss", "Of the learned tokens, and of the evaluation's rows.", "nats a token",
+    {"loss": "training", "eval_loss": "evaluation"},
+)  # fmt: skip
 OVER_STEPS = (
     OverSteps(
-        title="Completion length",
-        note="Mean over a step's completions.",
-        unit="tokens",
-        lines={"completions/mean_length": "length"},
+        "Completion length", "Mean over a step's completions.", "tokens", {"completions/mean_length": "length"},
     ),
     OverSteps(
-        title="Entropy",
-        note="Of the next token, mean over the completions' tokens.",
-        unit="nats a token",
-        lines={"entropy": "entropy"},
-        span=(0.0,),
+        "Entropy", "Of the next token, mean over the completions' tokens.", "nats a token", {"entropy": "entropy"},
+        (0.0,),
     ),
     OverSteps(
-        title="KL divergence",
-        note="From the reference policy: in the loss (training.beta), and taken from the rewards"
-        " (algorithm.kl_in_reward).",
-        unit="nats a token",
-        lines={"kl": "in the loss", "kl_in_reward": "in the reward"},
-        span=(0.0,),
+        "KL divergence",
+        "From the reference policy: in the loss (training.beta), and taken from the rewards (algorithm.kl_in_reward).",
+        "nats a token", {"kl": "in the loss", "kl_in_reward": "in the reward"}, (0.0,),
     ),
     OverSteps(
-        title="Explained variance of the critic",
-        note="0 is a constant, 1 is perfect.",
-        unit="share",
-        lines={"critic/explained_variance": "explained variance"},
-        span=(0.0,),
+        "Explained variance of the critic", "0 is a constant, 1 is perfect.", "share",
+        {"critic/explained_variance": "explained variance"}, (0.0,),
     ),
     OverSteps(
-        title="Value loss of the critic",
-        note="Mean over the tokens of an update.",
-        unit="squared reward",
-        lines={"critic/vf_loss": "value loss"},
-        span=(0.0,),
+        "Value loss of the critic", "Mean over the tokens of an update.", "squared reward",
+        {"critic/vf_loss": "value loss"}, (0.0,),
     ),
     OverSteps(
-        title="Dynamic sampling",
-        note="Tokens of all completions over those of the batch: 1 is none for nothing.",
-        unit="ratio",
-        lines={"dapo/rollout_tokens_per_used_token": "tokens drawn for a token used"},
-        span=(1.0,),
-        smooth=False,
+        "Dynamic sampling", "Tokens of all completions over those of the batch: 1 is none for nothing.", "ratio",
+        {"dapo/rollout_tokens_per_used_token": "tokens drawn for a token used"}, (1.0,), smooth=False,
     ),
     OverSteps(
-        title="Noise of the rollouts (AQN)",
-        note="σ of the schedule, the root mean square of what the weights really changed by, and σ over that of the"
-        " weights, mean over the layers.",
-        unit="standard deviation",
-        lines={"aqn/sigma": "σ", "aqn/sigma_realized": "realized", "aqn/sigma_relative": "σ / RMS"},
-        span=(0.0,),
-        smooth=False,
+        "Noise of the rollouts (AQN)",
+        "σ of the schedule, the root mean square of what the weights really changed by, and σ over that of the weights,"
+        " mean over the layers.",
+        "standard deviation",
+        {"aqn/sigma": "σ", "aqn/sigma_realized": "realized", "aqn/sigma_relative": "σ / RMS"}, (0.0,), smooth=False,
     ),
     OverSteps(
-        title="Noisy and clean policy",
-        note="KL divergence on the sampled tokens, and the target of the schedule target_kl.",
-        unit="nats a token",
-        lines={"aqn/kl": "KL", "aqn/target_kl": "target"},
-        span=(0.0,),
-        smooth=False,
+        "Noisy and clean policy", "KL divergence on the sampled tokens, and the target of the schedule target_kl.",
+        "nats a token", {"aqn/kl": "KL", "aqn/target_kl": "target"}, (0.0,), smooth=False,
     ),
     OverSteps(
-        title="Step time",
-        note="A whole step, and the two largest parts of it.",
-        unit="seconds",
-        lines={"timing/step": "step", "timing/rollout": "rollout", "timing/update": "update"},
-        span=(0.0,),
+        "Step time", "A whole step, and the two largest parts of it.", "seconds",
+        {"timing/step": "step", "timing/rollout": "rollout", "timing/update": "update"}, (0.0,),
     ),
     OverSteps(
-        title="Sampler and trainer",
-        note="Mean absolute difference of their log-probabilities of the sampled tokens.",
-        unit="nats",
-        lines={"rollout/logp_mismatch": "difference"},
-        span=(0.0,),
+        "Sampler and trainer", "Mean absolute difference of their log-probabilities of the sampled tokens.", "nats",
+        {"rollout/logp_mismatch": "difference"}, (0.0,),
     ),
-    OverSteps(
-        title="Gradient norm",
-        note="Before clipping.",
-        unit="L2 norm",
-        lines={"grad_norm": "gradient norm"},
-        span=(0.0,),
-    ),
-)
+    OverSteps("Gradient norm", "Before clipping.", "L2 norm", {"grad_norm": "gradient norm"}, (0.0,)),
+)  # fmt: skip
 
 
 def of_reward(run: TrainingRun) -> Figure | None:
@@ -165,13 +126,17 @@ def of_rewards(run: TrainingRun) -> list[OverSteps]:
     return [OverSteps(title="Reward by function", note=note, unit="reward", lines=names, span=(0.0, 1.0))]
 
 
-def shown_metrics(run: TrainingRun) -> list[str]:
-    """Names of the logged metrics that are drawn."""
-    return [name for wanted in (REWARD, *charts_of(run)) for name in wanted.lines if run.points(name)]
+def shown_lines(run: TrainingRun) -> list[Line]:
+    """Every line that is drawn."""
+    return [line for wanted in (REWARD, *charts_of(run)) for line in lines_of(run, wanted)]
+
+
+def lines_of(run: TrainingRun, wanted: OverSteps) -> list[Line]:
+    return [Line(metric, name, points) for metric, name in wanted.lines.items() if (points := run.points(metric))]
 
 
 def over_training(run: TrainingRun, wanted: OverSteps) -> Figure | None:
-    lines = [Line(metric, name, points) for metric, name in wanted.lines.items() if (points := run.points(metric))]
+    lines = lines_of(run, wanted)
     if not lines:
         return None
     chart = charts.trend(lines, wanted.title, unit=wanted.unit, span=wanted.span, smooth=wanted.smooth)
@@ -190,15 +155,19 @@ def before_and_after(runs: Sequence[Run], pairs: Mapping[int, int]) -> Figure | 
         for name in dataset_names([runs[after]]):
             if name in dataset_names([runs[before]]):
                 groups.setdefault((before, name), []).append(after)
-    made = []
+    shown = []
     for (before, name), afters in groups.items():
         names = ["before", *(["after"] if len(afters) == 1 else [runs[after].label for after in afters])]
-        found = [scored for i in (before, *afters) for scored in runs[i].scored if scored.dataset == name]
-        rows = [(said, accuracy(scored)) for said, scored in zip(names, found, strict=True)]
-        made.append(Bars(f"{name}, {sampled(found[0])}", rows))
-    if not made:
+        results = [scored for i in (before, *afters) for scored in runs[i].scored if scored.dataset == name]
+        rows = [
+            charts.estimate(label, accuracy(scored), "bar before" if scored is results[0] else "bar first")
+            for label, scored in zip(names, results, strict=True)
+        ]
+        shown.append(Bars(f"{name}, {sampled(results[0])}", rows))
+    if not shown:
         return None
-    return Figure("Before and after training", "Accuracy with its 95 % interval.", charts.before_after(made))
+    chart = charts.bars(shown, "Scores with 95 % intervals")
+    return Figure("Before and after training", "Accuracy with its 95 % interval.", chart)
 
 
 def sampled(scored: Scored) -> str:
@@ -220,30 +189,38 @@ OUTCOMES = {
 
 def overview(runs: Sequence[Run]) -> list[Figure]:
     """What runs and datasets are compared by: accuracy, in a sweep over its steps, and what became of the samples."""
-    rows = [(label(run, scored), scored) for run in runs for scored in run.scored]
-    made = []
+    figures = []
     if len({run.step for run in runs} - {None}) > 1:
-        made += [over_steps(runs, name) for name in dataset_names(runs)]
-    if not made or any(run.step is None for run in runs):
-        chart = charts.accuracies([(name, accuracy(scored)) for name, scored in rows])
-        made.append(Figure("Accuracy", "With its 95 % interval (bootstrap over problems).", chart))
+        figures += [over_steps(runs, name) for name in dataset_names(runs)]
+    if not figures or any(run.step is None for run in runs):
+        rows = by_dataset(runs, lambda name, scored: charts.estimate(name, accuracy(scored)))
+        chart = charts.bars(rows, "Accuracy with 95 % intervals")
+        figures.append(Figure("Accuracy", "With its 95 % interval (bootstrap over problems).", chart))
+    chart = charts.bars(by_dataset(runs, outcomes), "What became of the samples")
+    note = "Each counted once; a truncated one may also lack an answer."
     legend = [(f"o-{kind}", name) for kind, name in OUTCOMES.items()]
-    chart = charts.shares([(name, outcomes(scored)) for name, scored in rows])
+    return [*figures, Figure("What became of the samples", note, chart, legend)]
+
+
+def by_dataset(runs: Sequence[Run], bar: Callable[[str, Scored], Bar]) -> list[Bars]:
+    """A bar a run, which has the run's label where there are several, else the dataset's name."""
+    if len(runs) == 1:
+        return [Bars("", [bar(scored.dataset, scored) for scored in runs[0].scored])]
     return [
-        *made,
-        Figure(
-            "What became of the samples", "Each counted once; a truncated one may also lack an answer.", chart, legend
-        ),
+        Bars(name, [bar(run.label, scored) for run in runs for scored in run.scored if scored.dataset == name])
+        for name in dataset_names(runs)
     ]
 
 
-def label(run: Run, scored: Scored) -> str:
-    return " · ".join(filter(None, (scored.dataset, run.label)))
-
-
-def outcomes(scored: Scored) -> list[tuple[str, str, int]]:
-    counts = Counter(outcome(record) for record in scored.records)
-    return [(f"o-{kind}", name, counts[kind]) for kind, name in OUTCOMES.items()]
+def outcomes(name: str, scored: Scored) -> Bar:
+    """The samples of one dataset, split by what became of them."""
+    counts, total = Counter(outcome(record) for record in scored.records), len(scored.records)
+    parts = [
+        (f"o-{kind}", counts[kind] / total, f"{name}: {counts[kind]:,} {words}, {100 * counts[kind] / total:.1f} %")
+        for kind, words in OUTCOMES.items()
+        if counts[kind]
+    ]
+    return Bar(name, parts, f"{total:,} samples")
 
 
 def outcome(record: Record) -> str:
@@ -259,68 +236,92 @@ def outcome(record: Record) -> str:
 
 def over_steps(runs: Sequence[Run], dataset: str) -> Figure:
     """Accuracy over training steps; the base, which stands at step 0, is drawn across too."""
-    found = [(run, scored) for run in runs for scored in run.scored if scored.dataset == dataset]
-    known = [(run.step, scored) for run, scored in found if run.step is not None]
-    points = [accuracy(scored, step) for step, scored in sorted(known, key=lambda pair: pair[0])]
-    level = next((accuracy(scored) for _, scored in found if scored.summary["adapter"] is None), None)
-    chart = charts.curves([Curve(dataset, points)], f"Accuracy on {dataset} by step", x_name="step", level=level)
+    results = [(run.step, scored) for run in runs for scored in run.scored if scored.dataset == dataset]
+    scores = {step: accuracy(scored) for step, scored in results if step is not None}
+    base = next((accuracy(scored) for _, scored in results if scored.summary["adapter"] is None), None)
+    line = with_band(dataset, scores)
+    level = 100 * base["value"] if base else None
+    chart = charts.trend(
+        [line], f"Accuracy on {dataset} by step", unit="%", x_name="step", level=level, smooth=False, pointer=False
+    )
     note = "Accuracy by training step; the band is the 95 % interval"
-    return Figure(dataset, f"{note}, the dashed line the base." if level else f"{note}.", chart)
+    return Figure(dataset, f"{note}, the dashed line the base." if base else f"{note}.", chart)
+
+
+def with_band(name: str, scores: Mapping[int, Mapping[str, Any]]) -> Line:
+    """Scores by their place, in percent, with the interval of each."""
+    points = [(place, 100 * score["value"]) for place, score in sorted(scores.items())]
+    return Line(name, name, points, [(i, 100 * s["low"], 100 * s["high"]) for i, s in sorted(scores.items())])
 
 
 def of_dataset(scored: Scored) -> list[Figure]:
     """Lengths, rules, and what more samples would give."""
-    made = [of_lengths(scored), of_rules(scored)]
-    return [*made, of_samples(scored)] if scored.summary["n"] > 1 else made
+    figures = [of_lengths(scored), of_rules(scored)]
+    return [*figures, of_samples(scored)] if scored.summary["n"] > 1 else figures
 
 
 def of_lengths(scored: Scored) -> Figure:
-    truncated = [r["tokens"] for r in scored.records if r["finish_reason"] == "length"]
-    finished = [r["tokens"] for r in scored.records if r["finish_reason"] != "length"]
-    summary = scored.summary
-    note = f"Mean {summary['mean_tokens']:,.0f}, longest {summary['max_tokens']:,}; {len(truncated):,} truncated."
-    legend = [("bar", "finished"), ("cut", "truncated")]
-    return Figure("Completion lengths", note, charts.lengths(finished, truncated), legend)
+    """Completions by their length in tokens, in bins of equal width; those that were cut off in their own colour."""
+    summary, longest = scored.summary, max(record["tokens"] for record in scored.records)
+    width = max(-(-(longest + 1) // BINS), 1)
+    counts = Counter((r["tokens"] // width, r["finish_reason"] == "length") for r in scored.records)
+    most = max(counts[i, False] + counts[i, True] for i, _ in counts)
+    rows = []
+    for i in range(longest // width + 1):
+        name = f"{i * width:,}" if width == 1 else f"{i * width:,} to {(i + 1) * width - 1:,}"
+        kinds = (("bar", counts[i, False], "finished"), ("bar cut", counts[i, True], "truncated"))
+        parts = [(kind, count / most, f"{name} tokens: {count:,} {words}") for kind, count, words in kinds if count]
+        rows.append(Bar(name, parts, f"{counts[i, False] + counts[i, True]:,}"))
+    truncated = sum(count for (_, cut), count in counts.items() if cut)
+    note = f"Tokens. Mean {summary['mean_tokens']:,.0f}, longest {summary['max_tokens']:,}; {truncated:,} truncated."
+    chart = charts.bars([Bars("", rows)], "Completions by their length", [(0.0, "0"), (1.0, f"{most:,}")])
+    return Figure("Completion lengths", note, chart, [("bar", "finished"), ("cut", "truncated")])
 
 
 def of_rules(scored: Scored) -> Figure:
     summary = scored.summary
     rows = [("score", summary["metrics"]["accuracy"]["value"], "")]
-    for rule, found in summary["rules"].items():
-        note = "" if found["scored"] == summary["samples"] else f" of {found['scored']:,}"
-        rows.append((rule, found["mean"], note))
-    return Figure("Rules side by side", "The score that counts, and each rule's own verdict.", charts.bars(rows))
+    for rule, result in summary["rules"].items():
+        rows.append(
+            (rule, result["mean"], f" of {result['scored']:,}" if result["scored"] < summary["samples"] else "")
+        )
+    bars = []
+    for place, (name, share, note) in enumerate(rows):
+        words = f"{100 * share:.1f} %{note}"
+        bars.append(Bar(name, [("bar" if place else "bar first", share, f"{name}: {words}")], words))
+    chart = charts.bars([Bars("", bars)], "Score by rule")
+    return Figure("Rules side by side", "The score that counts, and each rule's own verdict.", chart)
 
 
 def of_samples(scored: Scored) -> Figure:
-    metrics = scored.summary["metrics"]
+    def line(kind: str) -> Line:
+        metrics = scored.summary["metrics"].items()
+        return with_band(f"{kind}@k", {int(m[1]): e for name, e in metrics if (m := re.match(rf"{kind}@(\d+)$", name))})
 
-    def curve(kind: str) -> Curve:
-        found = {int(m[1]): e for name, e in metrics.items() if (m := re.fullmatch(rf"{kind}@(\d+)", name))}
-        return Curve(f"{kind}@k", [Point(k, e["value"], e["low"], e["high"]) for k, e in sorted(found.items())])
-
-    lines = [curve("pass"), curve("maj")]
-    chart = charts.curves(lines, f"pass@k and maj@k on {scored.dataset}", x_name="k", logarithmic=True)
+    lines = [line("pass"), line("maj")]
+    chart = charts.trend(
+        lines, f"pass@k and maj@k on {scored.dataset}", unit="%", x_name="k", smooth=False, pointer=False
+    )
     note = "Probability that k samples hold a correct answer, and score of their majority; bands are 95 % intervals."
     return Figure("More samples", note, chart, [("s0", "pass@k"), ("s1", "maj@k")])
 
 
 def of_comparisons(runs: Sequence[Run]) -> list[Figure]:
     """A figure a dataset: each metric's difference, in a sweep that of each checkpoint's mean score."""
-    rows: dict[str, list[tuple[str, Point]]] = {}
+    rows: dict[str, list[Bar]] = {}
     for run in runs:
         for dataset, paired in run.comparison.datasets.items() if run.comparison else ():
             shown = paired.differences[:1] if run.label else paired.differences
-            rows.setdefault(dataset, []).extend(
-                (run.label or found.metric, Point(0.0, found.value, found.low, found.high)) for found in shown
-            )
+            bars = [charts.estimate(run.label or d.metric, asdict(d), difference=True) for d in shown]
+            rows.setdefault(dataset, []).extend(bars)
     note = "Difference in percentage points, paired by problem, with its 95 % interval; to the right is better."
-    return [Figure(dataset, note, charts.differences(found)) for dataset, found in rows.items()]
+    what = "Differences in percentage points with 95 % intervals"
+    return [Figure(dataset, note, charts.differences(what, bars)) for dataset, bars in rows.items()]
 
 
-def accuracy(scored: Scored, x: float = 0.0) -> Point:
-    found = scored.summary["metrics"]["accuracy"]
-    return Point(x, found["value"], found["low"], found["high"])
+def accuracy(scored: Scored) -> Mapping[str, Any]:
+    """The score that counts: value, low, high."""
+    return scored.summary["metrics"]["accuracy"]
 
 
 def dataset_names(runs: Sequence[Run]) -> list[str]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from perl.reports import charts, embed
-from perl.reports.charts import COLOURS, Line, Point
+from perl.reports.charts import COLOURS, Bars, Line
 from perl.reports.figures import Figure
 from perl.reports.methods import Comparison, Setting
 from perl.reports.page import STEPS_SCRIPTS, document, part, write_html
-from perl.scoring.statistics import Change, Estimate
 
 
 def write_comparison(comparison: Comparison, output: Path) -> Path:
@@ -32,32 +30,38 @@ def render(comparison: Comparison) -> Markup:
         figures={name: score_figures(comparison, name) for name in datasets},
         several_bases=len(comparison.bases) > 1,
         curve=curve_figure(comparison, lines, smoothed) if lines else None,
-        steps=embed.json_for_html(columns(lines)),
+        steps=embed.json_for_html(embed.columns(lines)),
     )
     models = " and ".join(dict.fromkeys(Path(each.model).name or each.model for each in comparison.settings))
     compared = ", ".join(each.name for each in comparison.settings)
     return document(f"{models}: {compared}", "Comparison of trainings", [section], STEPS_SCRIPTS if lines else ())
 
 
-def point(found: Estimate | Change) -> Point:
-    return Point(0.0, found.value, found.low, found.high)
-
-
 def score_figures(comparison: Comparison, dataset: str) -> list[Figure]:
     """For each way of sampling: the accuracies, and the changes from the first values."""
-    made = []
+    figures = []
     for place in (place for place in comparison.places if place.dataset == dataset):
         how = comparison.title(place)
-        rows = [(base_name(comparison, model), point(scores[place])) for model, scores in comparison.bases.items()]
-        rows += [(each.name, point(each.scores[place])) for each in comparison.settings if place in each.scores]
+        bases = [(base_name(comparison, model), scores[place]) for model, scores in comparison.bases.items()]
+        rows = [charts.estimate(name, score._asdict(), "bar before") for name, score in bases]
+        rows += [
+            charts.estimate(each.name, each.scores[place]._asdict())
+            for each in comparison.settings
+            if place in each.scores
+        ]
         if rows:
-            made.append(Figure(f"Accuracy, {how}", "With 95 % intervals.", charts.accuracies(rows)))
-        changes = [(each.name, point(each.changes[place])) for each in comparison.settings if place in each.changes]
+            chart = charts.bars([Bars("", rows)], "Accuracy with 95 % intervals")
+            figures.append(Figure(f"Accuracy, {how}", "With 95 % intervals.", chart))
+        changes = [
+            charts.estimate(each.name, each.changes[place]._asdict(), difference=True)
+            for each in comparison.settings
+            if place in each.changes
+        ]
         if changes:
             note = "Percentage points, paired seed by seed and problem by problem, with 95 % intervals."
-            first = comparison.settings[0].name
-            made.append(Figure(f"Change from {first}, {how}", note, charts.differences(changes)))
-    return made
+            chart = charts.differences("Differences in percentage points with 95 % intervals", changes)
+            figures.append(Figure(f"Change from {comparison.settings[0].name}, {how}", note, chart))
+    return figures
 
 
 def base_name(comparison: Comparison, model: str) -> str:
@@ -88,11 +92,3 @@ def curve_figure(comparison: Comparison, lines: list[Line], smoothed: int) -> Fi
     chart = charts.trend(lines, metric.capitalize(), unit=metric, span=span, smooth=False)
     legend = [(f"s{number % COLOURS}", line.name) for number, line in enumerate(lines)]
     return Figure(metric.capitalize(), note, chart, legend)
-
-
-def columns(lines: list[Line]) -> dict[str, Any]:
-    """What steps.js reads."""
-    steps = sorted({step for line in lines for step, _ in line.points})
-    known = {line.metric: dict(line.points) for line in lines}
-    values = {name: [float(f"{own[s]:.5g}") if s in own else None for s in steps] for name, own in known.items()}
-    return {"step": steps, "values": values}

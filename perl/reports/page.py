@@ -131,7 +131,7 @@ def training_section(run: TrainingRun, with_reward: bool) -> Markup:
         facts=training_run.facts(run),
         smoothed=charts.window(len(run.steps)),
         figures=[reward, *others] if reward else others,
-        steps=embed.json_for_html(embed.step_columns(run, figures.shown_metrics(run))),
+        steps=embed.json_for_html(embed.columns(figures.shown_lines(run))),
     )
 
 

@@ -35,15 +35,8 @@ def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> Ma
 
 
 def rect(x: float, y: float, width: float, height: float, *children: str, **attributes: object) -> Markup:
-    return element(
-        "rect",
-        *children,
-        x=float(x),
-        y=float(y),
-        width=float(max(width, 0)),
-        height=float(max(height, 0)),
-        **attributes,
-    )
+    size = {"width": float(max(width, 0)), "height": float(max(height, 0))}
+    return element("rect", *children, x=float(x), y=float(y), **size, **attributes)
 
 
 def title(content: str) -> Markup:
@@ -60,19 +53,15 @@ def drawing(height: float, label: str, *children: str, **attributes: object) -> 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to units; `logarithmic` to base 2."""
+    """From values to units."""
 
     low: float
     high: float
     start: float
     end: float
-    logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high = self.low, self.high
-        if self.logarithmic:
-            low, high, value = math.log2(low), math.log2(high), math.log2(value)
-        share = 0.5 if high == low else (value - low) / (high - low)
+        share = 0.5 if self.high == self.low else (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from perl.base.errors import UserError
-from perl.config.peft_fields import reads_of
 from perl.records import clock
 from perl.scoring.results import METRICS, algorithm_of, read_metrics, title_of
 
@@ -61,8 +60,8 @@ def read_training_run(folder: Path) -> TrainingRun:
     rows, scores = {}, {}
     logged, broken = read_metrics(folder / METRICS)
     for step, row in logged:
-        if own := {name: value for name, value in row.items() if name.startswith("val-")}:
-            scores[step] = own
+        if validated := {name: value for name, value in row.items() if name.startswith("val-")}:
+            scores[step] = validated
         if any(name in row for name in OF_A_STEP):  # else the summary at the end
             evaluated = {name: value for name, value in (rows.get(step) or {}).items() if name.startswith("eval_")}
             rows[step] = rows.get(step, {}) | row if "eval_loss" in row else evaluated | row
@@ -70,8 +69,8 @@ def read_training_run(folder: Path) -> TrainingRun:
         logger.warning("%s: %d broken lines left out", folder / METRICS, broken)
     if not rows:
         raise UserError(f"{folder / METRICS}: no step is logged there yet; wait for --config.training.logging_steps")
-    for step, own in scores.items():
-        rows[step] = rows.get(step, {}) | own
+    for step, validated in scores.items():
+        rows[step] = rows.get(step, {}) | validated
     steps = sorted(rows)
     names = dict.fromkeys(name for step in steps for name in rows[step])
     return TrainingRun(
@@ -104,23 +103,20 @@ def _mapping(file: Path) -> dict[str, Any]:
 def facts(run: TrainingRun) -> dict[str, str]:
     """The run in a few numbers, by name. What was not logged has no entry."""
     planned = number(run.setting("training", "max_steps")) or 0
-    found = {"steps": f"{run.steps[-1]:,}" + (f" of {planned:,.0f}" if planned > 0 else "")}
-    rewards = [value for _, value in run.points("reward")]
-    if rewards:
-        tenth = max(len(rewards) // 10, 1)
-        found["reward, first and last tenth"] = f"{fmean(rewards[:tenth]):.3f} → {fmean(rewards[-tenth:]):.3f}"
-    elif losses := [value for _, value in run.points("loss")]:
-        tenth = max(len(losses) // 10, 1)
-        found["loss, first and last tenth"] = f"{fmean(losses[:tenth]):.3f} → {fmean(losses[-tenth:]):.3f}"
+    shown = {"steps": f"{run.steps[-1]:,}" + (f" of {planned:,.0f}" if planned > 0 else "")}
+    metric = "reward" if run.points("reward") else "loss"
+    if values := [value for _, value in run.points(metric)]:
+        tenth = max(len(values) // 10, 1)
+        shown[f"{metric}, first and last tenth"] = f"{fmean(values[:tenth]):.3f} → {fmean(values[-tenth:]):.3f}"
     if truncated := [value for _, value in run.points("completions/clipped_ratio")]:
-        found["truncated, last tenth"] = f"{100 * fmean(truncated[-max(len(truncated) // 10, 1) :]):.1f} %"
+        shown["truncated, last tenth"] = f"{100 * fmean(truncated[-max(len(truncated) // 10, 1) :]):.1f} %"
     if seconds := run.points("timing/step"):
-        found["time in steps"] = clock(time_in_steps(seconds))
+        shown["time in steps"] = clock(time_in_steps(seconds))
     if speeds := [value for _, value in run.points("perf/throughput")]:
-        found["tokens/s a device"] = f"{fmean(speeds):,.0f}"
+        shown["tokens/s a device"] = f"{fmean(speeds):,.0f}"
     if memory := [value for _, value in run.points("perf/max_memory_allocated_gb")]:
-        found["most memory"] = f"{max(memory):.1f} GB"
-    return found
+        shown["most memory"] = f"{max(memory):.1f} GB"
+    return shown
 
 
 def time_in_steps(seconds: Sequence[tuple[int, float]]) -> float:
@@ -133,25 +129,15 @@ def time_in_steps(seconds: Sequence[tuple[int, float]]) -> float:
 
 
 def settings(run: TrainingRun) -> dict[str, str]:
-    """What the training was made with, as name -> value; what is not known has no entry."""
+    """What the training was made with besides its configuration, as name -> value; what is not known has no entry."""
     made = run.environment
     processes = made.get("num_processes")
     batch = [run.setting("training", name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     rows = {
         "model": run.setting("model", "model_name_or_path"),
         "dataset": plain(run.setting("dataset", "dataset_name_or_path") or ""),
-        "algorithm": _named(run, "algorithm", "name", "dynamic_sampling", "kl_in_reward"),
-        "critic": _named(run, "critic", "lr", "r", "warmup_steps", "value_clip") if has_critic(run) else None,
-        "adapter": _named(run, "peft", "type", *_fields_read(run)),
-        "reward": _named(run, "reward", "functions", "weights"),
-        "rollout": _named(run, "rollout", "engine", "importance_correction"),
-        "noise": _noise(run),
+        "algorithm": algorithm(run),
         "completions a step" if reinforced(run) else "rows a step": _product([*batch, processes]),
-        "training": _named(
-            run, "training", "num_generations", "max_completion_length", "temperature", "learning_rate",
-            "lr_scheduler_type", "loss_type", "beta", "epsilon", "epsilon_high", "num_iterations", "max_steps",
-            "max_length", "packing", "assistant_only_loss",
-        ),
         "seed": run.setting("common", "seed"),
         "device": made.get("device"),
         "processes": processes,
@@ -160,7 +146,7 @@ def settings(run: TrainingRun) -> dict[str, str]:
         "commit": made.get("git_commit"),
         "versions": ", ".join(f"{name} {version}" for name, version in (made.get("packages") or {}).items()),
         "machine": made.get("machine"),
-    }  # fmt: skip
+    }
     return {name: str(value) for name, value in rows.items() if value not in (None, "")}
 
 
@@ -169,36 +155,9 @@ def algorithm(run: TrainingRun) -> str:
     return title_of(algorithm_of(run.config)) if run.config else "GRPO" if reinforced(run) else "SFT"
 
 
-def has_critic(run: TrainingRun) -> bool:
-    return "critic/vf_loss" in run.metrics
-
-
 def reinforced(run: TrainingRun) -> bool:
     """By rewards, as perl.train does, and not by worked answers (perl.sft)."""
     return "reward" in run.metrics
-
-
-def _named(run: TrainingRun, group: str, *names: str) -> str:
-    found = {name: run.setting(group, name) for name in names}
-    return ", ".join(f"{name} {plain(value)}" for name, value in found.items() if value is not None)
-
-
-def _fields_read(run: TrainingRun) -> list[str]:
-    """Of the group `peft`, by the run's method; a method that is not known here is shown as LoRA."""
-    return [name for name in reads_of(str(run.setting("peft", "type"))) if name != "exclude_modules"]
-
-
-def _noise(run: TrainingRun) -> str | None:
-    if not run.config or not reinforced(run):
-        return None
-    if not run.setting("noise_injection", "enabled"):
-        return "off"
-    adaptive = run.setting("noise_injection", "schedule") == "target_kl"
-    ends = ("target_kl_start", "target_kl_end") if adaptive else ("sigma_end",)
-    return _named(
-        run, "noise_injection", "sigma_start", *ends, "num_stages", "schedule", "relative", "warmup_stage",
-        "target_modules", "old_logps",
-    )  # fmt: skip
 
 
 def _product(numbers: Sequence[Any]) -> str | None:

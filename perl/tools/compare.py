@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,15 +14,13 @@ from perl.base.errors import UserError
 from perl.base.files import write_json
 from perl.base.paths import user_path
 from perl.evaluation.compare import compare, print_comparison
-from perl.reports.agreement import LIMITS, Comparison, Runs, compare_runs, limit_in_words, remarks, verdict
+from perl.reports.agreement import LIMITS, Comparison, Runs, compare_runs, limit_in_words
 from perl.reports.agreement_page import write_agreement
-from perl.reports.curves import READERS, Curves, is_training, read_curves
+from perl.reports.curves import READERS, is_training, read_curves
 from perl.reports.page import NAME, write_report
 from perl.scoring.results import COMPARE, SAMPLES, SWEEP
 
-TRAINING_FLAGS = (
-    "output", "reward_limit", "loss_limit", "error", "align", "window", "steps_per_rollout", "prompts_per_rollout",
-)  # fmt: skip
+TRAINING_FLAGS = ("output", "reward_limit", "loss_limit", "window")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,16 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "largest relative MAE of the {}, as a fraction; default: {}"
     group.add_argument("--reward_limit", type=float, help=text.format("reward", LIMITS["reward"]))
     group.add_argument("--loss_limit", type=float, help=text.format("loss", LIMITS["loss"]))
-    text = "which MAE is held against the limits; default: relative, where it has a meaning"
-    group.add_argument("--error", choices=("relative", "absolute"), help=text)
-    text = (
-        "what the curves are aligned by; default: rollouts, or prompts where the rollouts are known to differ in them"
-    )
-    group.add_argument("--align", choices=("rollouts", "prompts", "steps"), help=text)
-    group.add_argument("--window", type=int, help="rollouts whose mean is one value of a curve; default: 1")
-    text = "{}, of A and B (4) or of each (1,4), for logs that do not tell"
-    group.add_argument("--steps_per_rollout", help=text.format("logged steps from one rollout to the next"))
-    group.add_argument("--prompts_per_rollout", help=text.format("prompts of a rollout"))
+    group.add_argument("--window", type=int, help="steps whose mean is one value of a curve; default: 1")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,35 +88,24 @@ def compare_evaluations(args: argparse.Namespace, a: list[Path], b: list[Path]) 
 
 def compare_trainings(args: argparse.Namespace, paths: dict[str, list[Path]]) -> int:
     check_distinct(paths)
-    read = {side: [read_curves(path, side) for path in paths[side]] for side in paths}
-    runs: Runs = {"A": told(read["A"], args, 0), "B": told(read["B"], args, 1)}
+    runs: Runs = {side: [read_curves(path, side) for path in paths[side]] for side in ("A", "B")}
     limits = {name: given(args, f"{name}_limit", limit) for name, limit in LIMITS.items()}
     window = 1 if args.window is None else args.window
     if window < 1:
-        raise UserError(f"--window {window}: write 1 or more rollouts")
-    comparison = compare_runs(runs, limits, args.error or "relative", args.align or "auto", window)
+        raise UserError(f"--window {window}: write 1 or more steps")
+    comparison = compare_runs(runs, limits, window)
     page = write_agreement(comparison, runs, user_path(args.output)) if args.output else None
     if args.json:
-        print(json.dumps(as_json(comparison, runs), ensure_ascii=False))
+        sources = {
+            side: [{"source": str(run.source), "format": run.format, "updates": run.updates} for run in runs[side]]
+            for side in ("A", "B")
+        }
+        print(json.dumps({"runs": sources} | comparison.as_json(), ensure_ascii=False))
     else:
         print_trainings(comparison, runs, Console())
         if page:
             print(f"report: {page}")
     return 0 if comparison.within else 1
-
-
-def as_json(comparison: Comparison, runs: Runs) -> dict[str, Any]:
-    def told(run: Curves) -> dict[str, Any]:
-        k = run.steps_per_rollout
-        return {
-            "source": str(run.source),
-            "format": run.format,
-            "steps_per_rollout": None if k is None else float(k),
-            "prompts_per_rollout": run.prompts_per_rollout,
-        }
-
-    read = {side: [told(run) for run in runs[side]] for side in ("A", "B")}
-    return {"verdict": verdict(comparison), "runs": read} | comparison.as_json()
 
 
 def given(args: argparse.Namespace, name: str, default: float) -> float:
@@ -150,29 +125,6 @@ def check_distinct(paths: dict[str, list[Path]]) -> None:
             seen[path.resolve()] = side
 
 
-def told(side: list[Curves], args: argparse.Namespace, place: int) -> list[Curves]:
-    """The runs of a side, with what --steps_per_rollout and --prompts_per_rollout tell of those that do not."""
-    for name in ("steps_per_rollout", "prompts_per_rollout"):
-        text = getattr(args, name)
-        if text is None:
-            continue
-        numbers = str(text).split(",")
-        try:
-            number = Fraction(numbers[place if len(numbers) > 1 else 0])
-            if number <= 0 or len(numbers) > 2 or (name == "prompts_per_rollout" and number.denominator > 1):
-                raise ValueError
-        except (ValueError, ZeroDivisionError) as error:
-            raise UserError(f"--{name} {text}: write one number above 0, or one for A and one for B: 1,4") from error
-        for run in side:
-            if getattr(run, name) not in (None, number):
-                raise UserError(
-                    f"--{name} {number}: {run.source} says {getattr(run, name)}; write 1,4 for A and B apart"
-                )
-        value = number if name == "steps_per_rollout" else int(number)
-        side = [replace(run, **{name: value}) for run in side]
-    return side
-
-
 def print_trainings(comparison: Comparison, runs: Runs, console: Console) -> None:
     """The files, a line a metric with its limit, what else is to be said, and the verdict. 80 columns are enough."""
 
@@ -180,23 +132,22 @@ def print_trainings(comparison: Comparison, runs: Runs, console: Console) -> Non
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     for side in ("A", "B"):
-        for one in runs[side]:
-            say(f"{side}: {one.source} ({one.format})")
-    part = f"{comparison.axis.name}s {comparison.start + 1} to {comparison.end}"
-    say(f"aligned by {comparison.axis.name}, {part} ({comparison.axis.why})")
+        for run in runs[side]:
+            updates = f", {run.updates} optimizer steps a rollout" if run.updates and run.updates > 1 else ""
+            say(f"{side}: {run.source} ({run.format}{updates})")
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("metric", overflow="fold")  # what is too long goes on in the next line
     for column in ("mean A", "mean B", "abs. MAE", "rel. MAE"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)
-    for found in comparison.metrics:
-        relative = "–" if found.relative is None else f"{100 * found.relative:.2f} %"
-        limit = "none" if found.limit is None else f"{found.verdict} {limit_in_words(found)}"
-        table.add_row(found.name, *map(short, (found.mean_a, found.mean_b, found.absolute)), relative, limit)
+    for metric in comparison.metrics:
+        relative = "–" if metric.relative is None else f"{100 * metric.relative:.2f} %"
+        limit = "none" if metric.limit is None else f"{metric.verdict} {limit_in_words(metric)}"
+        table.add_row(metric.name, *map(short, (metric.mean_a, metric.mean_b, metric.absolute)), relative, limit)
     console.print(table)
-    for line in remarks(comparison):
+    for line in comparison.remarks:
         say(f"- {line}")
-    say(verdict(comparison))
+    say(comparison.verdict)
 
 
 def short(value: float) -> str:

@@ -41,17 +41,15 @@ def test_both_curves_are_shown_rollout_by_rollout(page_file, visit):
     assert page.text("h2") == "Within the limits: reward and loss"
     rows = page.run("return [...document.querySelectorAll('tbody tr')].map((r) => r.innerText.split('\\t'))")
     assert rows[0][:3] == ["reward", "within", "4.00 %"]
-    assert rows[0][7:] == ["58", "critic/score/mean", "reward"]
+    assert rows[0][7:] == ["58"]
     titles = page.run("return [...document.querySelectorAll('figcaption strong')].map((e) => e.textContent)")
     assert titles == ["reward", "loss", "entropy", "perf/throughput"]
     units = page.run("return [...document.querySelectorAll('.unit')].map((e) => e.textContent)")
-    assert units == ["reward", "loss", "nats a token", "tokens/s a device"]
+    assert units == titles
     page.run(POINT, 0, 1, "pointermove")
-    assert readouts(page)[0] == "rollout 1"
+    assert readouts(page)[0] == "step 1"
     legend = page.run("return [...document.querySelectorAll('.legend')].map((e) => e.innerText)")[0].split()
     assert legend == ["A", "0.2", "B,", "mean", "of", "2", "0.195"]
-    page.run(POINT, 0, 60, "pointermove")  # where B has ended
-    assert page.run("return document.querySelector('.legend').innerText").split()[-1] == "–"
     assert [row[0] for row in rows[-3:]] == ["A", "B", "B"]  # what was read
     assert page.requests() == {page_file.as_uri(): ""}
     assert page.console() == []

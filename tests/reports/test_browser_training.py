@@ -15,7 +15,7 @@ pytestmark = pytest.mark.browser
 
 WRONG = {"score": 0.0, "scores": {"flexible": 0.0}, "extracted": "17", "reason": "wrong"}
 PHONE = {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-POINT = """const svg = document.querySelectorAll('svg.trend')[arguments[0]], box = svg.getBoundingClientRect();
+POINT = """const svg = document.querySelectorAll('svg[data-metrics]')[arguments[0]], box = svg.getBoundingClientRect();
     const [low, high, start, end] = JSON.parse(svg.dataset.plot);
     const x = start + (arguments[1] - low) / (high - low) * (end - start);
     const place = {clientX: box.left + x / 420 * box.width, clientY: box.top + 60};
@@ -34,12 +34,12 @@ OVERLAPS = """return [...document.querySelectorAll('svg.trend, svg.scores')].fla
 
 
 def readouts(page) -> list[str]:
-    return page.run("return [...document.querySelectorAll('.trend .readout')].map((e) => e.textContent)")
+    return page.run("return [...document.querySelectorAll('[data-metrics] .readout')].map((e) => e.textContent)")
 
 
 def legends(page) -> list[str]:
     """Of the training's charts with several lines."""
-    return page.run("return [...document.querySelectorAll('.trend + .legend')].map((e) => e.innerText)")
+    return page.run("return [...document.querySelectorAll('[data-metrics] + .legend')].map((e) => e.innerText)")
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +87,14 @@ def test_a_training_is_shown_step_by_step(run_folder, visit):
     assert readouts(page)[1] == "step 1,999: 100"
     page.run(POINT, 2, 1, "pointerleave")
     assert readouts(page) == [""] * 7
-    scores = page.run("return [...document.querySelectorAll('svg.scores text')].map((e) => e.textContent)")
+    scores = page.run(
+        "return [...document.querySelector('svg.scores').querySelectorAll('text')].map((e) => e.textContent)"
+    )
     assert scores == [
         "gsm8k, 10 problems, greedy", "before", "30.0 % (0.0 to 100.0)", "after", "80.0 % (0.0 to 100.0)",
         "0 %", "50 %", "100 %",
     ]  # fmt: skip
-    assert "type dora, r 8" in page.text(".settings")
+    assert "models/tiny" in page.text(".settings")
     assert page.requests() == {(run_folder / "report.html").as_uri(): ""}
     assert page.console() == []
 

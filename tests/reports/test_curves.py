@@ -1,17 +1,15 @@
-"""Curves read from what real libraries wrote: one training of a tiny model in four formats, verl's W&B and TensorBoard,
-and verl's console log."""
+"""Curves read from what real libraries wrote: one training of a tiny model in three formats, verl's TensorBoard, and
+verl's console log."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-from fractions import Fraction
 from math import isnan
 from pathlib import Path
 
 import pytest
-import wandb
 
 from perl.base.errors import UserError
 from perl.reports.curves import read_curves
@@ -29,17 +27,11 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "tensorboard"))
-        patch.setenv("WANDB_MODE", "offline")
-        patch.setenv("WANDB_DIR", str(folder))
-        patch.setenv("WANDB_SILENT", "true")
-        wandb.teardown()  # a test before this one may have made it read the environment
         trainer = make_trainer(
-            folder, callbacks=[MetricsWriter(folder / "metrics.jsonl")], report_to=["tensorboard", "wandb"],
+            folder, callbacks=[MetricsWriter(folder / "metrics.jsonl")], report_to=["tensorboard"],
             steps_per_generation=8, max_steps=5, save_strategy="steps", save_steps=5, hub_token=SECRET,
         )  # fmt: skip
         trainer.train()
-        wandb.finish()
-        wandb.teardown()  # its service writes the end of the file
     return folder
 
 
@@ -47,7 +39,6 @@ def test_one_run_reads_the_same_in_all_its_formats(run):
     found = {
         "perl": read_curves(run / "metrics.jsonl", "A"),
         "tensorboard": read_curves(run / "tensorboard", "A"),
-        "wandb": read_curves(run / "wandb", "A"),
         "trl": read_curves(run / "checkpoint-5", "A"),
     }
     assert {kind: curves.format for kind, curves in found.items()} == {kind: kind for kind in found}
@@ -59,26 +50,22 @@ def test_one_run_reads_the_same_in_all_its_formats(run):
         assert curves.metrics["loss"] == pytest.approx({row["step"]: row["loss"] for row in rows if "loss" in row})
         if kind != "trl":  # the trainer's own history keeps little of what metrics.jsonl holds
             assert curves.metrics["timing/rollout"].keys() == {1, 2, 3, 4, 5}
-        assert curves.steps_per_rollout == 4
-    # 4 rows x 8 steps_per_generation, in groups of 4; the others do not tell the batch
-    assert [found[kind].prompts_per_rollout for kind in found] == [None, 8, 8, None]
-    file = next((run / "wandb").glob("offline-run-*/*.wandb"))
-    assert read_curves(file, "A").metrics == found["wandb"].metrics
+        assert curves.updates == 4
     assert read_curves(run, "A").metrics == found["perl"].metrics  # before the folders that it holds
 
 
 def test_what_a_run_is_configured_with_tells_its_rollouts(tmp_path):
     training = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
-    for name, more, steps, prompts in (
-        ("plain", {"steps_per_generation": None, "generation_batch_size": None}, 1, 6),
-        ("four", {"steps_per_generation": 8}, 4, 24),
-        ("twice", {"steps_per_generation": 2, "num_iterations": 2}, 2, 6),
-        ("whole", {"generation_batch_size": 48}, 2, 12),
-        ("half", {"steps_per_generation": 1}, Fraction(1, 2), 3),
+    for name, more, updates in (
+        ("plain", {"steps_per_generation": None, "generation_batch_size": None}, 1),
+        ("four", {"steps_per_generation": 8}, 4),
+        ("twice", {"steps_per_generation": 2, "num_iterations": 2}, 2),
+        ("whole", {"generation_batch_size": 48}, 2),
+        ("half", {"steps_per_generation": 1}, 1),
     ):
         write_training(tmp_path / name, [logged(1), logged(2)], {"training": training | more}, num_processes=3)
         curves = read_curves(tmp_path / name, "A")
-        assert (curves.steps_per_rollout, curves.prompts_per_rollout) == (steps, prompts), name
+        assert curves.updates == updates, name
 
 
 def test_the_later_of_two_logs_of_a_step_counts_and_a_torn_line_does_not(tmp_path):
@@ -93,9 +80,8 @@ def test_the_later_of_two_logs_of_a_step_counts_and_a_torn_line_does_not(tmp_pat
     assert isnan(rewards[3])  # null is what NaN becomes
 
 
-def test_verls_tensorboard_and_wandb(tmp_path):
-    """verl logs to both under its own names, and its configuration to W&B (verl/utils/tracking.py)."""
-    import wandb
+def test_verls_tensorboard(tmp_path):
+    """verl logs there under its own names (verl/utils/tracking.py)."""
     from torch.utils.tensorboard import SummaryWriter
 
     rows = {step: {"critic/score/mean": step / 8, "actor/pg_loss": -step / 16} for step in (1, 2)}
@@ -103,38 +89,9 @@ def test_verls_tensorboard_and_wandb(tmp_path):
         for step, row in rows.items():
             for name, value in row.items():
                 writer.add_scalar(name, value, step)
-    config = {"data": {"train_batch_size": 128, "val_batch_size": 7}, "trainer": {"token": SECRET}}
-    settings = wandb.Settings(console="off", silent=True)
-    with wandb.init(project="verl", config=config, mode="offline", dir=str(tmp_path), settings=settings) as made:
-        made.log({"val-core/openai/gsm8k/reward/mean@1": 0.5}, step=0)
-        for step, row in rows.items():
-            made.log(row, step=step)
-    wandb.teardown()
-    for path, prompts in ((tmp_path / "tb", None), (tmp_path / "wandb", 128)):
-        curves = read_curves(path, "A")
-        assert curves.metrics == {"reward": {1: 0.125, 2: 0.25}, "loss": {1: -0.0625, 2: -0.125}}
-        assert curves.logged_as == {"reward": "critic/score/mean", "loss": "actor/pg_loss"}
-        assert (curves.steps_per_rollout, curves.prompts_per_rollout) == (1, prompts)
-        assert SECRET not in repr(curves)
-
-
-def test_a_wandb_file_of_several_blocks_and_one_that_was_cut_off(tmp_path):
-    import wandb
-
-    settings = wandb.Settings(console="off", silent=True)
-    with wandb.init(project="long", mode="offline", dir=str(tmp_path), settings=settings) as made:
-        for step in range(1, 301):
-            made.log({"reward": step / 512, "note": "x" * 400}, step=step)
-    wandb.teardown()
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    content = file.read_bytes()
-    assert len(content) > 3 * 32768  # records cross the blocks of the format
-    assert read_curves(file, "A").metrics["reward"] == {step: step / 512 for step in range(1, 301)}
-    cut = tmp_path / "cut.wandb"
-    cut.write_bytes(content[: len(content) // 2])
-    found = read_curves(cut, "A").metrics["reward"]
-    assert 100 < len(found) < 200
-    assert found == {step: step / 512 for step in range(1, len(found) + 1)}
+    curves = read_curves(tmp_path / "tb", "A")
+    assert curves.metrics == {"reward": {1: 0.125, 2: 0.25}, "loss": {1: -0.0625, 2: -0.125}}
+    assert curves.updates == 1
 
 
 def test_trls_own_state(run, tmp_path):
@@ -146,7 +103,7 @@ def test_trls_own_state(run, tmp_path):
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(state))
     curves = read_curves(tmp_path, "A")
     assert curves.metrics["reward"] == {10: 0.1, 20: 0.2}
-    assert curves.steps_per_rollout is None
+    assert curves.updates is None
 
 
 def test_verls_console_log():
@@ -158,7 +115,6 @@ def test_verls_console_log():
     assert curves.metrics["perf/throughput"] == {1: 800.5, 2: 810.0, 3: 790.25, 4: 805.0}
     assert curves.metrics["timing/rollout"] == {1: 12.5, 2: 12.25, 3: 12.0, 4: 11.75}
     assert curves.metrics["completions/mean_length"][4] == 241.0
-    assert curves.prompts_per_rollout == 128
     assert curves.scores == {"val-core/openai/gsm8k/acc/mean@1": {0: 0.3646702047005307}}
     assert SECRET not in repr(curves)
 
@@ -167,7 +123,7 @@ def test_verls_file_logger(tmp_path):
     rows = [{"step": 0, "data": {"val-core/gsm8k/acc/mean@1": 0.1}}, {"step": 1, "data": {"critic/score/mean": 0.5}}]
     (tmp_path / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     curves = read_curves(tmp_path / "run.jsonl", "A")
-    assert (curves.format, curves.metrics, curves.steps_per_rollout) == ("verl_file", {"reward": {1: 0.5}}, 1)
+    assert (curves.format, curves.metrics, curves.updates) == ("verl_file", {"reward": {1: 0.5}}, 1)
     assert curves.scores == {"val-core/gsm8k/acc/mean@1": {0: 0.1}}
 
 
@@ -195,7 +151,6 @@ def test_the_log_of_the_ppo_guide():
     assert curves.metrics["loss"] == {1: -0.005, 2: 0.0}
     assert curves.metrics["timing/rollout"] == {1: 21.47, 2: 23.02}
     assert curves.metrics["prompts/min_length"] == {1: 68.0, 2: 70.0}
-    assert curves.prompts_per_rollout is None
 
 
 @pytest.mark.parametrize(
@@ -230,15 +185,13 @@ def test_forms_of_a_console_log(tmp_path, text, rewards):
     [
         ("empty.log", b"", "the file is empty"),
         ("program", b"\x7fELF\0\0 step:1 - critic/score/mean:1", "no log of a training that is known here"),
-        ("words.log", b"step 1 of the recipe - stir\n", "known: verl_file, perl, tensorboard, wandb, trl, verl logs"),
+        ("words.log", b"step 1 of the recipe - stir\n", "known: verl_file, perl, tensorboard, trl, verl logs"),
         ("other.log", b"step:1 - score:0.5\n", "no step there logs a metric that is known here"),
         ("metrics.jsonl", b"{}\nnot json\n", "no step is logged in metrics.jsonl yet"),
         ("config.json", b'{"a": 1}', "is no trainer_state.json of transformers"),
         ("list.json", b"[1, 2]", "is no trainer_state.json of transformers"),
         ("state.json", b'{"log_history": []}', "no step is logged"),
-        ("run.wandb", b"nothing", "is no file of W&B"),
-        ("run-1.wandb", b":W&B\xe1\xbe\x00", "no step is logged there"),
-        ("torn.wandb", b":W&B\xe1\xbe\x00\0\0\0\0\x05\x00\x01hello", "is damaged"),
+        ("run.wandb", b":W&B\xe1\xbe\x00", "W&B has no reader of its .wandb files; write the run's metrics.jsonl"),
         ("events.out.tfevents.1.host", b"nothing", "no scalars are logged there"),
     ],
 )
@@ -263,11 +216,11 @@ def test_a_folder_of_several_runs_is_refused(tmp_path):
         read_curves(tmp_path / "nothing", "A")
 
 
-@pytest.mark.parametrize(("name", "package"), [("run.wandb", "wandb"), ("events.out.tfevents.1.host", "tensorboard")])
-def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
-    (tmp_path / name).write_bytes(b":W&B")
-    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "events.out.tfevents.1.host"
+    file.write_bytes(b"nothing")
+    for module in [module for module in sys.modules if module.partition(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"the package {package} reads this format; pip install {package}$"):
-        read_curves(tmp_path / name, "A")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UserError, match=r"the package tensorboard reads this format; pip install tensorboard$"):
+        read_curves(file, "A")

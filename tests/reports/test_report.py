@@ -16,7 +16,7 @@ import pytest
 from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.reports import charts, embed, figures
-from perl.reports.charts import Curve, Point
+from perl.reports.charts import Bars, Line
 from perl.reports.comparisons import read_comparison
 from perl.reports.page import SAMPLES_SCRIPTS, STEPS_SCRIPTS, adapter_name, asset, write_report
 from perl.reports.results import Run, read_runs
@@ -83,74 +83,78 @@ def test_marks_are_round_numbers_around_the_values():
     assert ticks(0, 97, 5) == [0, 20, 40, 60, 80, 100]
     assert ticks(43.5, 61, 5) == [40, 45, 50, 55, 60, 65]
     assert ticks(3, 3, 5) == [3, 3.2, 3.4, 3.6, 3.8, 4]
-    assert Scale(1, 16, 0, 100, logarithmic=True)(4) == 50
+    assert Scale(1, 16, 0, 150)(4) == 30
 
 
 def drawn(chart: str, kind: str, name: str) -> list[ET.Element]:
     return [e for e in ET.fromstring(chart).iter(kind) if name in e.get("class", "").split()]
 
 
+def score(value: float, low: float, high: float) -> dict[str, float]:
+    return {"value": value, "low": low, "high": high}
+
+
+def whiskers(chart: str) -> tuple[float, float]:
+    """Both ends of the first interval."""
+    first = drawn(chart, "line", "interval")[0]
+    return float(first.get("x1", 0)), float(first.get("x2", 0))
+
+
 def test_accuracy_and_its_interval_stand_where_they_should():
-    chart = charts.accuracies([("a <b>", Point(0, 0.5, 0.25, 1.0))])
-    (dot,), lines = drawn(chart, "circle", "dot"), drawn(chart, "line", "interval")
-    assert float(dot.get("cx", 0)) == 8 + 404 / 2
-    assert (float(lines[0].get("x1", 0)), float(lines[0].get("x2", 0))) == (8 + 404 / 4, 412)
-    assert dot[0].text == "a <b>: 50.0 % (25.0 to 100.0)"
+    """Five characters: bars begin at 14 + 6.6 · 5 = 47 and reach 270 at 100 %."""
+    chart = charts.bars([Bars("", [charts.estimate("a <b>", score(0.5, 0.25, 1.0))])], "Accuracy")
+    (bar,) = drawn(chart, "rect", "bar")
+    assert (float(bar.get("x", 0)), float(bar.get("width", 0))) == (47, 111.5)
+    assert whiskers(chart) == (102.75, 270)
+    assert bar[0].text == "a <b>: 50.0 % (25.0 to 100.0)"
 
 
 def test_differences_stand_on_both_sides_of_zero():
-    """The farthest end, 0.2, is a mark, so the axis of 404 units spans −20 to +20 points: 10.1 units a point."""
-    chart = charts.differences([("avg@1", Point(0, 0.05, -0.1, 0.2))])
-    (dot,), lines, (zero,) = (
-        drawn(chart, "circle", "dot"),
-        drawn(chart, "line", "interval"),
-        drawn(chart, "line", "level"),
-    )
-    assert (float(dot.get("cx", 0)), float(zero.get("x1", 0))) == (210 + 50.5, 210)
-    assert (float(lines[0].get("x1", 0)), float(lines[0].get("x2", 0))) == (109, 412)
+    """The farthest end, 0.2, is a mark, so that the axis, from 47 to 420 - 150, spans −20 to +20 points."""
+    chart = charts.differences("Differences", [charts.estimate("avg@1", score(0.05, -0.1, 0.2), difference=True)])
+    (bar,) = drawn(chart, "rect", "bar")
+    assert (float(bar.get("x", 0)), float(bar.get("width", 0))) == pytest.approx((158.5, 27.88), abs=0.01)
+    assert whiskers(chart) == pytest.approx((102.75, 270))
     labels = [e.text for e in ET.fromstring(chart).iter("text")]
-    assert labels == ["−20", "−10", "0", "+10", "+20", "avg@1", "+5.0 (−10.0 to +20.0)"]
+    assert labels == ["avg@1", "+5.0 (−10.0 to +20.0)", "−20", "0", "+20"]
+    worse = charts.differences("Differences", [charts.estimate("avg@1", score(-0.1, -0.2, 0.0), difference=True)])
+    (bar,) = drawn(worse, "rect", "bar")
+    assert (float(bar.get("x", 0)), float(bar.get("width", 0))) == (102.75, 55.75)
 
 
 def test_no_difference_at_all_has_an_axis_of_two_sides():
-    chart = charts.differences([("avg@1", Point(0, 0.0, 0.0, 0.0))])
+    chart = charts.differences("Differences", [charts.estimate("avg@1", score(0.0, 0.0, 0.0), difference=True)])
     labels = [e.text for e in ET.fromstring(chart).iter("text")]
-    assert labels == ["−1", "−0.5", "0", "+0.5", "+1", "avg@1", "+0.0 (+0.0 to +0.0)"]
+    assert labels == ["avg@1", "+0.0 (+0.0 to +0.0)", "−1", "0", "+1"]
 
 
-def test_lengths_are_counted_by_bin_and_the_truncated_stand_on_top():
-    chart = charts.lengths([0, 1, 1, 2], [2, 56])
-    bars, cut = drawn(chart, "rect", "bar"), drawn(chart, "rect", "cut")
+def test_lengths_are_counted_by_bin_and_the_truncated_stand_behind_the_others(tmp_path):
+    """The longest has 56 tokens: bins of 6."""
+    rows = [record(f"{i}-0", tokens=tokens) for i, tokens in enumerate((0, 1, 1, 2))]
+    rows += [record(f"{i}-1", tokens=tokens, finish_reason="length") for i, tokens in enumerate((2, 56))]
+    write_results(tmp_path / "gsm8k", rows)
+    figure = figures.of_lengths(read_runs(tmp_path)[0].scored[0])
+    bars = drawn(figure.chart, "rect", "bar")
     assert [bar[0].text for bar in bars] == [
-        "0 to 2 tokens: 4 finished, 1 truncated",
-        "0 to 2 tokens: 4 finished, 1 truncated",
-        "54 to 56 tokens: 0 finished, 1 truncated",
-    ]
-    assert float(cut[0].get("y", 0)) + float(cut[0].get("height", 0)) == pytest.approx(
-        float(bars[0].get("y", 0)), abs=0.02
+        "0 to 5 tokens: 4 finished", "0 to 5 tokens: 1 truncated", "54 to 59 tokens: 1 truncated",
+    ]  # fmt: skip
+    assert float(bars[0].get("x", 0)) + float(bars[0].get("width", 0)) == pytest.approx(
+        float(bars[1].get("x", 0)), abs=0.02
     )
-    assert "median 2, longest 56 tokens, 2 truncated" in chart
-    assert "longest 0 tokens" in charts.lengths([0, 0], [])
+    assert figure.note == "Tokens. Mean 10, longest 56; 2 truncated."
 
 
-def test_curves_cross_the_points_and_span_the_intervals():
-    points = [Point(1, 0.4, 0.3, 0.5), Point(2, 0.5, 0.4, 0.6), Point(4, 0.6, 0.5, 0.7)]
-    chart = charts.curves(
-        [Curve("pass@k", points)], "pass@k", x_name="k", logarithmic=True, level=Point(0, 0.3, 0.2, 0.4)
-    )
+def test_lines_cross_the_points_and_span_the_intervals():
+    line = Line("pass@k", "pass@k", [(1, 40.0), (2, 50.0), (3, 60.0)], [(1, 30.0, 50.0), (2, 40, 60), (3, 50, 70.0)])
+    chart = charts.trend([line], "pass@k", unit="%", x_name="k", level=20.0, smooth=False, pointer=False)
     x = [float(dot.get("cx", 0)) for dot in drawn(chart, "circle", "dot")]
     assert x[1] - x[0] == pytest.approx(x[2] - x[1])
     labels = [e.text for e in ET.fromstring(chart).iter("text")]
-    assert [label for label in labels if label and label.endswith("%")] == [
-        "20 %",
-        "30 %",
-        "40 %",
-        "50 %",
-        "60 %",
-        "70 %",
-    ]
+    assert labels[2:8] == ["20", "30", "40", "50", "60", "70"]
     assert "base" in labels
-    assert drawn(charts.curves([Curve("one", points[:1])], "one", x_name="k"), "line", "interval")
+    assert drawn(chart, "circle", "dot")[1][0].text == "pass@k, k 2: 50.0 (40.0 to 60.0)"
+    assert drawn(chart, "path", "band")
+    assert "data-metrics" not in chart
 
 
 def test_what_became_of_a_sample():
@@ -232,8 +236,8 @@ def test_checkpoints_compared_with_the_same_run_share_a_section(tmp_path):
     text = write_report(tmp_path / "sweep").read_text()
     assert text.count('<section class="compared"') == 1
     (figure,) = figures.of_comparisons(read_runs(tmp_path / "sweep"))
-    dots = [dot[0].text for dot in drawn(figure.chart, "circle", "dot")]
-    assert [dot.split(" (")[0] for dot in dots if dot] == ["checkpoint-5: +25.0", "checkpoint-10: +100.0"]
+    bars = [bar[0].text for bar in drawn(figure.chart, "rect", "bar")]
+    assert [bar.split(" (")[0] for bar in bars if bar] == ["checkpoint-5: +25.0", "checkpoint-10: +100.0"]
 
 
 def test_a_comparison_of_other_samples_is_left_out_with_one_line(tmp_path, caplog):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import re
 import subprocess
@@ -18,7 +17,7 @@ from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.records import clock
 from perl.reports import charts, embed, figures
-from perl.reports.charts import Bars, Line, Point
+from perl.reports.charts import Bars, Line
 from perl.reports.page import render
 from perl.reports.sources import read_material
 from perl.reports.training_run import TrainingRun, facts, read_training_run, settings, time_in_steps
@@ -109,12 +108,7 @@ def test_the_time_of_steps_that_were_logged_unevenly():
 
 
 def test_the_noise_of_a_run_that_held_a_kl_divergence():
-    noise = {"enabled": True, "sigma_start": 0.05, "sigma_end": 0.0005, "schedule": "target_kl"}
-    noise |= {"target_kl_start": 0.001, "target_kl_end": 0.0001, "relative": True}
-    rows = [{"step": 1, "reward": 0.5, "aqn/sigma": 0.05, "aqn/sigma_relative": 0.05, "aqn/kl": 2e-5}]
-    run = dataclasses.replace(run_of(rows), config={"noise_injection": noise})
-    said = "sigma_start 0.05, target_kl_start 0.001, target_kl_end 0.0001, schedule target_kl, relative true"
-    assert settings(run)["noise"] == said  # not sigma_end, which it does not read
+    run = run_of([{"step": 1, "reward": 0.5, "aqn/sigma": 0.05, "aqn/sigma_relative": 0.05, "aqn/kl": 2e-5}])
     titles = [figure.title for figure in figures.of_training(run)]
     assert titles == ["Noise of the rollouts (AQN)", "Noisy and clean policy"]
 
@@ -124,11 +118,8 @@ def test_settings_say_what_the_training_was_made_with(tmp_path):
     assert settings(read_training_run(tmp_path / "run")) == {
         "model": "models/tiny",
         "dataset": "gsm8k",
-        "adapter": "type dora, r 8, target_modules q_proj + v_proj",
-        "reward": "functions accuracy",
-        "noise": "sigma_start 0.05, warmup_stage false",
+        "algorithm": "GRPO",
         "completions a step": "24 (batch 4 × accumulation 2 × processes 3)",
-        "training": "max_steps 4",
         "seed": "3",
         "device": "npu",
         "processes": "3",
@@ -147,12 +138,12 @@ def test_the_running_mean_narrows_at_the_ends():
 def test_the_script_gets_the_values_that_are_drawn():
     rows = [logged(10, reward=1 / 3), logged(20, reward=None, **{"rewards/format/mean": 0.25})]
     run = run_of(rows)
-    shown = figures.shown_metrics(run)
-    assert shown == [
+    shown = figures.shown_lines(run)
+    assert [line.metric for line in shown] == [
         "reward", "rewards/accuracy/mean", "rewards/format/mean", "completions/mean_length", "entropy", "aqn/sigma",
         "aqn/sigma_realized", "timing/step", "timing/rollout", "timing/update", "rollout/logp_mismatch", "grad_norm",
     ]  # fmt: skip
-    columns = embed.step_columns(run, shown[:3])
+    columns = embed.columns(shown[:3])
     assert columns == {
         "step": [10, 20],
         "values": {
@@ -215,8 +206,11 @@ def test_the_last_label_stays_inside():
 
 def test_bars_before_and_after_stand_on_one_axis():
     """ "before" is six characters: bars begin at 14 + 6.6 · 6 = 53.6 and reach 270 at 100 %, 216.4 units."""
-    rows = [("before", Point(0, 0.25, 0.0, 0.5)), ("after", Point(0, 1.0, 0.75, 1.0))]
-    chart = charts.before_after([Bars("<b>, greedy", rows), Bars("other", rows[:1])])
+    rows = [
+        charts.estimate("before", {"value": 0.25, "low": 0.0, "high": 0.5}, "bar before"),
+        charts.estimate("after", {"value": 1.0, "low": 0.75, "high": 1.0}),
+    ]
+    chart = charts.bars([Bars("<b>, greedy", rows), Bars("other", rows[:1])], "Scores with 95 % intervals")
     before, after = drawn(chart, "rect", "before")[0], drawn(chart, "rect", "first")[0]
     assert (number(before, "x"), number(before, "width")) == (53.6, 54.1)
     assert (number(after, "x"), number(after, "width")) == (53.6, 216.4)
@@ -276,9 +270,7 @@ def test_a_page_names_the_algorithm_and_draws_what_it_logs(tmp_path):
     material = compared(read_material([run]))
     assert "<h1>tiny: REINFORCE++ with DoRA and AQN</h1>" in render(material)
     assert material.training is not None
-    found = settings(material.training)
-    assert found["algorithm"] == "name reinforce_plus_plus, dynamic_sampling false, kl_in_reward 0.1"
-    assert "critic" not in found
+    assert settings(material.training)["algorithm"] == "REINFORCE++"
     titles = [figure.title for figure in figures.of_training(material.training)]
     assert "KL divergence" in titles
     of_critic = {"Explained variance of the critic", "Value loss of the critic"}
@@ -286,7 +278,6 @@ def test_a_page_names_the_algorithm_and_draws_what_it_logs(tmp_path):
     of_ppo = {"critic/vf_loss": 0.1, "critic/explained_variance": -0.5, "dapo/rollout_tokens_per_used_token": 1.5}
     write_training(tmp_path / "ppo", [logged(1, **of_ppo)], made | {"algorithm": {"name": "ppo"}})
     ppo = read_training_run(tmp_path / "ppo")
-    assert settings(ppo)["critic"] == "lr 0.001, r 8, warmup_steps 2, value_clip 0.5"
     assert of_critic | {"Dynamic sampling"} < {figure.title for figure in figures.of_training(ppo)}
 
 
@@ -415,5 +406,5 @@ def test_validations_are_a_chart_and_their_samples_no_evaluation(tmp_path):
     first, *_ = figures.of_training(run)
     assert first.title == "Validation"
     assert "openai/gsm8k: 0.25 at step 0, 0.5 at step 2" in first.chart
-    assert name in figures.shown_metrics(run)
+    assert name in [line.metric for line in figures.shown_lines(run)]
     assert len(read_material([tmp_path / "run", tmp_path / "run" / "validation" / "step-2"]).runs) == 1

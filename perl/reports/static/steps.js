@@ -3,7 +3,7 @@
 
 (() => {
   const columns = JSON.parse(document.getElementById("steps").textContent);
-  const charts = [...document.querySelectorAll("svg.trend")].map((svg) => ({
+  const charts = [...document.querySelectorAll("svg[data-metrics]")].map((svg) => ({
     svg, metrics: JSON.parse(svg.dataset.metrics), plot: JSON.parse(svg.dataset.plot),
     readout: svg.querySelector(".readout"), cursor: svg.querySelector(".cursor"),
     legend: [...svg.parentElement.querySelectorAll(".legend b")], // one for each metric where there are several
@@ -27,7 +27,7 @@
     for (const { svg, metrics, plot: [low, high, start, end], readout, cursor, legend } of charts) {
       const values = metrics.map((name) => said(columns.values[name][place]));
       const one = legend.length ? "" : `: ${values[0]}`;
-      readout.textContent = `${svg.dataset.x ?? "step"} ${step.toLocaleString("en")}${one}`;
+      readout.textContent = `step ${step.toLocaleString("en")}${one}`;
       legend.forEach((entry, i) => { entry.textContent = values[i]; });
       const x = high > low ? start + ((step - low) / (high - low)) * (end - start) : (start + end) / 2;
       cursor.setAttribute("x1", x);
