@@ -8,7 +8,7 @@ In an evaluation the Prompt is a Sample, which knows its place, and a line of sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -115,9 +115,9 @@ class Sample(Prompt):
         return self.dataset, self.key, self.index
 
     @property
-    def prompt_id(self) -> tuple[str, str]:
-        """What all n samples of a problem have in common."""
-        return self.dataset, self.key
+    def prompt(self) -> Prompt:
+        """What an engine reads of it."""
+        return Prompt(**{each.name: getattr(self, each.name) for each in fields(Prompt)})
 
 
 @dataclass(frozen=True, slots=True)

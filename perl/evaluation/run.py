@@ -7,32 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 from rich.console import Console
 
 from perl.base.errors import UserError
 from perl.base.files import write_json
 from perl.base.provenance import provenance
-from perl.config.evaluation import EvalConfig, vllm_options
-from perl.engines.vllm import lora_rank
-from perl.evaluation.checkpoint_run import CheckpointRun, batches
+from perl.config.evaluation import EvalConfig
+from perl.evaluation.candidate_run import CandidateRun
 from perl.evaluation.compare import compare, print_comparison, require_common
 from perl.evaluation.contamination import warn_of_trained
 from perl.evaluation.datasets import load_problem_sets
-from perl.evaluation.progress import Progress
-from perl.evaluation.recorder import Recorder
+from perl.evaluation.generate import generate
 from perl.evaluation.score_table import print_table
-from perl.evaluation.setup import Setup, worker_specs
+from perl.evaluation.setup import Setup
 from perl.evaluation.store import locked
 from perl.evaluation.sweep import SweepError, print_sweep, sweep_entry
 from perl.evaluation.tracking import check_tracker, log_results
-from perl.records import Completion
-from perl.scoring.results import COMPARE, SWEEP, Generation, Summary
-from perl.workers.pool import WorkerError, WorkerPool
+from perl.evaluation.weights import remove_merged
+from perl.scoring.results import COMPARE, SWEEP, Summary
+from perl.workers.pool import WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +59,14 @@ def evaluate(config: EvalConfig) -> Summaries:
         keys = {each.name: each.keys for each in problem_sets}
         require_common(Path(config.compare), Path(config.result_dir), keys, ("--compare", "--result_dir"))
     with locked_folders(setup):
-        runs = [CheckpointRun.open(setup, candidate, problem_sets) for candidate in setup.candidates]
+        runs = [CandidateRun.open(setup, candidate, problem_sets) for candidate in setup.candidates]
         try:
-            generations = generate(setup, runs)
+            generate(setup, runs)
         except WorkerError:
             if setup.is_sweep:
-                report(setup, runs, {})
+                report(setup, runs)
             raise
-        found = report(setup, runs, generations)
+        found = report(setup, runs)
     if failed := [run for run in runs if run.error]:
         raise SweepError(
             f"{len(failed)} of {len(runs)} not scored: "
@@ -88,90 +84,15 @@ def locked_folders(setup: Setup) -> Iterator[None]:
         yield
 
 
-def generate(setup: Setup, runs: Sequence[CheckpointRun]) -> dict[str, Generation]:
-    """Complete, grade and store the samples that are pending; return the speed of each candidate that had some."""
-    config, engine = setup.config, "vllm" if setup.config.use_vllm else "hf"
-    total = sum(len(each.samples) for run in runs for each in run.problem_sets)
-    pending = sum(len(run.pending) for run in runs)
-    run_of = {dataset: run for run in runs for dataset in run.stores}
-    stores = {dataset: store for run in runs for dataset, store in run.stores.items()}
-    engine_works = any(not record["error"] for store in stores.values() for record in store.records.values())
-    began = time.monotonic()
-    if not pending:
-        return {}
-    todo = [run for run in runs if run.runnable]
-    require_served(setup, todo)
-    todo = [run for run in todo if not run.error]
-    with (
-        Progress(total, total - pending, Console(stderr=True)) as progress,
-        Recorder(stores, setup.tokenizer, engine, progress.add) as recorder,
-    ):
-        for run in runs:
-            skip_overlong(setup, run, recorder)
-        if not todo:
-            return {}
-        specs = worker_specs(setup, engine, [sample for run in todo for sample in run.runnable])
-        with contextlib.closing(batches(setup, todo)) as source, WorkerPool(specs, setup.executor) as pool:
-            for sample, completion in pool.complete(source, progress.refresh, engine_works):
-                recorder.add(sample, completion)
-                run = run_of[sample.dataset]
-                run.count(completion)
-                if not run.remaining:
-                    run.close(setup)
-    return {
-        run.candidate.name: cast(
-            "Generation",
-            {
-                "engine": engine,
-                "executor": config.executor,
-                "dp_size": config.dp_size,
-                "tp_size": config.tp_size,
-                **vllm_options(config),
-                "device": setup.executor.devices.kind,
-                **run.speed(began if run is todo[0] else run.began, pool.generation_began),
-                "worker_restarts": pool.restarts,
-            },
-        )
-        for run in todo
-        if not run.error
-    }
-
-
-def require_served(setup: Setup, runs: Sequence[CheckpointRun]) -> None:
-    """Fail the runs whose adapter vLLM can't serve unmerged; in a single evaluation that is a UserError."""
-    for run in runs:
-        if run.candidate.adapter is not None and setup.config.adapter_mode == "lora":
-            try:
-                lora_rank(str(run.candidate.adapter))
-            except UserError as error:
-                if not setup.is_sweep:
-                    raise
-                run.fail(error)
-
-
-def skip_overlong(setup: Setup, run: CheckpointRun, recorder: Recorder) -> None:
-    """Record a prompt that leaves no room for a completion as an empty, truncated one, saying so."""
-    runnable = {sample.id for sample in run.runnable}
-    overlong = [sample for sample in run.pending if sample.id not in runnable]
-    for sample in overlong:
-        error = f"the prompt has {len(sample.token_ids)} tokens, the context {setup.context}"
-        recorder.add(sample, Completion.failed(error))
-    if overlong:
-        logger.warning(
-            "%d prompts fill the context of %d tokens and get no completion (the first: %s); they count as wrong",
-            len(overlong), setup.context, overlong[0].problem.source,
-        )  # fmt: skip
-
-
-def report(setup: Setup, runs: Sequence[CheckpointRun], generations: dict[str, Generation]) -> dict[str, Summaries]:
+def report(setup: Setup, runs: Sequence[CandidateRun]) -> dict[str, Summaries]:
     """Write and print the summaries of all runs that are complete; return them by candidate."""
     console, folder = Console(), Path(setup.config.result_dir)
     found: dict[str, Summaries] = {}
     for run in runs:
         name = run.candidate.name
         if run.complete:
-            found[name] = run.summarize(setup, generations.get(name))
-            run.close(setup)
+            found[name] = run.summarize(setup)
+            remove_merged(setup, run.candidate)
     if setup.is_sweep:
         entries = [sweep_entry(run.candidate, found.get(run.candidate.name), run.error) for run in runs]
         write_json(folder / SWEEP, {"model": setup.config.model, "candidates": entries, "provenance": provenance()})

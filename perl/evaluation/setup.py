@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from perl.prompts import require_chat_template, require_known, require_vocabular
 from perl.records import Sample
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import Identity
-from perl.workers.executors import EXECUTORS, Executor
-from perl.workers.worker import WeightsSpec, WorkerSpec
+from perl.workers.executors import Executor, make_executor
 
 MERGE_REPORT = "merge.json"
 CONTEXT_STEP = 1024
@@ -53,7 +52,7 @@ class Setup:
             from perl.engines.vllm import require_vllm
 
             require_vllm()
-        executor = EXECUTORS[config.executor](config)
+        executor = make_executor(config.executor, config.dp_size, config.tp_size, config.ray_address)
         tokenizer = load_processing(model)
         if config.use_vllm and has_images(tokenizer):
             from perl.engines.vllm import require_torchvision
@@ -85,6 +84,11 @@ class Setup:
     @property
     def is_sweep(self) -> bool:
         return bool(self.candidates[0].name)
+
+    @property
+    def engine(self) -> str:
+        """Key of ENGINES."""
+        return "vllm" if self.config.use_vllm else "hf"
 
     def folder(self, candidate: Candidate) -> Path:
         return Path(self.config.result_dir) / candidate.name
@@ -118,32 +122,18 @@ class Setup:
         return report if same else None
 
 
-def worker_specs(setup: Setup, engine: str, samples: Sequence[Sample]) -> list[WorkerSpec]:
-    """One worker a device, with its own visibility, thread count and log."""
+def engine_options(setup: Setup, samples: Collection[Sample]) -> dict[str, Any]:
+    """What the engines are built with to complete `samples`."""
     config = setup.config
     options: dict[str, Any] = {"tp_size": config.tp_size, "max_model_len": needed_context(setup, samples)}
     if config.max_batch_tokens:
         options["max_batch_tokens"] = config.max_batch_tokens
-    options |= vllm_options(config)
     if served := sorted({sample.adapter for sample in samples if sample.adapter is not None}):
         options["adapters"] = served
-    specs = []
-    for index in range(config.dp_size):
-        specs.append(
-            WorkerSpec(
-                index=index,
-                device=setup.executor.devices.kind,
-                engine=engine,
-                weights=WeightsSpec(str(setup.model.resolve()), config.dtype),
-                options=options,
-                environment=setup.executor.environment(index) | {"TOKENIZERS_PARALLELISM": "false"},
-                log=(Path(config.result_dir) / "logs" / f"worker-{index}.log").resolve(),
-            )
-        )
-    return specs
+    return options | vllm_options(config)
 
 
-def needed_context(setup: Setup, samples: Sequence[Sample]) -> int:
+def needed_context(setup: Setup, samples: Iterable[Sample]) -> int:
     """Tokens of the longest prompt and completion of `samples`, within what is allowed: a cache for a context of 128k
     that nobody uses would not fit. Rounded up for vLLM, to CONTEXT_STEP."""
     needed = max(len(sample.token_ids) + sample.sampling.max_new_tokens for sample in samples)

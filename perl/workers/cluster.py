@@ -1,7 +1,7 @@
 """Workers in a Ray cluster: one actor a slot, each with a worker's process of its own on the node where Ray puts it.
 
 The actor (WorkerActor) does on its node what the parent does at home: it starts the process, holds the pipe to it, and
-passes samples and completions on. So a node that is lost looks like a worker that died, and a worker whose actor or
+passes requests and completions on. So a node that is lost looks like a worker that died, and a worker whose actor or
 node is gone ends by itself. Ray shows each actor its own devices. Nodes need perl and the model under the same paths.
 """
 
@@ -26,7 +26,7 @@ from perl import device
 from perl.base.errors import UserError
 from perl.device import RAY_RESOURCE, Devices, Kind
 from perl.workers.local import ProcessLink
-from perl.workers.worker import Batch, Deliver, Failed, Message, WorkerSpec
+from perl.workers.worker import Batch, Deliver, Failed, WorkerEvent, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,15 @@ class WorkerActor:
     """The actor: one worker on its node."""
 
     def __init__(self, spec: WorkerSpec):
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[WorkerEvent | None] = queue.SimpleQueue()
         missing = [path for path in spec.paths if not Path(path).exists()]
         self._link: ProcessLink | None = None
         if missing:
             why = f"node {self.node()} has no {missing[0]}; models and adapters have to be under the same path on"
-            self._messages.put(Failed(f"{why} every node, and --result_dir too, as an adapter is merged there", ""))
-            self._messages.put(None)
+            self._events.put(Failed(f"{why} every node, and --result_dir too, as an adapter is merged there", ""))
+            self._events.put(None)
         else:
-            self._link = ProcessLink(spec, self._messages.put)
+            self._link = ProcessLink(spec, self._events.put)
 
     def node(self) -> str:
         return socket.gethostname()
@@ -61,13 +61,13 @@ class WorkerActor:
         if self._link is not None:
             self._link.send(batch)
 
-    def receive(self) -> list[Message | None]:
-        """What the worker has said since the last call, waiting for something."""
-        messages = [self._messages.get()]
+    def receive(self) -> list[WorkerEvent | None]:
+        """The worker's events since the last call, waiting for one."""
+        events = [self._events.get()]
         with contextlib.suppress(queue.Empty):
             while True:
-                messages.append(self._messages.get_nowait())
-        return messages
+                events.append(self._events.get_nowait())
+        return events
 
     def exit_reason(self) -> str:
         return self._link.exit_reason() if self._link is not None else ""
@@ -104,12 +104,12 @@ class ActorLink:
             node = ray.get(self._actor.node.remote(), timeout=PLACEMENT_TIMEOUT_S)
             logger.info("worker %d runs on %s", self._index, node)
             while True:
-                for message in ray.get(self._actor.receive.remote()):
-                    if message is None:
+                for event in ray.get(self._actor.receive.remote()):
+                    if event is None:
                         self._exit_reason = f"{ray.get(self._actor.exit_reason.remote())} on node {node}"
                         self._deliver(None)
                         return
-                    self._deliver(message)
+                    self._deliver(event)
         except GetTimeoutError:
             where = f"cluster: {_listed(_total())}"
             self._exit_reason = f"Ray had no slot for it within {PLACEMENT_TIMEOUT_S:.0f} s ({where})"
@@ -134,6 +134,7 @@ class RayExecutor:
         where = _join(address)
         kind = _kind(where)
         self.devices = Devices(kind, int(_total().get(RAY_RESOURCE[kind], 0)))
+        self.workers = dp_size
         _require_slots(where, kind, dp_size, tp_size)
         resource = RAY_RESOURCE[kind]
         amount: dict[str, Any] = {"num_cpus": tp_size} if kind == "cpu" else {"num_cpus": 0}

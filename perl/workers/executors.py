@@ -1,19 +1,17 @@
-"""Where workers run. EXECUTORS names the ways to start one; what it says afterwards comes through one function.
+"""Where workers run: on this machine or in a Ray cluster. What one says after its start comes through one function.
 
 An Executor starts workers; the Link that it returns is the parent's way to one of them:
 
     parent -> worker   Batch, as often as there is work; None: no more will come
-    worker -> parent   Ready, Result for each sample, Restart, Failed; None when it is gone, whatever ended it
+    worker -> parent   Ready, Result for each request, Restart, Failed; None when it is gone, whatever ended it
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import Protocol
 
 from perl.base.errors import UserError
-from perl.config.evaluation import EvalConfig
 from perl.device import Devices
 from perl.workers.local import LocalExecutor
 from perl.workers.worker import Batch, Deliver, WorkerSpec
@@ -44,6 +42,8 @@ class Executor(Protocol):
 
     devices: Devices
     """What there is for all workers together."""
+    workers: int
+    """How many there are to be."""
 
     def environment(self, index: int) -> dict[str, str]:
         """Variables that worker `index` gets so that it sees its own devices only."""
@@ -56,20 +56,13 @@ class Executor(Protocol):
         ...
 
 
-def _local(config: EvalConfig) -> Executor:
-    return LocalExecutor(config.dp_size, config.tp_size)
-
-
-def _ray(config: EvalConfig) -> Executor:
+def make_executor(name: str, workers: int, devices_each: int = 1, ray_address: str = "auto") -> Executor:
+    """The executor `name` ("local" or "ray"). Raises a UserError where there are fewer than workers × devices_each
+    devices."""
+    if name == "local":
+        return LocalExecutor(workers, devices_each)
     if importlib.util.find_spec("ray") is None:
         raise UserError('--executor ray: ray is not installed; pip install "ray>=2.50", or leave --executor out')
     from perl.workers.cluster import RayExecutor
 
-    return RayExecutor(config.dp_size, config.tp_size, config.ray_address)
-
-
-EXECUTORS: dict[str, Callable[[EvalConfig], Executor]] = {
-    "local": _local,
-    "ray": _ray,
-}
-"""Builders by name. Each raises a UserError where there are fewer devices than --dp_size × --tp_size."""
+    return RayExecutor(workers, devices_each, ray_address)

@@ -24,10 +24,10 @@ class ProcessLink:
 
     def __init__(self, spec: WorkerSpec, deliver: Deliver):
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=run_worker, args=(spec, theirs), name=f"worker-{spec.index}")
+        self._connection, far_end = context.Pipe()
+        self._process = context.Process(target=run_worker, args=(spec, far_end), name=f"worker-{spec.index}")
         self._process.start()
-        theirs.close()
+        far_end.close()
         self._deliver = deliver
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -74,7 +74,7 @@ class LocalExecutor:
 
     def __init__(self, dp_size: int, tp_size: int):
         self.devices = device.detect()
-        self._dp_size, self._tp_size = dp_size, tp_size
+        self.workers, self._tp_size = dp_size, tp_size
         if dp_size * tp_size > self.devices.count:
             what = "cores" if self.devices.kind == "cpu" else f"{self.devices.kind} devices"
             product = f"--dp_size {dp_size}" + (f" × --tp_size {tp_size}" if tp_size > 1 else "")
@@ -84,11 +84,11 @@ class LocalExecutor:
     def environment(self, index: int) -> dict[str, str]:
         environment = device.worker_environment(index, self._tp_size)
         if self.devices.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(self.devices.count // self._dp_size)
+            environment["OMP_NUM_THREADS"] = str(self.devices.count // self.workers)
         return environment
 
     def start(self, spec: WorkerSpec, deliver: Deliver) -> ProcessLink:
-        return ProcessLink(replace(spec, cores=(spec.index, self._dp_size)), deliver)
+        return ProcessLink(replace(spec, cores=(spec.index, self.workers)), deliver)
 
     def close(self) -> None:
         pass

@@ -1,10 +1,13 @@
-"""One queue of samples, as many workers as there are devices, each topped up as its samples finish.
+"""One queue of requests, as many workers as there are devices, each topped up as its requests finish.
 
-The queue grows batch by batch, each with the weights that complete it; a worker replaces those in its engine when it
-comes to the first sample that needs others.
+    with WorkerPool(make_executor("local", 2), "hf", options={}, logs=folder) as pool:
+        pool.submit(weights, requests)
+        while pool.unfinished:
+            for request_id, completion in pool.poll(timeout=0.5): ...
 
-The samples of a worker that dies are tried again (perl.workers.retries), and it is started again. One that
-keeps dying without finishing anything is given up.
+The queue grows with each `submit`; a worker replaces the weights in its engine when it comes to the first request that
+needs others. The requests of a worker that dies are tried again (perl.workers.retries), and it is started again. One
+that keeps dying without finishing anything is given up.
 """
 
 from __future__ import annotations
@@ -16,22 +19,35 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from perl.records import Completion, Sample, SampleId
+from perl.records import Completion
 from perl.workers.executors import Executor, Link
 from perl.workers.retries import Retries
-from perl.workers.worker import Batch, Failed, Message, Ready, Restart, Result, WeightsSpec, WorkerSpec
+from perl.workers.worker import (
+    Batch,
+    Failed,
+    Ready,
+    Request,
+    RequestId,
+    Restart,
+    Result,
+    WeightsSpec,
+    WorkerEvent,
+    WorkerSpec,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 """A worker whose engine fails to start again more often than this, in a row, is given up."""
 MAX_DEATHS_WITHOUT_PROGRESS = 16
-"""So is one that dies more often than this without finishing a sample. While those that kill are being found, a healthy
-worker may die several times in a row."""
+"""So is one that dies more often than this without finishing a request. While those that kill are being found, a
+healthy worker may die several times in a row."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """How long workers get to end by themselves once the work is done."""
 PREFETCH = 1.25
@@ -43,66 +59,24 @@ class WorkerError(RuntimeError):
     that was done is lost."""
 
 
-@dataclass
-class Queue:
-    """The samples of all batches so far."""
-
-    batches: Iterator[Batch | None]
-    pending: deque[Sample] = field(default_factory=deque)
-    """No worker has had them."""
-    unfinished: dict[SampleId, Sample] = field(default_factory=dict)
-    """Pending, held by a worker, or in `retries`; in the order in which they came."""
-    retries: Retries = field(default_factory=Retries)
-    weights: dict[str, WeightsSpec] = field(default_factory=dict)
-    """What completes the samples of a dataset's folder."""
-    ended: bool = False
-
-    def refill(self) -> bool:
-        """Take the next batch if nothing is pending. Returns whether there is, or may come, anything to do."""
-        while not self.pending and not self.ended:
-            try:
-                batch = next(self.batches)
-            except StopIteration:
-                self.ended = True
-                break
-            if batch is None:
-                break
-            self.pending.extend(batch.samples)
-            self.unfinished |= {sample.id: sample for sample in batch.samples}
-            self.weights |= dict.fromkeys({sample.dataset for sample in batch.samples}, batch.weights)
-        return bool(self.unfinished) or not self.ended
-
-    def take(self, count: int) -> list[Sample]:
-        """Up to `count` pending samples."""
-        taken: list[Sample] = []
-        while len(taken) < count and self.pending:
-            taken += self.retries.without_failed([self.pending.popleft()])
-        return taken
-
-    def weights_of(self, sample: Sample) -> WeightsSpec:
-        return self.weights[sample.dataset]
-
-    def pop_failed(self) -> Iterator[tuple[Sample, Completion]]:
-        """The samples that have failed, each once."""
-        for sample_id in sorted(self.retries.failed.keys() & self.unfinished.keys()):
-            sample, why = self.unfinished.pop(sample_id), self.retries.failed[sample_id]
-            where = sample.problem.source or sample.key
-            logger.warning("%s, sample %d: %s; it counts as wrong", where, sample.index, why)
-            yield sample, Completion.failed(why)
+Finished = tuple[RequestId, Completion]
 
 
 @dataclass(eq=False)
 class Worker:
     """The parent's side of one worker."""
 
-    spec: WorkerSpec
+    index: int
+    log: Path
+    weights: WeightsSpec | None = None
+    """What it was started with last."""
     link: Link | None = None
     """None: it is to be started, or was given up."""
     to_start: bool = True
-    """With the weights of the next pending sample."""
+    """With the weights of the next pending request."""
     max_num_seqs: int | None = None
-    """Samples that its engine works on at once; None until the engine is loaded."""
-    held: dict[SampleId, Sample] = field(default_factory=dict)
+    """Requests that its engine works on at once; None until the engine is loaded."""
+    held: dict[RequestId, Request] = field(default_factory=dict)
     """What it has and has not finished."""
     retrying: bool = False
     """What it holds is a group of Retries: it gets nothing else until that is done."""
@@ -110,14 +84,8 @@ class Worker:
     failed_starts: int = 0
     """In a row."""
     deaths_without_progress: int = 0
-    """Since it last finished a sample."""
+    """Since it last finished a request."""
     failure: Failed | None = None
-
-    def send(self, samples: Sequence[Sample], weights_of: Callable[[Sample], WeightsSpec]) -> None:
-        assert self.link is not None
-        self.held |= {sample.id: sample for sample in samples}
-        for weights, group in itertools.groupby(samples, weights_of):
-            self.link.send(Batch(weights, list(group)))
 
     def kill(self) -> str:
         """End it. Returns why it ended, as far as is known, and where to read more."""
@@ -126,158 +94,198 @@ class Worker:
         reason = self.failure.message if self.failure is not None else self.link.exit_reason()
         self.link, self.max_num_seqs, self.failure, self.retrying = None, None, None, False
         self.held.clear()
-        return f"{reason} (log: {self.spec.log})"
+        return f"{reason} (log: {self.log})"
 
 
 class WorkerPool:
-    """The workers of one evaluation. Use as a context manager: on exit no process of theirs is left."""
+    """Workers that complete what is submitted. Use as a context manager: on exit no process of theirs is left."""
 
-    def __init__(self, specs: Sequence[WorkerSpec], executor: Executor):
-        self.workers = [Worker(spec) for spec in specs]
-        self.generation_began: float | None = None
+    def __init__(
+        self, executor: Executor, engine: str, options: Mapping[str, Any], logs: Path, engine_works: bool = False
+    ):
+        """Args:
+        engine: key of ENGINES.
+        options: keyword arguments of the engine's builder, but for the dtype.
+        logs: folder of worker-N.log.
+        engine_works: it has completed such requests before, so that one that fails now is at fault itself.
+        """
+        self.unfinished: dict[RequestId, Request] = {}
+        """Pending, held by a worker, or in the retries; in the order in which they were submitted."""
+        self.first_ready: float | None = None
         """time.monotonic() when the first engine was ready."""
         self.restarts = 0
-        self._executor = executor
-        self._inbox: queue.SimpleQueue[tuple[Worker, int, Message | None]] = queue.SimpleQueue()
+        self.workers = [Worker(index, (logs / f"worker-{index}.log").resolve()) for index in range(executor.workers)]
+        self._executor, self._engine, self._options = executor, engine, dict(options)
+        self._engine_works = engine_works
+        self._pending: deque[Request] = deque()
+        """No worker has had them."""
+        self._weights: dict[RequestId, WeightsSpec] = {}
+        self._retries = Retries()
+        self._error: WorkerError | None = None
+        """To be raised by the next `poll`."""
+        self._inbox: queue.SimpleQueue[tuple[Worker, int, WorkerEvent | None]] = queue.SimpleQueue()
 
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for worker in self.workers:
-            if worker.link is not None:
-                worker.link.kill()
+    def __exit__(self, kind: object, *_: object) -> None:
+        links = [worker.link for worker in self.workers if worker.link is not None]
+        if kind is None and not self.unfinished:  # so that what their libraries hold is given back in order
+            for link in links:
+                link.send(None)
+            deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+            for link in links:
+                link.join(max(0.0, deadline - time.monotonic()))
+        for link in links:
+            link.kill()
         self._executor.close()
 
-    def complete(
-        self,
-        batches: Iterator[Batch | None],
-        on_wait: Callable[[], None] = lambda: None,
-        engine_works: bool = False,
-    ) -> Iterator[tuple[Sample, Completion]]:
-        """Yield samples as they finish, each exactly once; one that kills its workers comes with an error. Samples have
-        to differ in their `id`.
+    def submit(self, weights: WeightsSpec, requests: Sequence[Request]) -> None:
+        """Add to the queue what `weights` complete. No id may come twice. Workers are started by the next `poll`."""
+        self._pending.extend(requests)
+        self.unfinished |= {request.id: request for request in requests}
+        self._weights |= dict.fromkeys((request.id for request in requests), weights)
 
-        Args:
-            batches: the work, asked for when all samples so far are handed out; None: nothing at the moment. The
-                workers start with what the first batch needs.
-            on_wait: called at least every half second, to look after the screen.
-            engine_works: samples of this evaluation were completed before, so that one that fails now is at fault
-                itself, and not the engine.
+    def poll(self, timeout: float) -> list[Finished]:
+        """The requests that have finished since the last call, each exactly once; one that kills its workers comes with
+        an error. Waits for one thing to happen, and `timeout` seconds at most.
 
         Raises:
-            WorkerError: an engine failed to start, all workers died more often than they are restarted, or all samples
-                failed and none was ever completed.
+            WorkerError: an engine failed to start, all workers died more often than they are restarted, or all requests
+                failed and none was ever completed. What finished before comes first.
         """
-        work = Queue(batches)
-        while work.refill():
-            self._dispatch(work)
-            for worker, message in self._messages(timeout=0.5):
-                if isinstance(message, Result):
-                    engine_works = True
-                    worker.held.pop(message.id, None)
-                    worker.max_num_seqs, worker.deaths_without_progress = message.max_num_seqs, 0
-                    if (sample := work.unfinished.pop(message.id, None)) is not None:
-                        yield sample, message.completion
-                        yield from work.pop_failed()  # not before: the engine itself may be at fault
-                elif isinstance(message, Ready):
-                    worker.max_num_seqs, worker.failed_starts = message.max_num_seqs, 0
-                    self.generation_began = self.generation_began or time.monotonic()
-                elif isinstance(message, Failed):
-                    worker.failure = message
-                elif isinstance(message, Restart):
-                    self._restart(worker, message, work)
-                else:
-                    self._on_worker_exit(worker, work)
-            if work.unfinished and work.unfinished.keys() <= work.retries.failed.keys():
-                if not engine_works:
+        if self._error is not None:
+            raise self._error
+        finished: list[Finished] = []
+        try:
+            self._dispatch()
+            for worker, event in self._events(timeout):
+                finished += self._on_event(worker, event)
+            if self.unfinished and self.unfinished.keys() <= self._retries.failed.keys():
+                if not self._engine_works:
                     raise WorkerError(
-                        f"each of the {len(work.unfinished)} rows killed its worker and none was completed, so the"
-                        f" engine itself may be at fault; nothing is recorded (log: {self.workers[0].spec.log})"
+                        f"each of the {len(self.unfinished)} rows killed its worker and none was completed, so the"
+                        f" engine itself may be at fault; nothing is recorded (log: {self.workers[0].log})"
                     )
-                yield from work.pop_failed()
-            on_wait()
-        self._shut_down()
+                finished += self._failed()
+        except WorkerError as error:
+            if not finished:
+                raise
+            self._error = error
+        return finished
+
+    def _on_event(self, worker: Worker, event: WorkerEvent | None) -> list[Finished]:
+        """What finishes with the event; None: the worker is gone."""
+        if isinstance(event, Result):
+            self._engine_works = True
+            worker.held.pop(event.id, None)
+            worker.max_num_seqs, worker.deaths_without_progress = event.max_num_seqs, 0
+            if self._finish(event.id):
+                return [(event.id, event.completion), *self._failed()]  # not before: the engine may be at fault
+        elif isinstance(event, Ready):
+            worker.max_num_seqs, worker.failed_starts = event.max_num_seqs, 0
+            self.first_ready = self.first_ready or time.monotonic()
+        elif isinstance(event, Failed):
+            worker.failure = event
+        elif isinstance(event, Restart):
+            logger.warning("worker %d starts a new engine: %s", worker.index, event.reason)
+            self._pending.extendleft(reversed(list(worker.held.values())))
+            worker.kill()
+            self._start(worker, event.weights)
+        else:
+            self._on_exit(worker)
+        return []
+
+    def _finish(self, request_id: RequestId) -> bool:
+        """Whether it was unfinished until now."""
+        self._weights.pop(request_id, None)
+        return self.unfinished.pop(request_id, None) is not None
+
+    def _failed(self) -> list[Finished]:
+        """The requests that have failed, each once."""
+        reasons = self._retries.failed
+        return [(id_, Completion.failed(reasons[id_])) for id_ in sorted(reasons) if self._finish(id_)]
 
     def _start(self, worker: Worker, weights: WeightsSpec) -> None:
-        worker.spec = replace(worker.spec, weights=weights)
+        worker.weights, worker.to_start = weights, False
         worker.starts += 1
-        worker.to_start = False
-        worker.link = self._executor.start(worker.spec, partial(self._deliver, worker, worker.starts))
+        spec = WorkerSpec(
+            index=worker.index,
+            device=self._executor.devices.kind,
+            engine=self._engine,
+            weights=weights,
+            options=self._options,
+            environment=self._executor.environment(worker.index) | {"TOKENIZERS_PARALLELISM": "false"},
+            log=worker.log,
+        )
+        worker.link = self._executor.start(spec, partial(self._deliver, worker, worker.starts))
 
-    def _deliver(self, worker: Worker, start: int, message: Message | None) -> None:
-        self._inbox.put((worker, start, message))
+    def _deliver(self, worker: Worker, start: int, event: WorkerEvent | None) -> None:
+        self._inbox.put((worker, start, event))
 
-    def _messages(self, timeout: float) -> Iterator[tuple[Worker, Message | None]]:
-        """(worker, message) of each message there is, waiting for one; None for a worker that is gone."""
+    def _events(self, timeout: float) -> Iterator[tuple[Worker, WorkerEvent | None]]:
+        """(worker, event) of each event there is, waiting for one; None for a worker that is gone."""
         items = []
         with contextlib.suppress(queue.Empty):
             items.append(self._inbox.get(timeout=timeout))
             for _ in range(self._inbox.qsize()):
                 items.append(self._inbox.get_nowait())
-        for worker, start, message in items:
+        for worker, start, event in items:
             if worker.link is not None and start == worker.starts:
-                yield worker, message
+                yield worker, event
 
-    def _dispatch(self, work: Queue) -> None:
+    def _dispatch(self) -> None:
         """Give each worker whose engine is loaded as much as it can use: a group to retry when it has nothing else."""
         for worker in self.workers:
-            if worker.to_start and work.pending:
-                self._start(worker, work.weights_of(work.pending[0]))
+            if worker.to_start and self._pending:
+                self._start(worker, self._weights[self._pending[0].id])
         living = sum(worker.link is not None for worker in self.workers)
         for worker in self.workers:
             if worker.max_num_seqs is None:
                 continue
-            samples = []
+            requests = []
             if not worker.held:
-                samples = work.retries.take(worker.spec.index, only=living == 1)
-                worker.retrying = bool(samples)
+                requests = self._retries.take(worker.index, only=living == 1)
+                worker.retrying = bool(requests)
             if not worker.retrying:
                 # Never more than an even share of what is left, so that nobody hoards what another could begin.
-                goal = min(math.ceil(worker.max_num_seqs * PREFETCH), math.ceil(len(work.unfinished) / living))
-                samples = work.take(goal - len(worker.held))
-            if samples:
-                worker.send(samples, work.weights_of)
+                goal = min(math.ceil(worker.max_num_seqs * PREFETCH), math.ceil(len(self.unfinished) / living))
+                requests = self._take(goal - len(worker.held))
+            assert worker.link is not None
+            worker.held |= {request.id: request for request in requests}
+            for weights, group in itertools.groupby(requests, lambda request: self._weights[request.id]):
+                worker.link.send(Batch(weights, list(group)))
 
-    def _restart(self, worker: Worker, message: Restart, work: Queue) -> None:
-        """Start a worker again, because its engine can't take the weights that come next."""
-        logger.warning("worker %d starts a new engine: %s", worker.spec.index, message.reason)
-        work.pending.extendleft(reversed(list(worker.held.values())))
-        worker.kill()
-        self._start(worker, message.weights)
+    def _take(self, count: int) -> list[Request]:
+        """Up to `count` pending requests."""
+        taken: list[Request] = []
+        while len(taken) < count and self._pending:
+            taken += self._retries.without_failed([self._pending.popleft()])
+        return taken
 
-    def _on_worker_exit(self, worker: Worker, work: Queue) -> None:
-        """Clear up after a dead worker, have its samples tried again, and start it again, if that makes sense."""
-        index, held, was_ready = worker.spec.index, list(worker.held.values()), worker.max_num_seqs is not None
-        # In a sweep its weights may have been done, and removed, while it still loaded them.
-        wanted = any(work.weights_of(sample) == worker.spec.weights for sample in work.unfinished.values())
+    def _on_exit(self, worker: Worker) -> None:
+        """Clear up after a dead worker, have its requests tried again, and start it again, if that makes sense."""
+        index, held, was_ready = worker.index, list(worker.held.values()), worker.max_num_seqs is not None
+        # Its weights may have been done, and removed, while it still loaded them.
+        wanted = worker.weights in self._weights.values()
         broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted
         reason = worker.kill()
         if broken:  # once it ran, its device is at fault
             raise WorkerError(f"the engine of worker {index} did not start: {reason}")
-        work.retries.bisect(index, held)
+        self._retries.bisect(index, held)
         worker.deaths_without_progress += 1
         worker.failed_starts += not was_ready
         if worker.failed_starts <= MAX_FAILED_STARTS and worker.deaths_without_progress <= MAX_DEATHS_WITHOUT_PROGRESS:
             self.restarts += 1
             logger.warning("worker %d died: %s; its %d rows go back, it starts again", index, reason, len(held))
-            if work.unfinished:
-                self._start(worker, work.weights_of(next(iter(work.unfinished.values()))))
-            else:  # the next batch starts it, with what that needs
+            if self.unfinished:
+                self._start(worker, self._weights[next(iter(self.unfinished))])
+            else:  # the next request starts it, with what that needs
                 worker.to_start = True
         elif any(other.link is not None for other in self.workers):
             logger.warning("worker %d died again: %s; the others go on without it", index, reason)
         else:
-            left = len(work.unfinished)
+            left = len(self.unfinished)
             raise WorkerError(
                 f"all workers died, the last one: {reason}; {left} rows are left, the same command does them"
             )
-
-    def _shut_down(self) -> None:
-        """Let the workers end by themselves, so that what their libraries hold is given back in order."""
-        links = [worker.link for worker in self.workers if worker.link is not None]
-        for link in links:
-            link.send(None)
-        deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-        for link in links:
-            link.join(max(0.0, deadline - time.monotonic()))

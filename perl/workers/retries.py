@@ -1,9 +1,9 @@
-"""Samples that a worker held when it died are tried again, in groups that get smaller.
+"""Requests that a worker held when it died are tried again, in groups that get smaller.
 
-A lost device takes innocent samples with it, and a sample that crashes the engine takes its neighbours with it. So the
-samples are halved, and each half goes to a worker that has nothing else; a half that kills its worker is halved again.
-A sample that kills twice, alone, has failed. Samples of one prompt stay together until no other prompt is left: when
-two of them have failed, so have the others.
+A lost device takes innocent requests with it, and a request that crashes the engine takes its neighbours with it. So
+the requests are halved, and each half goes to a worker that has nothing else; a half that kills its worker is halved
+again. A request that kills twice, alone, has failed. Requests of one prompt stay together until no other prompt is
+left: when two of them have failed, so have the others.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from perl.records import Sample, SampleId
+from perl.workers.worker import Request, RequestId
 
 TWICE_ALONE = "the row killed its worker twice, alone"
 SIBLINGS = "two other completions of this prompt killed their workers; not tried"
 
 
 class Retries:
-    """The groups that wait, and the samples that have failed."""
+    """The groups that wait, and the requests that have failed."""
 
     def __init__(self):
-        self.failed: dict[SampleId, str] = {}
+        self.failed: dict[RequestId, str] = {}
         """Why, in the words of the record's `error`."""
-        self._groups: deque[list[Sample]] = deque()
-        self._killed: dict[SampleId, int] = {}
-        """Index of the worker that a sample alone has killed."""
-        self._failures: Counter[tuple[str, str]] = Counter()
-        """Samples that have failed, by prompt."""
+        self._groups: deque[list[Request]] = deque()
+        self._killed: dict[RequestId, int] = {}
+        """Index of the worker that a request alone has killed."""
+        self._failures: Counter[RequestId] = Counter()
+        """Requests that have failed, by prompt."""
 
-    def bisect(self, worker: int, samples: Sequence[Sample]) -> None:
-        """`worker` died holding `samples`."""
-        if len(samples) > 1:
-            self._groups.extend(halves(samples))
-        elif samples and samples[0].id not in self._killed:
-            self._killed[samples[0].id] = worker
-            self._groups.append(list(samples))
-        elif samples:
-            self.failed[samples[0].id] = TWICE_ALONE
-            self._failures[samples[0].prompt_id] += 1
+    def bisect(self, worker: int, requests: Sequence[Request]) -> None:
+        """`worker` died holding `requests`."""
+        if len(requests) > 1:
+            self._groups.extend(halves(requests))
+        elif requests and requests[0].id not in self._killed:
+            self._killed[requests[0].id] = worker
+            self._groups.append(list(requests))
+        elif requests:
+            self.failed[requests[0].id] = TWICE_ALONE
+            self._failures[requests[0].prompt_id] += 1
 
-    def take(self, worker: int, only: bool) -> list[Sample]:
-        """A group for `worker` to try; empty: none waits. A sample that has killed this very worker waits for another
-        one, unless it is the `only` worker: one bad device is not enough to fail a sample."""
+    def take(self, worker: int, only: bool) -> list[Request]:
+        """A group for `worker` to try; empty: none waits. A request that has killed this very worker waits for another
+        one, unless it is the `only` worker: one bad device is not enough to fail a request."""
         for _ in range(len(self._groups)):
             group = self.without_failed(self._groups.popleft())
             if group and (only or len(group) > 1 or self._killed.get(group[0].id) != worker):
@@ -51,17 +51,17 @@ class Retries:
                 self._groups.append(group)
         return []
 
-    def without_failed(self, samples: Sequence[Sample]) -> list[Sample]:
+    def without_failed(self, requests: Sequence[Request]) -> list[Request]:
         """Those to be tried; the others have failed with their prompt."""
-        hopeless = [sample for sample in samples if self._failures[sample.prompt_id] >= 2]
-        self.failed |= {sample.id: SIBLINGS for sample in hopeless}
-        return [sample for sample in samples if sample.id not in self.failed]
+        hopeless = [request for request in requests if self._failures[request.prompt_id] >= 2]
+        self.failed |= {request.id: SIBLINGS for request in hopeless}
+        return [request for request in requests if request.id not in self.failed]
 
 
-def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Half the prompts each; of one prompt's samples, the first alone and the others."""
-    prompts = list(dict.fromkeys(sample.prompt_id for sample in samples))
+def halves(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+    """Half the prompts each; of one prompt's requests, the first alone and the others."""
+    prompts = list(dict.fromkeys(request.prompt_id for request in requests))
     first = set(prompts[: len(prompts) // 2])
     if not first:
-        return [samples[0]], list(samples[1:])
-    return [s for s in samples if s.prompt_id in first], [s for s in samples if s.prompt_id not in first]
+        return [requests[0]], list(requests[1:])
+    return [r for r in requests if r.prompt_id in first], [r for r in requests if r.prompt_id not in first]

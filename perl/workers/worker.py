@@ -25,7 +25,7 @@ from perl import device
 from perl.base.errors import UserError
 from perl.base.redact import hide_secrets_in_logs
 from perl.device import Kind
-from perl.records import Completion, Sample, SampleId
+from perl.records import Completion, Prompt
 
 if TYPE_CHECKING:
     from perl.engines import LoadedEngine
@@ -40,7 +40,24 @@ class WeightsSpec:
     dtype: str
     """As --dtype."""
     adapter: str | None = None
-    """Folder of the adapter that the engine serves alongside it, to all samples under way."""
+    """Folder of the adapter that the engine serves alongside it, to all requests under way."""
+
+
+RequestId = tuple[str | int, ...]
+"""The prompt, and last which of its completions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A completion to make."""
+
+    id: RequestId
+    prompt: Prompt
+
+    @property
+    def prompt_id(self) -> RequestId:
+        """What all requests of one prompt have in common."""
+        return self.id[:-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +88,10 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples that the same weights complete."""
+    """Requests that the same weights complete. Their images cross the pipe once where they are one object."""
 
     weights: WeightsSpec
-    samples: Sequence[Sample]
+    requests: Sequence[Request]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +99,15 @@ class Ready:
     """The engine is loaded."""
 
     max_num_seqs: int
-    """Samples that the engine works on at once."""
+    """Requests that the engine works on at once."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A sample is completed."""
+    """A request is completed."""
 
-    id: SampleId
+    id: RequestId
     completion: Completion
     max_num_seqs: int
     """As in Ready, now."""
@@ -98,7 +115,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The next sample needs another engine than this worker has: it is to be started again with `weights`."""
+    """The next request needs another engine than this worker has: it is to be started again with `weights`."""
 
     weights: WeightsSpec
     reason: str
@@ -112,10 +129,10 @@ class Failed:
     traceback: str
 
 
-Message = Ready | Result | Restart | Failed
-"""What a worker says."""
-Deliver = Callable[[Message | None], None]
-"""Takes what a worker says, in its order, from any thread; None when it is gone."""
+WorkerEvent = Ready | Result | Restart | Failed
+"""What a worker tells its parent."""
+Deliver = Callable[[WorkerEvent | None], None]
+"""Takes a worker's events, in their order, from any thread; None when it is gone."""
 
 
 def run_worker(spec: WorkerSpec, connection: Connection) -> None:
@@ -134,8 +151,8 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
             device.pin_cpu(*spec.cores)
         engine = ENGINES[spec.engine](spec.weights.model, dtype=spec.weights.dtype, **spec.options)
         connection.send(Ready(engine.max_num_seqs, time.monotonic() - started))
-        for message in completed(engine, spec.weights, inbox):
-            connection.send(message)
+        for event in completed(engine, spec.weights, inbox):
+            connection.send(event)
         engine.close()
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
         traceback.print_exc()
@@ -155,7 +172,7 @@ def require_device(wanted: Kind, found: Kind) -> None:
 
 
 def completed(engine: LoadedEngine, weights: WeightsSpec, inbox: Inbox) -> Iterator[Result | Restart]:
-    """Put samples through the engine, which holds `weights`, as they come. Between samples of different weights the
+    """Put requests through the engine, which holds `weights`, as they come. Between those of different weights the
     engine runs empty and gets the others; where it can't take them, a Restart is the last thing that comes."""
     while (needed := inbox.next_weights(wait=True)) is not None:
         if needed != weights and (reason := replace_weights(engine, weights, needed)):
@@ -178,7 +195,7 @@ def replace_weights(engine: LoadedEngine, held: WeightsSpec, needed: WeightsSpec
 
 
 class Inbox:
-    """The samples that the parent has sent. When the pipe closes the parent is gone, and this whole process group with
+    """The requests that the parent has sent. When the pipe closes the parent is gone, and this whole process group with
     it: the engine's own processes too."""
 
     def __init__(self, connection: Connection):
@@ -187,14 +204,14 @@ class Inbox:
         self._connection = connection
         self._received: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._weights: WeightsSpec | None = None
-        self._samples: deque[Sample] = deque()
+        self._requests: deque[Request] = deque()
         """The rest of a batch, completed by `_weights`."""
         threading.Thread(target=self._receive, daemon=True).start()
 
     def next_weights(self, *, wait: bool) -> WeightsSpec | None:
-        """What completes the next sample. None: there is none, with `wait` because all have been taken and no more will
-        come."""
-        while not self._samples and not self.ended:
+        """What completes the next request. None: there is none, with `wait` because all have been taken and no more
+        will come."""
+        while not self._requests and not self.ended:
             try:
                 batch = self._received.get(block=wait)
             except queue.Empty:
@@ -202,12 +219,12 @@ class Inbox:
             if batch is None:
                 self.ended = True
             else:
-                self._weights, self._samples = batch.weights, deque(batch.samples)
-        return self._weights if self._samples else None
+                self._weights, self._requests = batch.weights, deque(batch.requests)
+        return self._weights if self._requests else None
 
-    def take(self) -> Sample:
-        """The next sample, where `next_weights` has found one."""
-        return self._samples.popleft()
+    def take(self) -> Request:
+        """The next request, where `next_weights` has found one."""
+        return self._requests.popleft()
 
     def _receive(self) -> None:
         while True:
@@ -219,33 +236,33 @@ class Inbox:
 
 
 class InboxFeed:
-    """The inbox as an engine's feed (see Engine.stream): None when there is nothing now, but samples under way. It ends
-    before the first sample that needs other weights."""
+    """The inbox as an engine's feed (see Engine.stream): None when there is nothing now, but requests under way. It
+    ends before the first that needs other weights."""
 
     def __init__(self, inbox: Inbox, weights: WeightsSpec):
         self._inbox = inbox
         self._weights = weights
-        self._under_way: dict[int, tuple[Sample, float]] = {}
+        self._under_way: dict[int, tuple[Request, float]] = {}
         self._taken = 0
 
     def __iter__(self) -> InboxFeed:
         return self
 
-    def __next__(self) -> Sample | None:
+    def __next__(self) -> Prompt | None:
         needed = self._inbox.next_weights(wait=not self._under_way)
         if needed is None and not self._inbox.ended:
             return None
         if needed != self._weights:
             raise StopIteration
-        sample = self._inbox.take()
-        self._under_way[self._taken] = (sample, time.monotonic())
+        request = self._inbox.take()
+        self._under_way[self._taken] = (request, time.monotonic())
         self._taken += 1
-        return sample
+        return request.prompt
 
     def result(self, position: int, completion: Completion, max_num_seqs: int) -> Result:
-        sample, started = self._under_way.pop(position)
+        request, started = self._under_way.pop(position)
         completion = replace(completion, seconds=time.monotonic() - started, logprobs=())  # which nobody reads
-        return Result(sample.id, completion, max_num_seqs)
+        return Result(request.id, completion, max_num_seqs)
 
 
 def _log_to(path: Path) -> None:

@@ -20,7 +20,7 @@ from benchmarks._nodes import add_node, kill_node, ray_cluster, raylet, workers_
 from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig, parse
 from perl.workers.cluster import WorkerActor, slots_of
-from perl.workers.executors import EXECUTORS
+from perl.workers.executors import make_executor
 from perl.workers.worker import Failed, WeightsSpec, WorkerSpec, require_device
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import lines, wait_for
@@ -126,15 +126,14 @@ def test_a_slot_of_another_kind_of_device_is_an_error():
 
 
 def test_an_address_where_nobody_listens_is_an_error_at_once():
-    config = parse(["--model", "m", "--dataset", "gsm8k", "--executor", "ray", "--ray_address", "127.0.0.1:1"])
     with pytest.raises(UserError, match=r"--ray_address 127\.0\.0\.1:1: no Ray cluster answers"):
-        EXECUTORS["ray"](config)
+        make_executor("ray", 1, ray_address="127.0.0.1:1")
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--executor ray: ray is not installed; pip install \"ray"):
-        EXECUTORS["ray"](EvalConfig(model="m", dataset="gsm8k", executor="ray"))
+        make_executor("ray", 1)
 
 
 def test_an_address_without_ray_has_no_effect():

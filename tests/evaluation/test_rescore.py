@@ -16,7 +16,7 @@ from perl.eval import main
 from perl.evaluation.run import evaluate
 from perl.evaluation.store import Store, locked
 from tests.evaluation.conftest import read
-from tests.evaluation.test_worker import make_adapter
+from tests.workers.test_worker import make_adapter
 
 
 @pytest.fixture

@@ -14,16 +14,17 @@ import pytest
 from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
 from perl.eval import main
+from perl.evaluation.candidate_run import CandidateRun
 from perl.evaluation.candidates import find_candidates
-from perl.evaluation.checkpoint_run import MERGED, CheckpointRun, batches
 from perl.evaluation.datasets import load_problem_sets
 from perl.evaluation.run import evaluate
 from perl.evaluation.setup import Setup
 from perl.evaluation.sweep import SweepError
+from perl.evaluation.weights import MERGED, WeightsAhead
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import alive, command, lines, wait_for, workers_of
-from tests.evaluation.test_worker import make_adapter
 from tests.tiny import save_tiny
+from tests.workers.test_worker import make_adapter
 
 
 @pytest.fixture(scope="module")
@@ -91,20 +92,19 @@ def test_each_candidate_gets_the_rows_of_an_evaluation_of_its_own(swept, setting
     assert rows[0] != rows[1]
 
 
-def test_no_model_is_merged_once_the_sweep_has_ended(settings, run, tiny, tmp_path):
-    """The next but one waits for a candidate to be done, which the end of the evaluation makes it."""
+def test_no_more_than_two_merged_models_lie_on_disk(settings, run, tiny, tmp_path):
+    """The next but one waits for a candidate to be done."""
     adapters = [str(run / "checkpoint-4"), str(run / "checkpoint-12"), str(make_adapter(tiny, tmp_path / "third"))]
     sweep = replace(settings, adapter=adapters, result_dir=str(tmp_path / "out"))
     setup = Setup.of(sweep)
     runs = [
-        CheckpointRun.open(setup, candidate, load_problem_sets(sweep, setup.tokenizer))
-        for candidate in setup.candidates
+        CandidateRun.open(setup, candidate, load_problem_sets(sweep, setup.tokenizer)) for candidate in setup.candidates
     ]
-    source = batches(setup, runs)
-    handed_out = 0
-    while handed_out < 2:
-        handed_out += next(source) is not None
-    source.close()
+    with WeightsAhead(setup, runs) as weights:
+        taken = 0
+        while taken < 2:
+            taken += weights.take(under_way=taken) is not None
+        assert weights.take(under_way=2) is None
     assert [(tmp_path / "out" / candidate.name / MERGED).exists() for candidate in setup.candidates] == [
         True, True, False,
     ]  # fmt: skip
@@ -148,7 +148,7 @@ def test_sweep_json_holds_the_curve(swept, run):
 
 def test_a_candidates_folder_is_a_result_folder_of_its_own(swept, settings, run, monkeypatch):
     """A single evaluation finds the sweep's rows there, and refuses another adapter."""
-    monkeypatch.setattr("perl.evaluation.run.WorkerPool", None)
+    monkeypatch.setattr("perl.evaluation.generate.WorkerPool", None)
     here = replace(settings, result_dir=str(swept / "checkpoint-4"))
     evaluate(replace(here, adapter=[str(run / "checkpoint-4")]))
     with pytest.raises(UserError, match="adapter_hash was"):

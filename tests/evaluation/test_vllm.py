@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from perl.config.evaluation import EvalConfig
-from perl.evaluation.checkpoint_run import MERGED
 from perl.evaluation.run import evaluate
+from perl.evaluation.weights import MERGED
 from tests.engines.test_vllm import make_adapter
 from tests.evaluation.conftest import Records, read
 

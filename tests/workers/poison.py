@@ -36,15 +36,15 @@ def build(model_path: str, *, hook: Hook, **options) -> Engine:
 
 @dataclass(frozen=True)
 class Late:
-    """Loads one model only when that model's folder has gone; the others at once."""
+    """Loads the model that the worker's `variable` names only when that model's folder has gone; others at once."""
 
-    model: str
+    variable: str = "LATE_MODEL"
 
 
 def build_late(model_path: str, *, late: Late, **options) -> Engine:
     from perl.engines.hf import HFEngine
 
-    while model_path == late.model and Path(model_path).exists():
+    while model_path == os.environ.get(late.variable) and Path(model_path).exists():
         time.sleep(0.05)
     return HFEngine(model_path, **options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -14,27 +13,14 @@ from transformers import AutoModelForCausalLM
 from perl.adapters.merge import merge_adapter
 from perl.engines import ENGINES
 from perl.engines.hf import HFEngine
-from perl.records import Problem, Sample, Sampling
-from perl.workers.worker import Batch, Inbox, Restart, Result, WeightsSpec, completed
-from tests.engines.models import completions
+from perl.records import Prompt, Sampling
+from perl.workers.worker import Batch, Inbox, Request, Restart, Result, WeightsSpec, completed
 from tests.tiny import save_tiny
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=12)
 KEPT = []
 """Ends of pipes: a worker whose parent's end closes kills its process group."""
-SAMPLES = [
-    Sample(
-        token_ids=(4, 8 + i, 9),
-        seed=i,
-        sampling=SAMPLING,
-        dataset="sums",
-        key=str(i),
-        index=0,
-        problem=Problem(task="gsm8k", question="?", gold="1"),
-        prompt_text="",
-    )
-    for i in range(12)
-]
+PROMPTS = [Prompt(token_ids=(4, 8 + i, 9), seed=i, sampling=SAMPLING) for i in range(12)]
 
 
 def make_adapter(
@@ -62,11 +48,11 @@ def models(tmp_path_factory) -> list[Path]:
 
 
 def through_worker(weights: list[WeightsSpec]) -> list[Result | Restart]:
-    """All samples with each weights in turn, everything sent at the beginning."""
+    """All requests with each weights in turn, everything sent at the beginning."""
     ours, theirs = Pipe()
     inbox = Inbox(theirs)
     for place, needed in enumerate(weights):
-        ours.send(Batch(needed, [replace(sample, dataset=str(place)) for sample in SAMPLES]))
+        ours.send(Batch(needed, [Request((place, i), prompt) for i, prompt in enumerate(PROMPTS)]))
     ours.send(None)
     engine = ENGINES["hf"](weights[0].model, dtype=weights[0].dtype)
     messages = list(completed(engine, weights[0], inbox))
@@ -77,19 +63,19 @@ def through_worker(weights: list[WeightsSpec]) -> list[Result | Restart]:
 
 def fresh(model: Path) -> list[tuple[int, ...]]:
     engine = ENGINES["hf"](str(model), dtype="float32")
-    found = completions(engine, SAMPLES, SAMPLING)
+    found = dict(engine.stream(PROMPTS))
     engine.close()
-    return [found[i].token_ids for i in range(len(SAMPLES))]
+    return [found[i].token_ids for i in range(len(PROMPTS))]
 
 
-def test_each_sample_is_completed_with_its_own_weights(models):
+def test_each_request_is_completed_with_its_own_weights(models):
     """Equal to a fresh engine on each folder, the base after the adapters too: nothing of them stays."""
     weights = [WeightsSpec(str(model), "float32") for model in (models[0], models[1], models[2], models[0])]
     messages = [message for message in through_worker(weights) if isinstance(message, Result)]
     assert len(messages) == 48
     got = {message.id: message.completion.token_ids for message in messages}
     for place, model in enumerate((models[0], models[1], models[2], models[0])):
-        assert [got[str(place), str(i), 0] for i in range(12)] == fresh(model)
+        assert [got[place, i] for i in range(12)] == fresh(model)
     assert len({tuple(fresh(model)) for model in models}) == 3
 
 

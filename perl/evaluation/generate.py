@@ -1,0 +1,141 @@
+"""The samples that are missing are completed by the workers, graded and stored."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+
+from perl.base.errors import UserError
+from perl.config.evaluation import vllm_options
+from perl.engines.vllm import lora_rank
+from perl.evaluation.candidate_run import CandidateRun
+from perl.evaluation.progress import Progress
+from perl.evaluation.recorder import Recorder
+from perl.evaluation.setup import Setup, engine_options
+from perl.evaluation.weights import WeightsAhead, remove_merged
+from perl.records import Completion, Sample
+from perl.scoring.results import Generation
+from perl.workers.pool import WorkerPool
+from perl.workers.worker import Request, RequestId
+
+logger = logging.getLogger(__name__)
+
+
+class UnderWay:
+    """A run whose samples were submitted."""
+
+    def __init__(self, run: CandidateRun):
+        self.run = run
+        self.remaining = len(run.runnable)
+        self.tokens = 0
+        self.began = self.ended = time.monotonic()
+
+    def count(self, completion: Completion) -> None:
+        self.tokens += len(completion.content_ids)
+        self.remaining -= 1
+        self.ended = time.monotonic()
+
+    def generation(self, setup: Setup, pool: WorkerPool, since: float) -> Generation:
+        """What summary.json tells of it.
+
+        Args:
+            since: time.monotonic() when its start began.
+        """
+        config = setup.config
+        first = max(pool.first_ready or self.ended, self.began)
+        return cast(
+            "Generation",
+            {
+                "engine": setup.engine,
+                "executor": config.executor,
+                "dp_size": config.dp_size,
+                "tp_size": config.tp_size,
+                **vllm_options(config),
+                "device": setup.executor.devices.kind,
+                "rows": len(self.run.runnable),
+                "tokens": self.tokens,
+                "start_s": round(first - since, 2),
+                "wall_s": round(self.ended - first, 2),
+                "tokens_per_s": round(self.tokens / max(self.ended - first, 1e-9), 1),
+                "worker_restarts": pool.restarts,
+            },
+        )
+
+
+def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
+    """Complete, grade and store the samples that are pending."""
+    began = time.monotonic()
+    total = sum(len(each.samples) for run in runs for each in run.problem_sets)
+    pending = sum(len(run.pending) for run in runs)
+    if not pending:
+        return
+    stores = {dataset: store for run in runs for dataset, store in run.stores.items()}
+    engine_works = any(not record["error"] for store in stores.values() for record in store.records.values())
+    candidates = [run for run in runs if run.runnable and is_served(setup, run)]
+    samples: dict[RequestId, Sample] = {sample.id: sample for run in candidates for sample in run.runnable}
+    with (
+        Progress(total, total - pending, Console(stderr=True)) as progress,
+        Recorder(stores, setup.tokenizer, setup.engine, progress.add) as recorder,
+    ):
+        for run in runs:
+            skip_overlong(setup, run, recorder)
+        if not samples:
+            return
+        options, logs = engine_options(setup, samples.values()), Path(setup.config.result_dir) / "logs"
+        submitted: dict[str, UnderWay] = {}
+        with (
+            WeightsAhead(setup, candidates) as weights,
+            WorkerPool(setup.executor, setup.engine, options, logs, engine_works) as pool,
+        ):
+            while weights or pool.unfinished:
+                if ready := weights.take(sum(each.remaining > 0 for each in submitted.values())):
+                    run, spec = ready
+                    under_way = UnderWay(run)
+                    submitted |= dict.fromkeys(run.stores, under_way)
+                    pool.submit(spec, [Request(sample.id, sample.prompt) for sample in run.runnable])
+                for sample_id, completion in pool.poll(timeout=0.5):
+                    sample = samples[sample_id]
+                    if completion.error:
+                        where = sample.problem.source or sample.key
+                        logger.warning("%s, sample %d: %s; it counts as wrong", where, sample.index, completion.error)
+                    recorder.add(sample, completion)
+                    under_way = submitted[sample.dataset]
+                    under_way.count(completion)
+                    if not under_way.remaining:
+                        remove_merged(setup, under_way.run.candidate)
+                progress.refresh()
+    for under_way in submitted.values():
+        first = under_way.run is candidates[0]
+        under_way.run.generation = under_way.generation(setup, pool, began if first else under_way.began)
+
+
+def is_served(setup: Setup, run: CandidateRun) -> bool:
+    """Whether vLLM can serve the run's adapter, where that is to be served unmerged. Else the run fails; in a single
+    evaluation that is a UserError."""
+    if run.candidate.adapter is not None and setup.config.adapter_mode == "lora":
+        try:
+            lora_rank(str(run.candidate.adapter))
+        except UserError as error:
+            if not setup.is_sweep:
+                raise
+            run.fail(error)
+    return run.error is None
+
+
+def skip_overlong(setup: Setup, run: CandidateRun, recorder: Recorder) -> None:
+    """Record a prompt that leaves no room for a completion as an empty, truncated one, saying so."""
+    runnable = {sample.id for sample in run.runnable}
+    overlong = [sample for sample in run.pending if sample.id not in runnable]
+    for sample in overlong:
+        error = f"the prompt has {len(sample.token_ids)} tokens, the context {setup.context}"
+        recorder.add(sample, Completion.failed(error))
+    if overlong:
+        logger.warning(
+            "%d prompts fill the context of %d tokens and get no completion (the first: %s); they count as wrong",
+            len(overlong), setup.context, overlong[0].problem.source,
+        )  # fmt: skip

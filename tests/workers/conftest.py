@@ -1,0 +1,3 @@
+from tests.evaluation.conftest import tiny
+
+__all__ = ["tiny"]

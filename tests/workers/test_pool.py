@@ -1,0 +1,106 @@
+"""The pool with real workers: requests that kill their worker, and workers that nothing can help."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perl.engines.hf import HFEngine
+from perl.records import Completion, Prompt, Sampling
+from perl.workers import pool as module
+from perl.workers.local import LocalExecutor
+from perl.workers.pool import WorkerError, WorkerPool
+from perl.workers.retries import TWICE_ALONE
+from perl.workers.worker import Request, RequestId, WeightsSpec
+from tests.workers.poison import POISON, Hook, Late
+
+CONTEXT = 48
+OPTIONS = {"max_model_len": CONTEXT, "max_batch_tokens": 4 * CONTEXT}
+
+
+def make_requests(count: int, poisonous: set[int]) -> list[Request]:
+    rng = random.Random(0)
+    requests = []
+    for index in range(count):
+        ids = tuple(rng.randrange(10, 20) for _ in range(rng.randint(3, 12)))
+        ids += (POISON,) if index in poisonous else ()
+        prompt = Prompt(token_ids=ids, seed=index, sampling=Sampling(max_new_tokens=20))
+        requests.append(Request((index, 0), prompt))
+    return requests
+
+
+def poison_pool(folder: Path, engine_works: bool = False) -> WorkerPool:
+    return WorkerPool(LocalExecutor(1, 1), "poison", {**OPTIONS, "hook": Hook(POISON)}, folder, engine_works)
+
+
+def polled(pool: WorkerPool) -> Iterator[tuple[RequestId, Completion]]:
+    while pool.unfinished:
+        yield from pool.poll(timeout=0.5)
+
+
+@pytest.mark.slow
+def test_requests_that_kill_their_worker_fail_and_all_others_complete(tiny, tmp_path):
+    requests = make_requests(14, poisonous={2, 9})
+    with poison_pool(tmp_path) as pool:
+        pool.submit(WeightsSpec(str(tiny), "auto"), requests)
+        finished = list(polled(pool))
+    made = dict(finished)
+    assert len(finished) == len(made) == 14
+    assert {id_: each.error for id_, each in made.items() if each.error} == {(2, 0): TWICE_ALONE, (9, 0): TWICE_ALONE}
+    kept = [request for request in requests if request.id[0] not in (2, 9)]
+    for position, completion in HFEngine(str(tiny), **OPTIONS).stream([request.prompt for request in kept]):
+        assert made[kept[position].id] == completion
+    assert pool.restarts > 4
+
+
+@pytest.mark.slow
+def test_where_every_row_kills_nothing_is_recorded_unless_the_engine_has_worked(tiny, tmp_path):
+    """So few that each is found to have killed twice, alone, before the worker is given up."""
+    requests = make_requests(2, poisonous={0, 1})
+    finished = []
+    with poison_pool(tmp_path) as pool:
+        pool.submit(WeightsSpec(str(tiny), "auto"), requests)
+        with pytest.raises(WorkerError, match="each of the 2 rows killed its worker and none was completed"):
+            finished.extend(polled(pool))
+    assert finished == []
+    with poison_pool(tmp_path, engine_works=True) as pool:
+        pool.submit(WeightsSpec(str(tiny), "auto"), requests[:1])
+        (failed,) = polled(pool)
+    assert failed[1].error == TWICE_ALONE
+
+
+@pytest.mark.slow
+def test_a_worker_whose_first_weights_are_done_with_goes_on_with_the_next(tiny, tmp_path):
+    """In a sweep the first merged model is removed when its last row is done, which another worker may still load."""
+    first, second = (shutil.copytree(tiny, tmp_path / name) for name in ("first", "second"))
+
+    class OneLate(LocalExecutor):
+        def environment(self, index: int) -> dict[str, str]:
+            return super().environment(index) | ({Late().variable: str(first)} if index else {})
+
+    requests = make_requests(41, poisonous=set())
+    finished = []
+    with WorkerPool(OneLate(2, 1), "late", {**OPTIONS, "late": Late()}, tmp_path) as pool:
+        pool.submit(WeightsSpec(str(first), "auto"), requests[:1])
+        while not pool.restarts:
+            finished += pool.poll(timeout=0.5)
+            if finished:
+                shutil.rmtree(first, ignore_errors=True)
+        pool.submit(WeightsSpec(str(second), "auto"), requests[1:])
+        finished += polled(pool)
+    assert [completion.error for _, completion in finished] == [None] * 41
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_of_every_row_ends_the_run_and_records_nothing(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_DEATHS_WITHOUT_PROGRESS", 2)
+    finished = []
+    with poison_pool(tmp_path) as pool:
+        pool.submit(WeightsSpec(str(tiny), "auto"), make_requests(6, poisonous=set(range(6))))
+        with pytest.raises(WorkerError, match="all workers died, the last one: killed by SIGKILL"):
+            finished.extend(polled(pool))
+    assert finished == []
