@@ -40,8 +40,7 @@ def main(argv: list[str]) -> int:
     hide_secrets_in_logs()
     logging.getLogger("perl").setLevel(logging.INFO)
     from perl.evaluation.rescore import rescore
-    from perl.evaluation.run import evaluate
-    from perl.evaluation.sweep import SweepError
+    from perl.evaluation.run import SweepError, evaluate
     from perl.reports.page import write_report
     from perl.workers.pool import WorkerError
 

@@ -52,12 +52,12 @@ def find_candidates(words: Sequence[str] | None) -> tuple[Candidate, ...]:
     """
     if not words:
         return (Candidate(),)
-    found = [candidate for word in words for candidate in _of_word(word)]
-    if len(words) == 1 and len(found) == 1 and found[0].adapter == user_path(words[0]):
-        return (replace(found[0], name=""),)
+    candidates = [candidate for word in words for candidate in _of_word(word)]
+    if len(words) == 1 and len(candidates) == 1 and candidates[0].adapter == user_path(words[0]):
+        return (replace(candidates[0], name=""),)
     if list(words) == [BASE]:
         raise UserError("--adapter base: the base alone needs no --adapter; leave it out, or write adapters with it")
-    return tuple(_named(found))
+    return tuple(_named(candidates))
 
 
 def _of_word(word: str) -> Iterator[Candidate]:
@@ -127,10 +127,10 @@ def _named(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     places = [c.adapter.resolve() if c.adapter is not None else None for c in candidates]
     for place in {place for place in places if places.count(place) > 1}:
         raise UserError(f"--adapter: {place or BASE} is named twice; write it once")
-    own = [_plain(place.name) if place is not None else BASE for place in places]
+    short_names = [_plain(place.name) if place is not None else BASE for place in places]
     names = [
-        f"{_plain(place.parent.name)}-{name}" if place is not None and own.count(name) > 1 else name
-        for place, name in zip(places, own, strict=True)
+        f"{_plain(place.parent.name)}-{name}" if place is not None and short_names.count(name) > 1 else name
+        for place, name in zip(places, short_names, strict=True)
     ]
     for candidate, place, name in zip(candidates, places, names, strict=True):
         if names.count(name) > 1:

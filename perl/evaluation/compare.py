@@ -25,7 +25,7 @@ from rich.table import Table
 
 from perl.base.errors import UserError
 from perl.base.files import read_json
-from perl.evaluation.store import differences, short
+from perl.evaluation.store import differences, excerpt
 from perl.scoring.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_samples, same_model, samples_hash
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import paired_difference
@@ -56,11 +56,11 @@ def read_results(folder: Path, flag: str) -> dict[str, Results]:
     if (folder / SWEEP).is_file():
         names = [entry["name"] for entry in read_json(folder / SWEEP, flag)["candidates"]]
         raise UserError(f"{flag} {folder}: holds a sweep; write the folder of one of {', '.join(names)} in it")
-    found = {path.parent.name: path for path in sorted(folder.glob(f"*/{SAMPLES}"))}
-    if not found:
+    files = {path.parent.name: path for path in sorted(folder.glob(f"*/{SAMPLES}"))}
+    if not files:
         hint = f"; did you mean {folder.parent}?" if (folder / SAMPLES).is_file() else ""
         raise UserError(f"{flag} {folder}: holds no results (no DATASET/samples.jsonl){hint}")
-    return {name: _read(path, flag) for name, path in found.items()}
+    return {name: _read(path, flag) for name, path in files.items()}
 
 
 def _read(file: Path, flag: str) -> Results:
@@ -82,7 +82,7 @@ def require_common(other: Path, this: Path, keys: Mapping[str, Collection[str]],
     """
     _require_two(other, this, flags)
     before = {name: results.samples.keys() for name, results in read_results(other, flags[0]).items()}
-    if not any(not before.get(name, set()).isdisjoint(own) for name, own in keys.items()):
+    if not any(not before.get(name, set()).isdisjoint(new) for name, new in keys.items()):
         raise _nothing_common(flags[0], {other: before, this: keys})
 
 
@@ -93,7 +93,7 @@ def _require_two(other: Path, this: Path, flags: tuple[str, str]) -> None:
 
 def _nothing_common(flag: str, keys: Mapping[Path, Mapping[str, Collection[str]]]) -> UserError:
     has = [
-        f"{folder} has {', '.join(f'{name} ({len(own)} problems)' for name, own in of_folder.items())}"
+        f"{folder} has {', '.join(f'{name} ({len(of_dataset)} problems)' for name, of_dataset in of_folder.items())}"
         for folder, of_folder in keys.items()
     ]
     return UserError(f"{flag}: no problem is in both: {'; '.join(has)}")
@@ -108,7 +108,7 @@ def compare(other: Path, this: Path, flags: tuple[str, str] = ("--compare", "--r
     compared = {name: entry for name, entry in datasets.items() if entry["problems"]}
     if not compared:
         folders = {other: before, this: now}
-        keys = {folder: {n: r.samples.keys() for n, r in found.items()} for folder, found in folders.items()}
+        keys = {folder: {n: r.samples.keys() for n, r in results.items()} for folder, results in folders.items()}
         raise _nothing_common(flags[0], keys)
     first = next(iter(compared))
     return {
@@ -187,15 +187,15 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     for name, entry in comparison["datasets"].items():
         left_out = f"; {entry['left_out']} left out, which only one of the two has whole" if entry["left_out"] else ""
-        metric, found = next(iter(entry["metrics"].items()))
+        metric, values = next(iter(entry["metrics"].items()))
         better = sum(now > before for before, now in entry["changed"].values())
         console.print(
-            f"{name}: {verdict(found, entry['problems'])} ({metric}; {entry['problems']} problems × {entry['n']} in"
+            f"{name}: {verdict(values, entry['problems'])} ({metric}; {entry['problems']} problems × {entry['n']} in"
             f" both, {better} better, {len(entry['changed']) - better} worse{left_out})",
             highlight=False, soft_wrap=True, markup=False,
         )  # fmt: skip
     if comparison["differs"]:
-        named = "; ".join(f"{d['name']} {short(d['other'])} | {short(d['this'])}" for d in comparison["differs"])
+        named = "; ".join(f"{d['name']} {excerpt(d['other'])} | {excerpt(d['this'])}" for d in comparison["differs"])
         console.print(
             f"warning: besides the model these differ (other | this): {named}",
             highlight=False, soft_wrap=True, markup=False,

@@ -40,18 +40,16 @@ def trained_on(trained: Path, spec: str, split: str | None, keys: Collection[str
 
 def warn_of_trained(folders: Iterable[Path], spec: str, split: str | None, keys: Collection[str]) -> None:
     """One line for each run of `folders` (adapters, models) that trained on problems of this data set."""
-    said = set()
+    warned = set()
     for folder in folders:
-        found = trained_on(folder, spec, split, keys)
-        if found is None or found["problems"] == 0 or found["run"] in said:
+        training = trained_on(folder, spec, split, keys)
+        if training is None or training["problems"] == 0 or (run := training["run"]) in warned:
             continue
-        said.add(found["run"])
-        if found["problems"] is None:
-            what = (
-                f"this is the data set and split that {found['run']} trained on (how many of the rows is not recorded)"
-            )
+        warned.add(run)
+        if training["problems"] is None:
+            what = f"this is the data set and split that {run} trained on (how many of the rows is not recorded)"
         else:
-            what = f"{found['problems']} of its {len(set(keys))} problems are in the training data of {found['run']}"
+            what = f"{training['problems']} of its {len(set(keys))} problems are in the training data of {run}"
         logger.warning("%s: %s; the score does not tell how it does on new problems", spec, what)
 
 

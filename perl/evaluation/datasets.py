@@ -46,8 +46,8 @@ def few_shot_examples(config: EvalConfig, spec: str, problems: Sequence[Problem]
         examples = _examples_of_split(spec, int(config.few_shot), config.task)
     else:
         examples = _examples_of_file(user_path(config.few_shot))
-    asked = {problem.question for problem in problems if problem.question}
-    if any(question in asked for question, _ in examples):
+    questions = {problem.question for problem in problems if problem.question}
+    if any(question in questions for question, _ in examples):
         raise UserError(
             f"--few_shot {config.few_shot}: one of these examples is among the problems of {spec} to be scored;"
             ' write a jsonl file of other {"question", "answer"} rows'

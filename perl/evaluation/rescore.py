@@ -14,9 +14,8 @@ from perl.base.errors import UserError, lookup
 from perl.base.files import read_json, write_json
 from perl.base.provenance import provenance
 from perl.config.evaluation import EvalConfig
-from perl.evaluation.score_table import print_table
 from perl.evaluation.store import GRADING_HASH, Store, locked
-from perl.evaluation.sweep import print_sweep
+from perl.evaluation.tables import print_sweep, print_table
 from perl.grading import Grader, rules_hash
 from perl.scoring.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord
 from perl.scoring.summary import grading_of, summarize
@@ -115,8 +114,8 @@ def _refresh_tables(result_dir: Path, console: Console) -> None:
     """Write the tables above the datasets again: each candidate's summary.json, and sweep.json."""
     for file in sorted([*result_dir.glob(SUMMARY), *result_dir.glob(f"*/{SUMMARY}")]):
         if not (file.parent / RUN).is_file():  # a dataset's own is done
-            own = [(name, file.parent / name / SUMMARY) for name in read_json(file)]
-            summaries = {name: read_json(of_dataset) for name, of_dataset in own if of_dataset.is_file()}
+            datasets = [(name, file.parent / name / SUMMARY) for name in read_json(file)]
+            summaries = {name: read_json(of_dataset) for name, of_dataset in datasets if of_dataset.is_file()}
             write_json(file, summaries)
             if file.parent == result_dir and summaries:
                 print_table(summaries, console)

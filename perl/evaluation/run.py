@@ -21,19 +21,22 @@ from perl.evaluation.compare import compare, print_comparison, require_common
 from perl.evaluation.contamination import warn_of_trained
 from perl.evaluation.datasets import load_problem_sets
 from perl.evaluation.generate import generate
-from perl.evaluation.score_table import print_table
 from perl.evaluation.setup import Setup
 from perl.evaluation.store import locked
-from perl.evaluation.sweep import SweepError, print_sweep, sweep_entry
+from perl.evaluation.tables import print_sweep, print_table
 from perl.evaluation.tracking import check_tracker, log_results
 from perl.evaluation.weights import remove_merged
-from perl.scoring.results import COMPARE, SWEEP, Summary
+from perl.scoring.results import COMPARE, SWEEP, Summary, SweepEntry
 from perl.workers.pool import WorkerError
 
 logger = logging.getLogger(__name__)
 
 Summaries = dict[str, Summary]
 """Each dataset's summary, by the name of its folder."""
+
+
+class SweepError(RuntimeError):
+    """Some candidates were not scored, and all others were. One line."""
 
 
 def evaluate(config: EvalConfig) -> Summaries:
@@ -66,13 +69,17 @@ def evaluate(config: EvalConfig) -> Summaries:
             if setup.is_sweep:
                 report(setup, runs)
             raise
-        found = report(setup, runs)
+        summaries = report(setup, runs)
     if failed := [run for run in runs if run.error]:
         raise SweepError(
             f"{len(failed)} of {len(runs)} not scored: "
             + "; ".join(f"{run.candidate.name}: {run.error}" for run in failed)
         )
-    return {f"{name}/{dataset}".lstrip("/"): s for name, summaries in found.items() for dataset, s in summaries.items()}
+    return {
+        f"{name}/{dataset}".lstrip("/"): s
+        for name, of_candidate in summaries.items()
+        for dataset, s in of_candidate.items()
+    }
 
 
 @contextlib.contextmanager
@@ -87,20 +94,20 @@ def locked_folders(setup: Setup) -> Iterator[None]:
 def report(setup: Setup, runs: Sequence[CandidateRun]) -> dict[str, Summaries]:
     """Write and print the summaries of all runs that are complete; return them by candidate."""
     console, folder = Console(), Path(setup.config.result_dir)
-    found: dict[str, Summaries] = {}
+    summaries: dict[str, Summaries] = {}
     for run in runs:
         name = run.candidate.name
         if run.complete:
-            found[name] = run.summarize(setup)
+            summaries[name] = run.summarize(setup)
             remove_merged(setup, run.candidate)
     if setup.is_sweep:
-        entries = [sweep_entry(run.candidate, found.get(run.candidate.name), run.error) for run in runs]
+        entries = [sweep_entry(run, summaries.get(run.candidate.name)) for run in runs]
         write_json(folder / SWEEP, {"model": setup.config.model, "candidates": entries, "provenance": provenance()})
         print_sweep(entries, console)
     else:
-        print_table(found[""], console)
+        print_table(summaries[""], console)
     if setup.config.compare:
-        for name in found:
+        for name in summaries:
             try:
                 comparison = compare(Path(setup.config.compare), folder / name)
             except UserError as error:  # after hours of work: say so, and keep the numbers
@@ -108,5 +115,18 @@ def report(setup: Setup, runs: Sequence[CandidateRun]) -> dict[str, Summaries]:
                 continue
             print_comparison(comparison, console)
             write_json(folder / name / COMPARE, comparison)
-    log_results(setup.config, setup.candidates, found)
-    return found
+    log_results(setup.config, setup.candidates, summaries)
+    return summaries
+
+
+def sweep_entry(run: CandidateRun, summaries: Summaries | None) -> SweepEntry:
+    candidate = run.candidate
+    metrics = {name: summary["metrics"] for name, summary in summaries.items()} if summaries is not None else None
+    return {
+        "name": candidate.name,
+        "adapter": str(candidate.adapter) if candidate.adapter else None,
+        "adapter_hash": candidate.adapter_hash,
+        "step": candidate.step,
+        "error": run.error,
+        "metrics": metrics,
+    }

@@ -60,7 +60,7 @@ class Store:
         self.records: dict[RowId, SampleRecord] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.grading_hash: str | None = _require_same(folder / RUN, json.loads(json.dumps(identity)))
-        """Of the rules that graded the first rows; None: of a version that did not note it."""
+        """Hash of the rules that graded the first rows."""
         if self.path.exists():
             self._load()
 
@@ -106,7 +106,7 @@ def _require_same(file: Path, identity: dict[str, Any]) -> str | None:
     graded = before.pop(GRADING_HASH, None)
     if None not in (graded, grading := identity.pop(GRADING_HASH, None)) and graded != grading:
         logger.warning("%s was graded by other rules than today's; --rescore grades all of it again", file.parent)
-    changes = [f"{name} was {short(old)}, is {short(new)}" for name, old, new in differences(before, identity)]
+    changes = [f"{name} was {excerpt(old)}, is {excerpt(new)}" for name, old, new in differences(before, identity)]
     if changes:
         raise UserError(f"{file.parent} holds other results: {'; '.join(changes)}; name another --result_dir")
     return graded
@@ -115,14 +115,14 @@ def _require_same(file: Path, identity: dict[str, Any]) -> str | None:
 def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted name, old, new) of each leaf in which two JSON values differ."""
     if isinstance(before, dict) and isinstance(now, dict):
-        found = []
+        changes = []
         for key in {**before, **now}:
-            found += differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
-        return found
+            changes += differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+        return changes
     return [] if before == now else [(name, before, now)]
 
 
-def short(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """JSON for a message."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"

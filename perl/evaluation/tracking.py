@@ -31,7 +31,7 @@ def check_tracker(config: EvalConfig) -> None:
 
 
 def log_results(
-    config: EvalConfig, candidates: Sequence[Candidate], found: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    config: EvalConfig, candidates: Sequence[Candidate], summaries: Mapping[str, Mapping[str, Mapping[str, Any]]]
 ) -> None:
     """Log the summaries of all scored candidates, each to the W&B run of its training.
 
@@ -40,14 +40,14 @@ def log_results(
     Values are shares, as in summary.json. W&B's own failures are one line: the results are on disk.
 
     Args:
-        found: candidate's name -> dataset -> summary.
+        summaries: candidate's name -> dataset -> summary.
     """
     if config.report_to == "none":
         return
     if wandb_is_disabled():
         logger.warning("WANDB_DISABLED is set: nothing is sent to W&B")
         return
-    scored = [candidate for candidate in candidates if candidate.name in found]
+    scored = [candidate for candidate in candidates if candidate.name in summaries]
     trained = {candidate.name: candidate.adapter for candidate in scored if candidate.adapter is not None}
     runs = {name: training_run(folder) for name, folder in trained.items()}
     if not trained:  # a whole model lies in the folder of its training
@@ -60,7 +60,7 @@ def log_results(
     wandb = importlib.import_module("wandb")  # not at the top: it takes a second, and few evaluations need it
     for run, members in of_run.items():
         try:
-            log_to(wandb, run, config, members, found)
+            log_to(wandb, run, config, members, summaries)
         except wandb.Error as error:
             reason = " ".join(str(error).split())
             logger.error(
@@ -79,7 +79,7 @@ def log_to(
     run: WandbRun | None,
     config: EvalConfig,
     candidates: Sequence[Candidate],
-    found: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    summaries: Mapping[str, Mapping[str, Mapping[str, Any]]],
 ) -> None:
     """Log to `run`, or to a new one where it is None, saying which."""
     name = Path(config.result_dir).resolve().name
@@ -102,8 +102,8 @@ def log_to(
         opened.define_metric("eval/*", step_metric="train/global_step")
         for candidate in candidates:
             at = {} if candidate.step is None else {"train/global_step": candidate.step}
-            opened.log({**values(found[candidate.name]), **at})
-        rows = [row for candidate in candidates for row in table_rows(candidate, found[candidate.name])]
+            opened.log({**values(summaries[candidate.name]), **at})
+        rows = [row for candidate in candidates for row in table_rows(candidate, summaries[candidate.name])]
         opened.log({"eval/results": wandb.Table(columns=COLUMNS, data=rows)})
 
 

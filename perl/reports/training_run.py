@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
+from perl.algorithms.titles import algorithm_of, title_of
 from perl.base.errors import UserError
 from perl.records import clock
-from perl.scoring.results import METRICS, algorithm_of, read_metrics, title_of
+from perl.scoring.results import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load,
 from perl import __version__
 from perl.adapters.titles import TITLES, with_article
 from perl.algorithms import ALGORITHMS
+from perl.algorithms.titles import algorithm_of, title_of
 from perl.base.errors import UserError
 from perl.config.peft_fields import reads_of
 from perl.config.schema import data_sets
 from perl.models.folders import ADAPTER_CONFIG, content_hash, require_adapter
 from perl.runs.rundir import APPLIED
-from perl.scoring.results import algorithm_of, title_of
 from perl.tasks import TASKS
 from perl.tasks.files import SUFFIXES
 

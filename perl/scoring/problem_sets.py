@@ -22,7 +22,7 @@ class ProblemSet:
     """One dataset, as far as it is scored."""
 
     name: str
-    """Of the folder of its results."""
+    """Name of the folder of its results."""
     spec: str
     """What the user wrote."""
     tasks: tuple[str, ...]
@@ -45,7 +45,7 @@ class ProblemSet:
 
     @property
     def keys(self) -> set[str]:
-        """Of its problems."""
+        """The keys of its problems."""
         return {sample.key for sample in self.samples}
 
     def of_candidate(self, name: str, adapter: str | None) -> ProblemSet:

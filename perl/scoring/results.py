@@ -33,13 +33,6 @@ BEST, BEST_FILE = "best", "best.json"
 
 Row = dict[str, Any]
 """What a step of a training logged: value by the metric's name."""
-TITLES = {
-    "dr_grpo": "Dr. GRPO",
-    "grpo_passk": "GRPO for pass@k",
-    "reinforce_plus_plus": "REINFORCE++",
-    "reinforce_plus_plus_baseline": "REINFORCE++ baseline",
-}
-"""As their papers write them; all other algorithms are their names in capitals."""
 
 
 class SampleRecord(TypedDict):
@@ -50,7 +43,7 @@ class SampleRecord(TypedDict):
     sample: int
     """Which of the problem's n completions, from 0."""
     seed: int
-    """Of this completion alone."""
+    """Seed of this completion alone."""
     task: str
     """The task that graded it, a key of TASKS."""
     source: str
@@ -124,10 +117,10 @@ class Identity(TypedDict):
 
     dataset: str
     """As after --dataset."""
-    split: NotRequired[str | None]
+    split: str | None
     """As after --split."""
     base_hash: str
-    """Of the model without an adapter; "" in a validation of a model whose weights are all trained."""
+    """Hash of the model without an adapter; "" in a validation of a model whose weights are all trained."""
     adapter_hash: str | None
     adapter_mode: str | None
     dtype: str
@@ -137,8 +130,8 @@ class Identity(TypedDict):
     """How prompts are built, by task."""
     sampling: dict[str, Any]
     grading_hash: str | None
-    """Of the code that graded (perl.grading.rules_hash); absent or None: of a version that did not note it. It alone
-    may differ between the command that began a folder and the one that goes on."""
+    """Hash of the code that graded (perl.grading.rules_hash). It alone may differ between the command that began a
+    folder and the one that goes on."""
 
 
 class Statistics(TypedDict):
@@ -175,7 +168,7 @@ class Summary(Statistics, Identity):
     adapter: str | None
     step: int | None
     """Optimizer steps of training; 0 for the base of a sweep, None where nothing tells."""
-    trained_on: NotRequired[dict[str, Any] | None]
+    trained_on: dict[str, Any] | None
     """{"run", "problems"}: how many of these the adapter's run trained on (perl.evaluation.contamination)."""
     chat_template: str | None
     grading: dict[str, Any]
@@ -282,19 +275,6 @@ def last_attempt(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
             kept.pop()
         kept.append((step, row))
     return kept
-
-
-def algorithm_of(config: Mapping[str, Any]) -> str:
-    """What trained the run with this config.yaml: the algorithm's name (grpo where the run is older than the field), or
-    sft for a run of perl.sft, which has no rewards."""
-    if "reward" not in config:
-        return "sft"
-    return (config.get("algorithm") or {}).get("name", "grpo")
-
-
-def title_of(algorithm: str) -> str:
-    """GRPO, Dr. GRPO, REINFORCE++, … for what algorithm_of has found."""
-    return TITLES.get(algorithm, algorithm.upper())
 
 
 def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ class Estimate(NamedTuple):
     high: float
 
 
-class Difference(NamedTuple):
+class PairedDifference(NamedTuple):
     """A mean of paired differences over problems, what it tells, and what could have been told."""
 
     value: float
@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 
 CONFIDENCE = 0.95
-"""Of the intervals over seeds."""
+"""Coverage of the intervals over seeds."""
 FEWEST = 6
 """Clusters that have to differ before anything is shown: if signs were coins, five of five equal ones would still come
 up in 2 / 2^5 = 6 % of all cases, six of six in 3 %."""
@@ -132,7 +132,7 @@ def clustered_bootstrap(
     return Estimate(value, float(low), float(high))
 
 
-def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable]) -> Difference:
+def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable]) -> PairedDifference:
     """Mean of per-problem differences between two evaluations of the same problems, with a verdict.
 
     Pairing takes the problems' own difficulty out of the comparison. The interval is that of `clustered_bootstrap`; the
@@ -154,13 +154,13 @@ def paired_difference(differences: Sequence[float], clusters: Sequence[Hashable]
     changed = len(set(index[numbers != 0]))
     if changed == 0:
         reach = 1.0 - 0.025 ** (1.0 / count)
-        return Difference(0.0, -reach, reach, min(1.0, FEWEST / count), "none")
+        return PairedDifference(0.0, -reach, reach, min(1.0, FEWEST / count), "none")
     sign = -1.0 if (numbers == -1).all() else 1.0  # the bootstrap's exact bound knows 0 and 1 only
     bounds = clustered_bootstrap((sign * numbers).tolist(), clusters)
     low, high = sorted((sign * bounds.low, sign * bounds.high))
     shown = changed >= FEWEST and not low <= 0 <= high
     detectable = min(1.0, max((1.959964 + 0.841621) * error, FEWEST / count if error == 0 else 0.0))
-    return Difference(value, low, high, detectable, ("better" if value > 0 else "worse") if shown else "none")
+    return PairedDifference(value, low, high, detectable, ("better" if value > 0 else "worse") if shown else "none")
 
 
 def over_seeds(scores: Sequence[Sequence[float]], clusters: Sequence[Hashable]) -> Estimate:
@@ -194,7 +194,7 @@ def paired_over_seeds(differences: Sequence[Sequence[float]], clusters: Sequence
     return Change(problems.value, max(low, -1.0), min(high, 1.0), problems.verdict if shown else "none")
 
 
-def _widened(interval: Estimate | Difference, reach: float) -> tuple[float, float]:
+def _widened(interval: Estimate | PairedDifference, reach: float) -> tuple[float, float]:
     value = interval.value
     return value - math.hypot(value - interval.low, reach), value + math.hypot(interval.high - value, reach)
 

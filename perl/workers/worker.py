@@ -161,13 +161,13 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         sys.exit(1)
 
 
-def require_device(wanted: Kind, found: Kind) -> None:
+def require_device(wanted: Kind, detected: Kind) -> None:
     """Raise a UserError when a scheduler counts another kind of device than there is."""
-    if found != wanted:
+    if detected != wanted:
         raise UserError(
-            f"node {socket.gethostname()} was to give this worker a device of kind {wanted}, but has kind {found}: what"
-            f" was registered there is wrong; ray stop --force, then ray start with {device.RAY_RESOURCE[found]} in"
-            " --resources"
+            f"node {socket.gethostname()} was to give this worker a device of kind {wanted}, but has kind {detected}:"
+            f" what was registered there is wrong; ray stop --force, then ray start with {device.RAY_RESOURCE[detected]}"
+            " in --resources"
         )
 
 

@@ -17,9 +17,8 @@ from perl.eval import main
 from perl.evaluation.candidate_run import CandidateRun
 from perl.evaluation.candidates import find_candidates
 from perl.evaluation.datasets import load_problem_sets
-from perl.evaluation.run import evaluate
+from perl.evaluation.run import SweepError, evaluate
 from perl.evaluation.setup import Setup
-from perl.evaluation.sweep import SweepError
 from perl.evaluation.weights import MERGED, WeightsAhead
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import alive, command, lines, wait_for, workers_of
