@@ -168,7 +168,7 @@ class Summary(Statistics, Identity):
     adapter: str | None
     step: int | None
     """Optimizer steps of training; 0 for the base of a sweep, None where nothing tells."""
-    trained_on: dict[str, Any] | None
+    trained_on: NotRequired[dict[str, Any] | None]
     """{"run", "problems"}: how many of these the adapter's run trained on (perl.evaluation.contamination)."""
     chat_template: str | None
     grading: dict[str, Any]

@@ -166,8 +166,8 @@ def require_device(wanted: Kind, detected: Kind) -> None:
     if detected != wanted:
         raise UserError(
             f"node {socket.gethostname()} was to give this worker a device of kind {wanted}, but has kind {detected}:"
-            f" what was registered there is wrong; ray stop --force, then ray start with {device.RAY_RESOURCE[detected]}"
-            " in --resources"
+            " what was registered there is wrong; ray stop --force, then ray start with"
+            f" {device.RAY_RESOURCE[detected]} in --resources"
         )
 
 
