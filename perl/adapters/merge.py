@@ -146,10 +146,10 @@ def read_report(folder: Path) -> MergeReport | None:
     file = folder / "merge.json"
     if not file.is_file():
         return None
-    report = json.loads(file.read_text())
-    if "share_lost" in report:  # what rounding_error was called before
-        report["rounding_error"] = report.pop("share_lost")
-    return MergeReport(**report)
+    try:
+        return MergeReport(**json.loads(file.read_text()))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file}: is not readable, or of an older version; merge again into a new folder") from error
 
 
 def warn_of_other_base(config: dict[str, Any], model: Path) -> None:

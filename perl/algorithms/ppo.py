@@ -28,15 +28,17 @@ def gae(
         gamma: discount of a token.
         lam: 0 is the temporal difference of one token, 1 the return minus the value.
     """
-    advantages = torch.zeros_like(values, dtype=torch.float32)
+    device = values.device
+    rewards, values, mask = rewards.cpu(), values.cpu().float(), mask.cpu()  # small steps: slow on an accelerator
+    advantages = torch.zeros_like(values)
     following = advantage = advantages.new_zeros(len(advantages))
     for place in reversed(range(values.shape[1])):
-        own, value = mask[:, place], values[:, place].float()
-        found = rewards[:, place] + gamma * following - value + gamma * lam * advantage
-        advantage, following = torch.where(own, found, advantage), torch.where(own, value, following)
-        advantages[:, place] = found
+        trained, value = mask[:, place], values[:, place]
+        estimate = rewards[:, place] + gamma * following - value + gamma * lam * advantage
+        advantage, following = torch.where(trained, estimate, advantage), torch.where(trained, value, following)
+        advantages[:, place] = estimate
     advantages = advantages.masked_fill(~mask, 0.0)
-    return advantages, (advantages + values).masked_fill(~mask, 0.0)
+    return advantages.to(device), (advantages + values).masked_fill(~mask, 0.0).to(device)
 
 
 def generalized(scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:

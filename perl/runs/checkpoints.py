@@ -98,7 +98,7 @@ def find_checkpoint(wanted: str | None, run_dir: Path) -> str | None:
         return None if last is None else str(last)
     if not (Path(str(wanted)) / TRAINER_STATE).is_file():
         raise UserError(f"{FLAG}: {wanted} is no checkpoint (it has no {TRAINER_STATE})")
-    if (Path(str(wanted)) / CONTENTS).is_file() and (why := torn(Path(str(wanted)))):
+    if why := torn(Path(str(wanted))):
         raise UserError(f"{FLAG} {wanted}: it is not whole: {why}; name an earlier one, or write true for the last one")
     return str(wanted)
 
@@ -133,7 +133,7 @@ def torn(checkpoint: Path) -> str | None:
     try:
         files = json.loads((checkpoint / CONTENTS).read_text(encoding="utf-8"))["files"]
     except FileNotFoundError:
-        return f"it has no {CONTENTS}, which is written last (name it where a version before 0.7 has written it)"
+        return f"it has no {CONTENTS}, which is written last"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{CONTENTS} is not readable ({type(error).__name__})"
     for name, size in files.items():
@@ -159,7 +159,7 @@ def check_made(checkpoint: str | None, training: TrainingArguments) -> None:
     """Another number of processes goes on where it has the same batches, with one warning, as sums over processes are
     added in another order; where the place in the data would be another, it is a UserError, as it is with DeepSpeed,
     whose files belong to a process each. Other batches of as many processes are a warning: they were asked for."""
-    if checkpoint is None or not (Path(checkpoint) / CONTENTS).is_file():
+    if checkpoint is None:
         return
     then = json.loads((Path(checkpoint) / CONTENTS).read_text(encoding="utf-8"))["made"]
     now = made_by(training)

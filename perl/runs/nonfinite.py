@@ -59,9 +59,8 @@ class NonFinite:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "unusable_reward": self.unusable_reward}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back `state`; a version before 0.8 saved only how many were skipped."""
-        self.skipped, self.in_a_row = state["skipped"], state.get("in_a_row", 0)
-        self.unusable_reward = state.get("unusable_reward")
+        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+        self.unusable_reward = state["unusable_reward"]
 
     @property
     def unusable(self) -> bool:

@@ -5,7 +5,7 @@
     rollout  RolloutState                the position in the generation window, and the rollouts that later updates
                                          still use: a resumed run would sample again, and be another run
 
-Tensors and plain values. Versions before 0.8 wrote two files, run_state_R.pt and rollout_state_R.pt: they are read too.
+Tensors and plain values.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from typing import Any
 import torch
 
 from perl.base.errors import UserError
+from perl.runs.checkpoints import FLAG
 
 NOT_DATA = "holds more than tensors and plain values, which is not read; resume from a checkpoint of your own"
-NAME, OLDER_RUN, OLDER_ROLLOUT = "process_state", "run_state", "rollout_state"
+NAME = "process_state"
+OLDER = "run_state_*.pt", "rollout_state_*.pt"
+"""What versions before 0.8 wrote in its place."""
 OF_ALL = ("total_loss", "tokens", "skipped", "in_a_row", "unusable_reward", "rms")
 """What every process has the same in `run`."""
 
@@ -39,21 +42,20 @@ class RolloutState:
     adapted: dict[str, float] | None = None
     """Fields of perl.noise.schedule.Adapted; None under other schedules than target_kl."""
     kl_coefficient: float | None = None
-    """Of the KL divergence in the reward, where it is adapted; None in a checkpoint of an older version."""
+    """Of the KL divergence in the reward; None where it is not adapted."""
     stream: dict[str, Any] | None = None
     """PromptStream.state, the same of every process; None without dynamic sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    run: dict[str, Any] | None
-    """None in a checkpoint of a version before 0.7."""
+    run: dict[str, Any]
     rollout: RolloutState | None = None
     """None of perl.sft."""
 
 
-def state_file(checkpoint: Path, rank: int, name: str = NAME) -> Path:
-    return checkpoint / f"{name}_{rank}.pt"
+def state_file(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"{NAME}_{rank}.pt"
 
 
 def save(checkpoint: Path, rank: int, processes: int, state: ProcessState) -> None:
@@ -74,48 +76,28 @@ def load(
 
     Raises:
         UserError: on every process alike, where the checkpoint was written in the middle of a window, by another
-            number of processes, to whom its rollouts belong, or with other settings; and for a file that holds more
-            than data.
+            number of processes, to whom its rollouts belong, or with other settings; for a file that holds more than
+            data; and for a checkpoint of a version before 0.8.
     """
-    state = _read(checkpoint, NAME, rank, device) or _read_older(checkpoint, rank, device)
-    if state is None:
+    of_rank = state_file(checkpoint, rank)
+    file = of_rank if of_rank.is_file() else next(iter(sorted(checkpoint.glob(f"{NAME}_*.pt"))), None)
+    if file is None:
+        if any(next(checkpoint.glob(name), None) for name in OLDER):
+            raise UserError(f"{FLAG} {checkpoint}: a version before 0.8 has written it; go on with that version")
         return None
+    try:
+        state = torch.load(file, map_location=device, weights_only=True)
+    except UnpicklingError as error:
+        raise UserError(f"{file}: {NOT_DATA}") from error
     run, rollout = state["run"], state["rollout"]
-    if run is not None and state["processes"] != processes:
+    if state["processes"] != processes:
         run = {name: run[name] for name in OF_ALL if name in run}
     if rollout is not None and rollout["buffered_inputs"] is None:
         rollout["step"] = 0
     elif rollout is not None:
-        then = rollout["settings"] or settings
-        _require_same_window(checkpoint, then, settings, state["processes"], processes, state["mine"])
+        window = rollout["settings"]
+        _require_same_window(checkpoint, window, settings, state["processes"], processes, file == of_rank)
     return ProcessState(run=run, rollout=None if rollout is None else RolloutState(**rollout))
-
-
-def _read(checkpoint: Path, name: str, rank: int, device: torch.device | str) -> dict[str, Any] | None:
-    """What the file of this process holds, or of the first one that has one, and which it is, in "mine"; None where
-    there is none."""
-    mine = state_file(checkpoint, rank, name)
-    file = mine if mine.is_file() else next(iter(sorted(checkpoint.glob(f"{name}_*.pt"))), None)
-    if file is None:
-        return None
-    try:
-        return torch.load(file, map_location=device, weights_only=True) | {"mine": file == mine}
-    except UnpicklingError as error:
-        raise UserError(f"{file}: {NOT_DATA}") from error
-
-
-def _read_older(checkpoint: Path, rank: int, device: torch.device | str) -> dict[str, Any] | None:
-    """What a version before 0.8 wrote, as `save` writes it."""
-    run = _read(checkpoint, OLDER_RUN, rank, device)
-    rollout = _read(checkpoint, OLDER_ROLLOUT, rank, device)
-    if run is None and rollout is None:
-        return None
-    processes = [state["processes"] for state in (run, rollout) if state and "processes" in state]
-    processes.append(len(list(checkpoint.glob(f"{OLDER_ROLLOUT}_*.pt"))))  # the first versions named no number
-    mine = rollout is not None and rollout["mine"]
-    if rollout is not None:
-        rollout = {"settings": {}} | {name: rollout[name] for name in rollout if name not in ("processes", "mine")}
-    return {"processes": processes[0], "mine": mine, "run": run, "rollout": rollout}
 
 
 def _require_same_window(
@@ -127,7 +109,7 @@ def _require_same_window(
     if wrote != processes:
         changed.insert(0, f"{wrote} processes, now {processes}")
     raise UserError(
-        f"--config.training.resume_from_checkpoint {checkpoint}: it was written in the middle of a generation window,"
+        f"{FLAG} {checkpoint}: it was written in the middle of a generation window,"
         f" with {', '.join(changed) or 'the state of another process'}; go on as it was begun, or resume from a"
         " checkpoint whose step is a multiple of steps_per_generation * num_iterations / gradient_accumulation_steps"
     )

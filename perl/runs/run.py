@@ -155,7 +155,7 @@ def fit(trainer: Any, run_dir: Path, checkpoint: str | None, stop: StopOnSignal)
 @contextlib.contextmanager
 def plain_checkpoint(checkpoint: str | None) -> Iterator[None]:
     """What torch.load, which reads tensors and plain values alone, refuses of a checkpoint's files is one line, and so
-    is a file that is cut off (in a checkpoint of an older version, which does not say how long it should be)."""
+    is a file that is not what it was."""
     where = f"--config.training.resume_from_checkpoint {checkpoint}: a file in it"
     try:
         yield

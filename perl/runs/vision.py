@@ -1,6 +1,6 @@
 """What a run on images does otherwise than one on texts.
 
-check_images    before a model is loaded   what can't be had with images
+check_images    before a model is loaded   what can't be had with images; check_mixed_rows, with weights that are split
 language_part                              where the adapter goes
 with_images     rows -> data set           the column `images`: their files
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.compute as compute
 from datasets import Dataset, Features, Image, List
 
 from perl.algorithms import ALGORITHMS
@@ -56,6 +57,24 @@ def check_images(config: Config, processing: Any) -> None:
         raise UserError(
             f"--config.dataset.truncation {data.truncation}: a prompt with images can't be cut; use"
             " --config.dataset.filter_overlong_prompts true"
+        )
+
+
+def check_mixed_rows(dataset: Dataset, strategy: str) -> None:
+    """Raise a UserError for rows with and without images where every forward gathers split weights: a process whose
+    micro-batch has no image skips the vision tower, and the others wait for it for ever.
+
+    Args:
+        strategy: as perl.adapters.applied.strategy_of has it.
+    """
+    if strategy not in ("zero3", "fsdp2") or "images" not in dataset.column_names:
+        return
+    counts = compute.list_value_length(dataset.data.column("images")).to_pylist()
+    if any(counts) and not all(counts):
+        raise UserError(
+            f"--config.dataset: {len(counts) - sum(map(bool, counts))} of {len(counts)} rows have no image, and with"
+            f" {strategy} processes whose rows have none would not meet the others in the vision tower; leave these"
+            " rows out, or train with DDP or ZeRO-2"
         )
 
 

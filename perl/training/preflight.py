@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
-from perl.adapters.applied import check_layers, check_method
+from perl.adapters.applied import check_layers, check_method, strategy_of
 from perl.adapters.none import NO_ADAPTER
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
@@ -38,7 +38,7 @@ from perl.runs.setup import (
     model_dtype,
 )
 from perl.runs.tracking import check_trackers
-from perl.runs.vision import check_images, language_part
+from perl.runs.vision import check_images, check_mixed_rows, language_part
 from perl.training.loss import SURROGATES
 from perl.training.validation_setup import ValidationSetup, set_up_validation
 
@@ -97,6 +97,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         limits=limits_of(config.model.model_name_or_path),
         completion=config.training.max_completion_length,
     )
+    check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
     if config.algorithm.dynamic_sampling:

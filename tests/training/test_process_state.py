@@ -5,7 +5,7 @@ import torch
 
 from perl.base.errors import UserError
 from perl.runs import process_state
-from perl.runs.process_state import OLDER_ROLLOUT, OLDER_RUN, ProcessState, RolloutState, state_file
+from perl.runs.process_state import ProcessState, RolloutState
 
 NOW = {"gradient_accumulation_steps": 2, "num_iterations": 1}
 RUN = {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1, "loss": torch.tensor(0.5)}
@@ -15,12 +15,6 @@ def write(folder, processes, buffered):
     for rank in range(processes):
         rollout = RolloutState(step=3, buffered_inputs=buffered, settings=NOW)
         process_state.save(folder, rank, processes, ProcessState(run=RUN, rollout=rollout))
-
-
-def write_older(folder, rollout):
-    """As 0.7.0 did, on two processes; the first versions wrote no run_state."""
-    for rank in range(2):
-        torch.save({"step": 5, "buffered_inputs": [{}], **rollout}, state_file(folder, rank, OLDER_ROLLOUT))
 
 
 def test_what_was_saved_comes_back(tmp_path):
@@ -61,22 +55,7 @@ def test_other_settings(tmp_path):
         process_state.load(tmp_path, 0, 1, doubled)
 
 
-def test_the_two_files_of_0_7_are_read(tmp_path):
-    write_older(tmp_path, {"processes": 2, "settings": NOW, "kl_coefficient": 0.1})
-    for rank in range(2):
-        torch.save(
-            {"processes": 2, "total_loss": 1.5, "tokens": 7, "skipped": 2}, state_file(tmp_path, rank, OLDER_RUN)
-        )
-    state = process_state.load(tmp_path, 1, 2, NOW)
-    assert (state.rollout.step, state.rollout.kl_coefficient) == (5, 0.1)
-    assert (state.run["tokens"], state.run["skipped"]) == (7, 2)
-    with pytest.raises(UserError, match="with 2 processes, now 1"):
-        process_state.load(tmp_path, 0, 1, NOW)
-
-
-def test_a_checkpoint_of_the_first_versions_names_no_number_of_processes(tmp_path):
-    write_older(tmp_path, {})
-    state = process_state.load(tmp_path, 1, 2, NOW)
-    assert (state.rollout.step, state.run) == (5, None)
-    with pytest.raises(UserError, match="with 2 processes, now 1"):
+def test_a_checkpoint_of_a_version_before_0_8_is_refused(tmp_path):
+    torch.save({"step": 5, "buffered_inputs": [{}]}, tmp_path / "rollout_state_0.pt")
+    with pytest.raises(UserError, match=r"a version before 0\.8 has written it; go on with that version"):
         process_state.load(tmp_path, 0, 1, NOW)

@@ -22,7 +22,7 @@ from perl.finetuning.sft import fine_tune
 from perl.models.folders import ADAPTER_CONFIG, load_model
 from perl.models.images import decoded, load_processing
 from perl.runs.setup import build_dataset
-from perl.runs.vision import VISION_TOWER, in_chunks
+from perl.runs.vision import VISION_TOWER, check_mixed_rows, in_chunks
 from perl.scoring.results import read_samples
 from perl.training.grpo import train
 from perl.training.trainer import PerlGRPOTrainer
@@ -311,3 +311,18 @@ def test_an_image_that_comes_for_each_completion_is_computed_once(made):
     for name in ("pixel_values", "image_grid_thw"):
         expected = torch.cat([apart[place][name] for place in (0, 1, 0, 0, 1)])
         assert torch.equal(together[name], expected), name
+
+
+def test_mixed_rows_are_refused_where_weights_are_split(made, tmp_path):
+    processor = load_processing(made / "model", padding_side="left")
+
+    def rows(*images):
+        file = geometry_file(tmp_path / f"{len(images)}.parquet", images)
+        return build_dataset(DatasetConfig(dataset_name_or_path=str(file)), processor)
+
+    mixed = rows(1, 0, 2)
+    for strategy in ("zero3", "fsdp2"):
+        check_mixed_rows(rows(1, 2), strategy)
+        with pytest.raises(UserError, match=f"1 of 3 rows have no image, and with {strategy}"):
+            check_mixed_rows(mixed, strategy)
+    check_mixed_rows(mixed, "ddp")
