@@ -54,12 +54,27 @@ UNSLOTH = (
 )
 
 
-@pytest.mark.parametrize("pattern", ["q_proj", r".*\.(q|v)_proj$", r"^(?!.*visual).*(?:q_proj|up_proj).*", UNSLOTH])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "q_proj",
+        r"(.*\.)?visual\..*",
+        "[(a+)+]q",
+        r"\(a+\)+",
+        r".*\.(q|v)_proj$",
+        r"^(?!.*visual).*(?:q_proj|up_proj).*",
+        UNSLOTH,
+    ],
+)
 def test_expressions_that_end_are_taken(pattern):
     require_contained(PLAIN | {"target_modules": pattern}, "here")
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(.*)*x", "(a|aa)+$", "((a?){30}){30}", "(?=(a+))*", ".*.*.*.*.*.*x"])
+ENDLESS = ["(a+)+$", "(.*)*x", "(a|aa)+$", "((a?){30}){30}", "(?=(a+))*", ".*.*.*.*.*.*x"]
+OBSCURED = ["(?#[)(a+)+(?#])", "(?x)(a+) +", "[]](a+)+", r"\((a+){2,}", "a?" * 11]
+
+
+@pytest.mark.parametrize("pattern", ENDLESS + OBSCURED)
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
 def test_expressions_that_may_never_end_are_refused(pattern, field):
     value = {pattern: 8} if field == "rank_pattern" else pattern
@@ -70,6 +85,8 @@ def test_expressions_that_may_never_end_are_refused(pattern, field):
 def test_what_is_no_expression_is_one_line():
     with pytest.raises(UserError, match=r"^here: target_modules '\(q' is no regular expression"):
         require_contained(PLAIN | {"target_modules": "(q"}, "here")
+    with pytest.raises(UserError, match=r"^here: target_modules has 1001 characters"):
+        require_contained(PLAIN | {"target_modules": "q" * 1001}, "here")
 
 
 def test_an_adapters_link_out_of_its_folder_is_refused(tmp_path):

@@ -30,7 +30,8 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     Args (besides SFTTrainer's):
         adapter: the PEFT method.
         adapter_config: the group `peft` of the configuration.
-        write_card: writes the model card into a folder that holds an adapter, given the log history; None: TRL's card.
+        write_card: writes the model card into a folder that holds an adapter, given the log history; None:
+            PEFT's card.
         on_nonfinite: common.on_nonfinite.
     """
 
@@ -73,10 +74,10 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
             lengths = lengths_of(inputs)
             self.clock.count_trained(sum(lengths))
             self.clock.count_update(sequences(lengths))
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        result = super().compute_loss(model, inputs, *args, **kwargs)
         if self.model.training:
-            self.nonfinite.add(loss)
-        return loss
+            self.nonfinite.add(result[0] if isinstance(result, tuple) else result)
+        return result
 
     def _save_batch(self, folder: Path) -> None:
         tokenizer: Any = self.processing_class

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 from perl.base.errors import UserError
@@ -27,8 +26,15 @@ LEADS_OUT = {
 """Field -> what it names besides the base and the adapter's own weights. Empty, as PEFT writes it, it does no harm."""
 PATTERNS = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
 """Fields whose texts, and keys, PEFT takes for regular expressions over the names of modules."""
+LONGEST_PATTERN = 1000
 MOST_REPEATS = 5
-"""Unbounded repeats in a row: of a name of 60 characters, five try five million ways at most."""
+"""Repeats in an expression: of a name of 60 characters, five try five million ways at most."""
+MOST_OPTIONS = 10
+"""Parts that may be there or not: two ways each."""
+TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?|(?:[*+?]|\{(?:\d+,?|\d*,)\d*\})[?+]?|.", re.DOTALL)
+"""An escape, a set of characters, the head of a group with an extension, a repeat, or one character."""
+COMMENTS = re.compile(r"\(\?(?:#|[aiLmsu]*x)")
+"""A comment, or the flag that makes them of other texts: TOKEN would read them."""
 OWNERS = ("adapter_config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
 """Files by which a folder is a model's or an adapter's."""
 
@@ -41,11 +47,13 @@ def require_contained(config: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: {path} names {what} outside of the adapter, which is not read; take it out")
     for name in PATTERNS:
         for pattern in _texts(config.get(name)):
+            if len(pattern) > LONGEST_PATTERN:
+                raise UserError(f"{where}: {name} has {len(pattern)} characters; write the names of the modules")
             try:
-                endless = _repeats(_parser.parse(pattern)) > MOST_REPEATS
+                re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
                 raise UserError(f"{where}: {name} {pattern!r:.80} is no regular expression ({error})") from error
-            if endless:
+            if may_take_for_ever(pattern):
                 raise UserError(
                     f"{where}: {name} {pattern!r:.80} may take for ever to match; write the names of the modules"
                 )
@@ -76,25 +84,25 @@ def _texts(value: Any) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, Mapping | Sequence) else []
 
 
-def _repeats(parsed: Any, inside: bool = False) -> float:
-    """Unbounded repeats of a parsed expression in a row; infinite where one is inside of another, or holds a choice, so
-    that a match may try exponentially many ways."""
-    count: float = 0
-    for kind, content in parsed:
-        if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
-            least, most, repeated = content
-            unbounded = most > MOST_REPEATS
-            if inside and least != most:
-                return float("inf")
-            count += unbounded + _repeats(repeated, inside or unbounded)
-        elif kind is _constants.BRANCH:
-            if inside:
-                return float("inf")
-            count += max(_repeats(branch) for branch in content[1])
-        elif kind is _constants.GROUPREF_EXISTS:
-            count += sum(_repeats(part, inside) for part in content[1:] if part is not None)
-        elif isinstance(content, _parser.SubPattern):
-            count += _repeats(content, inside)
-        elif isinstance(content, tuple) and content and isinstance(content[-1], _parser.SubPattern):
-            count += _repeats(content[-1], inside)  # a group, or what must follow or precede
-    return count
+def may_take_for_ever(pattern: str) -> bool:
+    """Whether a match of this valid expression may try more ways than can be waited for: a group that repeats holds a
+    repeat or a choice, or there are too many repeats. Some that would end are among them."""
+    if COMMENTS.search(pattern):
+        return True
+    varies = [False]  # of each open group: whether it holds a repeat or a choice
+    repeats = options = 0
+    closed = False  # whether the token before ended a group that varies
+    for token in TOKEN.findall(pattern):
+        if token in ("(", "(?"):
+            varies.append(False)
+        elif token == "|":
+            varies[-1] = True
+        elif token[0] in "*+?" or (token[0] == "{" and len(token) > 1):
+            optional = token[0] == "?"
+            if closed and not optional:
+                return True
+            repeats, options = repeats + (not optional), options + optional
+            varies[-1] = True
+        closed = token == ")" and varies.pop()
+        varies[-1] = varies[-1] or closed
+    return repeats > MOST_REPEATS or options > MOST_OPTIONS

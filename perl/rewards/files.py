@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import sys
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +42,6 @@ ROW = "row"
 """Column of `row_of`."""
 NOT_FINITE = math.inf
 """In the place of a reward that is NaN or infinite: NaN is TRL's for a row without a reward."""
-SEARCH_S = 10.0
-"""Seconds in which the row is looked for on which a function of lists raises."""
 RAISED = (Exception, SystemExit)
 """What a function of the user's, or its file, may raise: sys.exit() in it would end the run as if it were done."""
 SHOWN = 40
@@ -153,7 +150,7 @@ def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs:
         try:
             results = call(completions, **columns)
         except RAISED as error:
-            _explain(name, function, error, _found_row(call, completions, columns, error))
+            _explain(name, function, error, _any_of(completions, columns))
             raise
         return _scores(name, _as_list(name, results, len(completions)), _row_names(completions, columns), log_metric)
 
@@ -172,7 +169,7 @@ def _of_trl(name: str, function: RewardFunction) -> RewardFunction:
         try:
             rewards = function(completions=completions, **columns)
         except RAISED as error:
-            _explain(name, function, error, _found_row(function, completions, columns, error))
+            _explain(name, function, error, _any_of(completions, columns))
             raise
         return check(rewards, completions, columns)
 
@@ -180,7 +177,7 @@ def _of_trl(name: str, function: RewardFunction) -> RewardFunction:
         try:
             rewards = await function(completions=completions, **columns)
         except RAISED as error:
-            _explain(name, function, error, f"one of {len(completions)} completions")
+            _explain(name, function, error, _any_of(completions, columns))
             raise
         return check(rewards, completions, columns)
 
@@ -193,25 +190,9 @@ def _row_names(completions: Texts, columns: Mapping[str, Any]) -> Callable[[int]
     return lambda place: row_name(place, completions[place], prompts and prompts[place], rows and rows[place])
 
 
-def _found_row(function: RewardFunction, completions: Texts, columns: Mapping[str, Any], error: BaseException) -> str:
-    """The row that a function of lists raised `error` on: the first that alone makes it raise the same. None may be
-    found: the function compares rows, or asks somebody who answers now."""
-    until, count, where = time.monotonic() + SEARCH_S, len(completions), _row_names(completions, columns)
-    for place in range(count if count > 1 and not device.is_out_of_memory(error) else 0):
-        own = {k: [v[place]] if isinstance(v, list) and len(v) == count else v for k, v in columns.items()}
-        own |= {name: _nothing for name in ("log_extra", "log_metric") if name in own}
-        try:
-            function(completions=[completions[place]], **own)
-        except RAISED as again:
-            if (type(again), str(again)) == (type(error), str(error)):
-                return where(place)
-        if time.monotonic() > until:
-            break
-    return where(0) if count == 1 else f"one of {count} completions"
-
-
-def _nothing(*_: Any) -> None:
-    pass
+def _any_of(completions: Texts, columns: Mapping[str, Any]) -> str:
+    """The row that a function of lists raised on, where there is one alone."""
+    return f"one of {len(completions)} completions" if len(completions) > 1 else _row_names(completions, columns)(0)
 
 
 def _scores(

@@ -21,13 +21,13 @@ from perl.adapters.applied import Applied, applied
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
 from perl.config.schema import PeftConfig
 from perl.runs import process_state
-from perl.runs.checkpoints import SAVING, TRAINER_STATE, made_by, put_in_place
+from perl.runs.checkpoints import CARD, SAVING, TRAINER_STATE, made_by, put_in_place
 from perl.runs.nonfinite import NonFinite, require_finite_weights
 from perl.runs.process_state import ProcessState, RolloutState
-from perl.runs.push import repository_made
 
 if TYPE_CHECKING:
     import torch
+    from transformers import TrainingArguments
 
 WriteCard = Callable[[Path, list[dict[str, Any]]], None]
 """Writes the model card into a folder that holds what was trained, given the log history."""
@@ -39,7 +39,7 @@ class AdapterTrainer:
     Attributes:
         adapter: the PEFT method; its optimizer replaces the default one when it has its own.
         adapter_config: the group `peft` of the configuration.
-        write_card: None: TRL's card.
+        write_card: None: PEFT's card.
         nonfinite: what is done where loss or gradient are not finite.
         applied: what is trained.
         ranks: AdaLoRA's schedule; None for other methods.
@@ -62,10 +62,8 @@ class AdapterTrainer:
     _total_loss_scalar: float
     _globalstep_last_logged: int
     _total_train_tokens: int
-    _get_output_dir: Callable[[Any], str]
     _push_from_checkpoint: Callable[[str], None]
     save_model: Callable[..., None]
-    push_to_hub: Callable[..., Any]
     add_callback: Callable[[TrainerCallback], None]
     get_optimizer_cls_and_kwargs: Callable[..., tuple[type, dict[str, Any]]]
 
@@ -93,7 +91,7 @@ class AdapterTrainer:
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """transformers comes here once an update, before the optimizer's step (with DeepSpeed after it, which has made
-        none where the norm is not finite)."""
+        none where the norm is not finite). The trainer's loss gives each one to `nonfinite.add`."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         scaled = self.accelerator.mixed_precision == "fp16"
         if what := self.nonfinite.found(None if scaled else norm):
@@ -107,10 +105,14 @@ class AdapterTrainer:
 
     # Resume
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is not None:
-            self._take_up(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """transformers comes here once, before the first step."""
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is None:
+            return
+        self._take_up(Path(checkpoint))
+        if self.ranks is not None:
+            self.ranks.load(Path(checkpoint))
 
     def _take_up(self, checkpoint: Path) -> None:
         """What this process held when `checkpoint` was written."""
@@ -120,13 +122,7 @@ class AdapterTrainer:
             return
         if saved.rollout is not None:
             self._restore_rollout(saved.rollout)
-        if (run := saved.run) is not None:
-            self.add_callback(GoOn(lambda: self._restore_run_state(run)))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None and self.ranks is not None:
-            self.ranks.load(Path(checkpoint))
+        self.add_callback(GoOn(lambda: self._restore_run_state(saved.run)))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """transformers looks after a step whether it was the last one: a resumed run that has made all its steps would
@@ -180,14 +176,18 @@ class AdapterTrainer:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Aside, and put in its place when every process has written all of its files: what is named checkpoint-N is
         whole."""
-        run_dir, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
-        with _written_into(self, run_dir / SAVING):
+        run_dir, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        with written_into(self.args, run_dir / SAVING):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             self._save_own(run_dir / SAVING / name)
+        if self.args.should_save:
+            (run_dir / SAVING / CARD).unlink(missing_ok=True)  # TRL's
         if self.state.best_global_step:
             self._name_best(run_dir, run_dir / SAVING / name)
         self.put_in_place(run_dir / SAVING / name, run_dir / name, made_by(self.args))
         if self.args.push_to_hub:
+            if self.args.should_save and self.write_card is not None:
+                shutil.copyfile(run_dir / name / CARD, run_dir / CARD)
             self._push_from_checkpoint(str(run_dir / name))
         if self.args.should_save:
             best = self.state.best_model_checkpoint
@@ -211,15 +211,15 @@ class AdapterTrainer:
     def put_in_place(self, made: Path, folder: Path, contents: dict[str, int] | None = None) -> None:
         """run_checkpoints.put_in_place, when every process has written its files into `made`; on each node, as it may
         have a disk of its own. Every process must come here."""
-        for mine in (self.args.process_index == 0, self.args.local_process_index == 0):
+        for moves in (self.args.process_index == 0, self.args.local_process_index == 0):
             self.accelerator.wait_for_everyone()
-            if mine:
+            if moves:
                 put_in_place(made, folder, contents)
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
-        folder, pushed = Path(output_dir or self.args.output_dir or "."), Path(self.args.output_dir or ".")
+        folder = Path(output_dir or self.args.output_dir or ".")
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle of every argument, which nothing reads
         model = self.accelerator.unwrap_model(self.model)
         if not has_adapter(model):
@@ -227,37 +227,21 @@ class AdapterTrainer:
         # A run that goes on takes TRL's reference from peft.adapter again. From a checkpoint that holds it transformers
         # would load the reference alone, and not the adapter.
         shutil.rmtree(folder / "ref", ignore_errors=True)
-        if self.write_card is None:
-            return
-        self.write_card(folder, self.state.log_history)  # over PEFT's
-        if self.args.push_to_hub and folder != pushed:
-            shutil.copyfile(folder / "README.md", pushed / "README.md")
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """A checkpoint of all weights holds tied ones under one name: the other is not missing."""
-        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", {})
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))  # type: ignore[misc]
+        if self.write_card is not None:
+            self.write_card(folder, self.state.log_history)  # over PEFT's
 
     def compute_dtype(self) -> torch.dtype:
         """What the model computes in: mixed precision's dtype, or that of its weights."""
         mixed, model = compute_dtype(self.args), self.accelerator.unwrap_model(self.model)
         return mixed if mixed.itemsize < 4 else model.dtype
 
-    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        with repository_made():
-            super().init_hf_repo(*args, **kwargs)  # type: ignore[misc]
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        if self.write_card is None:  # else `_save` has written it
-            super().create_model_card(*args, **kwargs)  # type: ignore[misc]
-
 
 class AllocateRanks(TrainerCallback):
     """Calls AdaLoRA's schedule after each optimizer step, while its gradients are there.
 
-    DeepSpeed makes its step within the backward pass and drops the gradients there: they are copied just before. What
-    is masked is written to its float32 weights too, which it would otherwise bring back in the next step.
+    DeepSpeed makes its step within the backward pass and drops the gradients there: they are copied just before, by an
+    engine whose `step` is replaced, as no callback or hook runs between the two. What is masked is written to its
+    float32 weights too, which it would otherwise bring back in the next step.
     """
 
     def __init__(self, trainer: Any, ranks: RankSchedule):
@@ -268,19 +252,19 @@ class AllocateRanks(TrainerCallback):
         self.ranks.begin(state.max_steps)
         if args.deepspeed_plugin is not None:
             engine = self.trainer.model_wrapped
-            theirs = engine.step
+            engine_step = engine.step
 
-            def step(*words: Any, **more: Any) -> Any:
+            def step(*args: Any, **kwargs: Any) -> Any:
                 from deepspeed.utils import safe_get_full_grad
 
                 self._gradients = {name: safe_get_full_grad(p) for name, p in self.ranks.parameters().items()}
-                return theirs(*words, **more)
+                return engine_step(*args, **kwargs)
 
             engine.step = step
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        found = self._gradients or {name: p.grad for name, p in self.ranks.parameters().items()}
-        gradients = [gradient for gradient in found.values() if gradient is not None]
+        by_name = self._gradients or {name: p.grad for name, p in self.ranks.parameters().items()}
+        gradients = [gradient for gradient in by_name.values() if gradient is not None]
         if not gradients or not all(gradient.isfinite().all() for gradient in gradients):
             return  # no update was made of it (common.on_nonfinite)
         self.ranks.after_step(state.global_step + 1, self._gradients)
@@ -306,7 +290,8 @@ def hook_inputs_once(model: Any) -> None:
 
     transformers adds one each time gradient checkpointing is enabled. Where it is disabled, which TRL does for each
     rollout, the hook is removed only from a model that has loaded an adapter itself: a rollout in a PEFT model left one
-    more, and each forward called them all."""
+    more, and each forward called them all. The method of this one model is replaced, as transformers enables the
+    hooks from inside, once a rollout, and calls nothing of a trainer's there."""
     if not hasattr(model, "disable_input_require_grads"):
         return
 
@@ -331,11 +316,12 @@ def begin_with_epoch(loader: Any, epoch: int) -> None:
 
 
 @contextlib.contextmanager
-def _written_into(trainer: Any, folder: Path) -> Iterator[None]:
+def written_into(args: TrainingArguments, folder: Path) -> Iterator[None]:
     """transformers and TRL write a checkpoint into `folder` inside, and push it nowhere."""
-    trainer._get_output_dir = lambda trial: str(folder)
-    trainer._push_from_checkpoint = lambda checkpoint: None
+    folder.mkdir(parents=True, exist_ok=True)
+    before = args.output_dir, args.push_to_hub, args.save_total_limit
+    args.output_dir, args.push_to_hub, args.save_total_limit = str(folder), False, None
     try:
         yield
     finally:
-        del trainer._get_output_dir, trainer._push_from_checkpoint
+        args.output_dir, args.push_to_hub, args.save_total_limit = before

@@ -6,8 +6,15 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import create_repo, upload_folder
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl.base.errors import DISK_ERRORS, RankError, UserError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +39,11 @@ def pushed(folder: Path, repository: str | None) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def repository_made() -> Iterator[None]:
-    """The repository is made inside, before the run begins. A UserError where the hub can't be reached, or refuses."""
+def make_repository(args: TrainingArguments) -> None:
+    """Before the run begins. A UserError where the hub can't be reached, or refuses."""
+    name = args.hub_model_id or Path(str(args.output_dir)).absolute().name
     try:
-        yield
+        create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
     except Exception as error:
         if (why := _why(error)) is None:
             raise
@@ -44,6 +51,26 @@ def repository_made() -> Iterator[None]:
             f"{FLAG} true: the hub gave no repository ({why}); look at the network and at HF_TOKEN, or leave the flag"
             " out and push the result later, with hf upload"
         ) from error
+
+
+def upload(trainer: Any, result: Path) -> None:
+    """What transformers would push at the end, by the main process: the run's folder without its checkpoints.
+
+    Args:
+        trainer: one of transformers'.
+        result: where it also lies.
+    """
+    args = trainer.args
+    with pushed(result, args.hub_model_id):
+        trainer._finish_current_push()
+        upload_folder(
+            repo_id=trainer.hub_model_id,
+            folder_path=args.output_dir,
+            commit_message="Model save",
+            token=args.hub_token,
+            ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*"],
+            revision=args.hub_revision,
+        )
 
 
 def _why(error: Exception) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from perl.runs import rundir, tracking
 from perl.runs.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 from perl.runs.checkpoints import SAVING, goes_on, leave_behind
 from perl.runs.process_state import NOT_DATA
-from perl.runs.push import pushed
+from perl.runs.push import make_repository, upload
 from perl.scoring.results import METRICS
 from perl.tasks.trained import write_trained
 
@@ -75,7 +76,8 @@ def set_up_logging(config: Config | SFTRunConfig) -> None:
 
 
 def hide_vllm() -> None:
-    """From TRL, before it imports a trainer."""
+    """From TRL, before it imports a trainer: it imports vLLM wherever that is installed, which takes ten seconds in
+    every process, and has no setting that keeps it from it."""
     setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
 
 
@@ -101,6 +103,8 @@ def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, check
         with rundir.writable(run_dir):
             write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
         log.info("run folder: %s", run_dir.resolve())
+    if config.training.push_to_hub and config.training.process_index == 0:
+        make_repository(config.training)
     tracking.configure(config, run_dir, device.detect().kind)
     if config.training.hub_token:
         # the hub reads the token from the environment too, and the arguments go to trackers and, pushed, to a pickle.
@@ -146,10 +150,30 @@ def fit(trainer: Any, run_dir: Path, checkpoint: str | None, stop: StopOnSignal)
     if trainer.args.process_index == 0:
         rundir.write_applied(run_dir, trainer.applied)
     trainer.remove_callback(PrinterCallback)  # prints what metrics.jsonl holds
-    with plain_checkpoint(checkpoint):
+    with plain_checkpoint(checkpoint), tied_weights_known(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
     stop.raise_if_stopped(trainer.args, trainer.state, run_dir)
     save_result(trainer, run_dir)
+
+
+@contextlib.contextmanager
+def tied_weights_known(trainer: AdapterTrainer) -> Iterator[None]:
+    """A checkpoint of all weights holds tied ones under one name: transformers does not warn inside that the other is
+    missing."""
+    tied = getattr(trainer.accelerator.unwrap_model(trainer.model), "all_tied_weights_keys", {})
+
+    def warns_of_others(record: logging.LogRecord) -> bool:
+        missing = re.fullmatch(
+            r"There were missing keys in the checkpoint model loaded: \[(.*)\]\.", record.getMessage()
+        )
+        return missing is None or not {name.strip("' ") for name in missing[1].split(",")} <= set(tied)
+
+    logger = logging.getLogger("transformers.trainer")
+    logger.addFilter(warns_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(warns_of_others)
 
 
 @contextlib.contextmanager
@@ -182,7 +206,7 @@ def save_result(trainer: AdapterTrainer, run_dir: Path) -> None:
 
 def push_result(trainer: AdapterTrainer, run_dir: Path) -> None:
     """Last, when all that a run leaves is there: the hub may take nothing."""
-    args = trainer.args
-    if args.push_to_hub:
-        with pushed(run_dir / trainer.adapter.result, args.hub_model_id):
-            trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
+    if trainer.args.push_to_hub:
+        trainer.save_model(_internal_call=True)  # beside what transformers has pushed while it trained
+        if trainer.args.process_index == 0:
+            upload(trainer, run_dir / trainer.adapter.result)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.compute as compute
 from datasets import Dataset, Features, Image, List
 
 from perl.algorithms import ALGORITHMS
@@ -69,7 +68,7 @@ def check_mixed_rows(dataset: Dataset, strategy: str) -> None:
     """
     if strategy not in ("zero3", "fsdp2") or "images" not in dataset.column_names:
         return
-    counts = compute.list_value_length(dataset.data.column("images")).to_pylist()
+    counts = [len(images) for images in dataset.data.column("images")]
     if any(counts) and not all(counts):
         raise UserError(
             f"--config.dataset: {len(counts) - sum(map(bool, counts))} of {len(counts)} rows have no image, and with"

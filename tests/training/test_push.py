@@ -1,12 +1,14 @@
 """A hub that takes nothing: what the hub's client really raises becomes one line."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi
 
 from perl.base.errors import RankError, UserError
-from perl.runs.push import pushed, repository_made
+from perl.runs import push
+from perl.runs.push import make_repository, pushed
 
 NOBODY = "http://127.0.0.1:9"
 """No service listens on the port discard."""
@@ -21,10 +23,12 @@ def test_a_hub_that_cannot_be_reached_leaves_the_result_and_says_how_to_push_it(
     assert error.value.exit_code == 1
 
 
-def test_a_hub_that_cannot_be_reached_is_told_before_the_run_begins():
-    said = r"the hub gave no repository .*; look at the network and at HF_TOKEN"
-    with pytest.raises(UserError, match=said) as error, repository_made():
-        HfApi(endpoint=NOBODY, token="hf_test").create_repo("me/sums")
+def test_a_hub_that_cannot_be_reached_is_told_before_the_run_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(push, "create_repo", HfApi(endpoint=NOBODY, token="hf_test").create_repo)
+    args = SimpleNamespace(hub_model_id=None, output_dir=tmp_path / "sums", hub_token=None, hub_private_repo=None)
+    message = r"the hub gave no repository .*; look at the network and at HF_TOKEN"
+    with pytest.raises(UserError, match=message) as error:
+        make_repository(args)
     assert error.value.exit_code == 2
 
 

@@ -58,10 +58,6 @@ def test_what_we_override_of_trl_and_transformers():
         "_load_optimizer_and_scheduler",
         "_save_checkpoint",
         "_save",
-        "_issue_warnings_after_load",
-        "init_hf_repo",
-        "create_model_card",
-        "train",
         "log",
     }
 
