@@ -1,6 +1,6 @@
-"""Bad input, one case for each row of docs/reliability.md: what makes it, and which program meets it.
+"""Bad input, one case for each row of bad_input.md: what makes it, and which program meets it.
 
-The message and the exit code of a case stand in the page's table alone, where test_bad_input.py reads them.
+The message and the exit code of a case stand in that table alone, where test_bad_input.py reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Case:
 
     name: str
     command: str
-    """As the page names it."""
+    """As the table names it."""
     make: Callable[[Place], Words]
     """Makes it in the folder, and gives the command's words."""
 

@@ -1,5 +1,4 @@
-"""The table of docs/reliability.md: read for the tests, and by `python -m tests.reliability.table NAME …` its rows are
-printed, with what the cases meet today, for whoever adds one."""
+"""The expected message and exit code of each case of bad input: bad_input.md next to this file."""
 
 from __future__ import annotations
 
@@ -7,33 +6,30 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-TEST = "reliability/test_bad_input.py::test_bad_input"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = Path(__file__).with_name("bad_input.md")
 
 
 @dataclass(frozen=True)
 class Row:
     """One row: cells without backquotes."""
 
+    case: str
     wrong: str
     command: str
     message: str
     """… stands for any text."""
     code: int
-    test: str
-    """Node id from tests/."""
 
     def fits(self, said: str) -> bool:
         return re.fullmatch(".*".join(map(re.escape, self.message.split("…"))), said) is not None
 
 
-def rows(page: Path) -> list[Row]:
-    """Of the tables of bad input, from all sections."""
+def rows() -> list[Row]:
+    """The rows of all sections."""
     found = []
-    for line in page.read_text(encoding="utf-8").splitlines():
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| ") and len(cells) == 5 and cells[3].isdigit():
-            command, message, test = (cells[i].replace("`", "") for i in (1, 2, 4))
-            found.append(Row(cells[0].strip(), command, message, int(cells[3]), test))
+        if line.startswith("| ") and len(cells) == 4 and cells[0] != "case":
+            message, _, code = cells[3].removesuffix(")").partition("` (exit code ")
+            found.append(Row(cells[0], cells[1], cells[2].replace("`", ""), message.strip("`"), int(code or 2)))
     return found
