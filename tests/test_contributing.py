@@ -12,7 +12,8 @@ import pytest
 
 import perl
 from perl.base import provenance
-from perl.engines import ENGINES, Engine
+from perl.engines import ENGINES, LoadedEngine
+from perl.engines.base import Engine
 from tests.docs_commands import ROOT
 from tests.tiny import save_tiny
 
@@ -21,7 +22,7 @@ PLACES = {
     "REWARDS": ("perl/rewards/functions.py", "REWARDS: dict[str, Callable[[RewardContext], RewardFunction]] = {\n"),
     "ADAPTERS": ("perl/adapters/__init__.py", "ADAPTERS: dict[str, Adapter] = {\n"),
     "ALGORITHMS": ("perl/algorithms/__init__.py", "ALGORITHMS: dict[str, Algorithm] = {\n"),
-    "ENGINES": ("perl/engines/__init__.py", "ENGINES: dict[str, Callable[..., Engine]] = {\n"),
+    "ENGINES": ("perl/engines/__init__.py", "ENGINES: dict[str, Callable[..., LoadedEngine]] = {\n"),
 }
 
 
@@ -93,8 +94,10 @@ def test_the_page_names_what_an_engine_has():
     (section,) = [part for part in page.split("\n## ") if part.startswith("Add an engine")]
     file, start = PLACES["ENGINES"]
     assert (ROOT / file).read_text(encoding="utf-8").count(start) == 1
-    members = {name for name in (*vars(Engine), *Engine.__annotations__) if not name.startswith("_")}
-    assert members == set(re.findall(r"`(\w+)`", section)) - {"Engine", "ENGINES", *ENGINES}
+    members = {
+        name for kind in (Engine, LoadedEngine) for name in (*vars(kind), *kind.__annotations__) if name[0] != "_"
+    }
+    assert members == set(re.findall(r"`(\w+)`", section)) - {"LoadedEngine", "ENGINES", *ENGINES}
 
 
 def test_the_changelog_begins_with_the_version_and_counts_down():

@@ -141,7 +141,7 @@ def test_mistakes_are_found_before_a_model_is_loaded(model, sums, tmp_path, monk
     change = {flag: value.replace("RESULTS", str(tmp_path)) for flag, value in change.items()}
     flags = {"--model": str(model), "--dataset": str(sums), "--result_dir": str(tmp_path / "out"), **change}
     monkeypatch.setattr("perl.evaluation.generate.WorkerPool", None)
-    monkeypatch.setattr("perl.evaluation.checkpoint_run.merge_adapter", None)
+    monkeypatch.setattr("perl.evaluation.weights.merge_adapter", None)
     with pytest.raises(UserError) as error:
         main([word for pair in flags.items() for word in pair])
     assert message in str(error.value)

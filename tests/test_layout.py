@@ -124,9 +124,9 @@ def test_nothing_in_perl_hides_another_module():
     assert names & (others | set(sys.stdlib_module_names)) == set()
 
 
-def test_two_files_alone_import_trls_internals():
+def test_one_file_alone_imports_trls_internals():
     users = [str(p.relative_to(ROOT)) for p in FILES if re.search(r"\btrl\.(models|trainer)\b", p.read_text())]
-    assert users == ["perl/training/passes.py", "perl/training/trl_patches.py"]
+    assert users == ["perl/training/trainer.py"]
 
 
 def test_no_file_that_belongs_here_is_ignored_by_git():

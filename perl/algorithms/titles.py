@@ -17,7 +17,9 @@ TITLES = {
 def algorithm_of(config: Mapping[str, Any]) -> str:
     """What trained the run with this config.yaml: the algorithm's name, or sft for a run of perl.sft, which has no
     rewards."""
-    return config["algorithm"]["name"] if "reward" in config else "sft"
+    if "reward" not in config:
+        return "sft"
+    return (config.get("algorithm") or {}).get("name", "grpo")
 
 
 def title_of(algorithm: str) -> str:

@@ -167,7 +167,7 @@ def build_parser(program: Program) -> Parser:
     parser.add_argument("--recipe", type=str, default=None, help="YAML file with groups common, model, dataset, …")
     for name, group in program.groups.items():
         parser.add_class_arguments(group, f"config.{name}")
-    removed = {name.removeprefix("training.") for name in REMOVED_FIELDS}
+    removed: set[str | int] = {name.removeprefix("training.") for name in REMOVED_FIELDS}
     parser.add_class_arguments(program.training(), "config.training", skip=removed)
     return parser
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from perl.reports import charts, embed
-from perl.reports.agreement import Agreement, Comparison, Runs
+from perl.reports.agreement import Agreement, Comparison, Runs, Side
 from perl.reports.charts import Line
 from perl.reports.curves import Curves
 from perl.reports.figures import Figure
@@ -39,7 +39,8 @@ def title_of(side: Sequence[Curves]) -> str:
 def sides(metric: Agreement, runs: Runs) -> list[Line]:
     """The curve of each side at the compared steps."""
     lines = []
-    for side, values in (("A", metric.curve_a), ("B", metric.curve_b)):
+    curves: dict[Side, Sequence[float]] = {"A": metric.curve_a, "B": metric.curve_b}
+    for side, values in curves.items():
         label = side if len(runs[side]) == 1 else f"{side}, mean of {len(runs[side])}"
         points = [(step, value) for step, value in zip(metric.steps, values, strict=True) if math.isfinite(value)]
         lines.append(Line(f"{metric.name} {side}", label, points))

@@ -33,8 +33,7 @@ from transformers.utils import ModelOutput
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, local, resharded, shard_of, whole
 from perl.runs.checkpoints import CRITIC
-from perl.training.packing import Packing, Reader, Row, forward_arguments, pack
-from perl.training.passes import Said
+from perl.training.packing import Packing, Reader, Row, Said, forward_arguments, pack
 
 if TYPE_CHECKING:
     from perl.algorithms.algorithm import Scored

@@ -285,6 +285,20 @@ class Packed:
         return F.pad(values[0], (1, 0))[self.completions]
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a forward says of rows: float [rows, width], 0 where there is no token."""
+
+    logps: torch.Tensor
+    """Log-probabilities at the training's temperature, in nats."""
+    entropies: torch.Tensor | None
+    """None from a reference model, whose head makes none."""
+    aux_loss: torch.Tensor | None = None
+    """[]: of a mixture of experts' router."""
+    values: torch.Tensor | None = None
+    """float32: the critic's."""
+
+
 Reader = Literal["policy", "critic"]
 """Whose adapter computes a copy of the rows."""
 

@@ -23,7 +23,7 @@ from perl.engines.sequence import left_pad
 from perl.engines.torch_policy import evaluation_mode
 from perl.models.pixels import image_arguments
 from perl.runs.metrics import StepClock, Work, sequences
-from perl.training.packing import forward_arguments, pack, packed_work
+from perl.training.packing import Said, forward_arguments, pack, packed_work
 
 if TYPE_CHECKING:
     from perl.device import Kernel
@@ -33,20 +33,6 @@ if TYPE_CHECKING:
 PASS_TOKENS = 16_384
 """Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
 by layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a forward says of rows: float [rows, width], 0 where there is no token."""
-
-    logps: torch.Tensor
-    """Log-probabilities at the training's temperature, in nats."""
-    entropies: torch.Tensor | None
-    """None from a reference model, whose head makes none."""
-    aux_loss: torch.Tensor | None = None
-    """[]: of a mixture of experts' router."""
-    values: torch.Tensor | None = None
-    """float32: the critic's."""
 
 
 @dataclass(slots=True, kw_only=True)

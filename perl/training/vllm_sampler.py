@@ -147,7 +147,7 @@ class VLLMSampler:
             values: what attributes of the client are meanwhile.
         """
         values = values | {"llm": SeededLLM(self.client.llm, self._of_tensor_parallel(rows))}
-        with replaced(self.client, values), around:
+        with around, replaced(self.client, values):
             _, token_ids, logprobs, _ = self.client.generate(
                 prompts=[list(prompt.token_ids) for prompt in prompts], images=None, num_generations=1
             )

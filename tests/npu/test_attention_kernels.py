@@ -431,11 +431,9 @@ def test_packed_rows_by_the_kernel_have_the_gradients_of_sdpa(answer):
     from perl import device
     from perl.training.packing import enable_packing, forward_arguments, pack
     from tests.engines.models import tiny
-    from tests.training.test_packing import COMPLETIONS, PROMPTS, micro_batch
-    from perl.training.packing import split_rows
+    from tests.training.test_packing import rows_of
 
-    ids, mask, width = micro_batch()
-    rows = split_rows(ids, mask, width)
+    rows, width = rows_of(), 4
     results, calls = [], []
     import torch_npu
     kernel = torch_npu.npu_fusion_attention

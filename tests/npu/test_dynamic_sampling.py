@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.npu.test_training import CONFIGS, zero3_with_nothing_persistent
-from tests.training.test_dynamic_sampling import check_ranks, ranks_of
+from tests.training.test_collect import check_ranks, ranks_of
 
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
@@ -19,7 +19,7 @@ def test_both_ranks_fill_their_parts_of_the_batch(run_npu, tmp_path, strategy, e
     config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     settings = json.dumps({"bf16": False, "max_steps": 2, "engine": engine})
-    words = ["--num_processes", "2", "-m", "tests.training.test_dynamic_sampling", str(tmp_path), settings]
+    words = ["--num_processes", "2", "-m", "tests.training.test_collect", str(tmp_path), settings]
     run_npu([*launcher, *words], devices=2, timeout=400)
     ranks = ranks_of(tmp_path)
     check_ranks(ranks, 2)

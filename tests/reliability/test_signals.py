@@ -14,7 +14,7 @@ from tests.reliability.place import Place
 
 NUMBERS = {"SIGTERM": 143, "SIGINT": 130}
 PHASES = {
-    "rollout": "perl.training.rollout.RolloutPolicy.complete",
+    "rollout": "perl.engines.torch_policy.TorchPolicyEngine.stream",
     "update": "perl.training.trainer.PerlGRPOTrainer._compute_loss",
     "checkpoint": "perl.runs.process_state.save",
     "validation": "perl.training.validation.Validation.complete",

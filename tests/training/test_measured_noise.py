@@ -9,6 +9,7 @@ import torch
 
 from perl.base.errors import UserError
 from perl.config.schema import NoiseConfig
+from perl.engines.torch_policy import TorchPolicyEngine
 from perl.noise.schedule import Adapted, adapt
 from perl.runs.process_state import state_file
 from tests.tiny import tiny_model
@@ -161,7 +162,8 @@ def test_the_checkpoint_of_another_schedule_holds_no_adapted_noise(tmp_path):
         assert state["adapted"] == (asdict(trainer.noise_stage.adapted) if name == "target_kl" else None)
 
 
-def test_target_kl_is_refused_where_the_samplers_numbers_are_of_another_distribution(tmp_path):
-    truncated = {"engine": "continuous_batching", "use_transformers_continuous_batching": True, "top_k": 5}
+def test_target_kl_is_refused_where_the_samplers_numbers_are_of_another_distribution(tmp_path, monkeypatch):
+    """As vLLM's are with top_k."""
+    monkeypatch.setattr(TorchPolicyEngine, "not_comparable", lambda engine, sampling: "of a truncated distribution")
     with pytest.raises(UserError, match=r"target_kl: .* of a truncated distribution; write .*schedule linear"):
-        trainer_of(tmp_path, target_kl(), **truncated)
+        trainer_of(tmp_path, target_kl(), top_k=5)

@@ -58,6 +58,6 @@ def test_a_prompt_passes_few_files_in_few_forms(tmp_path):
     forms = set().union(*files.values())
     assert len(forms) <= 7, forms
     assert {"row", Prompt, Completion, Trajectory, Batch, Packed} <= forms
-    assert not [code.co_qualname if sys.version_info >= (3, 11) else code.co_name for code in functions
-                if "super" in code.co_names]  # fmt: skip
+    ours = [code for code in functions if "/training/" in code.co_filename]
+    assert not [code.co_qualname for code in ours if "super" in code.co_names]
     assert taken == []  # no method of TRL's or transformers' is replaced on the trainer

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from perl.training.rollout import EvaluatorRules
 from safetensors.torch import load_file
 
 from perl.base.errors import Stopped, UserError
@@ -31,8 +30,8 @@ from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
 from perl.training import validation
 from perl.training.grpo import train
-from perl.training.validation import Validation, completion_of, logged_steps, metrics_of, share_of
-from perl.training.validation_setup import set_up_validation
+from perl.training.validation import Validation, logged_steps, metrics_of, share_of
+from perl.training.validation_setup import EvaluatorRules, set_up_validation
 from tests.engines.models import completions
 from tests.tiny import END, save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu
@@ -333,14 +332,14 @@ def test_steps_that_are_trained_again_are_validated_again(validated, made, flags
 
 
 def test_a_signal_in_a_validation_ends_the_run_with_the_step_before_it(made, flags, tmp_path, monkeypatch):
-    complete = Validation.complete
+    validate = Validation.run
 
     def interrupted(self, step, *rest):
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return complete(self, step, *rest)
+        return validate(self, step, *rest)
 
-    monkeypatch.setattr(Validation, "complete", interrupted)
+    monkeypatch.setattr(Validation, "run", interrupted)
     datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "training.output_dir": tmp_path / "run"}
     with pytest.raises(Stopped, match="SIGTERM after step 1 of 4, checkpoint-1 is saved"):
         train(flags(VALIDATION, datasets))
@@ -410,7 +409,7 @@ ENDS = EvaluatorRules(eos_token_ids=frozenset([END]), context=8)
 def test_every_sample_is_one_processs_and_all_ask_for_as_many(world_size):
     given = [sample(f"k{i}", j, tokens=8 if i == 3 else 3) for i in range(6) for j in range(2)]
     shares = [share_of(given, rank, world_size, ENDS) for rank in range(world_size)]
-    own = [s.id for share in shares for s in [*share.asked[: share.own], *share.overlong]]
+    own = [s.id for share in shares for s in [*share.asked[: share.local], *share.overlong]]
     assert sorted(own) == sorted(s.id for s in given)
     assert len({len(share.asked) for share in shares}) == 1
     assert [s.key for s in shares[0].overlong] == ["k3", "k3"]  # 8 tokens leave no room in 8
@@ -462,14 +461,6 @@ def test_a_dataset_that_is_trained_on_gets_a_warning(made, flags, caplog):
     trained = {problem_hash(problem) for problem in load_problems(str(made / "others.jsonl"), limit=2)}
     set_up_validation(config, tiny_tokenizer(), trained)
     assert "the run trains on 2 of its 6 problems" in caplog.text
-
-
-def test_a_completion_loses_its_end_token_alone():
-    ids = tiny_tokenizer().encode("7 #### 3")
-    ended = completion_of({END}, [*ids, END])
-    assert (ended.content_ids, ended.finish_reason) == (tuple(ids), "stop")
-    assert completion_of({END}, ids).finish_reason == "length"
-    assert completion_of({END}, []).finish_reason == "length"
 
 
 def test_the_best_is_the_first_of_the_highest(made, flags, tmp_path):

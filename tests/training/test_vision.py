@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import subprocess
@@ -9,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
+from datasets import Image, List
 from safetensors.torch import load_file
 from trl import GRPOTrainer
 
@@ -22,7 +25,7 @@ from perl.finetuning.sft import fine_tune
 from perl.models.folders import ADAPTER_CONFIG, load_model
 from perl.models.images import decoded, load_processing
 from perl.runs.setup import build_dataset
-from perl.runs.vision import VISION_TOWER, check_mixed_rows, in_chunks
+from perl.runs.vision import VISION_TOWER, check_mixed_rows
 from perl.scoring.results import read_samples
 from perl.training.grpo import train
 from perl.training.trainer import PerlGRPOTrainer
@@ -104,12 +107,15 @@ def test_it_learns_what_trl_learns(made, tmp_path, settings):
     def learned(kind):
         data = DatasetConfig(dataset_name_or_path=str(geometry_file(tmp_path / "train.parquet")))
         processor = load_processing(made / "model", padding_side="left")
+        dataset = build_dataset(data, processor)
+        if kind is GRPOTrainer:  # which takes decoded images
+            dataset = dataset.cast_column("images", List(Image()))
         trainer = make_trainer(
             tmp_path / kind.__name__,
             kind=kind,
             model=load_model(made / "model"),
             tokenizer=processor,
-            dataset=build_dataset(data, processor),
+            dataset=dataset,
             rewards=[reward_tokens],
             peft=PeftConfig(r=4, lora_alpha=8, exclude_modules=VISION_TOWER),
             max_completion_length=LONGEST,
@@ -133,26 +139,6 @@ def test_it_learns_what_trl_learns(made, tmp_path, settings):
     assert max(t.abs().max() for name, t in their_adapter.items() if "lora_B" in name) > 1e-6
 
 
-def test_chunks_of_rows_have_their_own_images():
-    """Rows with two, none, one and no image of 2, 4 and 6 patches; two rows a chunk."""
-    fields = {
-        "pixel_values": torch.arange(12.0)[:, None],
-        "image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2], [1, 2, 3]]),
-        "num_images": [2, 0, 1, 0],
-        "mm_token_type_ids": torch.zeros(4, 9),
-        "num_tiles": None,
-        "compute_entropy": True,
-    }
-    first, second = in_chunks(fields, rows=4, size=2)
-    assert first["pixel_values"][:, 0].tolist() == [*range(6)]
-    assert second["pixel_values"][:, 0].tolist() == [*range(6, 12)]
-    assert (first["num_images"], second["num_images"]) == ([2, 0], [1, 0])
-    assert second["image_grid_thw"].tolist() == [[1, 2, 3]]
-    assert first.keys() == {"pixel_values", "image_grid_thw", "num_images", "compute_entropy"}
-    each = in_chunks(fields, rows=4, size=1)
-    assert each[1] == each[3] == {"compute_entropy": True}  # no model takes an empty tensor of pixels
-
-
 def test_a_run_samples_what_it_trains(trained):
     steps = [row for row in rows_of(trained) if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2]
@@ -169,7 +155,6 @@ def test_without_noise_the_sampler_is_the_trainer_in_float32(made, tmp_path, cap
     said = " ".join(record.message for record in caplog.records)
     assert "rollouts: sampler and trainer agree" in said
     assert "the adapter is on the linear layers of the language model, the vision tower has none" in said
-    assert "micro-batches have the rows that TRL gives them: what TRL keeps of their images" in said
     assert "micro-batches are padded, not packed" in said
 
 
@@ -292,7 +277,10 @@ def test_prompts_that_are_too_long_with_their_images_are_dropped(made, tmp_path)
     kept = build_dataset(DatasetConfig(dataset_name_or_path=str(file), max_prompt_length=60), processor)
     assert [row["prompt"][0]["content"] for row in kept] == [[{"type": "text", "text": "so"}]]
     both = build_dataset(DatasetConfig(dataset_name_or_path=str(file), max_prompt_length=80), processor)
-    assert [[image.size for image in row["images"]] for row in both] == [[(64, 64)], []]
+    assert [[PIL.Image.open(io.BytesIO(image["bytes"])).size for image in row["images"]] for row in both] == [
+        [(64, 64)],
+        [],
+    ]
 
 
 def test_an_image_that_comes_for_each_completion_is_computed_once(made):

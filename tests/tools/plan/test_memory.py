@@ -15,11 +15,12 @@ from perl.adapters import ADAPTERS
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.engines import decoder
 from perl.engines.cache import BLOCK_SIZE, BlockCache, RowCache
+from perl.records import Trajectory
 from perl.tools.plan import memory
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.inputs import shape_of
 from perl.tools.plan.memory import GB, Item, Job, Micro, Shape, activations, items, micro_batch, peak, states, update
-from perl.training.packing import Packing, enable_packing, forward_arguments, pack, split_rows
+from perl.training.packing import Packing, enable_packing, forward_arguments, pack
 from tests.tiny import tiny_model
 
 PEFT = PeftConfig(r=4, lora_alpha=8)
@@ -221,9 +222,11 @@ def saved_bytes(family, layers, dtype, dropout=0.0, **changes):
     config = ADAPTERS["lora"].build(replace(PEFT, lora_dropout=dropout))
     model: Any = get_peft_model(model.to(dtype), config)
     assert enable_packing(model) is None
-    ids = torch.randint(5, 20, (1, PROMPT)).expand(ROWS, -1)
-    ids = torch.cat([ids, torch.randint(5, 20, (ROWS, COMPLETION))], dim=1)
-    packed = pack(split_rows(ids, torch.ones_like(ids), COMPLETION), COMPLETION, "cpu")
+    prompt, drawn = torch.randint(5, 20, (PROMPT,)).tolist(), torch.randint(5, 20, (ROWS, COMPLETION)).tolist()
+    rows = [
+        Trajectory(row={}, position=0, sample=i, prompt_ids=tuple(prompt), token_ids=ids) for i, ids in enumerate(drawn)
+    ]
+    packed = pack(rows, COMPLETION, "cpu")
     kept: dict[int, int] = {}
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     alive = []
