@@ -117,6 +117,18 @@ def test_files_and_links_exist(page):
         assert link.startswith("https://") or (page.parent / link).is_file(), link
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_into_pages_find_their_heading(page):
+    for file, anchor in re.findall(r"\]\(((?:[\w./]+\.md)?)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        assert anchor in anchors(page.parent / file if file else page), anchor
+
+
 @pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=name)
 def test_a_chinese_page_leads_to_chinese_pages_where_there_are_any(english, chinese):
     """But for the one link to its own other half."""
