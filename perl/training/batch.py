@@ -126,6 +126,9 @@ class Dealer:
     """Rows of one prompt stay together; otherwise rows are ordered by length alone."""
     fixed: bool = False
     """The loss depends on which rows share a micro-batch: each gets per_device_train_batch_size, as TRL gives them."""
+    always_forward: bool = False
+    """An empty micro-batch computes one token that counts nothing: DeepSpeed reduces gradients after each micro-batch
+    and fails where none came."""
     max_tokens: int | None = None
     """Tokens of a micro-batch's packed sequence; more only for a single row, or where the rows need more micro-batches
     than there are: then as few as will do. Needs `group`."""
@@ -155,7 +158,8 @@ class Dealer:
         for window, places, count in zip(chunks, windows, counts, strict=True):
             count = max(1, count)  # where no row is computed the optimizer makes its step all the same
             missing = [[]] * (count - len(window))
-            micro_batches = [MicroBatch(None)] * (size - count)
+            empty = self._micro_batch(batch, []) if self.always_forward else MicroBatch(None)
+            micro_batches = [empty] * (size - count)
             micro_batches += [self._micro_batch(batch, chunk) for chunk in [*window, *missing]]
             micro_batches[0] = replace(micro_batches[0], trained_tokens=_tokens([batch.rows[i] for i in places]))
             dealt += micro_batches

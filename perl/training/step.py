@@ -265,7 +265,7 @@ class Step:
         """
         batch = micro_batch.batch
         if batch is None:  # of no process: nothing is computed
-            return torch.zeros((), device=self.device, requires_grad=True) * 1.0  # DeepSpeed asks for a grad_fn
+            return torch.zeros((), device=self.device, requires_grad=True)
         said = self.passes.score(model, batch.rows, batch.width, self.critic)
         if micro_batch.takes_part:
             return (said.logps * 0.0).sum() + (0.0 if said.values is None else (said.values * 0.0).sum())

@@ -217,6 +217,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             leave_out_zero=args.beta == 0.0 and not chosen.critic,
             group=plan.packed,
             fixed=fixed or self.aux_loss_enabled,
+            always_forward=self.is_deepspeed_enabled,
             max_tokens=args.max_tokens_per_microbatch if plan.packed else None,
             size=size,
         )

@@ -107,6 +107,14 @@ def test_a_window_without_any_gradient_makes_its_step_all_the_same():
     assert quiet[1].takes_part
 
 
+def test_under_deepspeed_an_empty_micro_batch_computes_a_token():
+    """DeepSpeed's ZeRO-2 ended with an IndexError after a backward that gave no parameter a gradient."""
+    quiet = dataclasses.replace(WINDOW, advantages=torch.zeros(4, 1))
+    dealt = dealer(leave_out_zero=True, always_forward=True).deal(quiet, alone)
+    assert [each.takes_part for each in dealt] == [True, True]
+    assert [len(each.batch.rows) for each in dealt] == [1, 1]
+
+
 @pytest.mark.parametrize("leave_out_zero", [False, True])
 def test_rows_whose_every_token_is_masked_are_left_out(leave_out_zero):
     """By mask_truncated_completions: neither their advantage nor their KL enters the loss."""
