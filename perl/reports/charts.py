@@ -152,7 +152,8 @@ def trend(
         smooth: draw the running mean where there are many logs.
         x_name: what the horizontal axis counts; its last word is what one of them is called.
         level: drawn across, dashed: what the lines are compared with.
-        pointer: the script shows values under the pointer; else each point has a dot that says its value.
+        pointer: the script shows values under the pointer; else each point, a percentage with its interval, has a dot
+            that says it.
     """
     top, right, bottom = 30, 14, 36
     x_word = x_name.split()[-1]
@@ -214,7 +215,7 @@ def dots(each: Line, x: Scale, y: Scale, number: int, x_word: str) -> list[Marku
     """A dot a point, which says its value and interval."""
     drawn = []
     for (step, value), (_, low, high) in zip(each.points, each.band, strict=True):
-        words = title(f"{each.name}, {x_word} {step:,}: {value:.1f} ({low:.1f} to {high:.1f})")
+        words = title(f"{each.name}, {x_word} {step:,}: {value:.1f} % ({low:.1f} to {high:.1f})")
         drawn.append(line(x(step), y(low), x(step), y(high), class_="interval"))
         drawn.append(element("circle", words, cx=x(step), cy=y(value), r=4, class_=f"dot s{number}"))
     return drawn

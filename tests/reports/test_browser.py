@@ -268,7 +268,9 @@ def test_a_comparison_and_the_problems_that_changed(tmp_path, visit, chrome):
         ["gsm8k", "avg@2", "better", "33.33", "95.83", "+62.50", "12 × 2", "8", "1", "3"],
         ["", "pass@2", "better", "33.33", "100.00", "+66.67", ""],
     ]  # fmt: skip
-    assert page.run("return document.querySelectorAll('.compared .chart circle').length") == 2
+    assert page.run("return [...document.querySelectorAll('.compared .chart title')].map((t) => t.textContent)") == [
+        "avg@2: +62.5 (+29.2 to +91.7)", "pass@2: +66.7 (+41.7 to +91.7)",
+    ]  # fmt: skip
     page.click(".compared summary")
     assert page.run("return document.querySelector('.differs tbody').rows[0].cells[1].textContent") == json.dumps(
         HOSTILE[2]

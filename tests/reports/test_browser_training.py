@@ -3,9 +3,11 @@ what hostile text in a run's folder cannot do."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from perl.__main__ import main
 from tests.reports.conftest import CONFIG, logged, record, write_results, write_training
@@ -158,10 +160,11 @@ def test_hostile_text_in_a_run_stays_text(tmp_path, visit):
     page = visit(file)
     title = page.chrome.title
     assert title.startswith("script>: GRPO with <img src=x")
-    for text in HOSTILE:
-        assert text.replace("\x00", "") in page.run("return document.querySelector('.settings').textContent").replace(
-            "\x00", ""
-        )
+    shown = page.run("return document.querySelector('.inner pre').textContent")
+    assert yaml.safe_load(shown)["reward"]["functions"] == HOSTILE
+    made = page.run("return document.querySelector('.settings').textContent").replace("\x00", "")
+    for text in (HOSTILE[0], HOSTILE[3], shlex.join(HOSTILE)):
+        assert text.replace("\x00", "") in made
     page.run(POINT, 0, 2, "pointermove")
     assert f"{HOSTILE[0]} 0.5" in legends(page)[0]
     assert page.run(OVERLAPS) == []
