@@ -60,7 +60,7 @@ from perl.training.critic import Critic
 from perl.training.engines import open_engine
 from perl.training.loss import EntropyBonus, LossSettings
 from perl.training.metrics import Metrics, completions_of
-from perl.training.packing import plan_packing
+from perl.training.packing import PackingPlan, plan_packing
 from perl.training.passes import PASS_TOKENS, Passes
 from perl.training.processes import Processes
 from perl.training.step import Step
@@ -203,31 +203,79 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     ) -> Step:
         args, policy = self.args, self.policy()
         chosen = ALGORITHMS[algorithm.name]
-        processes, size = Processes(self.accelerator), model_size(self.model)
+        processes = Processes(self.accelerator)
         correction = correction_mode(args, rollout)
         metrics = Metrics(processes, self._metrics["train"], correction)
         bonus = EntropyBonus.of(args)
         plan = plan_packing(policy, args, self.aux_loss_enabled, self.accelerator.mixed_precision)
         if self.ref_model is not None and plan.packed:
             plan_packing(self.accelerator.unwrap_model(self.ref_model), args, False, "no")  # it scores the same rows
-        fixed = args.loss_type == "bnpo" or args.top_entropy_quantile < 1.0 or bonus is not None
-        dealer = Dealer(
+        engine = open_engine(self, rollout, peft_config, engine_kwargs)
+        sampling = self._sampling(engine_kwargs)
+        if self.noise and self.noise_config.schedule == "target_kl" and (why := engine.not_comparable(sampling)):
+            raise UserError(
+                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
+                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
+            )
+        made_critic = self._make_critic(critic, algorithm.name, plan) if chosen.critic else None
+        window = (args.steps_per_generation or 1) * self.num_iterations
+        return Step(
+            args=args,
+            config=algorithm,
+            algorithm=chosen,
+            settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
+            engine=engine,
+            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes),
+            passes=self._make_passes(plan, processes),
+            dealer=self._make_dealer(plan, without_zero=args.beta == 0.0 and not chosen.critic, one_loss=bonus is None),
+            critic=made_critic,
+            metrics=metrics,
+            nonfinite=self.nonfinite,
+            processes=processes,
+            clock=self.clock,
+            device=self.accelerator.device,
+            model=lambda: self.model,
+            gathered=self.gathered,
+            reference=self._reference if refers else None,
+            noise=self.noise,
+            sigma=lambda: self.noise_stage.stage.sigma if self.noise else 0.0,
+            noisy_old=bool(self.noise) and self.noise_config.old_logps == "noisy",
+            stale=args.gradient_accumulation_steps % window != 0,
+            kl_coefficient=KLCoefficient(
+                algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
+            ),
+            entropy_bonus=bonus,
+            router_coefficient=self.router_aux_loss_coef or 0.0,
+        )
+
+    def _make_dealer(self, plan: PackingPlan, *, without_zero: bool, one_loss: bool) -> Dealer:
+        """
+        Args:
+            without_zero: nothing but the advantage makes a row's gradient.
+            one_loss: no entropy bonus, whose mean is over a micro-batch.
+        """
+        args = self.args
+        fixed = args.loss_type == "bnpo" or args.top_entropy_quantile < 1.0 or self.aux_loss_enabled
+        return Dealer(
             accumulation=args.gradient_accumulation_steps,
             per_generation=args.steps_per_generation or 1,
-            leave_out_zero=args.beta == 0.0 and not chosen.critic,
+            leave_out_zero=without_zero,
             group=plan.packed,
-            fixed=fixed or self.aux_loss_enabled,
+            fixed=fixed or not one_loss,
             always_forward=self.is_deepspeed_enabled,
             max_tokens=args.max_tokens_per_microbatch if plan.packed else None,
-            size=size,
+            size=model_size(self.model),
         )
-        passes = Passes(
+
+    def _make_passes(self, plan: PackingPlan, processes: Processes) -> Passes:
+        args = self.args
+        return Passes(
             packed=plan.packed,
             kernel=plan.kernel,
             aux_loss=self.aux_loss_enabled,
             max_tokens=args.max_tokens_per_microbatch or PASS_TOKENS,
             device=self.accelerator.device,
-            config=policy.config,
+            config=self.policy().config,
             clock=self.clock,
             without_checkpointing=lambda: disable_gradient_checkpointing(
                 self.model,
@@ -238,16 +286,19 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             pad_token_id=int(self._tokenizer.pad_token_id),  # type: ignore[arg-type]
             image_inputs=lambda row: image_inputs(self.processing_class, row.images) if row.images else None,
         )
-        engine = open_engine(self, rollout, peft_config, engine_kwargs)
-        sampling = self._sampling(engine_kwargs)
-        if self.noise and self.noise_config.schedule == "target_kl" and (why := engine.not_comparable(sampling)):
-            raise UserError(
-                f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
-                f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
-            )
+
+    def _make_collector(
+        self,
+        algorithm: AlgorithmConfig,
+        engine: PolicyEngine,
+        sampling: Sampling,
+        grade_early: GradeEarly | None,
+        processes: Processes,
+    ) -> Collector:
+        args = self.args
         per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
         epochs = args.num_train_epochs if algorithm.dynamic_sampling and args.max_steps <= 0 else None
-        collector = Collector(
+        return Collector(
             stream=PromptStream(len(self.train_dataset), per_batch, args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
             rows=self.train_dataset,
             read=self._read,
@@ -268,36 +319,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             )
             if algorithm.dynamic_sampling
             else None,
-        )
-        made_critic = self._make_critic(critic, algorithm.name, plan) if chosen.critic else None
-        window = (args.steps_per_generation or 1) * self.num_iterations
-        return Step(
-            args=args,
-            config=algorithm,
-            algorithm=chosen,
-            settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
-            engine=engine,
-            collector=collector,
-            passes=passes,
-            dealer=dealer,
-            critic=made_critic,
-            metrics=metrics,
-            nonfinite=self.nonfinite,
-            processes=processes,
-            clock=self.clock,
-            device=self.accelerator.device,
-            model=lambda: self.model,
-            gathered=self.gathered,
-            reference=self._reference if refers else None,
-            noise=self.noise,
-            sigma=lambda: self.noise_stage.stage.sigma if self.noise else 0.0,
-            noisy_old=bool(self.noise) and self.noise_config.old_logps == "noisy",
-            stale=args.gradient_accumulation_steps % window != 0,
-            kl_coefficient=KLCoefficient(
-                algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
-            ),
-            entropy_bonus=bonus,
-            router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 
     def policy(self) -> Any:
