@@ -41,6 +41,7 @@ from perl.algorithms.kl import KLCoefficient
 from perl.base.errors import UserError
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
+from perl.engines.base import PolicyEngine
 from perl.models.pixels import image_inputs
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
