@@ -47,16 +47,6 @@ def test_rollout():
 
 
 @pytest.mark.slow
-def test_dynamic_sampling():
-    """No token more than the batch needs."""
-    small = ["--groups", "2", "--group_size", "4", "--prompt_length", "9", "--mean", "6", "--longest", "12"]
-    result = run_module("dynamic_sampling", "--pairs", "1", *small)
-    assert result["drawn"] == result["needed"] > 2 * 4 * 2
-    assert result["tokens_over_needed"] == 1.0
-    assert result["groups_drawn"] >= 2
-
-
-@pytest.mark.slow
 def test_validation():
     """The benchmark itself compares the two sides' rows."""
     small = ["--rows", "6", "--n", "2", "--temperature", "1", "--max_new_tokens", "9"]
