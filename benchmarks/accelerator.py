@@ -5,8 +5,8 @@
 First the tests marked `gpu`, then cases in order of value, each in a process and with a time limit of its own. All
 models have random weights in bfloat16, LoRA r 16 on all linears, prompts of 256 tokens in groups of 8, one device.
 
-rollout  completions of one length by each trainer's `_generate_single_turn`; no token ends a row before that. A step of
-         one row shows what launching kernels takes
+rollout  completions of one length, as each trainer draws them; no token ends a row before that. A step of one row shows
+         what launching kernels takes
 step     whole GRPO steps: rollout, reward, loss, backward, optimizer (micro-batches of 8, gradient checkpointing)
 update   the update alone, on 16 given completions of log-normal lengths: old log-probabilities, loss and backward
 mixed    a rollout whose rows end at random, after 1/4 of the longest in the mean
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -310,22 +311,22 @@ class CaseRun:
         give(trainer, given)
         old_s = [0.0]
 
-        def timed(forward: Any) -> Any:
-            def timed_forward(*args: Any, **kwargs: Any) -> Any:
-                if torch.is_grad_enabled():  # the loss's own
-                    return forward(*args, **kwargs)
-                started = clock()
-                result = forward(*args, **kwargs)
-                old_s.append(clock() - started)
-                return result
-
-            return timed_forward
+        def timed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+            started = clock()
+            result = forward(*args, **kwargs)
+            old_s.append(clock() - started)
+            return result
 
         if side == "trl":
-            trainer._get_per_token_logps_and_entropies = timed(trainer._get_per_token_logps_and_entropies)
+            logps = trainer._get_per_token_logps_and_entropies
+
+            def without_the_losses(*args: Any, **kwargs: Any) -> Any:
+                return (logps if torch.is_grad_enabled() else functools.partial(timed, logps))(*args, **kwargs)
+
+            trainer._get_per_token_logps_and_entropies = without_the_losses
         else:
             passes = trainer.step.passes
-            trainer.step.passes = Timed(passes, timed(passes.logps))
+            trainer.step.passes = Timed(passes, functools.partial(timed, passes.logps))
         steps = train(trainer, first=2)
         peak = round((max(step["peak_mb"] for step in steps) - held) / 1024, 3)
         seconds = {"old_logps_s": round(old_s[-1], 3), "update_s": round(steps[-1]["wall_s"], 3)}

@@ -137,7 +137,7 @@ def run(side: str, flags: Sequence[str], sampling_seed: int, steps: int | None, 
             **extra,
         )
         if side == "ours":
-            trainer.sampling_seed = sampling_seed
+            trainer.step.collector.seed = sampling_seed
         trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]
     return Run([row["reward"] for row in rows], [row["rewards/accuracy/mean"] for row in rows], clock.seconds)

@@ -3,7 +3,7 @@
     python -m benchmarks.rollout [--pairs 5] [--group_size 8] [--lengths lognormal|equal] [--threads 1] [--peers]
     python -m benchmarks.rollout --model qwen2.5-0.5b --dtype bfloat16 [--capture_graphs true|false]
 
-"trl" is GRPOTrainer and "ours" PerlGRPOTrainer (engine fast), each with its own `_generate_single_turn`, so with all
+"trl" is GRPOTrainer and "ours" PerlGRPOTrainer (engine fast), each as it draws them while it trains, so with all
 that a rollout costs in training. A logits processor forces each completion's length on both ("forced_share" is its
 share of the time). With --peers one round each of TRL with continuous batching and of vLLM on the merged model, where
 the lengths are bounds on each request. Every side is a process of its own, and its first round is not counted.
