@@ -151,7 +151,7 @@ def _declaration(script: Script, node: Node) -> None:
     for child in node.named_children:
         follow(script, child)
         if exports:
-            script.exported.append(_text(child).partition("=")[0])
+            script.exported.append(_text(child.children[0] if child.type == "variable_assignment" else child))
 
 
 def _assign(script: Script, node: Node) -> None:
