@@ -642,7 +642,7 @@ def test_bash(tmp_path, line, value):
 def test_variables_that_mean_the_same_stand_before_the_command(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(
-        "export VERL_USE_MODELSCOPE=True WANDB_API_KEY=0123\n"
+        "export VERL_USE_MODELSCOPE WANDB_API_KEY=0123\nVERL_USE_MODELSCOPE=True\n"
         f"env WANDB_MODE=offline RAY_DEDUP_LOGS=0 python3 -m verl.trainer.main_ppo {' '.join(GOOD)}\n"
     )
     result = of(script)

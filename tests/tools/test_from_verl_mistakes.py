@@ -96,6 +96,11 @@ SCRIPTS = {
     "an output": (f"{COMMAND} data.train_batch_size=$(cat size)\n", "SCRIPT:1: $(cat size) is only known to a run"),
     "a division by zero": (f"{COMMAND} data.seed=$((1 / 0))\n", "cannot be computed"),
     "eval": (f'eval "{COMMAND}"\n', "SCRIPT:1: eval"),
+    "bash -c": (f'bash -c "{COMMAND}"\n', "SCRIPT:1: bash makes a command that only a run shows; write the command"),
+    "behind a condition of the machine": (
+        f"[ -f x ] && A=1 && B=2\n{COMMAND} data.train_files=$A\n",
+        "SCRIPT:1: it depends on '[ -f x ] && A=1'",
+    ),
     "an exit": (f'if [ -z "" ]; then\n  exit 1\nfi\n{COMMAND}\n', "SCRIPT:2: the script ends here"),
     "a variable in a quoted empty word": (f'EMPTY=\n{COMMAND} "$EMPTY"\n', "a variable in quotes may be empty"),
     "not text": (b"\xff\xfe\x00", "cannot be read as a script: it is no text"),

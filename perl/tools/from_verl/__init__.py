@@ -2,7 +2,8 @@
 
 shell.py      script -> the words of its training command          (tree-sitter; nothing is run)
 overrides.py  words, YAML -> keys with values over verl's defaults (Hydra's parser, OmegaConf)
-keys.py       KEYS: each key -> translated | without effect | refused
+keys.yaml     each key -> translated | without effect | refused   (keys.py reads it)
+handlers.py   what decides about a key that others decide about too
 batch.py      verl's batch arithmetic
 translate.py  all of a command, into the three lists
 cli.py        recipe, printed lists, launch

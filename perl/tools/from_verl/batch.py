@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
+@dataclass
 class BatchError(Exception):
     """A batch that cannot be cut as verl's keys say."""
 
-    def __init__(self, key: str, why: str):
-        super().__init__(why)
-        self.key = key
-        self.why = why
+    key: str
+    why: str
 
 
 @dataclass(frozen=True)

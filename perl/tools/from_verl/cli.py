@@ -88,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
 def _source(words: list[str]) -> tuple[str | None, list[str]]:
     """The file, where the first word is one, and the other words."""
     first = words[0] if words else ""
-    if first.endswith((".sh", ".bash", ".yaml", ".yml")) and not first.startswith("-") and "=" not in first:
+    if "=" in first or first.startswith("-") or not first:
+        return None, words
+    if Path(first).suffix in (".sh", ".bash", ".yaml", ".yml") or (len(words) == 1 and Path(first).is_file()):
         return first, words[1:]
-    if first and "=" not in first and not first.startswith(("-", "~")) and Path(first).is_file() and len(words) == 1:
-        return first, []
-    if len(words) == 1 and "=" not in first and not first.startswith(("~", "-")):
+    if len(words) == 1 and not first.startswith("~"):
         what = "a folder" if Path(first).is_dir() else "no such file"
         raise UserError(f"{first}: {what}; give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
     return None, words
@@ -127,12 +127,10 @@ def recipe_text(result: Translation) -> str:
 
 def _yaml(value: Any) -> str:
     if isinstance(value, float):
-        return (
-            "0.0" if value == 0 else f"{value:.1e}" if float(f"{value:.1e}") == value and value < 0.001 else repr(value)
-        )
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True).removesuffix("\n...\n").strip()
-    )
+        short = f"{value:.1e}"
+        return "0.0" if value == 0 else short if float(short) == value and value < 0.001 else repr(value)
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
+    return text.removesuffix("\n...\n").strip()
 
 
 def launch_command(result: Translation, recipe: Path) -> str:
@@ -200,22 +198,22 @@ def _batch_lines(result: Translation) -> list[str]:
     if result.batch is None:
         return []
     b = result.batch
+    each = f"per_device {b.per_device_train_batch_size} x {b.devices}"
+    rollout, update = b.prompts_per_rollout * b.n, b.prompts_per_update * b.n
     rows = [
         ("", "verl", "here"),
         ("devices", f"{b.devices}", f"NUM_PROCESSES {b.devices}"),
         ("prompts a rollout", f"train_batch_size {b.prompts_per_rollout}", f"{b.prompts_per_rollout}"),
         (
             "completions a rollout",
-            f"{b.prompts_per_rollout} x n {b.n} = {b.prompts_per_rollout * b.n}",
-            f"per_device {b.per_device_train_batch_size} x {b.devices} x steps_per_generation {b.steps_per_generation}"
-            f" = {b.per_device_train_batch_size * b.devices * b.steps_per_generation}",
+            f"{b.prompts_per_rollout} x n {b.n} = {rollout}",
+            f"{each} x steps_per_generation {b.steps_per_generation} = {rollout}",
         ),
         ("prompts an update", f"ppo_mini_batch_size {b.prompts_per_update}", f"{b.prompts_per_update}"),
         (
             "completions an update",
-            f"{b.prompts_per_update} x n {b.n} = {b.prompts_per_update * b.n}",
-            f"per_device {b.per_device_train_batch_size} x {b.devices} x accumulation {b.gradient_accumulation_steps}"
-            f" = {b.per_device_train_batch_size * b.devices * b.gradient_accumulation_steps}",
+            f"{b.prompts_per_update} x n {b.n} = {update}",
+            f"{each} x accumulation {b.gradient_accumulation_steps} = {update}",
         ),
         ("updates a rollout", f"k x ppo_epochs = {b.updates_per_rollout}", f"{b.updates_per_rollout} optimizer steps"),
     ]

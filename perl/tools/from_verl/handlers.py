@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,12 @@ from perl.base.errors import UserError
 from perl.tasks import rows_of
 from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import BatchError
-from perl.tools.from_verl.outcomes import (
-    ADAPTER,
-    Handler,
-    NoEffect,
-    Outcome,
-    Refused,
-    Translated,
-    Verl,
-    number,
-    one_or_more,
-    path,
-    positive,
-    shown,
-    texts,
-    to,
-    where,
-    whole,
-    yes_or_no,
-)
+from perl.tools.from_verl.outcomes import ADAPTER, OFF, Handler, NoEffect, Outcome, Refused, Translated, Verl, to, when
+from perl.tools.from_verl.values import KL_ESTIMATORS, kl_estimator, number, path, positive, shown, whole, yes_or_no
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
-SPEED = "speed and memory only: the result is the same"
 
 
 # Batch
@@ -55,7 +38,7 @@ def batch_field(field: str, meaning: str) -> Handler:
 def group_size(value: Any, verl: Verl) -> Outcome:
     if verl["algorithm.adv_estimator"] not in ("gae", "reinforce_plus_plus") and value == 1:
         return Refused("1 completion has no others to be compared with; a group has 2 or more: rollout.n=8")
-    return to("training.num_generations", positive)(value, verl)
+    return Translated({"training.num_generations": positive(value)})
 
 
 def whole_micro_batch(value: Any, verl: Verl) -> Outcome:
@@ -72,18 +55,33 @@ def devices(value: Any, verl: Verl) -> Outcome:
     return Translated({"NUM_PROCESSES": verl.devices})
 
 
-def dynamic_batches(value: Any, verl: Verl) -> Outcome:
-    if not value:
-        return NoEffect("micro-batches have as many rows as ppo_micro_batch_size_per_gpu says")
-    return Translated({"training.max_tokens_per_microbatch": verl[f"{ACTOR}.ppo_max_token_len_per_gpu"]})
-
-
 def updates(value: Any, verl: Verl) -> int:
     """Steps of verl in optimizer steps."""
     return positive(value) * verl.updates_per_rollout
 
 
+def steps(field: str) -> Handler:
+    return lambda value, verl: Translated({field: updates(value, verl)})
+
+
+def frequency(field: str, on: Mapping[str, Any], never: Mapping[str, Any]) -> Handler:
+    """A number of steps between two events; not above 0 is never."""
+
+    def handle(value: Any, verl: Verl) -> Outcome:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return Refused(f"{shown(value)} is not a whole number")
+        return Translated({**on, field: updates(value, verl)} if value > 0 else {**never})
+
+    return handle
+
+
 # Algorithm and loss
+
+
+ESTIMATORS = {"gae": "ppo", "rloo": "rloo", "rloo_vectorized": "rloo"} | {
+    name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk")
+}
+"""verl's algorithm.adv_estimator -> algorithm.name, where that is not grpo."""
 
 
 def estimator(value: Any, verl: Verl) -> Outcome:
@@ -96,21 +94,7 @@ def estimator(value: Any, verl: Verl) -> Outcome:
         return Translated({"algorithm.name": ESTIMATORS[value]})
     if value == "remax":
         return Refused("remax samples a greedy completion for each prompt too, which is not there; the nearest is rloo")
-    known = ", ".join(("grpo", *ESTIMATORS))
-    return Refused(f"{shown(value)}: this advantage estimator is not there; {known} are")
-
-
-ESTIMATORS = {
-    "gae": "ppo",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-    "opo": "opo",
-    "gpg": "gpg",
-    "grpo_passk": "grpo_passk",
-}
-"""verl's algorithm.adv_estimator -> algorithm.name, where that is not grpo."""
+    return Refused(f"{shown(value)}: this advantage estimator is not there; {', '.join(('grpo', *ESTIMATORS))} are")
 
 
 def by_group(verl: Verl) -> bool:
@@ -120,27 +104,14 @@ def by_group(verl: Verl) -> bool:
 
 def scale_matters(verl: Verl) -> bool:
     """Whether twice the score is another run: a KL divergence is taken from it, or no deviation divides it."""
-    whitened = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    divided = (
-        verl["algorithm.norm_adv_by_std_in_grpo"] if by_group(verl) else verl["algorithm.adv_estimator"] in whitened
-    )
+    whitened = verl["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    divided = verl["algorithm.norm_adv_by_std_in_grpo"] if by_group(verl) else whitened
     return verl["algorithm.use_kl_in_reward"] or not divided
 
 
 def discounted(verl: Verl) -> bool:
     """Whether gamma has an effect."""
     return verl["algorithm.adv_estimator"] in ("gae", "reinforce_plus_plus")
-
-
-def kl_in_reward(value: Any, verl: Verl) -> Outcome:
-    coefficient = number(verl["algorithm.kl_ctrl.kl_coef"]) if value else 0.0
-    return Translated({"algorithm.kl_in_reward": coefficient}) if value else NoEffect("False leaves it off, as here")
-
-
-def in_reward(handler: Handler) -> Handler:
-    return where(
-        lambda verl: verl["algorithm.use_kl_in_reward"], handler, "in verl too, while use_kl_in_reward is False"
-    )
 
 
 def kl_control(value: Any, verl: Verl) -> Outcome:
@@ -154,117 +125,51 @@ def kl_control(value: Any, verl: Verl) -> Outcome:
     )
 
 
-def adaptive(verl: Verl) -> bool:
-    return verl["algorithm.kl_ctrl.type"] == "adaptive"
-
-
-KL_ESTIMATORS = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "mse",
-    "k2": "mse",
-    "low_var_kl": "low_var_kl",
-    "k3": "low_var_kl",
-}
-"""verl's names -> ours."""
-
-
-def kl_penalty(value: Any, verl: Verl) -> Outcome:
-    if value in KL_ESTIMATORS:
-        return Translated({"algorithm.kl_in_reward_estimator": KL_ESTIMATORS[value]})
-    return Refused(f"{shown(value)}: {', '.join(KL_ESTIMATORS)} are there")
-
-
 def kl_loss(value: Any, verl: Verl) -> Outcome:
-    coefficient = number(verl[f"{ACTOR}.kl_loss_coef"]) if verl[f"{ACTOR}.use_kl_loss"] else 0.0
-    return Translated({"training.beta": coefficient})
+    return Translated({"training.beta": number(verl[f"{ACTOR}.kl_loss_coef"]) if verl[f"{ACTOR}.use_kl_loss"] else 0.0})
 
 
 def kl_type(value: Any, verl: Verl) -> Outcome:
-    uncorrected = {"training.use_bias_correction_kl": False}  # TRL's default weighs it by the ratio
-    if value in ("low_var_kl", "k3"):
-        return Translated(uncorrected)
-    if value in KL_ESTIMATORS:
-        return Translated({"algorithm.kl_estimator": KL_ESTIMATORS[value], **uncorrected})
-    if str(value).removesuffix("+") in KL_ESTIMATORS:
+    if value not in KL_ESTIMATORS and str(value).removesuffix("+") in KL_ESTIMATORS:
         return Refused(f"{shown(value)}: its gradient is that of mse, only the logged value differs; write mse")
-    return Refused(f"{shown(value)}: {', '.join(KL_ESTIMATORS)} are there")
-
-
-def policy_loss(value: Any, verl: Verl) -> Outcome:
-    levels = {"vanilla": "token", "gspo": "sequence"}
-    if value == "sapo":
-        return Translated({"training.importance_sampling_level": "token", "training.loss_type": "sapo"})
-    if value == "cispo":
-        return Refused(
-            "TRL's cispo has no lower bound, and adds up tokens of the whole batch; write vanilla, and"
-            " --config.training.loss_type cispo behind the printed command for TRL's"
-        )
-    if value not in levels:
-        return Refused(f"{shown(value)}: this loss is not there; vanilla, gspo and sapo are")
-    return Translated({"training.importance_sampling_level": levels[value]})
-
-
-def is_sapo(verl: Verl) -> bool:
-    return verl[f"{ACTOR}.policy_loss.loss_mode"] == "sapo"
-
-
-def aggregation(value: Any, verl: Verl) -> Outcome:
-    if is_sapo(verl):
-        return NoEffect("in verl too: the loss sapo is seq-mean-token-mean")
-    if value not in AGGREGATIONS:
-        return Refused(f"{shown(value)}: not there; {', '.join(AGGREGATIONS)} are")
-    return Translated({"training.loss_type": AGGREGATIONS[value]})
-
-
-AGGREGATIONS = {
-    "token-mean": "bnpo",
-    "seq-mean-token-mean": "grpo",
-    "seq-mean-token-sum": "luspo",
-    "seq-mean-token-sum-norm": "dr_grpo",
-}
-"""verl's loss_agg_mode -> TRL's loss_type. token-mean: of each micro-batch, as in verl up to 0.5."""
+    ours = kl_estimator(value)
+    other = {} if ours == "low_var_kl" else {"algorithm.kl_estimator": ours}
+    return Translated({**other, "training.use_bias_correction_kl": False})  # TRL's default weighs it by the ratio
 
 
 def clip_ratio(value: Any, verl: Verl) -> Outcome:
-    if verl[f"{ACTOR}.clip_ratio_low"] is None or verl[f"{ACTOR}.clip_ratio_high"] is None:
-        return to("training.epsilon", number)(value, verl)
+    if None in (verl[f"{ACTOR}.clip_ratio_low"], verl[f"{ACTOR}.clip_ratio_high"]):
+        return Translated({"training.epsilon": number(value)})
     return NoEffect("in verl too: clip_ratio_low and clip_ratio_high, 0.2 by default, go before it")
 
 
 def clip_end(field: str) -> Handler:
-    def handle(value: Any, verl: Verl) -> Outcome:
-        return to(field, number)(verl[f"{ACTOR}.clip_ratio"] if value is None else value, verl)
-
-    return handle
+    return lambda value, verl: Translated({field: number(verl[f"{ACTOR}.clip_ratio"] if value is None else value)})
 
 
 def importance_correction(value: Any, verl: Verl) -> Outcome:
     """Truncated importance sampling: rollout_is of newer versions of verl."""
     if not value:
-        return NoEffect(f"{shown(value)} leaves it off, as it is here")
+        return NoEffect(OFF.format(shown(value)))
     if value not in ("token", "sequence"):
         return Refused(f"{shown(value)}: only token and sequence are there")
-    return corrected(value, verl["algorithm.rollout_correction.rollout_is_threshold"], verl)
+    return _corrected(value, verl["algorithm.rollout_correction.rollout_is_threshold"], verl)
 
 
 def importance_cap(value: Any, verl: Verl) -> Outcome:
     """tis_imp_ratio_cap of versions 0.5 and 0.6: the same, of tokens."""
-    if not capped(value):
-        return NoEffect("off, as it is here")
-    return corrected("token", value, verl)
+    return _corrected("token", value, verl) if _capped(value) else NoEffect("off, as it is here")
 
 
-def capped(value: Any) -> bool:
+def _capped(value: Any) -> bool:
     """verl 0.5 writes -1 for off."""
     return value is not None and number(value) > 0
 
 
-def corrected(level: str, limit: Any, verl: Verl) -> Outcome:
+def _corrected(level: str, limit: Any, verl: Verl) -> Outcome:
     """Ratios of `level`, cut at `limit`; with vLLM TRL's own fields say so."""
     cut = {"training.vllm_importance_sampling_clip_max": number(limit)}
-    if verl.choices.engine != "vllm":
+    if not _is_vllm(verl):
         return Translated({"rollout.importance_correction": level, **cut})
     mode = {"training.vllm_importance_sampling_mode": f"{level}_truncate"}
     return Translated({"training.vllm_importance_sampling_correction": True, **mode, **cut})
@@ -273,25 +178,15 @@ def corrected(level: str, limit: Any, verl: Verl) -> Outcome:
 # Optimizer
 
 
-def learning_rate(value: Any, verl: Verl) -> Outcome:
-    if number(value) < 0:
-        raise ValueError(f"{shown(value)} is below 0")
-    return Translated({"training.learning_rate": multiplied(value, verl)})
-
-
-def multiplied(rate: Any, verl: Verl) -> float:
+def learning_rate(field: str, may_be_zero: bool) -> Handler:
     """By --learning_rate_factor, to twelve digits: 1e-6 tenfold is 1e-5."""
-    return float(f"{number(rate) * verl.choices.learning_rate_factor:.12g}")
 
+    def handle(value: Any, verl: Verl) -> Outcome:
+        if number(value) < 0 or (value == 0 and not may_be_zero):
+            return Refused(f"{shown(value)} is {'below' if may_be_zero else 'not above'} 0")
+        return Translated({field: float(f"{number(value) * verl.choices.learning_rate_factor:.12g}")})
 
-def with_critic(handler: Handler) -> Handler:
-    return where(lambda verl: verl.has_critic, handler, "only PPO (adv_estimator=gae) has it")
-
-
-def critic_rate(value: Any, verl: Verl) -> Outcome:
-    if number(value) <= 0:
-        raise ValueError(f"{shown(value)} is not above 0")
-    return Translated({"critic.lr": multiplied(value, verl)})
+    return handle
 
 
 def critic_model(value: Any, verl: Verl) -> Outcome:
@@ -301,12 +196,6 @@ def critic_model(value: Any, verl: Verl) -> Outcome:
     return Refused(f"{shown(value)}: the critic computes on the policy's base")
 
 
-def critic_rank(value: Any, verl: Verl) -> Outcome:
-    if not value:
-        return NoEffect("verl would train all weights of the critic; here LoRA (critic.r 16) and its head")
-    return Translated({"critic.r": positive(value)})
-
-
 def schedule(value: Any, verl: Verl) -> Outcome:
     """lr_scheduler_type, its warm-up and its lowest rate, which TRL has in three fields."""
     optim = f"{ACTOR}.optim"
@@ -314,19 +203,17 @@ def schedule(value: Any, verl: Verl) -> Outcome:
     steps, ratio, lowest = (verl[f"{optim}.{k}"] for k in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio"))
     if kind not in ("constant", "cosine"):
         return Refused(f"{shown(kind)}: constant and cosine are there")
-    warmup: dict[str, Any] = {}
+    fields: dict[str, Any] = {"training.lr_scheduler_type": kind}
+    if kind == "cosine" and lowest and number(lowest) > 0:
+        fields["training.lr_scheduler_type"] = "cosine_with_min_lr"
+        fields["training.lr_scheduler_kwargs"] = {"min_lr_rate": number(lowest)}
     if isinstance(steps, int) and steps > 0:
-        warmup = {"training.warmup_steps": updates(steps, verl)}
+        fields["training.warmup_steps"] = updates(steps, verl)
     elif ratio and number(ratio) > 0:
-        warmup = {"training.warmup_steps": number(ratio)}
-    if kind == "constant":
-        return Translated({"training.lr_scheduler_type": f"constant{'_with_warmup' if warmup else ''}", **warmup})
-    if lowest and number(lowest) > 0:
-        rate = {"min_lr_rate": number(lowest)}
-        return Translated(
-            {"training.lr_scheduler_type": "cosine_with_min_lr", "training.lr_scheduler_kwargs": rate, **warmup}
-        )
-    return Translated({"training.lr_scheduler_type": "cosine", **warmup})
+        fields["training.warmup_steps"] = number(ratio)
+    if kind == "constant" and "training.warmup_steps" in fields:
+        fields["training.lr_scheduler_type"] = "constant_with_warmup"
+    return Translated(fields)
 
 
 def betas(value: Any, verl: Verl) -> Outcome:
@@ -338,21 +225,10 @@ def betas(value: Any, verl: Verl) -> Outcome:
 # Data
 
 
-def prompts_as(value: Any, verl: Verl) -> Outcome:
-    modes = ("error", "left", "right", "middle")
-    return to("dataset.truncation")(value, verl) if value in modes else Refused(f"{shown(value)}: {', '.join(modes)}")
-
-
 def rollout_batch(value: Any, verl: Verl) -> Outcome:
     if value in (None, verl["data.train_batch_size"]) or verl["algorithm.filter_groups.enable"]:
         return NoEffect("as many prompts are drawn as data.train_batch_size says")
     return Refused("it differs from data.train_batch_size; drop it, or train on as many prompts as are drawn")
-
-
-def filtered(handler: Handler) -> Handler:
-    return where(
-        lambda verl: verl["algorithm.filter_groups.enable"], handler, "algorithm.filter_groups.enable is False"
-    )
 
 
 def filter_metric(value: Any, verl: Verl) -> Outcome:
@@ -361,9 +237,7 @@ def filter_metric(value: Any, verl: Verl) -> Outcome:
         return Translated({"algorithm.dynamic_sampling_metric": "sum"})
     if value not in ("acc", "score"):
         return Refused(f"{shown(value)}: acc, score, seq_reward, seq_final_reward")
-    rewards = reward_functions(None, verl)
-    assert isinstance(rewards, Translated)
-    return Translated({"algorithm.dynamic_sampling_metric": rewards.fields["reward.functions"][0]})
+    return Translated({"algorithm.dynamic_sampling_metric": reward_functions(None, verl).fields["reward.functions"][0]})
 
 
 def filter_limit(value: Any, verl: Verl) -> Outcome:
@@ -371,65 +245,33 @@ def filter_limit(value: Any, verl: Verl) -> Outcome:
     if not isinstance(value, int) or value <= 0:
         return NoEffect("no limit in verl; here --config.algorithm.max_resample_factor is one, 10 unless it is said")
     batch = verl["data.train_batch_size"]
-    drawn = value * (verl["data.gen_batch_size"] or batch)
     return Translated(
-        {"algorithm.max_resample_factor": drawn / batch},
+        {"algorithm.max_resample_factor": value * (verl["data.gen_batch_size"] or batch) / batch},
         "at the limit verl ends the run; here groups of equal rewards fill the batch",
     )
 
 
-def chat_template(value: Any, verl: Verl) -> Outcome:
-    arguments = verl["data.apply_chat_template_kwargs"]
-    return Translated({"training.chat_template_kwargs": arguments}) if arguments else NoEffect("empty")
-
-
-def same_as(key: str) -> Handler:
-    """Without effect where the value is that of another key, from which it comes in verl."""
-
-    def handle(value: Any, verl: Verl) -> Outcome:
-        if value in (None, verl[key]):
-            return NoEffect(f"{key} decides")
-        return Refused(f"it differs from {key}, {shown(verl[key])}; set that instead")
-
-    return handle
-
-
 def validates(verl: Verl) -> bool:
-    frequency = verl["trainer.test_freq"]
-    return bool(verl["trainer.val_before_train"]) or (isinstance(frequency, int) and frequency > 0)
-
-
-def validated(handler: Handler) -> Handler:
-    return where(validates, handler, "nothing is validated: test_freq is not above 0 and val_before_train is False")
-
-
-def test_frequency(value: Any, verl: Verl) -> Outcome:
-    """Above 0 the last step is validated too, else none is."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return Refused(f"{shown(value)} is not a whole number")
-    if value <= 0:
-        return Translated({"validation.every_steps": None, "validation.after_train": False})
-    return Translated({"validation.every_steps": updates(value, verl)})
+    every = verl["trainer.test_freq"]
+    return bool(verl["trainer.val_before_train"]) or (isinstance(every, int) and every > 0)
 
 
 def completion_length(value: Any, verl: Verl) -> Outcome:
-    longest = positive(value)
-    validation = {"validation.max_new_tokens": longest} if validates(verl) else {}
-    return Translated({"training.max_completion_length": longest, **validation})
+    validation = {"validation.max_new_tokens": positive(value)} if validates(verl) else {}
+    return Translated({"training.max_completion_length": positive(value), **validation})
+
+
+def _validation_sampling(verl: Verl) -> tuple[Any, Any]:
+    return verl[f"{ROLLOUT}.val_kwargs.do_sample"], verl[f"{ROLLOUT}.val_kwargs.temperature"]
 
 
 def validation_temperature(value: Any, verl: Verl) -> Outcome:
-    sampled = verl[f"{ROLLOUT}.val_kwargs.do_sample"]
-    return to("validation.temperature", number)(verl[f"{ROLLOUT}.val_kwargs.temperature"] if sampled else 0.0, verl)
-
-
-def greedy(verl: Verl) -> bool:
-    values = verl[f"{ROLLOUT}.val_kwargs.do_sample"], verl[f"{ROLLOUT}.val_kwargs.temperature"]
-    return not all(values)
+    sampled, temperature = _validation_sampling(verl)
+    return Translated({"validation.temperature": number(temperature if sampled else 0.0)})
 
 
 def all_tokens(value: Any, verl: Verl) -> Outcome:
-    if greedy(verl) or value in (-1, 0, 1, 1.0):
+    if not all(_validation_sampling(verl)) or value in (-1, 0, 1, 1.0):
         return NoEffect("greedy, or nothing is cut off")
     return Refused(f"{shown(value)}: validation draws from all tokens; leave it out")
 
@@ -448,12 +290,8 @@ def full_parameters(value: Any, verl: Verl) -> Outcome:
     return Translated({"peft.type": "lora", "peft.r": 16, "peft.lora_alpha": 32})
 
 
-def with_lora(handler: Handler) -> Handler:
-    return where(lambda verl: verl.is_lora, handler, "lora_rank is 0: verl would train all weights")
-
-
-def lora_modules(value: Any, verl: Verl) -> Outcome:
-    return to("peft.target_modules", one_or_more)(value, verl)
+def with_lora(verl: Verl) -> bool:
+    return verl.is_lora
 
 
 def megatron_lora_modules(value: Any, verl: Verl) -> Outcome:
@@ -462,62 +300,41 @@ def megatron_lora_modules(value: Any, verl: Verl) -> Outcome:
     return Refused(f"{shown(value)}: Megatron's names; leave it out for all linear layers")
 
 
-def model_settings(value: Any, verl: Verl) -> Outcome:
-    return NoEffect("empty") if not value else Refused("a changed architecture is not taken over")
-
-
 def engine(value: Any, verl: Verl) -> Outcome:
     if value not in ("vllm", "sglang", "hf", None):
         return Refused(f"{shown(value)}: vllm, sglang and hf are known")
     chosen = verl.choices.engine
     note = "" if chosen == value else "the same policy is sampled, by perl's own decode loop; --engine vllm takes vLLM"
-    if chosen != "vllm":
-        return Translated({"rollout.engine": chosen}, note)
-    fields: dict[str, Any] = {"rollout.engine": chosen, "training.vllm_mode": "colocate"}
-    if not capped(verl[f"{ACTOR}.tis_imp_ratio_cap"]) and not verl["algorithm.rollout_correction.rollout_is"]:
-        fields["training.vllm_importance_sampling_correction"] = False  # TRL's default masks whole completions
+    fields: dict[str, Any] = {"rollout.engine": chosen}
+    if chosen == "vllm":
+        fields["training.vllm_mode"] = "colocate"
+        if not _capped(verl[f"{ACTOR}.tis_imp_ratio_cap"]) and not verl["algorithm.rollout_correction.rollout_is"]:
+            fields["training.vllm_importance_sampling_correction"] = False  # TRL's default masks whole completions
     return Translated(fields, note)
 
 
 def vllm_only(field: str, nearest: str) -> Handler:
-    def handle(value: Any, verl: Verl) -> Outcome:
-        if verl.choices.engine == "vllm":
-            return Translated({field: value})
-        return NoEffect(f"vLLM's; {nearest}")
+    return when(_is_vllm, f"vLLM's; {nearest}")(to(field))
 
-    return handle
+
+def _is_vllm(verl: Verl) -> bool:
+    return verl.choices.engine == "vllm"
 
 
 def eager(value: Any, verl: Verl) -> Outcome:
-    if verl.choices.engine == "vllm":
+    if _is_vllm(verl):
         return NoEffect("TRL starts vLLM as it decides; speed only")
     return Translated({"rollout.capture_graphs": False if value else "auto"})
-
-
-def top_k(value: Any, verl: Verl) -> Outcome:
-    return Translated({"training.top_k": 0 if value in (-1, None) else whole(value)})
-
-
-def backend(value: Any, verl: Verl) -> Outcome:
-    if value in ("fsdp", "fsdp2"):
-        return NoEffect("how weights are spread; here ACCELERATE_CONFIG says so: scripts/accelerate/npu_fsdp2.yaml, …")
-    if value == "megatron":
-        return Refused(f"Megatron (MindSpeed) is not there; the nearest is {ACTOR}.strategy=fsdp2")
-    return Refused(f"{shown(value)} is not there; the nearest is {ACTOR}.strategy=fsdp2")
 
 
 def offload(value: Any, verl: Verl) -> Outcome:
     if not value:
         return NoEffect("nothing is moved to the host here either")
+    files = "ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml"
     if verl.is_full:
-        return NoEffect(
-            "memory only; ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml splits weights and"
-            " optimizer over the devices"
-        )
-    return NoEffect(
-        "memory only; the base is frozen and the adapter's optimizer small. If the base does not fit a device:"
-        " ACCELERATE_CONFIG=scripts/accelerate/npu_zero3.yaml or npu_fsdp2.yaml"
-    )
+        return NoEffect(f"memory only; {files} splits weights and optimizer over the devices")
+    frozen = "the base is frozen and the adapter's optimizer small. If the base does not fit a device"
+    return NoEffect(f"memory only; {frozen}: {files}")
 
 
 def model_dtype(value: Any, verl: Verl) -> Outcome:
@@ -532,12 +349,18 @@ def model_dtype(value: Any, verl: Verl) -> Outcome:
 # Rewards
 
 
-def reward_functions(value: Any, verl: Verl) -> Outcome:
+SIGNED = re.compile(r"dapo|(?<![a-z])aime(?![a-z])|^math$")
+"""Data sources (else names of files) whose rows verl scores with -1 or 1 (its reward_score/__init__.py, math_dapo)."""
+OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg",
+            "reward.reward_kwargs.overlong_buffer_cfg")  # fmt: skip
+MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
+
+
+def reward_functions(value: Any, verl: Verl) -> Translated:
     """The reward: the user's function, or verl's by data source; with DAPO's punishment of long completions."""
-    file, name = (verl.first(f"custom_reward_function.{k}", f"reward.custom_reward_function.{k}") for k in CUSTOM)
     files = _files(verl)
-    if file:
-        functions, note = [_own_reward(path(file), str(name or "compute_score"))], ""
+    if file := own_reward(verl):
+        functions, note = [_own_function(path(file), str(own_reward(verl, "name") or "compute_score"))], ""
     elif _named(files, "gsm8k"):
         functions, note = ["strict"], "verl's rule for GSM8K, only `#### n` counts; accuracy takes other forms too"
     elif _named(files, "geo3k", "geometry3k"):
@@ -562,8 +385,14 @@ def reward_functions(value: Any, verl: Verl) -> Outcome:
     return Translated(fields, note)
 
 
-SIGNED = re.compile(r"dapo|(?<![a-z])aime(?![a-z])|^math$")
-"""Data sources (else names of files) whose rows verl scores with -1 or 1 (its reward_score/__init__.py, math_dapo)."""
+def own_reward(verl: Verl, name: str = "path") -> Any:
+    """What the user says of a reward function of his own: its file, or another setting."""
+    return verl.first(f"custom_reward_function.{name}", f"reward.custom_reward_function.{name}")
+
+
+def _own_function(file: str, name: str) -> str:
+    """verl's own file for GSM8K is the rule `strict` here."""
+    return "strict" if file.endswith("utils/reward_score/gsm8k.py") else f"{file}:{name}"
 
 
 def _files(verl: Verl) -> list[str]:
@@ -571,11 +400,15 @@ def _files(verl: Verl) -> list[str]:
     return [path(name) for name in (files if isinstance(files, list) else [files]) if name]
 
 
+def _named(files: list[str], *names: str) -> bool:
+    """Whether each of verl's train_files has one of `names` in its path."""
+    return bool(files) and all(any(name in file.lower() for name in names) for file in files)
+
+
 def _scored_with_signs(verl: Verl) -> bool:
     """Whether verl's own rules score all rows with -1 or 1, which accuracy scores with 0 or 1."""
-    own = not any(verl.first(key) for key in ("custom_reward_function.path", "reward.custom_reward_function.path"))
     files = _files(verl)
-    return own and bool(files) and all(map(_is_signed, files))
+    return not own_reward(verl) and bool(files) and all(map(_is_signed, files))
 
 
 def _is_signed(file: str) -> bool:
@@ -589,46 +422,12 @@ def _is_signed(file: str) -> bool:
     return SIGNED.search(named.lower()) is not None
 
 
-def _named(files: list[str], *names: str) -> bool:
-    """Whether each of verl's train_files has one of `names` in its path."""
-    return bool(files) and all(any(name in file.lower() for name in names) for file in files)
-
-
-CUSTOM = ("path", "name")
-OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg",
-            "reward.reward_kwargs.overlong_buffer_cfg")  # fmt: skip
-
-
-def _own_reward(file: str, name: str) -> str:
-    """verl's own file for GSM8K is the rule `strict` here."""
-    return "strict" if file.endswith("utils/reward_score/gsm8k.py") else f"{file}:{name}"
-
-
 def _overlong(verl: Verl) -> tuple[int, float] | None:
     """(length, factor) of DAPO's soft punishment, where it is on: only the reward manager dapo looks at it."""
     for group in OVERLONG if _manager(verl) == "dapo" else ():
         if verl[f"{group}.enable"]:
             return whole(verl[f"{group}.len"]), number(verl[f"{group}.penalty_factor"] or 1.0)
     return None
-
-
-def custom_reward(value: Any, verl: Verl) -> Outcome:
-    if not verl.first("custom_reward_function.path", "reward.custom_reward_function.path"):
-        return NoEffect("no custom_reward_function.path: verl's own rules")
-    return reward_functions(value, verl)
-
-
-def reward_kwargs(value: Any, verl: Verl) -> Outcome:
-    file = verl.first("custom_reward_function.path", "reward.custom_reward_function.path")
-    if not file:
-        return NoEffect("no custom_reward_function.path: verl's own rules")
-    if _own_reward(str(file), "") == "strict":
-        return Refused("verl's own gsm8k.py is the reward strict here, which takes no arguments; leave them out")
-    arguments = verl.first("custom_reward_function.reward_kwargs", "reward.custom_reward_function.reward_kwargs")
-    return Translated({"reward.kwargs": arguments or verl["reward.custom_reward_function.reward_kwargs"]})
-
-
-MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 
 
 def _manager(verl: Verl) -> str:
@@ -645,33 +444,27 @@ def overlong(value: Any, verl: Verl) -> Outcome:
     return NoEffect("overlong_buffer.enable is False")
 
 
-def reward_manager(value: Any, verl: Verl) -> Outcome:
-    if value in (None, "naive", "prime", "dapo", "batch"):
-        return NoEffect("how functions are called; DAPO's punishment of long completions stands in overlong_buffer")
-    return Refused(f"{shown(value)}: naive, batch, prime and dapo are known")
+def reward_kwargs(value: Any, verl: Verl) -> Outcome:
+    if _own_function(str(own_reward(verl)), "") == "strict":
+        return Refused("verl's own gsm8k.py is the reward strict here, which takes no arguments; leave them out")
+    arguments = own_reward(verl, "reward_kwargs") or verl["reward.custom_reward_function.reward_kwargs"]
+    return Translated({"reward.kwargs": arguments})
 
 
 # Trainer
 
 
+TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "clearml", "trackio")
+
+
 def report_to(value: Any, verl: Verl) -> Outcome:
     loggers = [str(name) for name in (value if isinstance(value, list) else [value])]
-    known = {"console": None, "file": None, "wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow",
-             "swanlab": "swanlab", "clearml": "clearml", "trackio": "trackio"}  # fmt: skip
-    for name in loggers:
-        if name not in known:
-            return Refused(f"{name}: {', '.join(known)} are known")
-    trackers = [known[name] for name in loggers if known[name]]
+    known = ("console", "file", *TRACKERS)
+    if unknown := [name for name in loggers if name not in known]:
+        return Refused(f"{unknown[0]}: {', '.join(known)} are known")
+    trackers = [name for name in loggers if name in TRACKERS]
     # One row of metrics for each step of verl, so that the curves can be compared.
     return Translated({"training.report_to": trackers or "none", "training.logging_steps": verl.updates_per_rollout})
-
-
-def save_frequency(value: Any, verl: Verl) -> Outcome:
-    if not isinstance(value, int) or isinstance(value, bool):
-        return Refused(f"{shown(value)} is not a whole number")
-    if value <= 0:
-        return Translated({"training.save_strategy": "no"})
-    return Translated({"training.save_strategy": "steps", "training.save_steps": updates(value, verl)})
 
 
 def epochs(value: Any, verl: Verl) -> Outcome:
@@ -680,55 +473,15 @@ def epochs(value: Any, verl: Verl) -> Outcome:
     return Translated({"training.num_train_epochs": positive(value), "training.max_steps": -1})
 
 
-def total_steps(value: Any, verl: Verl) -> Outcome:
-    if not value:
-        return NoEffect("null: trainer.total_epochs decides")
-    return Translated({"training.max_steps": updates(value, verl)})
-
-
 def critic_warmup(value: Any, verl: Verl) -> Outcome:
-    if value == 0:
-        return NoEffect("the policy is trained from the first step")
     if verl.has_critic:
         return Translated({"critic.warmup_steps": updates(value, verl)})
     return Refused("verl does not train the policy in these steps, without a critic either; write 0")
 
 
-def resume(value: Any, verl: Verl) -> Outcome:
-    if value in ("auto", "disable"):
-        return NoEffect("a new run begins; --config.training.resume_from_checkpoint auto goes on from its folder")
-    return Refused("a checkpoint of verl holds another model than an adapter; begin again with resume_mode=disable")
-
-
 # Noise
 
 
-def noise(field: str) -> Handler:
-    """A field of AQN. Where the published meanings differ, --noise_rule decides (docs/aqn.md)."""
-
-    def handle(value: Any, verl: Verl) -> Outcome:
-        if field == "enabled" and value is True:
-            rule = NOISE_RULES[verl.choices.noise_rule]
-            given = [name.rpartition(".")[2] for name in verl.command.given if name.startswith("trainer.noise_")]
-            rest = {name: fixed for name, fixed in rule.items() if name.rpartition(".")[2] not in given}
-            return Translated({"noise_injection.enabled": True, **rest})
-        if not verl["trainer.noise_injection.enabled"]:
-            if field == "enabled":
-                return Translated({"noise_injection.enabled": False})
-            return NoEffect("trainer.noise_injection.enabled is not true")
-        return to(f"noise_injection.{field}", NOISE_VALUES[field])(value, verl)
-
-    return handle
-
-
-NOISE_VALUES = {
-    "sigma_start": number,
-    "sigma_end": number,
-    "num_stages": positive,
-    "target_modules": texts,
-    "exclude_patterns": lambda value: texts(value) if value else [],
-    "enabled": yes_or_no,
-}
 NOISE_RULES: dict[str, dict[str, Any]] = {
     "guide": {
         "noise_injection.schedule": "linear",
@@ -744,3 +497,11 @@ NOISE_RULES: dict[str, dict[str, Any]] = {
     },
 }
 """The two published meanings of verl's noise_injection: the Ascend guide's words, and QeRL's code."""
+
+
+def noise(value: Any, verl: Verl) -> Outcome:
+    """Where the published meanings of AQN differ, --noise_rule decides (docs/aqn.md)."""
+    enabled = yes_or_no(value or False)
+    rule = NOISE_RULES[verl.choices.noise_rule] if enabled else {}
+    rest = {name: fixed for name, fixed in rule.items() if f"trainer.{name}" not in verl.command.given}
+    return Translated({"noise_injection.enabled": enabled, **rest})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import Batch, BatchError
 from perl.tools.from_verl.overrides import Command, Unreadable
+from perl.tools.from_verl.values import anything, shown
 
 ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
 
@@ -139,120 +138,75 @@ class Verl:
 
 Handler = Callable[[Any, Verl], Outcome]
 """Decides about a value; a ValueError of it (or a TypeError) is a refusal."""
+Condition = str | Callable[[Verl], Any]
+"""KEY of verl that must be true, KEY=VALUE, KEY!=VALUE, or what decides."""
 
 
 # Handlers for the table
 
 
-def to(name: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Handler:
-    """The value as it stands, or converted, is the recipe's field `name`."""
-
-    return lambda value, verl: Translated({name: convert(value)}, note)
-
-
-def no_effect(why: str) -> Handler:
-    return _Ignores(why)
+def to(name: str, convert: Callable[[Any], Any] = anything, of: str = "") -> Handler:
+    """The value (that of the key `of`, where it is given), converted, is the recipe's field `name`."""
+    return lambda value, verl: Translated({name: convert(verl[of] if of else value)})
 
 
-@dataclass(frozen=True)
-class _Ignores:
-    """A handler that never looks at the value."""
-
-    why: str
-
-    def __call__(self, value: Any, verl: Verl) -> Outcome:
-        return NoEffect(self.why)
-
-
-def ignores_value(handler: Handler) -> bool:
-    return isinstance(handler, _Ignores)
-
-
-def refused(why: str, *neutral: Any) -> Handler:
-    """Refused, unless the value is null, false, empty, or one of `neutral`: then it is off in verl too."""
+def off(why: str, handler: Handler, *values: Any) -> Handler:
+    """Without effect where the value is one of `values` (where none are given: null, false, 0, empty), because of
+    `why`; else `handler`."""
 
     def handle(value: Any, verl: Verl) -> Outcome:
-        if not value or value in neutral:
-            return NoEffect(f"{shown(value)} leaves it off, as it is here")
-        return Refused(why)
+        is_off = value in values if values else not value
+        return NoEffect(why.format(shown(value))) if is_off else handler(value, verl)
+
+    return handle
+
+
+def refused(why: str) -> Handler:
+    """Refused, unless the value is null, false or empty: then it is off in verl too."""
+    return off(OFF, lambda value, verl: Refused(why))
+
+
+OFF = "{} leaves it off, as it is here"
+
+
+def choice(outcomes: Mapping[Any, Outcome], otherwise: str) -> Handler:
+    """What stands for the value in a table; another is refused because of `otherwise`, where {} is the value."""
+
+    def handle(value: Any, verl: Verl) -> Outcome:
+        found = next((outcome for known, outcome in outcomes.items() if known == value), None)
+        return found or Refused(otherwise.format(shown(value)))
 
     return handle
 
 
 def only(*same: Any, why: str, otherwise: str) -> Handler:
     """Without effect where the value is one of `same`; any other is refused."""
+    return choice(dict.fromkeys(same, NoEffect(why)), otherwise)
+
+
+def when(condition: Condition, otherwise: str) -> Callable[[Handler], Handler]:
+    """The handler where the condition holds; else without effect, because of `otherwise`."""
+
+    def limited(handler: Handler) -> Handler:
+        return lambda value, verl: handler(value, verl) if holds(condition, verl) else NoEffect(otherwise)
+
+    return limited
+
+
+def holds(condition: Condition, verl: Verl) -> bool:
+    if not isinstance(condition, str):
+        return bool(condition(verl))
+    key, equals, value = condition.partition("=")
+    found = verl[key.removesuffix("!")]
+    return bool(found) if not equals else (found == value) != key.endswith("!")
+
+
+def same_as(key: str) -> Handler:
+    """Without effect where the value is that of another key, from which it comes in verl."""
 
     def handle(value: Any, verl: Verl) -> Outcome:
-        return NoEffect(why) if value in same else Refused(otherwise)
+        if value in (None, verl[key]):
+            return NoEffect(f"{key} decides")
+        return Refused(f"it differs from {key}, {shown(verl[key])}; set that instead")
 
     return handle
-
-
-def where(condition: Callable[[Verl], Any], handler: Handler, otherwise: str) -> Handler:
-    """`handler` where the condition holds; else without effect, because of `otherwise`."""
-    return lambda value, verl: handler(value, verl) if condition(verl) else NoEffect(otherwise)
-
-
-# Values
-
-
-def whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
-        raise ValueError(f"{shown(value)} is not a whole number")
-    return int(value)
-
-
-def positive(value: Any) -> int:
-    if whole(value) < 1:
-        raise ValueError(f"{shown(value)} is not a whole number from 1")
-    return int(value)
-
-
-def number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{shown(value)} is not a number")
-    return float(value)
-
-
-def yes_or_no(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{shown(value)} is neither true nor false")
-    return value
-
-
-def text(value: Any) -> str:
-    if isinstance(value, dict | list) or value is None or value == "":
-        raise ValueError("it is empty" if value == "" else f"{shown(value)} is not a text")
-    return str(value)
-
-
-def path(value: Any) -> str:
-    """A path, or a name on the hub; `~` is written out, as verl does."""
-    return os.path.expanduser(text(value))
-
-
-def paths(value: Any) -> list[str]:
-    return [path(item) for item in texts(value)]
-
-
-def texts(value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        raise ValueError("[] is an empty list")
-    return [text(item) for item in values]
-
-
-def one_or_more(value: Any) -> str | list[str]:
-    found = texts(value)
-    return found[0] if len(found) == 1 else found
-
-
-def shown(value: Any) -> str:
-    """A value as a user of verl writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(shown, value))}]"
-    return str(value)

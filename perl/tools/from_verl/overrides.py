@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,6 +25,8 @@ from perl.base.paths import user_path
 from perl.tools.from_verl.shell import TRAINERS, UNKNOWN, Launch, Script, read_script, read_source
 
 DEFAULTS = Path(__file__).parent / "ppo_trainer.yaml"
+MODULE = "verl.trainer.main_ppo"
+PARSER = OverridesParser.create()
 DAPO = {
     "data.gen_batch_size": "${data.train_batch_size}",
     "reward_model.reward_manager": "dapo",
@@ -88,54 +90,48 @@ def read_command(source: str | None, words: Sequence[str]) -> Command:
         words: KEY=VALUE, or a whole command line; with a source they go before what it says.
     """
     if source is None:
-        script = Script(place="command line", variables=dict(os.environ))
-        launch = _launch_of(script, words)
-        return _compose(launch, script, [], Path.cwd())
+        return _compose(*_of_words(words), [], Path.cwd())
     path = user_path(source)
     if not path.is_file():
         raise UserError(f"{source}: no such file; give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
     if path.suffix in (".yaml", ".yml"):
         script = Script(place=str(path), variables=dict(os.environ))
-        launch = Launch("verl.trainer.main_ppo", [], {}, "", str(path))
-        return _compose(launch, script, list(words), path.parent, path)
-    launch, script = read_script(path, os.environ)
-    return _compose(launch, script, list(words), path.parent)
+        return _compose(Launch(MODULE, [], {}, "", str(path)), script, words, path.parent, path)
+    return _compose(*read_script(path, os.environ), words, path.parent)
 
 
-def _launch_of(script: Script, words: Sequence[str]) -> Launch:
+def _of_words(words: Sequence[str]) -> tuple[Launch, Script]:
     """The command behind `--`: KEY=VALUE alone, or from `python3 -m …` on."""
     if not words:
         raise UserError("from-verl: give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
-    if any(trainer in word for trainer in TRAINERS for word in words) and "=" not in words[0].partition(".")[0][:1]:
-        import shlex
+    script = Script(place="command line", variables=dict(os.environ))
+    if any(trainer in word for trainer in TRAINERS for word in words):
+        return read_source(script, shlex.join(words).encode())
+    return Launch(MODULE, list(words), {}, "", "command line"), script
 
-        return read_source(script, shlex.join(words).encode())[0]
-    return Launch("verl.trainer.main_ppo", list(words), {}, "", "command line")
 
-
-def _compose(launch: Launch, script: Script, extra: list[str], folder: Path, file: Path | None = None) -> Command:
+def _compose(launch: Launch, script: Script, extra: Sequence[str], folder: Path, file: Path | None = None) -> Command:
     overrides, options = _split_options(launch, script)
-    config = copy.deepcopy(_defaults())
-    command = Command({}, config, {}, dict(launch.environment), launch.before)
+    command = Command({}, copy.deepcopy(_defaults()), {}, dict(launch.environment), launch.before)
     if "main_dapo" in launch.module:
         _add_base(command, "dapo_trainer")
     if file is not None:
         _add_file(command, file)
-    name = options.get("--config-name")
-    if name is not None:
+    if (name := options.get("--config-name")) is not None:
         _add_named(command, name, options.get("--config-path"), folder)
     for option, value in options.items():
         command.read[option] = f"read: {value}; its keys are listed by themselves"
-    for word, place in [*((w, launch.place) for w in overrides), *((w, "command line") for w in extra)]:
-        _add_override(command, script, word, place)
+    for word in overrides:
+        _add_override(command, script, word, launch.place)
+    for word in extra:
+        _add_override(command, script, word, "command line")
     return command
 
 
 def _split_options(launch: Launch, script: Script) -> tuple[list[str], dict[str, str]]:
     """The overrides, and Hydra's options with their values."""
-    overrides, options, words = [], {}, list(launch.words)
-    while words:
-        word = words.pop(0)
+    overrides, options, words = [], {}, iter(launch.words)
+    for word in words:
         if not word.startswith("-"):
             overrides.append(word)
             continue
@@ -145,9 +141,8 @@ def _split_options(launch: Launch, script: Script) -> tuple[list[str], dict[str,
                 f"{launch.place}: {flag}: not one of {', '.join(dict.fromkeys(OPTIONS.values()))}, which are read here;"
                 " a setting is written KEY=VALUE"
             )
-        if not equals and not words:
+        if (value := value if equals else next(words, None)) is None:
             raise UserError(f"{launch.place}: {flag}: its value is missing")
-        value = value if equals else words.pop(0)
         if why := script.reasons_in(value):
             raise UserError(f"{flag}: {why[0]}")
         options[OPTIONS[flag]] = value
@@ -159,22 +154,13 @@ def _split_options(launch: Launch, script: Script) -> tuple[list[str], dict[str,
 
 @cache
 def _defaults() -> DictConfig:
-    loaded = OmegaConf.load(DEFAULTS)
-    assert isinstance(loaded, DictConfig)
-    return loaded
+    return cast(DictConfig, OmegaConf.load(DEFAULTS))
 
 
 @cache
 def default_keys() -> tuple[str, ...]:
     """Every leaf of verl's defaults."""
-    content = OmegaConf.to_container(_defaults(), resolve=False)
-    return tuple(key for key, _ in leaves(content))
-
-
-def default_of(key: str) -> Any:
-    """verl's own default of a key; None where it has none."""
-    found = OmegaConf.select(_defaults(), key)
-    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    return tuple(key for key, _ in leaves(OmegaConf.to_container(_defaults(), resolve=False)))
 
 
 def _add_base(command: Command, name: str) -> None:
@@ -185,14 +171,13 @@ def _add_base(command: Command, name: str) -> None:
 def _add_named(command: Command, name: str, path: str | None, folder: Path) -> None:
     """--config-name, one of verl's own or a file of the user's."""
     stem = name.removesuffix(".yaml")
-    places = [user_path(path)] if path else []
-    places = [place if place.is_absolute() else base / place for place in places for base in (folder, Path.cwd())]
-    for place in [*places, *([] if path else [folder, Path.cwd()])]:
+    places = [base / user_path(path) if path else base for base in (folder, Path.cwd())]
+    for place in places:
         if (file := place / f"{stem}.yaml").is_file():
             return _add_file(command, file)
     if stem in BASES:
         return _add_base(command, stem)
-    looked = " or ".join(dict.fromkeys(str(place) for place in (places or [folder, Path.cwd()])))
+    looked = " or ".join(dict.fromkeys(map(str, places)))
     raise UserError(f"--config-name {name}: no {stem}.yaml in {looked}; name its folder with --config-path")
 
 
@@ -246,27 +231,31 @@ def leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 # KEY=VALUE
 
 
-@cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
-
-
 def _add_override(command: Command, script: Script, word: str, place: str) -> None:
     unknown = script.reasons_in(word)
     if unknown and UNKNOWN.search(word.partition("=")[0]):
         raise UserError(f"{unknown[0]}; a whole KEY=VALUE depends on it")
     try:
-        override = _parser().parse_override(UNKNOWN.sub("unknown", word))
+        override = PARSER.parse_override(UNKNOWN.sub("unknown", word))
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise UserError(f"{place}: {word!r:.200}: {_hint(word, error)}") from error
     key = str(override.key_or_group) + (f"@{override.package}" if override.package is not None else "")
     if override.is_delete():
-        _remove(command, key)
-    elif unknown:
+        return _remove(command, key)
+    if unknown:
         command.given[key] = Unreadable(unknown[0])
-    else:
-        for leaf, value in leaves(_plain(override, word, place), key):
-            _set(command, leaf, value, place)
+        return None
+    if override.is_sweep_override():
+        raise UserError(
+            f"{place}: {word}: Hydra would start one run for each of these values; give one, or a list as KEY=[a,b]"
+        )
+    try:
+        content = override.value()
+    except (HydraException, ValueError) as error:
+        raise UserError(f"{place}: {word}: {str(error).splitlines()[0]}") from error
+    for leaf, value in leaves(content, key):
+        _set(command, leaf, value, place)
+    return None
 
 
 def _hint(word: str, error: Exception) -> str:
@@ -281,18 +270,6 @@ def _hint(word: str, error: Exception) -> str:
         return "Hydra does not take ~; write $HOME or the whole path"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"Hydra cannot read the value ({reason:.120}); quote it as KEY='\"VALUE\"'"
-
-
-def _plain(override: Override, word: str, place: str) -> Any:
-    if override.is_sweep_override():
-        raise UserError(
-            f"{place}: {word}: Hydra would start one run for each of these values; give one, or a list as KEY=[a,b]"
-        )
-    try:
-        value = override.value()
-    except (HydraException, ValueError) as error:
-        raise UserError(f"{place}: {word}: {str(error).splitlines()[0]}") from error
-    return value
 
 
 def _set(command: Command, key: str, value: Any, place: str) -> None:

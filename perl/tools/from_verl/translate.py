@@ -10,26 +10,11 @@ from perl.algorithms.dapo import DAPO
 from perl.base.errors import UserError, nearest
 from perl.base.redact import HIDDEN, drop_secrets, is_secret
 from perl.tools.from_verl.batch import Batch
-from perl.tools.from_verl.keys import (
-    ALWAYS,
-    ENVIRONMENT,
-    KEYS,
-    NAMES,
-    NO_VARIABLE,
-    handler_of,
-)
-from perl.tools.from_verl.outcomes import (
-    Choices,
-    NoEffect,
-    Outcome,
-    Refused,
-    Translated,
-    Verl,
-    ignores_value,
-    shown,
-)
+from perl.tools.from_verl.keys import ALWAYS, ENVIRONMENT, KEYS, NAMES, NO_VARIABLE, handler_of
+from perl.tools.from_verl.outcomes import Choices, NoEffect, Outcome, Refused, Translated, Verl
 from perl.tools.from_verl.overrides import Command, Unreadable, default_keys
 from perl.tools.from_verl.shell import UNKNOWN
+from perl.tools.from_verl.values import shown
 
 LEFT_OUT = "secrets in it stay out of the recipe: have your code read them from the environment"
 
@@ -76,7 +61,7 @@ def translate(command: Command, choices: Choices) -> Translation:
     verl, result = Verl(command, choices), Translation()
     if choices.full and verl.is_lora:
         raise UserError("--full: this command of verl trains a LoRA adapter; leave --full out")
-    if choices.full and verl["algorithm.adv_estimator"] == "gae":
+    if choices.full and verl.has_critic:
         raise UserError("--full: the critic of PPO (adv_estimator=gae) computes on a frozen base; leave --full out")
     for key in ALWAYS:
         if key not in command.given and f"~{key}" not in command.read:
@@ -97,9 +82,9 @@ def translate(command: Command, choices: Choices) -> Translation:
         result.no_effect[command.before] = "accelerate starts the processes here"
     _environment(result, command)
     result.batch = verl.batch if isinstance(verl.batch, Batch) else None
-    nodes, device = verl["trainer.nnodes"], verl["trainer.device"]
+    nodes = verl["trainer.nnodes"]
     result.nodes = nodes if isinstance(nodes, int) and choices.processes is None else 1
-    result.device = str(device)
+    result.device = str(verl["trainer.device"])
     result.notes += _notes(verl, result)
     return result
 
@@ -120,7 +105,9 @@ def _outcome(key: str, value: Any, verl: Verl) -> Outcome:
     handler = handler_of(key)
     if handler is None:
         return Refused(_unknown(key))
-    if isinstance(value, Unreadable) and not ignores_value(handler):
+    if isinstance(handler, NoEffect):
+        return handler
+    if isinstance(value, Unreadable):
         if key in NAMES:
             return NoEffect(f"a name that only a run of the script shows ({value.why}); the run is named here")
         return Refused(f"its value cannot be read: {value.why}")
@@ -159,66 +146,64 @@ def _environment(result: Translation, command: Command) -> None:
         if is_secret(name, value):
             result.no_effect[name] = "a secret, which is not printed: export it in the shell that starts the run"
             continue
+        result.values[name] = UNKNOWN.sub("?", value)
         if name in ENVIRONMENT and not UNKNOWN.search(value):
             result.translated[name] = {name: value}
         else:
-            why = next((why for start, why in NO_VARIABLE.items() if name.startswith(start)), "nothing here reads it")
-            result.no_effect[name] = why
-        result.values[name] = UNKNOWN.sub("?", value)
+            known = (why for start, why in NO_VARIABLE.items() if name.startswith(start))
+            result.no_effect[name] = next(known, "nothing here reads it")
 
 
-def _rewards(result: Translation) -> list[str]:
-    return result.recipe().get("reward.functions", ([], ""))[0]
-
-
-def _rates(verl: Verl, result: Translation) -> str:
+def _rates(verl: Verl, recipe: Mapping[str, tuple[Any, str]]) -> str:
     """The learning rates that are written, and what else there is."""
-    recipe, factor, ppo = result.recipe(), verl.choices.learning_rate_factor, verl["algorithm.adv_estimator"] == "gae"
+    factor = verl.choices.learning_rate_factor
     written = f"{recipe.get('training.learning_rate', (0.0, ''))[0]:g} is written"
-    if ppo:
+    if verl.has_critic:
         written += f", and {recipe.get('critic.lr', (0.0, ''))[0]:g} for the critic"
     if factor != 1.0:
         return f"{written}, {factor:g} times verl's"
-    full = "" if ppo else ", --full trains all weights"
+    full = "" if verl.has_critic else ", --full trains all weights"
     return f"{written}: --learning_rate_factor 10 writes ten times verl's{full}"
+
+
+MEANINGS = {
+    "guide": "the Ascend guide's: linear decay, on post_attention_layernorm",
+    "code": "QeRL's code's: exponential decay after a first stage without noise, on all norms",
+}
+"""Of noise_injection, by --noise_rule."""
 
 
 def _notes(verl: Verl, result: Translation) -> list[str]:
     """What a user should know of the whole, one line each."""
-    notes = []
+    notes, recipe = [], result.recipe()
     if not verl.is_lora and not verl.is_full:
         notes.append(
             "verl would train all weights; here a LoRA adapter (r 16 on all linear layers) is trained. LoRA's best"
             " learning rate is about ten times that of full training (LoRA Without Regret, 2025);"
-            f" {_rates(verl, result)}"
+            f" {_rates(verl, recipe)}"
         )
     if verl["trainer.noise_injection.enabled"] is True:
-        meanings = {
-            "guide": "the Ascend guide's: linear decay, on post_attention_layernorm",
-            "code": "QeRL's code's: exponential decay after a first stage without noise, on all norms",
-        }
         chosen = verl.choices.noise_rule
-        other = "code" if chosen == "guide" else "guide"
-        notes.append(f"noise: the meaning is {meanings[chosen]}; --noise_rule {other} takes {meanings[other]}")
-    if (loss := result.recipe().get("training.loss_type", ("", ""))[0]) == "bnpo":
+        (other,) = MEANINGS.keys() - {chosen}
+        notes.append(f"noise: the meaning is {MEANINGS[chosen]}; --noise_rule {other} takes {MEANINGS[other]}")
+    if recipe.get("training.loss_type", ("", ""))[0] == "bnpo":
         notes.append(
-            f"token-mean is {loss}, the mean over the tokens of each micro-batch, as in verl to 0.5; newer versions"
+            "token-mean is bnpo, the mean over the tokens of each micro-batch, as in verl to 0.5; newer versions"
             " take it over the whole update: --config.training.loss_type dapo"
         )
-    if "validation.datasets" in result.recipe() and any(".py:" in name for name in _rewards(result)):
+    rewards = recipe.get("reward.functions", ([], ""))[0]
+    if "validation.datasets" in recipe and any(".py:" in name for name in rewards):
         notes.append(
             "verl validates by custom_reward_function too; here validation grades by the task of each row's"
             " data_source, and rows of none are refused: leave their file out of data.val_files"
         )
-    if verl.has_critic:
-        notes.append(
-            "the critic is LoRA of its own on the frozen base, with a head that starts at 0, where verl trains a whole"
-            " model"
-        )
-    else:
-        notes.append("advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6")
-    if isinstance(verl.batch, Batch) and verl.batch.updates_per_rollout > 1:
-        k = verl.batch.updates_per_rollout
+    notes.append(
+        "the critic is LoRA of its own on the frozen base, with a head that starts at 0, where verl trains a whole"
+        " model"
+        if verl.has_critic
+        else "advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6"
+    )
+    if (k := verl.updates_per_rollout) > 1:
         notes.append(
             f"a step of verl is {k} optimizer steps here: save_freq, test_freq and warm-up are {k} times verl's"
         )
