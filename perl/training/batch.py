@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Rows of this process. Columns are float32 [rows, width] on the device, log-probabilities in nats; None: not
-    needed."""
+    """Rows of this process. Columns are float32 [rows, width] on the device, one width on all processes,
+    log-probabilities in nats; None: not needed."""
 
     rows: list[Trajectory]
     mask: torch.Tensor
@@ -51,12 +51,13 @@ class Batch:
     """What the critic learns, NaN where a token has none."""
 
     @classmethod
-    def of(cls, rows: list[Trajectory], device: torch.device, mask_truncated: bool) -> Batch:
+    def of(cls, rows: list[Trajectory], device: torch.device, mask_truncated: bool, longest: int) -> Batch:
         """
         Args:
             mask_truncated: completions that were cut off are not trained on.
+            longest: tokens of the longest completion of all processes.
         """
-        width = max(1, *(len(row.token_ids) for row in rows))
+        width = max(1, longest)
 
         def column(numbers: Callable[[Trajectory], Sequence[Any]], fill: Any, dtype: torch.dtype) -> torch.Tensor:
             padded = [[*row_numbers, *[fill] * (width - len(row_numbers))] for row_numbers in map(numbers, rows)]
@@ -73,7 +74,7 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """Tokens of a column: the longest completion's."""
+        """Tokens of a column: the longest completion's of all processes."""
         return self.mask.shape[1]
 
     def columns(self) -> dict[str, torch.Tensor]:
@@ -88,13 +89,17 @@ class Batch:
         return replace(self, rows=[self.rows[place] for place in places], **columns)
 
     def state(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint."""
-        rows = [{**asdict(row), "weights": asdict(row.weights), "row": {}} for row in self.rows]
+        """Tensors and plain values, for a checkpoint: of the data set's row its prompt alone, and nothing that a reward
+        function has logged, which may be anything."""
+        rows = []
+        for row in self.rows:
+            kept = {each.name: getattr(row, each.name) for each in fields(row)}
+            rows.append(kept | {"weights": asdict(row.weights), "row": {"prompt": row.row["prompt"]}, "extras": {}})
         return {"rows": rows, "tokens": self.tokens, **self.columns()}
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Batch:
-        """What `state` was of; the rows of the data set are left behind."""
+        """What `state` was of."""
         rows = [Trajectory(**(row | {"weights": Weights(**row["weights"])})) for row in state["rows"]]
         columns: dict[str, Any] = state | {"rows": rows}
         return cls(**columns)
@@ -126,9 +131,6 @@ class Dealer:
     """Rows of one prompt stay together; otherwise rows are ordered by length alone."""
     fixed: bool = False
     """The loss depends on which rows share a micro-batch: each gets per_device_train_batch_size, as TRL gives them."""
-    always_forward: bool = False
-    """An empty micro-batch computes one token that counts nothing: DeepSpeed reduces gradients after each micro-batch
-    and fails where none came."""
     max_tokens: int | None = None
     """Tokens of a micro-batch's packed sequence; more only for a single row, or where the rows need more micro-batches
     than there are: then as few as will do. Needs `group`."""
@@ -158,8 +160,7 @@ class Dealer:
         for window, places, count in zip(chunks, windows, counts, strict=True):
             count = max(1, count)  # where no row is computed the optimizer makes its step all the same
             missing = [[]] * (count - len(window))
-            empty = self._micro_batch(batch, []) if self.always_forward else MicroBatch(None)
-            micro_batches = [empty] * (size - count)
+            micro_batches = [MicroBatch(None)] * (size - count)
             micro_batches += [self._micro_batch(batch, chunk) for chunk in [*window, *missing]]
             micro_batches[0] = replace(micro_batches[0], trained_tokens=_tokens([batch.rows[i] for i in places]))
             dealt += micro_batches

@@ -2,9 +2,9 @@
 
 With DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) groups of equal rewards, which teach nothing, are replaced
 by further prompts. Which groups are chosen depends on the stream's order alone: the first ones with unequal rewards.
-How many are drawn at once is a matter of speed: as many as are missing, over the share of unequal groups so far, so
-that a batch rarely needs a second round, whose longest completion everybody would wait for. What was drawn behind the
-last chosen group goes back to the head of the stream, and is drawn again by the next policy.
+How many are drawn at once is a matter of speed: so many that a second round, whose longest completion everybody would
+wait for, is rarely needed (`to_draw`). What was drawn behind the last chosen group goes back to the head of the stream,
+and is drawn again by the next policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from perl.training.processes import Processes
 
 MOST_EQUAL = 0.9
-"""Share of equal groups that is reckoned with at most: ten times the missing groups are drawn at once."""
+"""Share of equal groups that is reckoned with at most."""
+MARGIN = 1.5
+"""Standard deviations of the number of unequal groups that are drawn on top: about one rollout in fifteen needs a
+second round, where the mean number alone would need one in every other rollout."""
+LATEST = 0.3
+"""Weight of the latest rollout in the share of equal groups."""
 
 Group = list[Trajectory]
 """The completions of one prompt."""
@@ -110,7 +115,7 @@ class Collector:
         """Process and verdict of each position from `first`, of all processes."""
         share = self.stream.equal_share
         while (missing := self.batch - equal.count(False)) > 0 and len(equal) < limit:
-            count = min(math.ceil(missing / (1 - min(share, MOST_EQUAL))), limit - len(equal))
+            count = min(to_draw(missing, share), limit - len(equal))
             positions = range(first + len(equal), first + len(equal) + count)
             local = positions[self.processes.rank :: self.processes.count]
             rows = self._draw([(position, sample) for position in local for sample in range(self.group_size)], weights)
@@ -125,7 +130,8 @@ class Collector:
         chosen = choose(equal, self.batch)
         filled = self.batch <= equal.count(False)
         self.stream.next = first + (chosen[-1] + 1 if filled else len(equal))
-        self.stream.equal_share = share
+        before = self.stream.equal_share
+        self.stream.equal_share = LATEST * share + (1 - LATEST) * before if before else share
         if not filled:
             self._say_what_fills_the_batch()
         kept = self._share_out([first + place for place in chosen], [owner[place] for place in chosen], groups)
@@ -240,6 +246,15 @@ class Collector:
             sampling=self.sampling,
             images=row.images,
         )
+
+
+def to_draw(missing: int, share: float) -> int:
+    """How many groups to draw for `missing` unequal ones, where a `share` of them is equal: n of which
+    n (1 - share) - MARGIN sqrt(n share (1 - share)), the mean number less so many standard deviations, is enough."""
+    unequal = 1 - min(share, MOST_EQUAL)
+    spread = MARGIN * math.sqrt((1 - unequal) * unequal)
+    root = (spread + math.sqrt(spread**2 + 4 * unequal * missing)) / (2 * unequal)
+    return math.ceil(root**2 - 1e-9)
 
 
 def choose(equal: Sequence[bool], needed: int) -> list[int]:

@@ -25,10 +25,6 @@ from perl.algorithms.kl import kl_divergence
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
 
-MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
-SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")
-"""Losses by how a micro-batch enters them. "bnpo" divides by the micro-batch's own number of tokens."""
-
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -294,16 +290,13 @@ def off_policy_mask(inputs: LossInputs, threshold: float) -> torch.Tensor:
 
 
 def entropy_threshold(entropies: torch.Tensor, mask: torch.Tensor, share: float, gather: Callable) -> torch.Tensor:
-    """[]: the entropy that a `share` of all processes' tokens reach; infinite where there is none. Every process must
-    come here.
+    """[]: the entropy that a `share` of all processes' tokens of `mask` reach; NaN, which no entropy reaches, where
+    there is none. Nothing is waited for. Every process must come here.
 
     Args:
-        gather: from a tensor of this process, of any length, to those of all, one after the other.
+        gather: from a tensor of this process to those of all, as large, one after the other.
     """
-    everywhere = gather(entropies.detach()[mask].float())
-    if not everywhere.numel():
-        return torch.full((), math.inf, device=entropies.device)
-    return torch.quantile(everywhere, 1 - share)
+    return torch.nanquantile(gather(entropies.detach().float().masked_fill(~mask, math.nan)), 1 - share)
 
 
 @dataclass(slots=True)

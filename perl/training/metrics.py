@@ -16,6 +16,7 @@ from perl.algorithms.grpo import weighted_sum
 from perl.base.errors import RankError
 from perl.engines.base import warn_once
 from perl.records import Trajectory
+from perl.rewards.score import Rewards
 from perl.training.batch import Batch
 from perl.training.loss import LossInputs, LossOutputs, Measured, masked_mean
 from perl.training.processes import Processes
@@ -77,6 +78,18 @@ def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], w
         metrics |= {"advantages/mean": mean, "advantages/std": max(0.0, squares / count - mean**2) ** 0.5}
         metrics |= {"advantages/max": high, "advantages/min": -low}
     return {name: float(value) for name, value in metrics.items()}
+
+
+def said_by_rewards(functions: Rewards, processes: Processes) -> dict[str, float]:
+    """Means over the processes of what reward functions have logged of a generation batch. Every process must come
+    here."""
+    means = {}
+    for name in sorted(set(processes.gathered(list(functions.metrics)))):
+        values = functions.metrics.get(name, [])
+        total, count = processes.added_up([float(sum(values)), float(len(values))])
+        means[name] = total / count
+    functions.metrics.clear()
+    return means
 
 
 def deviation(values: torch.Tensor) -> torch.Tensor:
@@ -213,12 +226,13 @@ class Metrics:
         self.noisy = False
 
     def state(self) -> dict[str, Any]:
-        """What was added since the last log: tensors and plain values, for `restore` in another process."""
-        return {"sums": self._sums, "highest": self._highest, "tolerance": self.tolerance, "noisy": self.noisy}
+        """What was added since the last log: tensors and plain values, for `restore` in another process, whose sampler
+        is compared anew."""
+        return {"sums": self._sums, "highest": self._highest, "noisy": self.noisy}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._sums, self._highest = dict(state["sums"]), dict(state["highest"])
-        self.tolerance, self.noisy = state["tolerance"], state["noisy"]
+        self.noisy = state["noisy"]
 
 
 def difference(sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

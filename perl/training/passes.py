@@ -87,7 +87,7 @@ class Passes:
     def _by_chunks(
         self, rows: Sequence[Trajectory], forward: Callable[[Sequence[Trajectory]], tuple[Said, Work]], wanted: str
     ) -> torch.Tensor:
-        chunks = list(by_tokens(rows, self.max_tokens))
+        chunks = list((by_tokens if self.packed else by_area)(rows, self.max_tokens))
         parts: list[torch.Tensor] = []
         with self.without_checkpointing(), self.autocast():
             for index in range(self.largest(len(chunks))):
@@ -148,4 +148,19 @@ def by_tokens(rows: Sequence[Trajectory], max_tokens: int) -> Iterator[list[int]
                 chunk, tokens, more = [], 0, len(rows[place].token_ids) + 1 + len(prompt)
             chunk.append(place)
             tokens, fresh = tokens + more, False
+    yield chunk
+
+
+def by_area(rows: Sequence[Trajectory], max_tokens: int) -> Iterator[list[int]]:
+    """The places of `rows`, longest first, cut where one more row would make their rectangle, padding included, larger
+    than `max_tokens`. A row that is longer by itself is alone; there is at least one chunk."""
+    lengths = [(len(row.prompt_ids), len(row.token_ids)) for row in rows]
+    chunk: list[int] = []
+    prompt = completion = 0
+    for place in sorted(range(len(rows)), key=lambda place: -sum(lengths[place])):
+        prompt, completion = max(prompt, lengths[place][0]), max(completion, lengths[place][1])
+        if chunk and (len(chunk) + 1) * (prompt + completion) > max_tokens:
+            yield chunk
+            chunk, (prompt, completion) = [], lengths[place]
+        chunk.append(place)
     yield chunk

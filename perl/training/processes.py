@@ -34,15 +34,6 @@ class Processes:
         """From [rows, …] of this process to [rows of all processes, …], as many of each."""
         return self.accelerator.gather(tensor)
 
-    def tokens(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From [n] of this process to [n of all processes], n its own of each."""
-        if self.count == 1:
-            return tensor
-        lengths = self.numbers([len(tensor)])[:, 0].tolist()
-        padded = self.accelerator.pad_across_processes(tensor, dim=0)
-        parts = self.rows(padded).view(self.count, -1)
-        return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
-
     def numbers(self, numbers: list[Any]) -> torch.Tensor:
         """[processes, numbers]: as many numbers of every process."""
         return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))

@@ -40,7 +40,14 @@ from perl.training.loss import (
     policy_loss,
     with_entropy_threshold,
 )
-from perl.training.metrics import TOLERANCE, Metrics, difference, require_same_policy, rollout_metrics
+from perl.training.metrics import (
+    TOLERANCE,
+    Metrics,
+    difference,
+    require_same_policy,
+    rollout_metrics,
+    said_by_rewards,
+)
 from perl.training.passes import Passes
 from perl.training.processes import Processes
 
@@ -63,6 +70,7 @@ class Step:
         reference: inside it the model that is the reference; None: nothing needs one.
         sigma: of this optimizer step's noise.
         noise: on the policy's norms, while it samples; None without noise.
+        note: what the trainer says of a generation batch, whose rows stand prompt by prompt. Every process calls it.
         noisy_old: the ratio refers to the policy with its noise (noise_injection.old_logps).
         stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
     """
@@ -84,6 +92,7 @@ class Step:
     model: Callable[[], Any]
     gathered: Callable[[], contextlib.AbstractContextManager[Any]]
     reference: Callable[[], contextlib.AbstractContextManager[Any]] | None
+    note: Callable[[Batch], None]
     noise: NoiseInjector | None
     sigma: Callable[[], float]
     noisy_old: bool
@@ -102,7 +111,8 @@ class Step:
         process must come here."""
         weights = self._publish(step)
         rows, metrics = self.collector.collect(weights)
-        batch = Batch.of(rows, self.device, self.args.mask_truncated_completions)
+        longest = self.processes.largest([max(len(row.token_ids) for row in rows)])[0]
+        batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest)
         batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
         rewards = self._usable(self.processes.rows(self.collector.rewards.of(rows).to(self.device)), rows, step)
         self._compare_first(batch, weights)
@@ -248,10 +258,11 @@ class Step:
     def _log_rollout(self, batch: Batch, rewards: torch.Tensor, metrics: dict[str, float]) -> None:
         functions = self.collector.rewards
         self.metrics.values(rollout_metrics(batch, rewards, functions.names, functions.weights, self.processes))
-        self.metrics.values(metrics | self.engine.take_metrics())
+        self.metrics.values(metrics | self.engine.take_metrics() | said_by_rewards(functions, self.processes))
         left_out = 1.0 - self.dealer.computed(batch).float().mean().item()
         share = self.processes.added_up([left_out])[0] / self.processes.count
         self.metrics.value("update/rows_left_out", share)
+        self.note(batch)
 
     # A micro-batch
 
@@ -260,12 +271,12 @@ class Step:
 
         Args:
             model: the policy, wrapped.
+            micro_batch: that has rows.
             step: optimizer steps that were made.
             accumulation: micro-batches of this update.
         """
         batch = micro_batch.batch
-        if batch is None:  # of no process: nothing is computed
-            return torch.zeros((), device=self.device, requires_grad=True)
+        assert batch is not None
         said = self.passes.score(model, batch.rows, batch.width, self.critic)
         if micro_batch.takes_part:
             return (said.logps * 0.0).sum() + (0.0 if said.values is None else (said.values * 0.0).sum())
@@ -283,7 +294,7 @@ class Step:
             entropies=said.entropies,
         )
         if self.args.top_entropy_quantile < 1.0:
-            inputs = with_entropy_threshold(inputs, self.args.top_entropy_quantile, self.processes.tokens)
+            inputs = with_entropy_threshold(inputs, self.args.top_entropy_quantile, self.processes.rows)
         outputs = policy_loss(inputs, self.settings, update)
         self._measure(inputs, outputs, step)
         loss = outputs.loss

@@ -27,7 +27,8 @@ class PromptStream:
 
     Attributes:
         next: the first position that was not taken.
-        equal_share: of the groups that earlier rollouts drew, how many had equal rewards (perl.training.collect).
+        equal_share: of the groups that earlier rollouts drew, how many had equal rewards (perl.training.collect), the
+            latest ones counting most; 0 before the first.
     """
 
     def __init__(self, rows: int, batch: int, seed: int, epochs: float | None = None, shuffle: bool = True):

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer around a step of our own (perl.training.step): it brings the arguments, the model's set-up, the
 loop, the optimizer, the log and the checkpoints. Where its loop asks for something, this file answers:
 
-    _prepare_inputs    the next micro-batch          Step.batch, once a generation batch
+    training_step      the next micro-batch          Step.batch, once a generation batch
     _compute_loss      its loss                      Step.loss
     _evaluate          scores while it trains        validation.Validation
     create_optimizer, _clip_grad_norm                the critic's weights are a group of their own
@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 import logging
-import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -59,7 +59,7 @@ from perl.training.batch import Batch, Dealer, MicroBatch
 from perl.training.collect import Collector, DynamicSampling, Read, compared_reward, is_chat
 from perl.training.critic import Critic
 from perl.training.engines import open_engine
-from perl.training.loss import EntropyBonus, LossSettings
+from perl.training.loss import EntropyBonus, LossSettings, masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
 from perl.training.passes import PASS_TOKENS, Passes
@@ -139,18 +139,30 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     # What the loop asks for
 
-    def _prepare_inputs(self, inputs: Any) -> MicroBatch:  # type: ignore[override]
-        """The next micro-batch; of the data loader's rows nothing is used, as the stream has its own."""
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Of the data loader's rows nothing is used, as the stream has its own. Where nothing is to be computed there
+        is no backward either: DeepSpeed would reduce gradients that nothing has made."""
+        began = time.perf_counter()
+        micro_batch = self._next()
+        self._current_train_step_time += time.perf_counter() - began  # TRL's metric step_time
+        if micro_batch.batch is not None:
+            return super().training_step(model, micro_batch, num_items_in_batch)  # type: ignore[arg-type]
+        self._step += 1
+        return torch.zeros((), device=self.accelerator.device)
+
+    def _next(self) -> MicroBatch:
         per_generation = self.args.steps_per_generation
         assert per_generation is not None
         if self.window_done() or self.pending is None:
+            self.model.train()
             with self.clock("prepare"):
                 self.pending = self.step.batch(self.state.global_step)
-            self._count_tokens()
-            self._log_completions()
         micro_batch = self.pending[self._step % per_generation]
         self.clock.count_trained(micro_batch.trained_tokens)
         return micro_batch
+
+    def _prepare_inputs(self, inputs: MicroBatch) -> MicroBatch:  # type: ignore[override]
+        return inputs
 
     def _compute_loss(self, model: Any, inputs: MicroBatch) -> torch.Tensor:  # type: ignore[override]
         loss = self.step.loss(model, inputs, self.state.global_step, self.current_gradient_accumulation_steps)
@@ -238,6 +250,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             model=lambda: self.model,
             gathered=self.gathered,
             reference=self._reference if refers else None,
+            note=self._note,
             noise=self.noise,
             sigma=lambda: self.noise_stage.stage.sigma if self.noise else 0.0,
             noisy_old=bool(self.noise) and self.noise_config.old_logps == "noisy",
@@ -263,7 +276,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             leave_out_zero=without_zero,
             group=plan.packed,
             fixed=fixed or not one_loss,
-            always_forward=self.is_deepspeed_enabled,
             max_tokens=args.max_tokens_per_microbatch if plan.packed else None,
             size=model_size(self.model),
         )
@@ -437,19 +449,15 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     # Logging and checkpoints
 
-    def _count_tokens(self) -> None:
-        """Tokens of all processes that the run has sampled, prompts included: transformers' count, and TRL's metric."""
-        rows = [row for micro in self.pending or [] if micro.batch and not micro.takes_part for row in micro.batch.rows]
-        tokens = sum(len(row.prompt_ids) + len(row.token_ids) for row in rows)
+    def _note(self, batch: Batch) -> None:
+        """The tokens of all processes' generation batches, prompts included (transformers' count, and TRL's metric),
+        and what TRL shows of the completions, where it is asked to. Every process must come here."""
+        tokens = sum(len(row.prompt_ids) + len(row.token_ids) for row in batch.rows)
         self.state.num_input_tokens_seen += int(self.step.processes.added_up([float(tokens)])[0])
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
-
-    def _log_completions(self) -> None:
-        """What TRL shows of the completions, where it is asked to."""
         if not self.log_completions:
             return
-        rows = [row for micro in self.pending or [] if micro.batch and not micro.takes_part for row in micro.batch.rows]
-        shown = self.step.processes.gathered(completions_of(rows, self.reward_func_names))
+        shown = self.step.processes.gathered(completions_of(batch.rows, self.reward_func_names))
         for name in ("prompt", "completion"):
             self._logs[name].extend(row[name] for row in shown)
         for name in self.reward_func_names:
@@ -457,7 +465,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         known = {"prompt", "completion", *self.reward_func_names}
         for column in sorted({column for row in shown for column in row} - known):
             self._logs["extra"][column].extend(row.get(column) for row in shown)
-        self._logs["advantages"].extend([math.nan] * len(shown))
+        assert batch.advantages is not None
+        advantages = masked_mean(batch.advantages.expand(batch.mask.shape), batch.mask)[:, 0]
+        self._logs["advantages"].extend(self.step.processes.rows(advantages).tolist())
 
     def _save_batch(self, folder: Path) -> None:
         """The rows that the update is of: what is shown of each completion, and the columns of each micro-batch."""
@@ -479,20 +489,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             logs |= {"aqn/sigma": stage.sigma, "aqn/stage": stage.index, "aqn/num_modules": len(self.noise.targets)}
             logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
             logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
-        self.step.metrics.values(self._of_rewards())
         self.step.metrics.flush()
         logs |= self.step.critic.take_metrics(self.accelerator) if self.step.critic else {}
         super().log(logs, start_time)
-
-    def _of_rewards(self) -> dict[str, float]:
-        """Means over the processes of what reward functions have logged. Every process must come here."""
-        processes, logged = self.step.processes, self.step.collector.rewards.metrics
-        means = {}
-        for name in sorted(set(processes.gathered(list(logged)))):
-            total, count = processes.added_up([float(sum(logged.get(name, []))), float(len(logged.get(name, [])))])
-            means[name] = total / count
-        logged.clear()
-        return means
 
     def _run_state(self) -> dict[str, Any]:
         step = self.step

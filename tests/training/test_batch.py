@@ -13,7 +13,7 @@ def batch(prompts, lengths, advantages, **changes):
     """Prompts of two tokens; completions of so many."""
     rows = [
         Trajectory(
-            row={},
+            row={"prompt": "?"},
             position=place,
             sample=0,
             prompt_ids=(prompt, 7),
@@ -23,7 +23,7 @@ def batch(prompts, lengths, advantages, **changes):
         )
         for place, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    made = Batch.of(rows, torch.device("cpu"), False)
+    made = Batch.of(rows, torch.device("cpu"), False, max(lengths))
     advantages = torch.tensor(advantages)
     made.advantages = advantages[:, None] if advantages.ndim == 1 else advantages
     return dataclasses.replace(made, **changes)
@@ -50,21 +50,23 @@ def dealer(**changes):
 
 
 def test_columns_of_rows_that_are_lists():
+    of_row = {"row": {"prompt": "?", "other": object()}, "position": 0, "prompt_ids": (5,)}
     rows = [
-        Trajectory(row={}, position=0, sample=0, prompt_ids=(5,), token_ids=[6, 7, 8], sampled=[True, False, True],
-                   logprobs=[-0.5, -1.0, -2.0], finish="length"),
-        Trajectory(row={}, position=0, sample=1, prompt_ids=(5,), token_ids=[9], sampled=[True], logprobs=[-0.25],
-                   finish="stop"),
-    ]  # fmt: skip
-    made = Batch.of(rows, torch.device("cpu"), mask_truncated=False)
+        Trajectory(sample=0, token_ids=[6, 7, 8], sampled=[True, False, True], logprobs=[-0.5, -1.0, -2.0], **of_row),
+        Trajectory(sample=1, token_ids=[9], sampled=[True], logprobs=[-0.25], finish="stop", **of_row),
+    ]
+    rows[0].extras = {"logged": object()}
+    made = Batch.of(rows, torch.device("cpu"), mask_truncated=False, longest=3)
     assert made.mask.tolist() == [[True, False, True], [True, False, False]]
     assert made.sampler.tolist() == [[-0.5, -1.0, -2.0], [-0.25, 0.0, 0.0]]
-    assert Batch.of(rows, torch.device("cpu"), mask_truncated=True).mask.tolist() == [[False] * 3, [True, False, False]]
+    masked = Batch.of(rows, torch.device("cpu"), mask_truncated=True, longest=4).mask
+    assert masked.tolist() == [[False] * 4, [True, False, False, False]]
     again = Batch.restored(made.state())
     assert [(row.prompt_ids, row.token_ids, row.sampled) for row in again.rows] == [
         (row.prompt_ids, row.token_ids, row.sampled) for row in rows
     ]
     assert torch.equal(again.mask, made.mask)
+    assert [(row.row, row.extras) for row in again.rows] == [({"prompt": "?"}, {})] * 2  # plain values alone
     assert [row.sample for row in made.select([1, 0]).rows] == [1, 0]
 
 
@@ -105,14 +107,6 @@ def test_a_window_without_any_gradient_makes_its_step_all_the_same():
     quiet = dealer(leave_out_zero=True).deal(dataclasses.replace(WINDOW, advantages=torch.zeros(4, 1)), alone)
     assert [each.batch is None for each in quiet] == [True, False]
     assert quiet[1].takes_part
-
-
-def test_under_deepspeed_an_empty_micro_batch_computes_a_token():
-    """DeepSpeed's ZeRO-2 ended with an IndexError after a backward that gave no parameter a gradient."""
-    quiet = dataclasses.replace(WINDOW, advantages=torch.zeros(4, 1))
-    dealt = dealer(leave_out_zero=True, always_forward=True).deal(quiet, alone)
-    assert [each.takes_part for each in dealt] == [True, True]
-    assert [len(each.batch.rows) for each in dealt] == [1, 1]
 
 
 @pytest.mark.parametrize("leave_out_zero", [False, True])

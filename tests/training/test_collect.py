@@ -23,7 +23,7 @@ from perl.engines.base import warn_once
 from perl.prompts import row_seed
 from perl.records import Completion, Sampling, Weights
 from perl.rewards.score import Rewards
-from perl.training.collect import Collector, DynamicSampling, Read
+from perl.training.collect import Collector, DynamicSampling, Read, to_draw
 from perl.training.preflight import check_dynamic_sampling
 from perl.training.stream import PromptStream
 from tests.trainers import kept_batches, make_trainer, question, reward_tokens, tokens_of
@@ -114,7 +114,7 @@ def positions_of(rows) -> list[int]:
     ("equal", "needed", "factor", "share", "rounds", "chosen", "following"),
     [
         ("uuuuuu", 2, 100, 0.0, [[0, 1]], [0, 1], 2),
-        ("eueeuuuu", 2, 100, 0.0, [[0, 1], [2, 3], [4, 5, 6, 7]], [1, 4], 5),  # half, then 3 of 4 were equal
+        ("eueeuuuuuu", 2, 100, 0.0, [[0, 1], [2, 3, 4, 5, 6, 7]], [1, 4], 5),  # half of the first round was equal
         ("eueeuuuu", 2, 100, 0.75, [[0, 1, 2, 3, 4, 5, 6, 7]], [1, 4], 5),  # known from before: one round
         ("eueeuu", 2, 2, 0.0, [[0, 1], [2, 3]], [0, 1], 4),  # the limit: the first equal one fills the batch
         ("eeeeee", 2, 2, 0.0, [[0, 1], [2, 3]], [0, 1], 4),
@@ -134,6 +134,21 @@ def test_the_first_groups_that_are_unequal(equal, needed, factor, share, rounds,
     assert metrics["dapo/returned_groups"] == drawn - (chosen[-1] + 1)
     assert metrics["dapo/kept_equal_groups"] == sum(equal[place] == "e" for place in chosen)
     assert metrics["dapo/rollout_tokens_per_used_token"] == drawn / needed
+
+
+def test_so_many_are_drawn_that_a_second_round_is_rare():
+    assert [to_draw(8, share) for share in (0.0, 0.3, 0.7, 1.0)] == [8, 16, 42, 132]
+    letters = random.Random(3)
+    collector = by_hand("".join(letters.choices("eu", [0.7, 0.3], k=9000)), 16)
+    rounds = []
+    for step in range(80):
+        before = len(collector.engine.rounds)
+        _, metrics = collector.collect(Weights(version=step))
+        rounds.append(len(collector.engine.rounds) - before)
+        assert metrics["dapo/returned_groups"] < 70
+    assert max(rounds[1:]) == 2  # the first rollout knows no share
+    assert sum(rounds[1:]) / 79 < 1.15
+    assert collector.stream.equal_share == pytest.approx(0.7, abs=0.1)
 
 
 def test_what_went_back_is_drawn_again_with_the_same_seeds():

@@ -176,3 +176,15 @@ def test_large_weights_are_no_mistake():
     model = tiny_model()
     model.get_parameter("model.layers.1.mlp.up_proj.weight").data.fill_(3e38)
     require_finite_weights(model, "")
+
+
+def test_a_run_that_goes_on_in_a_window_leaves_its_batch_too(tmp_path):
+    """Of the rows of the data set a checkpoint has kept the prompts."""
+    settings = {"max_steps": 3, "steps_per_generation": 4}
+    make_trainer(tmp_path, save_strategy="steps", save_steps=1, **settings).train()
+    resumed = make_trainer(tmp_path / "again", **settings)
+    poison(resumed, "loss", {2})
+    with pytest.raises(RunError, match=r"^step 2: the loss and .* the batch is in"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    (first, *_) = json.loads((tmp_path / "again" / "nonfinite_step_2" / "rank-0.json").read_text())
+    assert first["prompt"][0]["content"].startswith("What is ")

@@ -52,6 +52,8 @@ def run(folder, checkpoint=None, **settings):
     def reward(prompts_seen=prompts, **columns):
         step = columns["trainer_state"].global_step
         prompts_seen.append((step, [prompt[-1]["content"] for prompt in columns["prompts"]]))
+        columns["log_metric"]("rewarded", step)
+        columns["log_extra"]("question", [{prompt[-1]["content"]} for prompt in columns["prompts"]])  # of any type
         return reward_tokens(columns["completion_ids"])
 
     fixed = {"engine": "fast", "max_steps": STEPS, "prompts": SUMS[:4], "logging_steps": STEPS}

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from perl.adapters import ADAPTERS
-from perl.base.errors import UserError
+from perl.base.errors import RankError, UserError
 from perl.config.schema import NoiseConfig, PeftConfig
 from perl.engines.base import warn_once
 from perl.runs.callbacks import MetricsWriter
@@ -48,6 +49,7 @@ def overridden(ours: type) -> set[str]:
 def test_what_we_override_of_trl_and_transformers():
     """One that either of them renames would still be ours, and never be called."""
     assert overridden(import_trainer(SimpleNamespace(training=SimpleNamespace(use_vllm=False)))) == {  # type: ignore[arg-type]
+        "training_step",
         "_prepare_inputs",
         "_compute_loss",
         "_evaluate",
@@ -292,3 +294,35 @@ def test_no_hook_is_left_by_a_step(tmp_path, settings):
 
     make_trainer(tmp_path, max_steps=3, gradient_checkpointing=True, callbacks=[Hooks()], **settings).train()
     assert counts[0] == counts[2] > 0
+
+
+def test_rows_without_gradient_are_counted_and_shown(tmp_path):
+    """They are in no micro-batch, but they were sampled, and who looks at completions wants to see them."""
+
+    def some_equal(completions, **columns):
+        return [1.0] * 4 + [0.0, 1.0, 1.0, 1.0]
+
+    trainer = make_trainer(tmp_path, engine="fast", max_steps=1, rewards=[some_equal], log_completions=True)
+    kept = kept_batches(trainer)
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "num_tokens" in row]
+    assert row["num_tokens"] == sum(len(row.prompt_ids) + len(row.token_ids) for row in kept[0].rows)
+    assert row["update/rows_left_out"] == 0.5
+    assert len(trainer._logs["completion"]) == 8
+    assert list(trainer._logs["rewards"]["some_equal"]) == some_equal([])
+    assert list(trainer._logs["advantages"]) == pytest.approx([0.0] * 4 + [-1.5, 0.5, 0.5, 0.5], abs=1e-3)
+
+
+def test_a_resumed_run_compares_its_sampler_anew(tmp_path, monkeypatch):
+    """What the first run found says nothing of this one's sampler, which may have missed the adapter."""
+    make_trainer(tmp_path / "run", engine="fast", max_steps=3, save_strategy="steps", save_steps=1).train()
+    resumed = make_trainer(tmp_path / "again", engine="fast", max_steps=3)
+    stream = type(resumed.step.engine).stream
+
+    def another_policys(engine, prompts):
+        for place, completion in stream(engine, prompts):
+            yield place, replace(completion, logprobs=tuple(number - 1.0 for number in completion.logprobs))
+
+    monkeypatch.setattr(type(resumed.step.engine), "stream", another_policys)
+    with pytest.raises(RankError, match="1 nats from the trainer's on average"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
