@@ -8,8 +8,7 @@ synchronisation: gigabytes, and rounding leaves another base behind each time. H
     weights = sync.weights(model, …)      hands the adapter over (a few MB) and has nothing else to send
 
 Where vLLM can't serve the adapter, one line in the log says why and `weights` yields merged weights. They are computed
-in copies, by PEFT's own merge in float32, so that nothing has to be restored. A server is given the adapter
-by `publish`, through its endpoint for loading adapters at run time.
+in copies, by PEFT's own merge in float32, so that nothing has to be restored.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-SERVER_TIMEOUT_S = 600.0
-"""For a server to load or unload an adapter; all ranks wait for it."""
 MEMORY = Path("/dev/shm")
 """Files here never reach a disk."""
 WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -66,9 +62,6 @@ class VLLMSync:
         self.reason = NO_ADAPTER if config is None else cannot_serve(self.config)
         self._number = 0
         self._engine: Any = None
-        """Of this process; None with a server."""
-
-    # An engine in the trainer's process
 
     def start(self, **options: Any) -> Any:
         """A vllm.LLM of these options that serves the adapter, unless something stands against it. TRL seeds it with
@@ -96,8 +89,8 @@ class VLLMSync:
         return noise.on(model, [_layer_of_engine(modules, rename, target) for target in noise.targets])
 
     def weights(self, model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-        """Bring the engine, or a server that runs without LoRA, up to date with `model` (the policy, not wrapped by
-        DDP or DeepSpeed). Every rank must come here.
+        """Bring the engine up to date with `model` (the policy, not wrapped by DDP or DeepSpeed). Every rank must
+        come here.
 
         Yields:
             What is still to be sent: nothing once the engine has the adapter, else all weights by their names in vLLM.
@@ -136,8 +129,6 @@ class VLLMSync:
 
     def _layers_of_engine(self) -> set[str]:
         """Kinds of layer of the trainer's model ("q_proj") whose weights the engine calls "….base_layer.weight"."""
-        if self._engine is None:
-            return set()
         ((names, parts, complete),) = self._engine.apply_model(_wrapped_layers)
         if not complete:
             raise UserError(
@@ -151,57 +142,9 @@ class VLLMSync:
         what = "all weights" if reason == NO_ADAPTER else "merged weights, not the adapter alone"
         log.info("rollouts: vLLM is sent %s: %s", what, reason)
 
-    # A server
 
-    def publish(self, model: Any, gather: Gather, url: str | None, folder: Path) -> str:
-        """Save the adapter below `folder` and have the server at `url` load it. Every rank must come here, those that
-        do not talk to the server with None.
-
-        Returns:
-            The adapter's name on the server, for the field "model" of a request.
-
-        Raises:
-            UserError: the server refuses.
-        """
-        import requests
-
-        self._number += 1
-        name, place = f"perl-{self._number}", folder.absolute() / str(self._number)
-        save_adapter(model, gather, place if url else None)
-        if url is None:
-            return name
-        asked = {"lora_name": name, "lora_path": str(place)}
-        try:
-            answer = requests.post(f"{url}/v1/load_lora_adapter", json=asked, timeout=SERVER_TIMEOUT_S)
-        except requests.RequestException as error:
-            raise UserError(f"--config.training.vllm_mode server: {url} does not answer ({error})") from error
-        if not answer.ok:
-            said = " ".join(answer.text.split())[:300]
-            raise UserError(
-                f"--config.training.vllm_mode server: {url} did not load the adapter from {place}"
-                f" ({answer.status_code}: {said}); start it where it sees this folder, with"
-                f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --max-lora-rank {max_lora_rank(self.config)}, or without"
-                " --enable-lora"
-            )
-        if self._number > 1:
-            gone = {"lora_name": f"perl-{self._number - 1}"}
-            requests.post(f"{url}/v1/unload_lora_adapter", json=gone, timeout=SERVER_TIMEOUT_S)
-            shutil.rmtree(folder / str(self._number - 1), ignore_errors=True)
-        return name
-
-    def use_server(self, with_lora: bool) -> None:
-        """Decide for a server that was or was not started with --enable-lora."""
-        if with_lora and self.reason is not None:
-            raise UserError(
-                f"--config.training.vllm_mode server: {self.reason}, and a server with --enable-lora is only given"
-                " adapters; start it without"
-            )
-        if not with_lora:
-            self._send_merged(self.reason or "the server was started without --enable-lora")
-
-
-def save_adapter(model: Any, gather: Gather, folder: Path | None) -> None:
-    """The adapter in PEFT's files. All ranks gather; one that is given None saves nothing."""
+def save_adapter(model: Any, gather: Gather, folder: Path) -> None:
+    """The adapter in PEFT's files. All ranks gather."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -210,8 +153,6 @@ def save_adapter(model: Any, gather: Gather, folder: Path | None) -> None:
 
     with resharded(model), gather(list(named().values())):
         tensors = {name: whole(p).cpu() for name, p in named().items()}
-    if folder is None:
-        return
     folder.mkdir(parents=True, exist_ok=True)
     name = model.active_adapter
     state = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=name, save_embedding_layers=False)
