@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def overridden(ours: type) -> set[str]:
 
 def test_what_we_override_of_trl_and_transformers():
     """One that either of them renames would still be ours, and never be called."""
-    assert overridden(import_trainer(SimpleNamespace(training=SimpleNamespace(use_vllm=False)))) == {  # type: ignore[arg-type]
+    assert overridden(import_trainer()) == {
         "_prepare_inputs",
         "_compute_loss",
         "_evaluate",

@@ -490,7 +490,7 @@ def vllm_only(field: str, nearest: str) -> Handler:
 
 def eager(value: Any, verl: Verl) -> Outcome:
     if verl.choices.engine == "vllm":
-        return NoEffect("TRL starts vLLM as it decides; speed only")
+        return NoEffect("vLLM starts as it decides; speed only")
     return Translated({"rollout.capture_graphs": False if value else "auto"})
 
 
