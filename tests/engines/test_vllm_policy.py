@@ -215,7 +215,7 @@ def test_whoever_stops_reading_leaves_no_request_and_no_noise(monkeypatch):
     engine = engine_of(monkeypatch, noise=object())
     engine.publish(Weights(version=0, sigma=0.5))
     engine.llm.calls.clear()
-    drawn = engine.stream(prompts(2))
+    drawn: Any = engine.stream(prompts(2))
     next(drawn)
     drawn.close()
     assert engine.llm.calls[4:] == ["abort_request ['2']", "clean", "reset_prefix_cache"]
