@@ -71,7 +71,7 @@ def validation_round(options: argparse.Namespace, folder: Path) -> Callable[[], 
     checked = check_run(config, folder / "run")
     assert checked.validation is not None
     validation = Validation(checked.validation, Grader(), folder / "run", "hf", 0, 1)
-    trainer = import_trainer(config)(
+    trainer = import_trainer()(
         model=load_model(config),
         args=config.training,
         train_dataset=checked.dataset,

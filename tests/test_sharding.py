@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.noise.injector import NoiseInjector
 from perl.device.sharding import is_sharded, local, resharded, shard_of, whole
-from perl.training.vllm_sync import merged_weights, save_adapter
+from perl.engines.vllm_sync import merged_weights, save_adapter
 from tests.tiny import tiny_model
 
 kind, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]

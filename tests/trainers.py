@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,8 +77,7 @@ def make_trainer(
 ) -> Any:
     """PerlGRPOTrainer with an adapter of rank 4 on `tiny_model(scale=4.0)`, without noise.
 
-    vLLM is hidden from TRL unless the rollouts use it, as in a run (perl.training.grpo.import_trainer): to import it
-    takes longer than to train.
+    vLLM is hidden from TRL, as in a run (perl.training.grpo.import_trainer): to import it takes longer than to train.
 
     Args:
         folder: the trainer's output folder.
@@ -91,7 +89,7 @@ def make_trainer(
         args: fields of GRPOConfig that differ from SETTINGS.
     """
     config = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
-    ours = import_trainer(SimpleNamespace(training=config))  # type: ignore[arg-type]
+    ours = import_trainer()
     kind = kind or ours
     peft = peft or PeftConfig(type=adapter, r=4, lora_alpha=8)
     extra: dict[str, Any] = {"peft_config": ADAPTERS[adapter].build(peft)}

@@ -1,4 +1,4 @@
-"""The vLLM backend: one engine in this process, kept full from a feed of prompts.
+"""vLLM in this process, kept full from a feed of prompts: the evaluator's engine, and what a training's shares with it.
 
 Requests are added while others run, so the batch stays full to the last prompt, and each carries its own seed. Settings
 keep to what vLLM 0.18 (Ascend) and 0.31 (CPU) both know. vLLM is imported when an engine is built.
@@ -7,13 +7,14 @@ keep to what vLLM 0.18 (Ascend) and 0.31 (CPU) both know. vLLM is imported when 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import itertools
 import logging
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,119 @@ def random_state_kept() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-class VLLMEngine:
-    """A vLLM engine on the devices this process sees. See `perl.engines.Engine` for what it promises."""
+def import_vllm() -> Any:
+    """The module, which reads ENVIRONMENT as it is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return importlib.import_module("vllm")
+
+
+class RunningVLLM:
+    """Completes prompts with a vLLM engine that runs. See `perl.engines.Engine` for what it promises.
+
+    Args:
+        engine: vLLM's LLMEngine. One that several of these share completes for one of them at a time.
+        eos_token_ids: tokens that end a completion, besides those of the model's own generation config.
+        context: most tokens of prompt and completion together; None: as many as the engine takes.
+        image_token_id: what stands for an image in a prompt; None: the model takes none.
+        lora: the LoRARequest of a prompt, or None.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        eos_token_ids: Collection[int],
+        context: int | None = None,
+        image_token_id: int | None = None,
+        lora: Callable[[Prompt], Any] = lambda prompt: None,
+    ):
+        self.engine: Any = engine
+        self.eos_token_ids = frozenset(eos_token_ids)
+        longest: int = engine.vllm_config.model_config.max_model_len
+        self.max_model_len = longest if context is None else min(context, longest)
+        self.max_num_seqs: int = engine.vllm_config.scheduler_config.max_num_seqs
+        self._image_token_id, self._lora = image_token_id, lora
+        self._requests = 0
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        """The feed is read until twice `max_num_seqs` requests are under way. See `Engine.stream`."""
+        source = iter(feed)
+        indices: dict[str, int] = {}
+        taken = 0
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and len(indices) < 2 * self.max_num_seqs:
+                    try:
+                        prompt = next(source)
+                    except StopIteration:
+                        exhausted = True
+                        break
+                    if prompt is None:
+                        break
+                    indices[self._add(prompt)] = taken
+                    taken += 1
+                if indices:
+                    for output in self.engine.step():
+                        if output.finished:
+                            yield indices.pop(output.request_id), self._completion(output.outputs[0])
+                elif exhausted:
+                    return
+        finally:
+            if indices:  # whoever reads has failed, or a prompt was refused
+                self.engine.abort_request(list(indices))
+
+    def close(self) -> None:
+        """Nothing of its own: the engine is somebody else's."""
+
+    def _add(self, prompt: Prompt) -> str:
+        self._requests += 1
+        request_id = str(self._requests)
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(**self._fields(prompt))
+        self.engine.add_request(request_id, self._input(prompt), parameters, lora_request=self._lora(prompt))
+        return request_id
+
+    def _input(self, prompt: Prompt) -> dict[str, Any]:
+        """vLLM cuts images itself, and puts as many tokens as each needs in the place of one."""
+        if not prompt.images:
+            return {"prompt_token_ids": list(prompt.token_ids)}
+        runs = itertools.groupby(prompt.token_ids)
+        ids = [token for token, run in runs for _ in ([token] if token == self._image_token_id else run)]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": [decoded(file) for file in prompt.images]}}
+
+    def _fields(self, prompt: Prompt) -> dict[str, Any]:
+        """Of the prompt's SamplingParams."""
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = prompt.sampling
+        validate(sampling)
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "max_tokens": room_of(prompt, self.max_model_len),
+            "seed": prompt.seed,
+            "stop_token_ids": sorted(self.eos_token_ids),
+            "detokenize": False,  # one call of the fast tokenizer at the end costs less than one a token
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+
+    def _completion(self, output: Any) -> Completion:
+        ids, logprobs = tuple(output.token_ids), ()
+        if output.logprobs is not None:
+            logprobs = tuple(of_token[token].logprob for token, of_token in zip(ids, output.logprobs, strict=True))
+        # A string that ends a completion (SamplingParams.stop) is no end-of-sequence token.
+        stopped = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        return Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop" if stopped else "length")
+
+
+class VLLMEngine(RunningVLLM):
+    """A vLLM engine on the devices this process sees. See `perl.engines.LoadedEngine` for what it promises."""
 
     def __init__(
         self,
@@ -109,8 +221,6 @@ class VLLMEngine:
         """
         require_vllm()
         config = load_config(model_path)
-        self.eos_token_ids = eos_token_ids(model_path, config, load_tokenizer(model_path))
-        self._image_token_id: int | None = config.image_token_id if takes_images(config) else None
         options: dict[str, Any] = {
             "model": model_path,
             "dtype": resolve_dtype(dtype, config),
@@ -127,47 +237,24 @@ class VLLMEngine:
             options["limit_mm_per_prompt"] = {"video": 0}  # no memory is kept for them
         if adapters:
             options |= {"enable_lora": True, "max_lora_rank": max(map(lora_rank, adapters))}
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        from vllm import LLM, EngineArgs
-        from vllm.lora.request import LoRARequest
-
-        self._loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
+        vllm = import_vllm()
         try:
-            self.engine: Any = LLM(**options).llm_engine
+            engine = vllm.LLM(**options).llm_engine
         except (RuntimeError, ValueError, AssertionError) as error:
-            share = vllm_options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+            share = vllm_options.get("gpu_memory_utilization", vllm.EngineArgs.gpu_memory_utilization)
             fixed = device.detect().kind == "cpu" and "gpu_memory_utilization" not in vllm_options
             if known := vllm_memory.explain(error, share, options.get("enforce_eager", False), fixed):
                 raise known from error
             raise
-        self.max_model_len: int = self.engine.vllm_config.model_config.max_model_len
-        self.max_num_seqs: int = self.engine.vllm_config.scheduler_config.max_num_seqs
-        self._requests = 0
+        from vllm.lora.request import LoRARequest
 
-    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
-        """The feed is read until twice `max_num_seqs` requests are under way. See `Engine.stream`."""
-        source = iter(feed)
-        indices: dict[str, int] = {}
-        taken = 0
-        exhausted = False
-        while True:
-            while not exhausted and len(indices) < 2 * self.max_num_seqs:
-                try:
-                    prompt = next(source)
-                except StopIteration:
-                    exhausted = True
-                    break
-                if prompt is None:
-                    break
-                indices[self._add(prompt)] = taken
-                taken += 1
-            if indices:
-                for output in self.engine.step():
-                    if output.finished:
-                        yield indices.pop(output.request_id), self._completion(output.outputs[0])
-            elif exhausted:
-                return
+        loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
+        super().__init__(
+            engine,
+            eos_token_ids=eos_token_ids(model_path, config, load_tokenizer(model_path)),
+            image_token_id=config.image_token_id if takes_images(config) else None,
+            lora=lambda prompt: None if prompt.adapter is None else loras[prompt.adapter],
+        )
 
     def replace_weights(self, model_path: str) -> str | None:
         """Have vLLM load the folder into the running engine. See `perl.engines.Engine`.
@@ -209,45 +296,6 @@ class VLLMEngine:
                 if output.finished:
                     rows = output.prompt_logprobs[1:]  # the first token has none
                     return [row[token].logprob for row, token in zip(rows, ids[1:], strict=True)]
-
-    def _add(self, prompt: Prompt) -> str:
-        self._requests += 1
-        request_id = str(self._requests)
-        parameters = self._parameters(prompt)
-        lora = self._loras[prompt.adapter] if prompt.adapter is not None else None
-        self.engine.add_request(request_id, self._input(prompt), parameters, lora_request=lora)
-        return request_id
-
-    def _input(self, prompt: Prompt) -> dict[str, Any]:
-        """vLLM cuts images itself, and puts as many tokens as each needs in the place of one."""
-        if not prompt.images:
-            return {"prompt_token_ids": list(prompt.token_ids)}
-        runs = itertools.groupby(prompt.token_ids)
-        ids = [token for token, run in runs for _ in ([token] if token == self._image_token_id else run)]
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": [decoded(file) for file in prompt.images]}}
-
-    def _parameters(self, prompt: Prompt) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = prompt.sampling
-        validate(sampling)
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            max_tokens=room_of(prompt, self.max_model_len),
-            seed=prompt.seed,
-            stop_token_ids=sorted(self.eos_token_ids),
-            detokenize=False,  # one call of the fast tokenizer at the end costs less than one a token
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    def _completion(self, output: Any) -> Completion:
-        stopped = output.finish_reason == "stop"
-        return Completion(token_ids=tuple(output.token_ids), finish_reason="stop" if stopped else "length")
 
 
 def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:

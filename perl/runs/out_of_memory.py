@@ -74,7 +74,7 @@ def changes(phase: str, config: Config) -> Iterator[str]:
     time, then those that change what is learned."""
     training = config.training
     group = training.num_generations or 1
-    if training.use_vllm and training.vllm_mode == "colocate":
+    if training.use_vllm:
         share = training.vllm_gpu_memory_utilization
         yield change({"training.vllm_gpu_memory_utilization": (round(share * 0.7, 2), share)}, "slower sampling")
     if phase == "setup":

@@ -27,18 +27,30 @@ def _torch(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[s
 
 
 def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> PolicyEngine:
-    from perl.training.vllm_sampler import VLLMSampler, start_client
-    from perl.training.vllm_sync import VLLMSync
+    from perl.engines.vllm_policy import VLLMPolicyEngine
 
-    sync = VLLMSync(peft_config, trainer.args.seed)
-    return VLLMSampler(
-        start_client(trainer, sync, kwargs),
-        sync,
-        policy=trainer.policy(),
+    args = trainer.args
+    return VLLMPolicyEngine(
+        trainer.policy(),
+        peft_config,
+        {
+            "tensor_parallel_size": args.vllm_tensor_parallel_size,
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "max_model_len": args.vllm_max_model_length,
+            "max_num_seqs": args.per_device_train_batch_size
+            * args.vllm_tensor_parallel_size
+            * args.steps_per_generation,
+            "enable_sleep_mode": args.vllm_enable_sleep_mode,
+            "model_impl": args.vllm_model_impl,
+            "trust_remote_code": args.trust_remote_code,
+        },
+        processes=trainer.accelerator,
         gather=trainer.whole,
         generation_kwargs=kwargs,
+        regex=args.vllm_structured_outputs_regex,
         noise=trainer.noise,
         eos_token_ids=trainer.eos_token_ids,
+        seed=args.seed,
     )
 
 

@@ -54,7 +54,7 @@ def train(argv: Sequence[str]) -> Path:
     run_dir = agree_on_folder(config, parsed)
     checked = check_run(config, run_dir)
 
-    trainer_class = import_trainer(config)
+    trainer_class = import_trainer()
     with (
         StopOnSignal() as stop,
         explain_out_of_memory(config) as watch,
@@ -102,11 +102,9 @@ def reward_deadline(config: Config) -> RewardDeadline:
     )
 
 
-def import_trainer(config: Config) -> type[PerlGRPOTrainer]:
-    """The trainer class. TRL imports vLLM wherever it is installed, which takes ten seconds in every process; it is
-    shown vLLM only when the rollouts use it."""
-    if not config.training.use_vllm:
-        hide_vllm()
+def import_trainer() -> type[PerlGRPOTrainer]:
+    """The trainer class. TRL is never shown vLLM, which the rollouts drive themselves."""
+    hide_vllm()
     from perl.training.trainer import PerlGRPOTrainer
 
     return PerlGRPOTrainer

@@ -61,20 +61,6 @@ class ValidationSetup:
     trained: str = "adapter"
     """What the training changes, by the name of its folder: "adapter", or "model" where all weights are trained."""
 
-    def require_room(self, context: int | None) -> None:
-        """A UserError where a vLLM server would refuse the longest prompt with its completion.
-
-        Args:
-            context: its max_model_len; None: there is no server.
-        """
-        samples = [sample for each in self.problem_sets for sample in each.samples]
-        needed = max(len(s.token_ids) + self.rules.room(list(s.token_ids), s.sampling.max_new_tokens) for s in samples)
-        if context is not None and needed > context:
-            raise UserError(
-                f"{FLAG}max_new_tokens: the vLLM server takes {context} tokens of prompt and completion"
-                f" together, and validation needs {needed}; start it with --max-model-len {needed}, or write less"
-            )
-
 
 def set_up_validation(
     config: Config, tokenizer: PreTrainedTokenizerBase, trained: Collection[str]
@@ -101,8 +87,6 @@ def set_up_validation(
     specs = named(validation.datasets, f"{FLAG}datasets", "leave one out")
     problem_sets = [_problem_set(config, spec, name, tokenizer) for name, spec in specs.items()]
     for problem_set in problem_sets:
-        if config.training.use_vllm and config.training.vllm_mode == "server":
-            _require_greedy(problem_set)
         _warn_of_trained(problem_set, trained)
     eos_token_ids = folders.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
     merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
@@ -129,15 +113,6 @@ def _problem_set(config: Config, spec: str, name: str, tokenizer: PreTrainedToke
     made = make_problem_set(problems, spec, name, tokenizer, given, config.dataset.system_prompt, flag=FLAG)
     validate(made.sampling)
     return made
-
-
-def _require_greedy(problem_set: ProblemSet) -> None:
-    if problem_set.sampling.temperature or problem_set.sampling.n > 1:
-        raise UserError(
-            f"{FLAG}temperature: a vLLM server takes no seed for each completion, so that it can only validate"
-            f" greedily, and {problem_set.spec} would be sampled; write {FLAG}temperature 0 and n 1, or"
-            " --config.training.vllm_mode colocate"
-        )
 
 
 def _warn_of_trained(problem_set: ProblemSet, trained: Collection[str]) -> None:

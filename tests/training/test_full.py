@@ -17,6 +17,7 @@ from perl.config.evaluation import parse as parse_eval
 from perl.config.load import parse
 from perl.config.schema import NoiseConfig
 from perl.config.sft import parse as parse_sft
+from perl.engines.vllm_sync import merged_weights
 from perl.evaluation.run import evaluate
 from perl.finetuning.sft import fine_tune
 from perl.models.folders import content_hash
@@ -27,7 +28,6 @@ from perl.runs.setup import load_model
 from perl.scoring.results import same_model
 from perl.training.grpo import train
 from perl.training.preflight import check_engine
-from perl.training.vllm_sync import merged_weights
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import make_trainer
 

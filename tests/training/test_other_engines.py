@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from perl.base.errors import RankError, UserError
 from perl.config.schema import NoiseConfig, PeftConfig
+from perl.engines import vllm_sync
 from perl.engines.base import warn_once
 from perl.engines.vllm import ENVIRONMENT
 from perl.noise.injector import Target
-from perl.training import vllm_sync
 from tests.tiny import save_tiny
 from tests.trainers import make_trainer
 
@@ -75,10 +75,10 @@ def until_stopped(trainer: Any) -> dict[str, Any]:
     return {"error": error, "steps": trainer.state.global_step, "mismatch": mismatches(trainer)}
 
 
-def until_step_3(trainer: Any, sync: Any) -> None:
+def until_step_3(trainer: Any, load: Any, *args: Any) -> None:
     """From the fourth rollout on vLLM is not given the policy."""
     if trainer.state.global_step < 3:
-        sync()
+        load(*args)
 
 
 def base_weights(trainer: Any) -> dict[str, Any]:
@@ -115,17 +115,17 @@ def colocated(folder: Path, adapter: str = "lora", rank: int = 4) -> dict[str, A
     with logged() as lines:
         model = AutoModelForCausalLM.from_pretrained(base)
         trainer = trained_by(folder, model=model, vllm_max_model_length=64, **settings)
-        before, vllm = base_weights(trainer), trainer.step.engine.client
-        weights = vllm._iter_named_params
+        before, engine = base_weights(trainer), trainer.step.engine
+        weights = vllm_sync.merged_weights
 
-        def counted():
-            for name, tensor in weights():
+        def counted(*args):
+            for name, tensor in weights(*args):
                 sent.append(name)
                 yield name, tensor
 
-        vllm._iter_named_params = counted
-        vllm.sync_weights = partial(until_step_3, trainer, vllm.sync_weights)
-        dtype = str(vllm.llm.llm_engine.model_config.dtype)
+        vllm_sync.merged_weights = counted
+        engine.sync.load = partial(until_step_3, trainer, engine.sync.load)
+        dtype = str(engine.llm.llm_engine.model_config.dtype)
         found = until_stopped(trainer)
     changed = [name for name, p in base_weights(trainer).items() if not torch.equal(p, before[name])]
     return found | {"log": "\n".join(lines), "dtype": dtype, "changed": changed, "sent": len(sent)}
@@ -223,7 +223,7 @@ def noisy(folder: Path) -> dict[str, Any]:
     with logged() as lines:
         model = AutoModelForCausalLM.from_pretrained(base)
         trainer = trained_by(folder, model=model, noise=noise, vllm_max_model_length=64, **settings)
-        llm, in_engine = trainer.step.engine.client.llm, trainer.step.engine.noise
+        llm, in_engine = trainer.step.engine.llm, trainer.step.engine.noise
         before, applied, changed = weights_of(llm), in_engine.applied, set()
 
         @contextmanager
@@ -242,7 +242,7 @@ def noisy(folder: Path) -> dict[str, Any]:
     for target in elsewhere:
         trainer.noise.targets = [target]
         try:
-            trainer.step.engine.sync.noise_for_engine(trainer.noise)
+            vllm_sync.noise_of_engine(llm, trainer.noise)
         except UserError as error:
             refused.append(str(error))
     return found | {

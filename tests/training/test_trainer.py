@@ -3,7 +3,6 @@
 import inspect
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def overridden(ours: type) -> set[str]:
 
 def test_what_we_override_of_trl_and_transformers():
     """One that either of them renames would still be ours, and never be called."""
-    assert overridden(import_trainer(SimpleNamespace(training=SimpleNamespace(use_vllm=False)))) == {  # type: ignore[arg-type]
+    assert overridden(import_trainer()) == {
         "training_step",
         "_prepare_inputs",
         "_compute_loss",

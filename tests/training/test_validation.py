@@ -506,15 +506,3 @@ def test_the_last_step_is_validated_unless_after_train_is_false(made, flags, tmp
     assert [step for step in range(5) if one.due(step, 4)] == [0, 3]
     setup.config.after_train = True
     assert [step for step in range(5) if one.due(step, 4)] == [0, 3, 4]
-
-
-def test_a_servers_context_must_hold_the_longest_prompt_and_completion(made, flags):
-    datasets = {"validation.datasets": f'["{made / "others.jsonl"}"]', "validation.max_new_tokens": 24}
-    setup = set_up_validation(parse(flags(datasets)).build(), tiny_tokenizer(), ())
-    assert setup is not None
-    longest = max(len(s.token_ids) for s in setup.problem_sets[0].samples)
-    setup.require_room(None)
-    setup.require_room(longest + 24)
-    said = rf"^--config.validation.max_new_tokens: the vLLM server takes {longest + 23} tokens.* needs {longest + 24}"
-    with pytest.raises(UserError, match=said):
-        setup.require_room(longest + 23)

@@ -323,7 +323,7 @@ def _is_vllm(verl: Verl) -> bool:
 
 def eager(value: Any, verl: Verl) -> Outcome:
     if _is_vllm(verl):
-        return NoEffect("TRL starts vLLM as it decides; speed only")
+        return NoEffect("vLLM starts as it decides; speed only")
     return Translated({"rollout.capture_graphs": False if value else "auto"})
 
 

@@ -180,7 +180,6 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
             prompt=0, completion=longest, group=1, steps_per_generation=rows, engine=None, packed=False, **common
         )
     training, rollout = config.training, config.rollout
-    colocated = training.use_vllm and training.vllm_mode == "colocate"
     return Job(
         prompt=_needed(config.dataset.max_prompt_length, "dataset.max_prompt_length", "prompt"),
         completion=int(training.max_completion_length or 256),
@@ -192,7 +191,7 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
         critic=critic_of(config) is not None,
-        vllm_share=training.vllm_gpu_memory_utilization if colocated else 0.0,
+        vllm_share=training.vllm_gpu_memory_utilization if training.use_vllm else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
         vllm_devices=training.vllm_tensor_parallel_size,
         reference=full and (training.beta > 0 or config.algorithm.kl_in_reward > 0),

@@ -3,24 +3,19 @@
 TRL 1.16 merges the adapter into the trainer's own weights, sends all of them and subtracts it again, at every
 synchronisation: gigabytes, and rounding leaves another base behind each time. Here
 
-    sync = VLLMSync(peft_config, seed)
-    engine = sync.start(**options)        vllm.LLM with LoRA enabled
-    weights = sync.weights(model, …)      hands the adapter over (a few MB) and has nothing else to send
+    sync = VLLMSync(peft_config)
+    llm = start(sync.options(…))     a vllm.LLM with LoRA enabled
+    sync.load(llm, policy, gather)   hands the adapter over (a few MB), which requests name from now on (sync.adapter)
 
-Where vLLM can't serve the adapter, one line in the log says why and `weights` yields merged weights. They are computed
-in copies, by PEFT's own merge in float32, so that nothing has to be restored. A server is given the adapter
-by `publish`, through its endpoint for loading adapters at run time.
+Where vLLM can't serve the adapter, one line in the log says why and `load` sends merged weights. They are computed in
+copies, by PEFT's own merge in float32, so that nothing has to be restored.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +27,7 @@ from perl.adapters.layers import adapted_layers
 from perl.adapters.none import NO_ADAPTER, has_adapter
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, resharded, whole, whole_of
-from perl.engines.vllm import ENVIRONMENT, cannot_serve, max_lora_rank, random_state_kept
-from perl.prompts import row_seed
+from perl.engines.vllm import cannot_serve, max_lora_rank
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -43,8 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-SERVER_TIMEOUT_S = 600.0
-"""For a server to load or unload an adapter; all ranks wait for it."""
 MEMORY = Path("/dev/shm")
 """Files here never reach a disk."""
 WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -52,55 +44,31 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class VLLMSync:
-    """Args:
-    config: PEFT's, of the adapter that is trained; None where all weights are.
-    seed: of the run.
+    """
+    Args:
+        config: PEFT's, of the adapter that is trained; None where all weights are.
 
     Attributes:
         reason: why vLLM is sent all weights, merged; None where it is given the adapter alone.
+        adapter: the LoRARequest of the last `load`; None: vLLM draws with the weights of its base.
     """
 
-    def __init__(self, config: PeftConfig | None, seed: int):
-        self.seed = seed
+    def __init__(self, config: PeftConfig | None):
         self.config = {} if config is None else config.to_dict()
         self.reason = NO_ADAPTER if config is None else cannot_serve(self.config)
+        self.adapter: Any = None
         self._number = 0
-        self._engine: Any = None
-        """Of this process; None with a server."""
 
-    # An engine in the trainer's process
-
-    def start(self, **options: Any) -> Any:
-        """A vllm.LLM of these options that serves the adapter, unless something stands against it. TRL seeds it with
-        the number of the engine alone."""
-        options["seed"] = row_seed(self.seed, "vllm", options.get("seed", 0)) % 2**31
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+    def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a vllm.LLM, and those with which it serves the adapter, unless something stands against it."""
         if reason := self.reason or _model_refuses(options):
             self._send_merged(reason)
-        else:
-            options |= {"enable_lora": True, "max_lora_rank": max_lora_rank(self.config)}
-        with random_state_kept():
-            self._engine = _policy_llm()(**options)
-        self._engine.keeps_base = self.reason is None
-        return self._engine
+            return dict(options)
+        return {**options, "enable_lora": True, "max_lora_rank": max_lora_rank(self.config)}
 
-    def noise_for_engine(self, noise: NoiseInjector) -> NoiseInjector:
-        """What puts the noise of `noise` on the norm weights of the engine in this process.
-
-        Raises:
-            UserError: the engine has not each of these layers as the trainer has it.
-        """
-        ((model, modules),) = self._engine.apply_model(lambda model: [model, dict(model.named_modules())])
-        rename = getattr(model, "hf_to_vllm_mapper", None)
-        return noise.on(model, [_layer_of_engine(modules, rename, target) for target in noise.targets])
-
-    def weights(self, model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-        """Bring the engine, or a server that runs without LoRA, up to date with `model` (the policy, not wrapped by
-        DDP or DeepSpeed). Every rank must come here.
-
-        Yields:
-            What is still to be sent: nothing once the engine has the adapter, else all weights by their names in vLLM.
+    def load(self, llm: Any, model: Any, gather: Gather) -> None:
+        """Bring `llm` up to date with `model` (the policy, not wrapped by DDP or DeepSpeed). Every process must come
+        here.
 
         Raises:
             UserError: only the adapter could be sent, and vLLM refuses it.
@@ -108,23 +76,23 @@ class VLLMSync:
         if self.reason is None and (why := _odd_layer(model)):
             self._send_merged(why)
         if self.reason is None:
-            self._hand_over(model, gather)
+            self._hand_over(llm, model, gather)
         if self.reason is not None:
-            served = self._layers_of_engine()
-            yield from merged_weights(model, gather, served)
+            for named in merged_weights(model, gather, self._layers_of_engine(llm)):
+                llm.apply_model(lambda inner, named=named: inner.load_weights([named]))
 
-    def _hand_over(self, model: Any, gather: Gather) -> None:
+    def _hand_over(self, llm: Any, model: Any, gather: Gather) -> None:
         from vllm.lora.request import LoRARequest
 
-        previous, self._number = self._engine.adapter, self._number + 1
+        previous, self._number = self.adapter, self._number + 1
         with tempfile.TemporaryDirectory(prefix="perl-adapter-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
             save_adapter(model, gather, Path(folder))
             # The name is part of the prefix cache's keys: what another adapter computed is never found.
             request = LoRARequest(f"perl-{self._number}", self._number, folder)
             try:
                 if previous is not None:
-                    self._engine.llm_engine.remove_lora(previous.lora_int_id)
-                loaded = self._engine.llm_engine.add_lora(request)
+                    llm.llm_engine.remove_lora(previous.lora_int_id)
+                loaded = llm.llm_engine.add_lora(request)
             except (ValueError, RuntimeError) as error:
                 if previous is not None or device.is_out_of_memory(error):  # it served the same layers before
                     raise
@@ -132,13 +100,11 @@ class VLLMSync:
                 return
         if not loaded:
             raise RuntimeError(f"vLLM did not load the adapter of synchronisation {self._number}")
-        self._engine.adapter = request
+        self.adapter = request
 
-    def _layers_of_engine(self) -> set[str]:
+    def _layers_of_engine(self, llm: Any) -> set[str]:
         """Kinds of layer of the trainer's model ("q_proj") whose weights the engine calls "….base_layer.weight"."""
-        if self._engine is None:
-            return set()
-        ((names, parts, complete),) = self._engine.apply_model(_wrapped_layers)
+        ((names, parts, complete),) = llm.apply_model(_wrapped_layers)
         if not complete:
             raise UserError(
                 f"--config.rollout.engine vllm: vLLM has packed its weights for the CPU and can only be given the"
@@ -151,57 +117,20 @@ class VLLMSync:
         what = "all weights" if reason == NO_ADAPTER else "merged weights, not the adapter alone"
         log.info("rollouts: vLLM is sent %s: %s", what, reason)
 
-    # A server
 
-    def publish(self, model: Any, gather: Gather, url: str | None, folder: Path) -> str:
-        """Save the adapter below `folder` and have the server at `url` load it. Every rank must come here, those that
-        do not talk to the server with None.
+def noise_of_engine(llm: Any, noise: NoiseInjector) -> NoiseInjector:
+    """What puts the noise of `noise` on the norm weights of the engine in this process.
 
-        Returns:
-            The adapter's name on the server, for the field "model" of a request.
-
-        Raises:
-            UserError: the server refuses.
-        """
-        import requests
-
-        self._number += 1
-        name, place = f"perl-{self._number}", folder.absolute() / str(self._number)
-        save_adapter(model, gather, place if url else None)
-        if url is None:
-            return name
-        asked = {"lora_name": name, "lora_path": str(place)}
-        try:
-            answer = requests.post(f"{url}/v1/load_lora_adapter", json=asked, timeout=SERVER_TIMEOUT_S)
-        except requests.RequestException as error:
-            raise UserError(f"--config.training.vllm_mode server: {url} does not answer ({error})") from error
-        if not answer.ok:
-            said = " ".join(answer.text.split())[:300]
-            raise UserError(
-                f"--config.training.vllm_mode server: {url} did not load the adapter from {place}"
-                f" ({answer.status_code}: {said}); start it where it sees this folder, with"
-                f" VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --max-lora-rank {max_lora_rank(self.config)}, or without"
-                " --enable-lora"
-            )
-        if self._number > 1:
-            gone = {"lora_name": f"perl-{self._number - 1}"}
-            requests.post(f"{url}/v1/unload_lora_adapter", json=gone, timeout=SERVER_TIMEOUT_S)
-            shutil.rmtree(folder / str(self._number - 1), ignore_errors=True)
-        return name
-
-    def use_server(self, with_lora: bool) -> None:
-        """Decide for a server that was or was not started with --enable-lora."""
-        if with_lora and self.reason is not None:
-            raise UserError(
-                f"--config.training.vllm_mode server: {self.reason}, and a server with --enable-lora is only given"
-                " adapters; start it without"
-            )
-        if not with_lora:
-            self._send_merged(self.reason or "the server was started without --enable-lora")
+    Raises:
+        UserError: the engine has not each of these layers as the trainer has it.
+    """
+    ((model, modules),) = llm.apply_model(lambda model: [model, dict(model.named_modules())])
+    rename = getattr(model, "hf_to_vllm_mapper", None)
+    return noise.on(model, [_layer_of_engine(modules, rename, target) for target in noise.targets])
 
 
-def save_adapter(model: Any, gather: Gather, folder: Path | None) -> None:
-    """The adapter in PEFT's files. All ranks gather; one that is given None saves nothing."""
+def save_adapter(model: Any, gather: Gather, folder: Path) -> None:
+    """The adapter in PEFT's files. All ranks gather."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -210,8 +139,6 @@ def save_adapter(model: Any, gather: Gather, folder: Path | None) -> None:
 
     with resharded(model), gather(list(named().values())):
         tensors = {name: whole(p).cpu() for name, p in named().items()}
-    if folder is None:
-        return
     folder.mkdir(parents=True, exist_ok=True)
     name = model.active_adapter
     state = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=name, save_embedding_layers=False)
@@ -269,7 +196,7 @@ def _odd_layer(model: Any) -> str | None:
     return f"vLLM serves LoRA on linear layers, not on {odd[0]}" if odd else None
 
 
-def _model_refuses(options: dict[str, Any]) -> str | None:
+def _model_refuses(options: Mapping[str, Any]) -> str | None:
     """Why vLLM can't serve LoRA on this model at all, or None where it can; nothing is loaded."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import get_model_architecture
@@ -308,26 +235,3 @@ def _layer_of_engine(modules: dict[str, nn.Module], rename: Any, target: Target)
         f"--config.noise_injection.enabled: {name} is {list(shape)} in the trainer, but vLLM has {has}, which can't be"
         " given the noise; use --config.rollout.engine fast"
     )
-
-
-def _policy_llm() -> type:
-    """vllm.LLM as TRL's client drives it. A class made here, as vLLM is imported when it is needed."""
-    import vllm
-
-    class PolicyLLM(vllm.LLM):
-        adapter: Any = None
-        """The LoRARequest of the last synchronisation, which all requests name."""
-        keeps_base = True
-        """Nobody sends the base's weights again."""
-        perturbed: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        """Completions are drawn inside of it. TRL's client wakes the engine before, and lets it sleep after."""
-
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
-            with self.perturbed():
-                return super().generate(*args, **kwargs, lora_request=self.adapter)
-
-        def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-            """Level 2 would throw away the base's weights."""
-            return super().sleep(min(level, 1) if self.keeps_base else level, *args, **kwargs)
-
-    return PolicyLLM
