@@ -7,6 +7,7 @@ import logging
 from collections import Counter, defaultdict
 from dataclasses import fields
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 
@@ -65,13 +66,7 @@ def regrade(records: list[SampleRecord], grader: Grader) -> list[SampleRecord]:
             batch = places[start : start + BATCH]
             texts, golds = ([records[place][name] for place in batch] for name in ("completion", "gold"))
             for place, grade in zip(batch, grader.grade(rubric, texts, golds), strict=True):
-                regraded[place] = {
-                    **records[place],
-                    "score": grade.score,
-                    "scores": grade.scores,
-                    "extracted": grade.extracted,
-                    "reason": grade.reason,
-                }
+                regraded[place] = cast("SampleRecord", {**records[place], **grade.as_dict()})
     return regraded
 
 

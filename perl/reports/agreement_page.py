@@ -24,7 +24,7 @@ def write_agreement(comparison: Comparison, runs: Runs, output: Path) -> Path:
         comparison=comparison,
         smoothed=charts.window(max(len(metric.steps) for metric in comparison.metrics)),
         figures=[figure(metric, pair) for metric, pair in zip(comparison.metrics, lines, strict=True)],
-        steps=embed.json_for_html(embed.columns([line for pair in lines for line in pair])),
+        steps=embed.columns([line for pair in lines for line in pair]),
         files=[(side, run) for side in ("A", "B") for run in runs[side]],
     )
     title = f"{title_of(runs['B'])} against {title_of(runs['A'])}"

@@ -1,8 +1,8 @@
 """The values of a training's steps, and samples, as they stand in the page.
 
 Samples stand there as columns, deflated, in base64, in pieces that a browser reads one after another. A piece is data,
-never markup: base64 has no character that HTML could take for a tag. What stands in the page as plain JSON has its `<`,
-`>`, `&` and line separators escaped.
+never markup: base64 has no character that HTML could take for a tag. What stands in the page as plain JSON goes through
+jinja's filter tojson, which escapes such characters.
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
 from perl.reports.charts import Line
-from perl.reports.results import Record, Run, Scored
+from perl.reports.results import Run
+from perl.scoring.results import SampleRecord, Scored
 
 logger = logging.getLogger(__name__)
 
+common_start = os.path.commonprefix  # of characters, whatever its name says
 PIECE_CHARACTERS = 2_000_000
 """Text in one piece, about: a browser reads it within a frame or two."""
 MOST_CHARACTERS = 256_000_000
 """Completions in one page; beyond it a browser's memory ends before the reader's patience."""
-ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-
-
-def json_for_html(value: Any) -> Markup:
-    """JSON that can stand inside <script type="application/json">."""
-    return Markup(json.dumps(value, ensure_ascii=False).translate(ESCAPES))
 
 
 def deflated(value: Any) -> str:
@@ -60,7 +55,7 @@ def pieces(runs: Sequence[Run]) -> Iterator[str]:
     for number, run in enumerate(runs):
         for scored in run.scored:
             index = known.setdefault(scored.dataset, {})
-            fresh: dict[tuple[str, str], Record] = {}
+            fresh: dict[tuple[str, str], SampleRecord] = {}
             for record in scored.records:
                 if problem_of(record) not in index:
                     fresh.setdefault(problem_of(record), record)
@@ -73,18 +68,18 @@ def pieces(runs: Sequence[Run]) -> Iterator[str]:
                 yield deflated({"samples": columns | compared_columns(run, scored.dataset, batch)})
 
 
-def problem_of(record: Record) -> tuple[str, str]:
+def problem_of(record: SampleRecord) -> tuple[str, str]:
     return record["key"], record["prompt"]
 
 
-def problem_columns(dataset: str, ends: tuple[int, int], records: Sequence[Record]) -> dict[str, Any]:
+def problem_columns(dataset: str, ends: tuple[int, int], records: Sequence[SampleRecord]) -> dict[str, Any]:
     names = ("key", "prompt", "gold", "source", "task", "prompt_tokens")
     head, tail = ends
     return {"dataset": dataset, "head": head, "tail": tail} | {name: [r[name] for r in records] for name in names}
 
 
 def sample_columns(
-    dataset: str, run: int, index: dict[tuple[str, str], int], records: Sequence[Record], limit: int
+    dataset: str, run: int, index: dict[tuple[str, str], int], records: Sequence[SampleRecord], limit: int
 ) -> dict[str, Any]:
     names = ("sample", "score", "scores", "extracted", "reason", "tokens", "finish_reason", "error", "time")
     return {
@@ -96,13 +91,13 @@ def sample_columns(
     } | {name: [r[name] for r in records] for name in names}
 
 
-def compared_columns(run: Run, dataset: str, records: Sequence[Record]) -> dict[str, Any]:
+def compared_columns(run: Run, dataset: str, records: Sequence[SampleRecord]) -> dict[str, Any]:
     """Each row's problem's mean score (there, here) where the run's comparison found another one, else null."""
     paired = run.comparison.datasets.get(dataset) if run.comparison else None
     return {"changed": [paired.changed.get(r["key"]) for r in records]} if paired else {}
 
 
-def batches(records: Sequence[Record], text: str) -> Iterator[Sequence[Record]]:
+def batches(records: Sequence[SampleRecord], text: str) -> Iterator[Sequence[SampleRecord]]:
     """Runs of records whose `text`s come to about PIECE_CHARACTERS."""
     start = size = 0
     for end, record in enumerate(records, start=1):
@@ -145,10 +140,3 @@ def shared_ends(scored: Scored) -> tuple[int, int]:
     tail = common_start([prompt[len(head) :][::-1] for prompt in prompts])[::-1]
     starts = [place for mark in ("\n", "<") if (place := tail.find(mark)) >= 0]
     return len(head), len(tail) - min(starts) if starts else 0
-
-
-def common_start(texts: Sequence[str]) -> str:
-    """The longest text that all of `texts` begin with."""
-    first, last = min(texts), max(texts)
-    differ = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return first[: next(differ, min(len(first), len(last)))]

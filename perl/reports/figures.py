@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ from markupsafe import Markup
 
 from perl.reports import charts
 from perl.reports.charts import Bar, Bars, Line
-from perl.reports.results import Record, Run, Scored
+from perl.reports.results import Run
 from perl.reports.training_run import TrainingRun
+from perl.scoring.results import Scored
 
 BINS = 10
 """Of completion lengths, at most."""
@@ -178,60 +179,24 @@ def sampled(scored: Scored) -> str:
     return f"{summary['problems']:,} problems{each}, " + (f"temperature {temperature:g}" if temperature else "greedy")
 
 
-OUTCOMES = {
-    "correct": "correct",
-    "wrong": "wrong answer",
-    "unextracted": "no answer found",
-    "truncated": "truncated",
-    "failed": "timeout or error",
-}
-
-
 def overview(runs: Sequence[Run]) -> list[Figure]:
-    """What runs and datasets are compared by: accuracy, in a sweep over its steps, and what became of the samples."""
+    """What runs and datasets are compared by: accuracy, in a sweep over its steps."""
     figures = []
     if len({run.step for run in runs} - {None}) > 1:
         figures += [over_steps(runs, name) for name in dataset_names(runs)]
     if not figures or any(run.step is None for run in runs):
-        rows = by_dataset(runs, lambda name, scored: charts.estimate(name, accuracy(scored)))
+        if len(runs) == 1:
+            rows = [Bars("", [charts.estimate(each.dataset, accuracy(each)) for each in runs[0].scored])]
+        else:
+            rows = [Bars(name, bars_of(runs, name)) for name in dataset_names(runs)]
         chart = charts.bars(rows, "Accuracy with 95 % intervals")
         figures.append(Figure("Accuracy", "With its 95 % interval (bootstrap over problems).", chart))
-    chart = charts.bars(by_dataset(runs, outcomes), "What became of the samples")
-    note = "Each counted once; a truncated one may also lack an answer."
-    legend = [(f"o-{kind}", name) for kind, name in OUTCOMES.items()]
-    return [*figures, Figure("What became of the samples", note, chart, legend)]
+    return figures
 
 
-def by_dataset(runs: Sequence[Run], bar: Callable[[str, Scored], Bar]) -> list[Bars]:
-    """A bar a run, which has the run's label where there are several, else the dataset's name."""
-    if len(runs) == 1:
-        return [Bars("", [bar(scored.dataset, scored) for scored in runs[0].scored])]
-    return [
-        Bars(name, [bar(run.label, scored) for run in runs for scored in run.scored if scored.dataset == name])
-        for name in dataset_names(runs)
-    ]
-
-
-def outcomes(name: str, scored: Scored) -> Bar:
-    """The samples of one dataset, split by what became of them."""
-    counts, total = Counter(outcome(record) for record in scored.records), len(scored.records)
-    parts = [
-        (f"o-{kind}", counts[kind] / total, f"{name}: {counts[kind]:,} {words}, {100 * counts[kind] / total:.1f} %")
-        for kind, words in OUTCOMES.items()
-        if counts[kind]
-    ]
-    return Bar(name, parts, f"{total:,} samples")
-
-
-def outcome(record: Record) -> str:
-    """The first of these that holds: correct, failed, truncated, unextracted, wrong."""
-    if record["score"] == 1.0:
-        return "correct"
-    if record["error"] is not None or record["reason"] in ("timeout", "error"):
-        return "failed"
-    if record["finish_reason"] == "length":
-        return "truncated"
-    return "unextracted" if record["extracted"] is None else "wrong"
+def bars_of(runs: Sequence[Run], dataset: str) -> list[Bar]:
+    found = [(run.label, scored) for run in runs for scored in run.scored if scored.dataset == dataset]
+    return [charts.estimate(label, accuracy(scored)) for label, scored in found]
 
 
 def over_steps(runs: Sequence[Run], dataset: str) -> Figure:
@@ -255,9 +220,8 @@ def with_band(name: str, scores: Mapping[int, Mapping[str, Any]]) -> Line:
 
 
 def of_dataset(scored: Scored) -> list[Figure]:
-    """Lengths, rules, and what more samples would give."""
-    figures = [of_lengths(scored), of_rules(scored)]
-    return [*figures, of_samples(scored)] if scored.summary["n"] > 1 else figures
+    """Lengths, and what more samples would give."""
+    return [of_lengths(scored), *([of_samples(scored)] if scored.summary["n"] > 1 else [])]
 
 
 def of_lengths(scored: Scored) -> Figure:
@@ -276,21 +240,6 @@ def of_lengths(scored: Scored) -> Figure:
     note = f"Tokens. Mean {summary['mean_tokens']:,.0f}, longest {summary['max_tokens']:,}; {truncated:,} truncated."
     chart = charts.bars([Bars("", rows)], "Completions by their length", [(0.0, "0"), (1.0, f"{most:,}")])
     return Figure("Completion lengths", note, chart, [("bar", "finished"), ("cut", "truncated")])
-
-
-def of_rules(scored: Scored) -> Figure:
-    summary = scored.summary
-    rows = [("score", summary["metrics"]["accuracy"]["value"], "")]
-    for rule, result in summary["rules"].items():
-        rows.append(
-            (rule, result["mean"], f" of {result['scored']:,}" if result["scored"] < summary["samples"] else "")
-        )
-    bars = []
-    for place, (name, share, note) in enumerate(rows):
-        words = f"{100 * share:.1f} %{note}"
-        bars.append(Bar(name, [("bar" if place else "bar first", share, f"{name}: {words}")], words))
-    chart = charts.bars([Bars("", bars)], "Score by rule")
-    return Figure("Rules side by side", "The score that counts, and each rule's own verdict.", chart)
 
 
 def of_samples(scored: Scored) -> Figure:

@@ -30,7 +30,7 @@ def render(comparison: Comparison) -> Markup:
         figures={name: score_figures(comparison, name) for name in datasets},
         several_bases=len(comparison.bases) > 1,
         curve=curve_figure(comparison, lines, smoothed) if lines else None,
-        steps=embed.json_for_html(embed.columns(lines)),
+        steps=embed.columns(lines),
     )
     models = " and ".join(dict.fromkeys(Path(each.model).name or each.model for each in comparison.settings))
     compared = ", ".join(each.name for each in comparison.settings)

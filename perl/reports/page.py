@@ -46,8 +46,7 @@ def write_report(folder: Path) -> Path:
 
 def write_page(material: Material, output: Path) -> Path:
     """Write the page of `material`; return `output`. A UserError where it cannot be written."""
-    html = render(material)
-    return write_html(html, output)
+    return write_html(render(material), output)
 
 
 def write_html(html: str, output: Path) -> Path:
@@ -64,17 +63,22 @@ def render(material: Material) -> str:
     of it was made."""
     training, runs = material.training, material.runs
     sections, scripts = [], []
+    reward = figures.of_reward(training) if training else None
     result = figures.before_and_after(runs, material.pairs)
     if result:
-        sections.append(result_section(training, result))
+        sections.append(part("result", figures=[figure for figure in (reward, result) if figure]))
     if training:
-        sections.append(training_section(training, with_reward=result is None))
+        sections.append(training_section(training, None if result else reward))
         scripts += STEPS_SCRIPTS
     if runs:
-        sections += [scores_section(material), *comparison_sections(material), samples_section(material)]
+        overview = figures.overview(runs)
+        sections.append(part("scores", runs=runs, label=material.label, overview=overview, figures=figures))
+        for number, compared in enumerate(comparisons(material), start=1):
+            sections.append(part("compared", compared=compared, number=number, label=material.label))
+        sections.append(part("samples", label=material.label))
         scripts += SAMPLES_SCRIPTS
     sections.append(settings_section(material))
-    samples = {"meta": embed.json_for_html(meta(material)), "pieces": embed.pieces(runs)} if runs else {}
+    samples = {"meta": meta(material), "pieces": embed.pieces(runs)} if runs else {}
     return document(heading(material), kind(material), sections, scripts, **samples)
 
 
@@ -116,40 +120,16 @@ def part(template: str, **content: Any) -> Markup:
     return Markup(environment.get_template(f"{template}.html.j2").render(**content))
 
 
-def result_section(training: TrainingRun | None, scores: figures.Figure) -> Markup:
-    """The reward over the steps alongside the scores before and after."""
-    reward = figures.of_reward(training) if training else None
-    return part("result", figures=[figure for figure in (reward, scores) if figure])
-
-
-def training_section(run: TrainingRun, with_reward: bool) -> Markup:
-    """The run in a few numbers, its metrics over the steps, and their values for the script."""
-    reward = figures.of_reward(run) if with_reward else None
+def training_section(run: TrainingRun, reward: figures.Figure | None) -> Markup:
+    """The run in a few numbers, its metrics over the steps (`reward` first), and their values for the script."""
     others = figures.of_training(run)
     return part(
         "training",
         facts=training_run.facts(run),
         smoothed=charts.window(len(run.steps)),
         figures=[reward, *others] if reward else others,
-        steps=embed.json_for_html(embed.columns(figures.shown_lines(run))),
+        steps=embed.columns(figures.shown_lines(run)),
     )
-
-
-def scores_section(material: Material) -> Markup:
-    return part(
-        "scores", runs=material.runs, label=material.label, overview=figures.overview(material.runs), figures=figures
-    )
-
-
-def comparison_sections(material: Material) -> list[Markup]:
-    return [
-        part("compared", compared=compared, number=number, label=material.label)
-        for number, compared in enumerate(comparisons(material), start=1)
-    ]
-
-
-def samples_section(material: Material) -> Markup:
-    return part("samples", label=material.label)
 
 
 def settings_section(material: Material) -> Markup:
@@ -193,26 +173,19 @@ def kind(material: Material) -> str:
 
 
 def heading(material: Material) -> str:
-    if material.training:
-        return training_heading(material.training)
+    if run := material.training:
+        model, adapter = run.setting("model", "model_name_or_path"), run.setting("peft", "type")
+        if not model:
+            return run.folder.resolve().name
+        method = f" with {TITLES.get(adapter, adapter)}" if adapter else ""
+        noise = " and AQN" if run.setting("noise_injection", "enabled") else ""
+        return f"{Path(model).name or model}: {training_run.algorithm(run)}{method}{noise}"
     summaries = [scored.summary for run in material.runs for scored in run.scored]
     models = " and ".join(dict.fromkeys(Path(summary["model"]).name or summary["model"] for summary in summaries))
     if material.label == "checkpoint":
         return f"{models}, sweep of {len(material.runs)}"
     adapters = dict.fromkeys(adapter_name(summary["adapter"]) for summary in summaries if summary["adapter"])
     return " with ".join([models, *adapters])
-
-
-def training_heading(run: TrainingRun) -> str:
-    model, adapter = run.setting("model", "model_name_or_path"), run.setting("peft", "type")
-    if not model:
-        return run.folder.resolve().name
-    noise = " and AQN" if run.setting("noise_injection", "enabled") else ""
-    return (
-        f"{Path(model).name or model}: {training_run.algorithm(run)}"
-        + (f" with {TITLES.get(adapter, adapter)}" if adapter else "")
-        + noise
-    )
 
 
 def adapter_name(adapter: str) -> str:

@@ -10,9 +10,6 @@ from perl.base.errors import UserError
 from perl.base.files import read_json
 from perl.reports.comparisons import Comparison, read_comparison
 from perl.scoring.results import SAMPLES, SWEEP, Scored, Sweep, is_scored, read_scored
-from perl.scoring.results import SampleRecord as Record
-
-__all__ = ["Record", "Run", "Scored", "read_runs"]
 
 logger = logging.getLogger(__name__)
 

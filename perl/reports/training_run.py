@@ -133,12 +133,18 @@ def settings(run: TrainingRun) -> dict[str, str]:
     """What the training was made with besides its configuration, as name -> value; what is not known has no entry."""
     made = run.environment
     processes = made.get("num_processes")
-    batch = [run.setting("training", name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-    rows = {
+    names, known = run.setting("dataset", "dataset_name_or_path") or "", None
+    micro, accumulation = (
+        run.setting("training", name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    if all(isinstance(value, int) for value in (micro, accumulation, processes)):
+        rows = micro * accumulation * processes
+        known = f"{rows:,} (batch {micro} × accumulation {accumulation} × processes {processes})"
+    shown = {
         "model": run.setting("model", "model_name_or_path"),
-        "dataset": plain(run.setting("dataset", "dataset_name_or_path") or ""),
+        "dataset": " + ".join(map(str, names)) if isinstance(names, list) else names,
         "algorithm": algorithm(run),
-        "completions a step" if reinforced(run) else "rows a step": _product([*batch, processes]),
+        "completions a step" if reinforced(run) else "rows a step": known,
         "seed": run.setting("common", "seed"),
         "device": made.get("device"),
         "processes": processes,
@@ -148,7 +154,7 @@ def settings(run: TrainingRun) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in (made.get("packages") or {}).items()),
         "machine": made.get("machine"),
     }
-    return {name: str(value) for name, value in rows.items() if value not in (None, "")}
+    return {name: str(value) for name, value in shown.items() if value not in (None, "")}
 
 
 def algorithm(run: TrainingRun) -> str:
@@ -159,16 +165,3 @@ def algorithm(run: TrainingRun) -> str:
 def reinforced(run: TrainingRun) -> bool:
     """By rewards, as perl.train does, and not by worked answers (perl.sft)."""
     return "reward" in run.metrics
-
-
-def _product(numbers: Sequence[Any]) -> str | None:
-    if not all(isinstance(value, int) for value in numbers):
-        return None
-    first, second, third = numbers
-    return f"{first * second * third:,} (batch {first} × accumulation {second} × processes {third})"
-
-
-def plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " + ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -207,19 +207,12 @@ def seeds_reach(means: Sequence[float]) -> float:
     return t_quantile(len(means) - 1) * error
 
 
-def t_tails(t: float, degrees: float) -> float:
-    """Probability that Student's t with `degrees` of freedom lies beyond -|t| or |t|."""
+def t_quantile(degrees: float) -> float:
+    """The t beyond which, and below -t, lie 1 - CONFIDENCE of Student's distribution with `degrees` of freedom."""
     import mpmath
 
-    return float(mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
+    def excess(t: Any) -> Any:
+        tails = mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)
+        return tails - (1 - CONFIDENCE)
 
-
-def t_quantile(degrees: float) -> float:
-    """The t beyond which lie 1 - CONFIDENCE of both tails."""
-    low, high = 0.0, 1.0
-    while t_tails(high, degrees) > 1 - CONFIDENCE:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tails(middle, degrees) > 1 - CONFIDENCE else (low, middle)
-    return high
+    return float(mpmath.findroot(excess, (1, 20), solver="anderson"))

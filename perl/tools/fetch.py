@@ -180,9 +180,14 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
     rope = config.get("rope_parameters") or {}
     config.pop("_model_name_or_path", None)
     write_json(folder / "config.json", config | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}))
+    save_tokenizer(tokenizer, "PreTrainedTokenizerFast", folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, name: str, folder: Path) -> None:
+    """Write tokenizer.json, and a tokenizer_config.json that names the class as transformers 4.57 knows it."""
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": name,
         "eos_token": tokenizer.eos_token,
         "pad_token": tokenizer.pad_token,
         "model_max_length": tokenizer.model_max_length,

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -107,21 +108,16 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = user_path(args.output_dir).absolute()
-    seed, sft_rows, sums, grpo_sums = (int(args.seed), int(args.sft_rows), int(args.sums), int(args.grpo_sums))
-    held_out = args.held_out and int(args.held_out)
-    there = read_data(user_path(args.data), user_path(args.gsm8k), sft_rows)
-    rows = divide(there, seed=seed, sft_rows=sft_rows, sums=sums, grpo_sums=grpo_sums, held_out=held_out)
+    names = ("seed", "sft_rows", "sums", "grpo_sums", "held_out")
+    dividing: dict[str, Any] = {name: getattr(args, name) for name in names}
+    rows = divide(read_data(user_path(args.data), user_path(args.gsm8k), args.sft_rows), **dividing)
     settings = Settings(
-        seed=seed,
         engine=args.engine,
         model=base_of(str(args.model)),
         data=hashlib.sha256("\n\n".join("\n".join(part) for part in rows.values()).encode()).hexdigest(),
-        sft_rows=sft_rows,
-        sums=sums,
-        grpo_sums=grpo_sums,
-        sft_steps=args.sft_steps and int(args.sft_steps),
-        grpo_steps=args.grpo_steps and int(args.grpo_steps),
-        held_out=held_out,
+        sft_steps=args.sft_steps,
+        grpo_steps=args.grpo_steps,
+        **dividing,
     )
     is_of_this_run(folder, settings)
     signal.signal(signal.SIGTERM, stopped)

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
+
 from perl.base.errors import EXIT_USER_ERROR
 from perl.base.redact import hide
 from perl.records import PROGRESS
@@ -123,15 +125,10 @@ class Launcher:
 
 
 def children(pid: int) -> list[int]:
-    """Direct children of a process, by Linux's /proc."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == pid:
-                    found.append(int(entry.name))
-    return found
+    """Direct children of a process; none where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
 
 
 def same_command(run_dir: Path, argv: list[str]) -> str:

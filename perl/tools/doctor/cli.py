@@ -17,19 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the mending commands once more at the end, as a script to paste",
     )
-    parser.add_argument(
-        "--versions",
-        action="store_true",
-        help="compare every pin of this checkout with what pip's package registry offers now, and nothing else",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 0 when nothing fails, else 1. With --versions, what has moved."""
-    if args.versions:
-        from perl.tools.doctor.pins import show_versions  # needs packaging and Python 3.11, the doctor neither
-
-        return show_versions(as_json=args.json)
+    """Print the findings; 0 when nothing fails, else 1."""
     machine = gather()
     findings = diagnose(machine)
     show = as_json if args.json else as_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from perl.tools.doctor.machine import Machine
 
@@ -74,9 +74,7 @@ def as_json(machine: Machine, findings: dict[str, Finding], fix_hints: bool) -> 
         "kind": machine.kind,
         "exit_code": exit_code(findings),
         "unfinished": machine.unfinished,
-        "checks": {
-            name: {"status": f.status, "found": f.found, "why": f.why, "fix": f.fix} for name, f in findings.items()
-        },
+        "checks": {name: asdict(finding) for name, finding in findings.items()},
     }
     if fix_hints:
         report["fixes"] = [f.fix for s in (FAILURE, WARNING) for f in findings.values() if f.status == s and f.fix]

@@ -10,10 +10,10 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
+
+from perl.tools.doctor.local import run
 
 EXTENSIONS = {"torch-npu": "torch_npu", "vllm-ascend": "vllm_ascend"}
 OPTIONAL = ("libop_plugin_atb.so",)
@@ -57,16 +57,6 @@ def _not_found(path: Path, until: float) -> set[str]:
     else:
         command = [sys.executable, "-c", f"import ctypes; ctypes.CDLL({str(path)!r})"]
         pattern = r"OSError: ([^:\s]+): cannot open shared object"
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=max(0.1, until - time.monotonic()),
-            env=env,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return set()
-    names = set(re.findall(pattern, done.stdout.decode(errors="replace"), re.MULTILINE))
+    names = set(re.findall(pattern, run(command, until, env).output, re.MULTILINE))
     # Without torch installed its libraries are missing too; that is the check versions' to say.
     return {name for name in names if torch or not re.match(r"lib(torch|c10)", name)}

@@ -1,9 +1,9 @@
-"""What the probes found on a machine: plain facts, so that a machine can also be staged from a file."""
+"""What the probes found on a machine: plain facts, so that a test can also stage a machine from a file."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from perl.tools.doctor import smi
@@ -118,15 +118,3 @@ class Machine:
 
     def output(self, command: str) -> str:
         return self.commands[command].output if command in self.commands else ""
-
-    @staticmethod
-    def from_dict(facts: dict[str, Any]) -> Machine:
-        """A machine from the JSON form of its facts. Unknown names are an error: a misspelt fact would be ignored."""
-        unknown = set(facts) - {f.name for f in fields(Machine)}
-        if unknown:
-            raise ValueError(f"unknown facts: {', '.join(sorted(unknown))}")
-        facts = dict(facts)
-        facts["commands"] = {name: Command(**c) for name, c in facts.get("commands", {}).items()}
-        facts["devices"] = {path: Device(**d) for path, d in facts.get("devices", {}).items()}
-        facts["processes"] = [Process(**p) for p in facts.get("processes", [])]
-        return Machine(**facts)

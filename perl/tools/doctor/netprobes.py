@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from perl.tools.doctor.checks.network import HUBS, host_of
+from perl.tools.doctor.local import read
 
 HOST_S = 1.5
 """Limit for a connection, name look-up included."""
@@ -16,7 +17,7 @@ HOST_S = 1.5
 def listening(root: Path) -> list[int]:
     ports = set()
     for name in ("tcp", "tcp6"):
-        for line in _read(root / "proc/net" / name).splitlines()[1:]:
+        for line in read(root / "proc/net" / name).splitlines()[1:]:
             words = line.split()
             if len(words) > 3 and words[3] == "0A":
                 ports.add(int(words[1].rsplit(":", 1)[1], 16))
@@ -65,10 +66,3 @@ def hosts(env: dict[str, str]) -> dict[str, str]:
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     return dict(answers)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

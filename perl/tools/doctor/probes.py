@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 from perl.base.redact import hide
 from perl.tools.doctor import libraries, netprobes
+from perl.tools.doctor.local import read, run
 from perl.tools.doctor.machine import Command, Device, Machine, Process
 
 DEADLINE_S = 8.0
@@ -125,14 +125,6 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def read(path: str | Path) -> str:
-    """Text of a small file, or "" where it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")[:20000]
-    except OSError:
-        return ""
-
-
 def _files(root: Path) -> dict[str, str]:
     """Version files of driver, firmware, CANN and NNAL, and the set_env.sh scripts alongside them."""
     text = list(TEXT_FILES)
@@ -186,19 +178,7 @@ def _command(line: str, until: float) -> Command | None:
     program = shutil.which(words[0])
     if program is None or (words[0] == "ray" and not _ray_runs()):
         return None
-    try:
-        done = subprocess.run(
-            [program, *words[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=max(0.1, until - time.monotonic()),
-        )
-    except subprocess.TimeoutExpired as late:
-        return Command(124, (late.stdout or b"").decode(errors="replace"))
-    except OSError as error:
-        return Command(126, str(error))
-    return Command(done.returncode, done.stdout.decode(errors="replace"))
+    return run([program, *words[1:]], until)
 
 
 def _ray_runs() -> bool:
@@ -250,19 +230,11 @@ def _torch(packages: dict[str, str], until: float) -> dict[str, Any]:
         return {}
     limit = until - time.monotonic()
     env = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
-    try:
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("child.py"))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=max(0.1, limit),
-            env=env,
-        )
-    except subprocess.TimeoutExpired:
+    done = run([sys.executable, str(Path(__file__).with_name("child.py"))], until, env)
+    if done.code == 124:
         return {"timeout": round(limit, 1)}
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    lines = done.output.strip().splitlines()
     try:
         return json.loads(lines[-1])
     except (IndexError, ValueError):
-        return {"error": f"exit {done.returncode}: {lines[-1] if lines else 'no output'}"}
+        return {"error": f"exit {done.code}: {lines[-1] if lines else 'no output'}"}

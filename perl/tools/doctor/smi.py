@@ -48,17 +48,6 @@ class Table:
     holders: tuple[Holder, ...] = ()
 
 
-@dataclass(frozen=True)
-class Usage:
-    """One chip in `npu-smi info -t usages`. A rate that is not printed is None."""
-
-    npu: int
-    chip: int
-    hbm_capacity_mb: int
-    hbm_percent: int | None
-    aicore_percent: int | None
-
-
 def parse_info(text: str) -> Table:
     """`npu-smi info`; an empty Table when the text holds none."""
     version = re.search(r"npu-smi\s+(\S+)\s+Version:", text)
@@ -113,29 +102,21 @@ def parse_list(text: str) -> dict[int, int]:
     return cards
 
 
-def parse_usages(text: str) -> list[Usage]:
-    """`npu-smi info -t usages`: each chip's figures, which its "Chip ID" line ends."""
-    usages: list[Usage] = []
-    npu = 0
-    values: dict[str, str] = {}
+def parse_usages(text: str) -> dict[tuple[int, int], int]:
+    """`npu-smi info -t usages`: percent of the HBM in use by (NPU, chip), which the line "Chip ID" ends; a chip whose
+    rate is not printed is left out."""
+    rates: dict[tuple[int, int], int] = {}
+    npu, percent = 0, ""
     for key, value in _pairs(text):
         if key == "NPU ID":
-            npu, values = int(value), {}
+            npu, percent = int(value), ""
+        elif key == "HBM Usage Rate(%)":
+            percent = value
         elif key == "Chip ID":
-            hbm, aicore = values.get("HBM Usage Rate(%)", ""), values.get("Aicore Usage Rate(%)", "")
-            usages.append(
-                Usage(
-                    npu,
-                    int(value),
-                    int(values.get("HBM Capacity(MB)", "0")),
-                    int(hbm) if hbm.isdigit() else None,
-                    int(aicore) if aicore.isdigit() else None,
-                )
-            )
-            values = {}
-        else:
-            values[key] = value
-    return usages
+            if percent.isdigit():
+                rates[npu, int(value)] = int(percent)
+            percent = ""
+    return rates
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:

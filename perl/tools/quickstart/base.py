@@ -25,6 +25,7 @@ from perl.config.types import NonNegativeInt, PositiveInt
 from perl.prompts import PromptStyle, build_messages, encode
 from perl.records import Problem, Sampling
 from perl.tasks import TASKS
+from perl.tools.fetch import save_tokenizer
 from perl.tools.quickstart.problems import DATA_FOLDER, NAMES, TEST_SIZE, WordProblem, derivation, endless, problem_set
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
         chat_template=CHAT_TEMPLATE,
+        model_max_length=CONFIG["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
     )
 
@@ -176,16 +178,7 @@ def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> No
     config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **CONFIG, "vocab_size": len(tokenizer)}
     write_json(folder / "config.json", config | {"rope_theta": 10000.0, "torch_dtype": "float32"})
     write_json(folder / "generation_config.json", {"eos_token_id": TURN_END_ID, "pad_token_id": END_OF_TEXT_ID})
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    tokenizer_config = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "model_max_length": CONFIG["max_position_embeddings"],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    write_json(folder / "tokenizer_config.json", tokenizer_config)
+    save_tokenizer(tokenizer, "Qwen2Tokenizer", folder)
 
 
 def measure(folder: Path, sampling: Sampling, limit: int | None = None) -> float:

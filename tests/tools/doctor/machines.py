@@ -7,10 +7,11 @@ string "@name.txt" stands for the text of outputs/name.txt.
 from __future__ import annotations
 
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from perl.tools.doctor.machine import Machine
+from perl.tools.doctor.machine import Command, Device, Machine, Process
 
 HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in (HERE / "machines").glob("*.toml"))
@@ -28,7 +29,19 @@ def facts(name: str) -> dict[str, Any]:
 
 
 def machine(name: str) -> Machine:
-    return Machine.from_dict(facts(name))
+    return from_facts(facts(name))
+
+
+def from_facts(facts: dict[str, Any]) -> Machine:
+    """Unknown names are an error: a misspelt fact would be ignored."""
+    unknown = set(facts) - {f.name for f in fields(Machine)}
+    if unknown:
+        raise ValueError(f"unknown facts: {', '.join(sorted(unknown))}")
+    facts = dict(facts)
+    facts["commands"] = {name: Command(**c) for name, c in facts.get("commands", {}).items()}
+    facts["devices"] = {path: Device(**d) for path, d in facts.get("devices", {}).items()}
+    facts["processes"] = [Process(**p) for p in facts.get("processes", [])]
+    return Machine(**facts)
 
 
 def expected(name: str) -> dict[str, Any]:

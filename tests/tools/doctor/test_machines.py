@@ -77,4 +77,4 @@ def test_json_has_the_same_verdict():
 
 def test_misspelt_facts_are_refused():
     with pytest.raises(ValueError, match="unknown facts: enviroment"):
-        machines.Machine.from_dict({"enviroment": {}})
+        machines.from_facts({"enviroment": {}})

@@ -1,4 +1,4 @@
-"""`doctor --versions` against a tiny package index on this machine."""
+"""scripts/pins.py against a tiny package index on this machine."""
 
 import json
 import os
@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from perl.base.errors import UserError
-from perl.tools.doctor import pins
-from perl.tools.doctor.pins import pins_of, show_versions
+from scripts import pins
 
 REPOSITORY = Path(__file__).parents[3]
 FILES = {
@@ -77,7 +76,7 @@ def checkout(tmp_path):
 
 
 def test_what_has_moved(configured, checkout, capsys):
-    assert show_versions(checkout) == 0
+    assert pins.show_versions(checkout) == 0
     *lines, count = capsys.readouterr().out.splitlines()
     cells = [line.split() for line in lines]
     assert cells[0] == ["package", "where", "pinned", "newest", "within", "bounds", "newest"]
@@ -95,7 +94,7 @@ def test_as_json(configured, checkout, capsys):
     (checkout / "requirements_cpu.txt").write_text("beta==3.1rc1\n")
     (checkout / "requirements_npu.txt").unlink()
     (checkout / "pyproject.toml").unlink()
-    show_versions(checkout, as_json=True)
+    pins.show_versions(checkout, as_json=True)
     assert json.loads(capsys.readouterr().out) == [
         {
             "package": "beta",
@@ -111,7 +110,7 @@ def test_as_json(configured, checkout, capsys):
 
 
 def test_every_pin_of_this_repository_is_read():
-    found = {(pin.where, pin.name): pin for pin in pins_of(REPOSITORY)}
+    found = {(pin.where, pin.name): pin for pin in pins.pins_of(REPOSITORY)}
     assert {where for where, _ in found} >= {
         *(file.name for file in REPOSITORY.glob("requirements_*.txt")),
         "pyproject.toml",
@@ -128,12 +127,12 @@ def test_every_pin_of_this_repository_is_read():
 
 def test_a_folder_without_pins_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"no requirements_\*\.txt in"):
-        show_versions(tmp_path)
+        pins.show_versions(tmp_path)
 
 
 def test_without_a_network_it_is_one_line():
     """Port 9 of this machine: nobody listens."""
-    command = [sys.executable, "-m", "perl", "doctor", "--versions"]
+    command = [sys.executable, "-m", "scripts.pins"]
     environment = os.environ | settings("http://127.0.0.1:9/simple")
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=300
@@ -141,7 +140,7 @@ def test_without_a_network_it_is_one_line():
     assert done.returncode == 2
     assert done.stdout == ""
     error = done.stderr.splitlines()[-1]
-    assert error.startswith("error: --versions: pip's package registry does not answer (")
+    assert error.startswith("error: pip's package registry does not answer (")
     assert "Connection refused" in error
     assert len(done.stderr.splitlines()) == 2  # before it, that the registry is asked
 

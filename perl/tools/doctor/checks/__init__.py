@@ -1,6 +1,6 @@
 """The checks, in the order they are printed: from the machine up to what runs on it.
 
-A check returns None where it does not apply (NPU checks on a machine that has nothing of Ascend's).
+A check returns None where it does not apply; those of ASCEND are asked only on machines with something of Ascend's.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ CHECKS: dict[str, Callable[[Machine], Finding | None]] = {
     "wandb": network.wandb,
     "hub": network.hub,
 }
+ASCEND = {"npu-smi", "driver", "firmware", "device-files", "cann", "nnal", "set-env", "hccl"}
 
 
 def diagnose(machine: Machine) -> dict[str, Finding]:
     """The findings of every check that applies, by check name."""
-    findings = {name: check(machine) for name, check in CHECKS.items()}
+    asked = {name: check for name, check in CHECKS.items() if machine.kind == "npu" or name not in ASCEND}
+    findings = {name: check(machine) for name, check in asked.items()}
     return {name: finding for name, finding in findings.items() if finding is not None}

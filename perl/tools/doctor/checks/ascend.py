@@ -1,4 +1,4 @@
-"""Driver, devices and CANN: what Ascend's software needs before Python comes in. None on other machines."""
+"""Driver, devices and CANN: what Ascend's software needs before Python comes in."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ BUSY_PERCENT = 20
 
 
 def npu_smi(machine: Machine) -> Finding | None:
-    if machine.kind != "npu":
-        return None
     command = machine.commands.get("npu-smi info")
     if command is None:
         hidden = next((p for p in ("/usr/local/sbin/npu-smi", "/usr/local/bin/npu-smi") if p in machine.files), "")
@@ -56,8 +54,6 @@ def npu_smi(machine: Machine) -> Finding | None:
 
 
 def driver(machine: Machine) -> Finding | None:
-    if machine.kind != "npu":
-        return None
     version = driver_version(machine)
     if not version:
         if not machine.npu_devices and not machine.table.chips:
@@ -75,7 +71,7 @@ def driver(machine: Machine) -> Finding | None:
 
 
 def firmware(machine: Machine) -> Finding | None:
-    if machine.kind != "npu" or not driver_version(machine):
+    if not driver_version(machine):
         return None
     version = _field(machine.files.get(FIRMWARE_INFO, ""), "Version")
     if not version:
@@ -88,8 +84,6 @@ def firmware(machine: Machine) -> Finding | None:
 
 
 def device_files(machine: Machine) -> Finding | None:
-    if machine.kind != "npu":
-        return None
     devices = machine.npu_devices
     if not devices:
         if machine.container:
@@ -141,11 +135,11 @@ def device_memory(machine: Machine) -> Finding | None:
     chips = machine.table.chips
     if not chips:
         return None
-    rates = {(u.npu, u.chip): u.hbm_percent for u in smi.parse_usages(machine.output("npu-smi info -t usages"))}
+    rates = smi.parse_usages(machine.output("npu-smi info -t usages"))
     percents = {}
     for chip in chips:
         table = 100 * chip.memory_used_mb // chip.memory_total_mb if chip.memory_total_mb else 0
-        percents[chip.index] = max(table, rates.get((chip.npu, chip.chip)) or 0)
+        percents[chip.index] = max(table, rates.get((chip.npu, chip.chip), 0))
     busy = {index: percent for index, percent in percents.items() if percent > BUSY_PERCENT}
     if not busy:
         return ok(f"{max(percents.values())} % in use at most")
@@ -164,8 +158,6 @@ def device_memory(machine: Machine) -> Finding | None:
 
 
 def cann(machine: Machine) -> Finding | None:
-    if machine.kind != "npu":
-        return None
     version = cann_version(machine)
     if not version:
         wanted = TABLE["cann"]["torch-npu"].get(machine.packages.get("torch-npu", ""), "9.1")
@@ -189,8 +181,6 @@ def cann(machine: Machine) -> Finding | None:
 
 
 def nnal(machine: Machine) -> Finding | None:
-    if machine.kind != "npu":
-        return None
     version = next((_field(text, "Version") for path, text in machine.files.items() if "/nnal/" in path and text), "")
     evaluates = "vllm-ascend" in machine.packages
     if not version:
@@ -212,7 +202,7 @@ NNAL_ENV = "/usr/local/Ascend/nnal/atb/set_env.sh"
 
 def set_env(machine: Machine) -> Finding | None:
     home = cann_home(machine)
-    if machine.kind != "npu" or not home:
+    if not home:
         return None
     scripts = [f"{folder}/set_env.sh" for folder in (home, os.path.dirname(home))]
     script = next((path for path in scripts if path in machine.files), scripts[0])

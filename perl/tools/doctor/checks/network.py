@@ -27,8 +27,6 @@ HUBS = {"huggingface": "huggingface.co:443", "modelscope": "modelscope.cn:443"}
 
 def hccl(machine: Machine) -> Finding | None:
     """Values that HCCL refuses, or that differ from what the launch script sets when they are unset."""
-    if machine.kind != "npu":
-        return None
     for name, (low, high, unit) in RANGES.items():
         value = machine.env.get(name)
         if value is not None and not (value.isdigit() and low <= int(value) <= high):

@@ -1,4 +1,6 @@
-"""`doctor --versions`: every pin of this checkout against what the user's package registry offers now.
+"""Every pin of this checkout against what pip's package registry offers now: what has moved.
+
+    python -m scripts.pins [--json]
 
 The registry is asked through `pip index versions`, so that pip's configuration (index, proxy, certificates, passwords)
 holds. Ascend's files are asked for aarch64 and Python 3.11, whatever runs here.
@@ -6,10 +8,12 @@ holds. Ascend's files are asked for aarch64 and Python 3.11, whatever runs here.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,10 +24,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from perl.base.errors import UserError
+from perl.base.errors import UserError, report_errors
 from perl.tools.doctor.versions import SETS, TABLE, release
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 TABLE_OF = "docs/ascend.md"
 """Shows the sets of versions.json."""
 AT_ONCE = 8
@@ -75,7 +79,7 @@ def show_versions(root: Path = ROOT, as_json: bool = False) -> int:
     """
     pins = list(pins_of(root))
     if not pins:
-        raise UserError(f"--versions: no requirements_*.txt in {root}; run it in a checkout of the repository")
+        raise UserError(f"no requirements_*.txt in {root}; run it in a checkout of the repository")
     rows = compare(pins)
     print(_as_json(rows) if as_json else _as_text(rows))
     return 0
@@ -132,9 +136,9 @@ def _index_versions(name: str, *flags: str) -> list[Version]:
         return [Version(version) for version in found[1].split(", ")]
     if broken := BROKEN.search(done.stderr):
         why = broken[1] or broken[0]
-        raise UserError(f"--versions: pip's package registry does not answer ({why}); look at `pip config list`")
+        raise UserError(f"pip's package registry does not answer ({why}); look at `pip config list`")
     if "No module named pip" in done.stderr:
-        raise UserError(f"--versions: there is no pip in {sys.prefix}; {sys.executable} -m ensurepip")
+        raise UserError(f"there is no pip in {sys.prefix}; {sys.executable} -m ensurepip")
     return []
 
 
@@ -154,8 +158,6 @@ def _of_file(file: Path) -> Iterator[Requirement]:
 
 
 def _of_project(root: Path) -> Iterator[tuple[str, Requirement]]:
-    import tomllib  # Python 3.11: here, as the rest of the doctor runs with 3.9
-
     file = root / "pyproject.toml"
     if not file.is_file():
         return
@@ -243,3 +245,14 @@ def _as_json(rows: list[Row]) -> str:
         ],
         indent=2,
     )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="What of this checkout's pins has moved in pip's package registry.")
+    parser.add_argument("--json", action="store_true", help="print one JSON list, of all pins, instead of a table")
+    return parser
+
+
+if __name__ == "__main__":
+    with report_errors():
+        sys.exit(show_versions(as_json=make_parser().parse_args().json))
