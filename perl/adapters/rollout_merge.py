@@ -25,12 +25,16 @@ from perl import device
 from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
 from perl.adapters.none import has_adapter
-from perl.device.sharding import resharded
+from perl.device.sharding import any_rank, resharded
 from perl.engines.base import warn_once
 from perl.engines.linear import pack, packable, unpack
 
 log = logging.getLogger(__name__)
 
+BEGIN_BELOW, STOP_ABOVE = 0.08, 0.12
+"""Rounding errors at which "auto" begins to merge and stops again. A run's error falls through ACCEPTED_ROUNDING_ERROR
+as its adapter grows, wavering by some per mille from one rollout to the next: with one bound it would change to and
+fro, and each change makes all captured graphs again and moves the sampler's numbers."""
 MEASURED_LAYERS = 8
 """Layers from which the rounding error is estimated, spread over the model."""
 PINNED_BYTES = 2**29
@@ -43,7 +47,7 @@ class RolloutMerge:
     Args:
         model: the policy, not wrapped by DDP or DeepSpeed. One without an adapter is prepared all the same.
         merge: True merges wherever it is possible, False never does, "auto" merges unless rounding to the weights'
-            dtype would lose more than ACCEPTED_ROUNDING_ERROR of the update.
+            dtype would lose too much of the update: from BEGIN_BELOW on, until it is over STOP_ABOVE.
     """
 
     def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto"):
@@ -51,6 +55,9 @@ class RolloutMerge:
         self.layers = adapted_layers(model)
         self.merged = False
         """Whether the weights that compute hold the adapter now."""
+        self.merging = False
+        """Whether "auto" merged in the last rollout. Between its bounds this decides, so a resumed run must take it up
+        (TorchPolicyEngine.state); outside of them the weights alone do."""
         self.rounding_error: float | None = None
         """Relative rounding error of the update in the last rollout (perl.adapters.layers.RoundingError), None where
         nothing was to be merged."""
@@ -61,6 +68,9 @@ class RolloutMerge:
         self._batched = BatchedUpdates()
         self._kept: dict[str, _Kept] = {}
         self._host = _HostMemory()
+        self._changes = True
+        """Whether the adapter changes a weight at all: until the first update it does not, and the base's weights are
+        the merged ones as they are, so that nothing is written or copied."""
         self._said = ""
 
     @contextlib.contextmanager
@@ -83,7 +93,9 @@ class RolloutMerge:
                     if layer.get_base_layer() in to_pack:
                         self._pack(layer, dtype, **adapted.merged(), merged=True)
                     else:
-                        self._write(adapted)
+                        if self._changes:
+                            self._write(adapted)
+                        layer.merged_adapters[:] = layer.active_adapters
                     to_pack -= set(layer.modules())
             else:
                 stack.enter_context(self._batched.applied(self.layers))
@@ -110,13 +122,23 @@ class RolloutMerge:
         if reason := self._impossible():
             self._say(f"rollouts: the adapter is not merged into the weights: {reason}")
             return False
+        self._changes = self._changes_weights()
+        if not self._changes:
+            self.rounding_error = 0.0
+            self._say("rollouts: nothing is merged: the adapter changes no weight yet, and the base alone computes")
+            return True
         self.rounding_error = error = self._measure()
         dtype = str(next(iter(self.layers[0].weights().values())).dtype).removeprefix("torch.")
-        small = error <= ACCEPTED_ROUNDING_ERROR
-        loss = f"rounding to {dtype} loses {'at most' if small else 'over'} {ACCEPTED_ROUNDING_ERROR:.0%} of it"
-        if not small and self.merge == "auto":
-            self._say(f"rollouts: the adapter stays unmerged, as {loss}", f" ({error:.0%} now)")
-            return False
+        if self.merge == "auto":
+            self.merging = error <= (STOP_ABOVE if self.merging else BEGIN_BELOW)
+            if not self.merging:
+                why = f"rounding to {dtype} loses over {BEGIN_BELOW:.0%} of it"
+                self._say(f"rollouts: the adapter stays unmerged, as {why}", f" ({error:.0%} now)")
+                return False
+            loses = f"at most {STOP_ABOVE:.0%}"
+        else:
+            loses = f"{'at most' if error <= ACCEPTED_ROUNDING_ERROR else 'over'} {ACCEPTED_ROUNDING_ERROR:.0%}"
+        loss = f"rounding to {dtype} loses {loses} of it"
         self._say(f"rollouts: the adapter is merged into the weights; {loss}", f" ({error:.2%} now)")
         return True
 
@@ -147,6 +169,19 @@ class RolloutMerge:
         return None
 
     @torch.no_grad()
+    def _changes_weights(self) -> bool:
+        """Whether any weight, on any rank, is another one with the adapter merged into it in float32. Layer by layer on
+        all ranks together, as the merge of a shard gathers; mostly the first layer answers."""
+        for adapted in self.layers:
+            weights = adapted.weights()
+            changed = any(not torch.equal(new, weights[own].float()) for own, new in adapted.merged().items())
+            if dist.is_available() and dist.is_initialized():
+                changed = any_rank(changed, next(iter(weights.values())).device)
+            if changed:
+                return True
+        return False
+
+    @torch.no_grad()
     def _measure(self) -> float:
         """Relative rounding error over a few layers, the same on all ranks."""
         error = RoundingError()
@@ -170,7 +205,6 @@ class RolloutMerge:
             name = f"{adapted.name}.{own}"
             self._written.append((name, weight, self._clean(name, weight)))
             weight.copy_(merged[own])
-        adapted.layer.merged_adapters[:] = adapted.layer.active_adapters
 
     def _clean(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A copy of a weight without the adapter. An accelerator's lies in pinned host memory, and is kept for the run,

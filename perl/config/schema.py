@@ -208,7 +208,7 @@ class RolloutConfig:
             attention sdpa and weights that are whole on each device; auto does so on CUDA (fast only). Not measured
             yet.
         merge_adapter: merge the adapter into the weights while completions are sampled; auto does so unless
-            rounding to the weights' dtype would lose more than a tenth of the update (fast and generate).
+            rounding to the weights' dtype would lose about a tenth of the update or more (fast and generate).
         importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole
             completion, cut at training.vllm_importance_sampling_clip_max (vllm has TRL's own fields instead).
     """

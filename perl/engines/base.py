@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from perl.base.errors import UserError
 from perl.records import Completion, Prompt, Sampling, Weights
@@ -76,6 +76,14 @@ class PolicyEngine(Engine, Protocol):
 
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call, by the name that is logged."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must take up besides the weights, in plain values, the same on every process."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` was."""
         ...
 
 

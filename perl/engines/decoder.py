@@ -444,11 +444,9 @@ class _Run:
         """Draw the next token of sequences whose prompts are computed, and give each that goes on a row."""
         sequences = [sequence for _, sequence in joining]
         logits = torch.stack([group.logits for group, _ in joining])  # type: ignore[arg-type]
-        numbers = np.zeros((len(joining), max(sequence.max_new_tokens for sequence in sequences)), dtype=np.float32)
-        for row, sequence in enumerate(sequences):
-            places = range(sequence.max_new_tokens)
-            numbers[row, : len(places)] = uniforms([sequence.seed] * len(places), places)
-        uniform = torch.from_numpy(numbers).to(self.where)
+        seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
+        places = np.arange(max(sequence.max_new_tokens for sequence in sequences))
+        uniform = torch.from_numpy(uniforms(seeds[:, None], places)).to(self.where)
         drawn = torch.tensor([sequence.launched for sequence in sequences], device=self.where)
         seen = None
         if self.sampling.repetition_penalty != 1:

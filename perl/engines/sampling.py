@@ -46,7 +46,7 @@ def uniforms(seeds: Sequence[int] | np.ndarray, positions: Sequence[int] | np.nd
 
     Args:
         seeds: the row's own seed, 64 bits, [rows].
-        positions: index of the token to draw within the completion, [rows].
+        positions: index of the token to draw within the completion, [rows]; any shapes that broadcast.
 
     Returns:
         float32 [rows], multiples of 2**-24, so that u * total < total also in float32.

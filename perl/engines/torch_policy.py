@@ -125,6 +125,12 @@ class TorchPolicyEngine(TorchEngine):
         metrics, self._metrics = self._metrics, {}
         return metrics
 
+    def state(self) -> dict[str, Any]:
+        return {"merging": self.merge.merging}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.merge.merging = state["merging"]
+
     @contextlib.contextmanager
     def _applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """The model is the policy that was published. The copies come first: noise is added to the weights that

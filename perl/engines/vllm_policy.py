@@ -132,6 +132,12 @@ class VLLMPolicyEngine(RunningVLLM):
     def take_metrics(self) -> dict[str, float]:
         return {} if self.noise is None else {"aqn/sigma_realized": self.noise.realized_sigma}
 
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """There is nothing: what vLLM holds is published before each rollout."""
+
     def close(self) -> None:
         """The engine lives as long as the trainer."""
 

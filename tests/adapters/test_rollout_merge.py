@@ -199,9 +199,80 @@ def test_auto_leaves_a_young_adapter_unmerged_and_merges_it_later(caplog):
     lines = [record.message for record in caplog.records]
     assert len(lines) == 2
     assert "unmerged" in lines[0]
-    assert "over 10% of it" in lines[0]
+    assert "over 8% of it" in lines[0]
     assert "is merged into" in lines[1]
     assert all(torch.equal(p, before[n][1]) for n, p in model.named_parameters() if "lora_B" not in n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("merge", [True, "auto"])
+def test_an_adapter_that_changes_nothing_yet_is_left_out_and_nothing_is_copied(way, merge, dtype, caplog, monkeypatch):
+    model = make(dtype=dtype, std=0.0)
+    before = state(model)
+    rollouts = RolloutMerge(model, merge)
+    monkeypatch.setattr(rollouts, "_clean", lambda *_: pytest.fail("a weight was copied"))
+    with model.disable_adapter():
+        base = logits(model)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            with rollouts.applied():
+                assert (logits(model) - base).abs().max() < 1e-4
+                assert torch.equal(logits(model), base) or (way, dtype) == ("packed", torch.float32)
+                assert rollouts._written == []
+    assert rollouts.rounding_error == 0.0
+    assert ["changes no weight yet" in record.message for record in caplog.records] == [True]
+    require_same(model, before)
+
+
+def test_one_layer_that_has_moved_is_merged():
+    model = make(dtype=torch.bfloat16, std=0.0)
+    last = adapted_layers(model)[-1]
+    with torch.no_grad():
+        last.layer.lora_B["default"].weight.fill_(1.0)
+    before = state(model)
+    merge = RolloutMerge(model, True)
+    with merge.applied():
+        changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n][1])}
+        assert changed == {f"base_model.model.{last.name}.base_layer.weight"}
+    require_same(model, before)
+
+
+def test_whether_there_is_an_update_is_decided_by_all_ranks(monkeypatch):
+    """This rank's shard of the update is zero, another one's is not."""
+    merge = RolloutMerge(make(dtype=torch.bfloat16, std=0.0), True)
+    asked = []
+    monkeypatch.setattr(rollout_merge, "any_rank", lambda holds, where: asked.append(holds) or True)
+    monkeypatch.setattr(rollout_merge.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rollout_merge.dist, "all_reduce", lambda tensor: None)
+    with merge.applied():
+        assert len(merge._written) == sum(len(adapted.weights()) for adapted in merge.layers)
+    assert asked == [False]
+
+
+def test_auto_begins_below_8_percent_and_stops_above_12(monkeypatch, caplog):
+    merge = RolloutMerge(make(dtype=torch.bfloat16, std=0.5), "auto")
+    errors = [0.5, 0.11, 0.09, 0.08, 0.09, 0.11, 0.12, 0.13, 0.11, 0.09, 0.07]
+    measured = iter(errors)
+    monkeypatch.setattr(merge, "_measure", lambda: next(measured))
+    found = []
+    with caplog.at_level(logging.INFO):
+        for _ in errors:
+            with merge.applied():
+                found.append(merge.merged)
+    assert found == [False, False, False, True, True, True, True, False, False, False, True]
+    said = ["is merged" in record.message for record in caplog.records]
+    assert said == [False, True, False, True]  # once for each change
+    assert "over 8% of it" in caplog.records[0].message
+    assert "at most 12% of it" in caplog.records[1].message
+
+
+@pytest.mark.parametrize("merging", [True, False])
+def test_between_the_bounds_a_rollout_does_what_the_one_before_did(merging, monkeypatch):
+    merge = RolloutMerge(make(dtype=torch.bfloat16, std=0.5), "auto")
+    merge.merging = merging
+    monkeypatch.setattr(merge, "_measure", lambda: 0.1)
+    with merge.applied():
+        assert merge.merged == merging
 
 
 def test_true_merges_whatever_is_lost_and_false_never_does():

@@ -43,6 +43,14 @@ def test_uniform_of_a_row_does_not_depend_on_its_neighbours():
     assert uniforms([1, 2**63 - 5, 9], [0, 7, 3])[1] == alone[0]
 
 
+def test_uniforms_of_all_rows_at_once_are_those_of_lists():
+    seeds = [0, 17, 2**63 - 5, 2**64 - 1]
+    matrix = uniforms(np.array(seeds, dtype=np.uint64)[:, None], np.arange(300))
+    assert (matrix.shape, matrix.dtype) == ((4, 300), np.float32)
+    for seed, row in zip(seeds, matrix, strict=True):
+        assert row.tolist() == uniforms([seed] * 300, range(300)).tolist()
+
+
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [

@@ -1,6 +1,7 @@
 """The live policy as an engine: its distribution, its noise, the adapter merged into it, and what is left behind."""
 
 import contextlib
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -206,6 +207,21 @@ def test_no_cache_is_held_after_a_rollout_on_a_cpu():
     policy = make_engine()
     drawn(policy)
     assert policy.decoder.cache is None
+
+
+def test_a_resumed_run_decides_on_merging_as_the_whole_one_would(monkeypatch):
+    """The rounding error stands between the bounds, where the rollout before decides."""
+    whole, resumed, other = (make_engine(adapted().bfloat16()) for _ in range(3))
+    found = []
+    for engine, errors in ((whole, [0.05, 0.1]), (resumed, [0.1]), (other, [0.1])):
+        measured = iter(errors)
+        monkeypatch.setattr(engine.merge, "_measure", lambda measured=measured: next(measured))
+        if engine is resumed:
+            engine.restore(json.loads(json.dumps(whole.state())))
+        for _ in errors:
+            drawn(engine)
+        found.append(engine.state())
+    assert found == [{"merging": True}, {"merging": True}, {"merging": False}]
 
 
 def test_trls_generation_configuration_is_read_whole():
