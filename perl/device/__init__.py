@@ -240,6 +240,14 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=detect().kind != "cpu")
 
 
+def to_device(tensor: torch.Tensor, where: torch.device | str) -> torch.Tensor:
+    """A small tensor of the host, on a device. The host waits for nothing: copied from memory that is not pinned, it
+    would wait for all that the device still has to compute."""
+    import torch
+
+    return tensor if torch.device(where).type == "cpu" else tensor.pin_memory().to(where, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """A tensor on its way to the host."""

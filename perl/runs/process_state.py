@@ -44,7 +44,7 @@ class RolloutState:
     kl_coefficient: float | None = None
     """Of the KL divergence in the reward; None where it is not adapted."""
     stream: dict[str, Any] | None = None
-    """PromptStream.state, the same of every process; None without dynamic sampling."""
+    """PromptStream.state, the same of every process; None before 0.13 without dynamic sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

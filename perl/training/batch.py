@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from perl.device import to_device
 from perl.records import Trajectory, Weights
 from perl.runs.metrics import ModelSize, Work, update_flops
 from perl.training.packing import prompt_work, row_work
@@ -61,7 +62,7 @@ class Batch:
 
         def column(numbers: Callable[[Trajectory], Sequence[Any]], fill: Any, dtype: torch.dtype) -> torch.Tensor:
             padded = [[*row_numbers, *[fill] * (width - len(row_numbers))] for row_numbers in map(numbers, rows)]
-            return torch.tensor(padded, dtype=dtype).to(device, non_blocking=True)
+            return to_device(torch.tensor(padded, dtype=dtype), device)
 
         def trained_on(row: Trajectory) -> Sequence[bool]:
             return [] if mask_truncated and row.finish == "length" else row.sampled
@@ -84,7 +85,7 @@ class Batch:
 
     def select(self, places: Sequence[int]) -> Batch:
         """The rows at these places, in this order."""
-        index = torch.tensor(places, device=self.mask.device)
+        index = to_device(torch.tensor(places), self.mask.device)
         columns = {name: column[index] for name, column in self.columns().items()}
         return replace(self, rows=[self.rows[place] for place in places], **columns)
 

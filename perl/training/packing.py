@@ -123,7 +123,8 @@ class Packing:
             cu_key.append(cu_key[-1] + _length(before) + _length(own))
         if self._keys is None:  # for the first layer
             spans = [range(part.start, part.stop) for pair in self._sequences() for part in pair]
-            self._keys = torch.tensor([place for span in spans for place in span], device=query.device)
+            keys = torch.tensor([place for span in spans for place in span])
+            self._keys = device.to_device(keys, query.device)
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         key, value = key[self._keys], value[self._keys]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -359,7 +360,7 @@ def pack(
         scored[reader] = [place for index in range(len(rows)) for place in range(own[index].start, own[index].stop - 1)]
 
     def tensor(values: Any) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=where)
+        return device.to_device(torch.tensor(values, dtype=torch.long), where)
 
     critics = CriticsPart(starts["critic"], tensor(scored["critic"])) if "critic" in readers else None
     policy = "policy" in readers

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from perl.device import to_device
 from perl.engines.sequence import left_pad
 from perl.engines.torch_policy import evaluation_mode
 from perl.models.pixels import image_arguments
@@ -117,8 +118,8 @@ class Passes:
         missing = [completion - len(row.token_ids) for row in rows]
         drawn = [[*row.token_ids, *[self.pad_token_id] * count] for row, count in zip(rows, missing, strict=True)]
         seen = [[1] * (completion - count) + [0] * count for count in missing]
-        ids = torch.cat([ids, torch.tensor(drawn, device=where)], dim=1)
-        mask = torch.cat([mask, torch.tensor(seen, device=where)], dim=1)
+        ids = torch.cat([ids, to_device(torch.tensor(drawn), where)], dim=1)
+        mask = torch.cat([mask, to_device(torch.tensor(seen), where)], dim=1)
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-completion] = -100
         further: dict[str, Any] = {"output_router_logits": True} if self.aux_loss else {}

@@ -218,7 +218,7 @@ def noisy(folder: Path) -> dict[str, Any]:
     import torch
 
     base = save_tiny(folder / "model", scale=4.0)
-    noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.5, sigma_end=0.5, old_logps="noisy")
+    noise = NoiseConfig(enabled=True, seed=3, sigma_start=1.0, sigma_end=1.0, old_logps="noisy")
     settings = {"lr_scheduler_type": "constant", "max_steps": 4, "vllm_importance_sampling_correction": False}
     with logged() as lines:
         model = AutoModelForCausalLM.from_pretrained(base)
@@ -266,7 +266,7 @@ def test_the_noise_reaches_vllms_norms_and_leaves_them_bit_for_bit(tmp_path):
     assert withheld > 3 * max(current)
     assert found["changed"] == [f"model.layers.{i}.post_attention_layernorm.weight" for i in range(2)]
     assert found["left"] == []
-    assert found["realized"] == [pytest.approx(0.5, rel=0.25)] * 3 + [0.0]
+    assert found["realized"] == [pytest.approx(1.0, rel=0.25)] * 3 + [0.0]
     missing, odd = found["refused"]
     assert "model.layers.9.norm is [32] in the trainer, but vLLM has no such layer" in missing
     assert "model.norm is [32] in the trainer, but vLLM has it as bfloat16 [64]" in odd
