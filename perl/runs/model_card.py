@@ -214,7 +214,7 @@ def results_text(summaries: Sequence[Mapping[str, Any]], own_hash: str) -> str:
         own = "this adapter" if summary["adapter_hash"] else "this model"
         who = own if scored_hash(summary) == own_hash else "the base"
         for result in eval_results(summary):
-            low, high = result.metric_args["interval_95"]
+            low, high = (result.metric_args or {})["interval_95"]
             scores = f"{result.metric_value:.2f} | {low:.2f} – {high:.2f}"
             lines.append(f"| {result.dataset_name} | {who} | {result.metric_type} | {scores} |")
     lines += ["", "Intervals by bootstrap over problems.", ""]
