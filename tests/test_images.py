@@ -12,7 +12,7 @@ from perl.adapters.merge import merge_adapter
 from perl.base.errors import UserError
 from perl.models import folders
 from perl.models.images import decoded, filled, fitted, has_images, load_processing, read_images, tokenizer_of
-from perl.models.pixels import ImageInputs, image_arguments, image_inputs, split_images
+from perl.models.pixels import ImageInputs, image_arguments, image_inputs
 from perl.prompts import build_messages, encode
 from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
@@ -178,26 +178,21 @@ def test_a_model_of_texts_has_its_tokenizer(tmp_path, processor):
     assert has_images(processor)
 
 
-def test_images_of_rows_are_taken_apart_and_put_together():
+def test_images_of_rows_are_put_together():
     """Grids of 4, 6 and 2 patches; the rows have two, none and one of these images."""
     grids = torch.tensor([[1, 2, 2], [1, 2, 3], [1, 1, 2]])
     pixel_values = torch.arange(12.0)[:, None]
-    first, none, last = split_images(pixel_values, grids, [2, 0, 1])
-    assert none is None
-    assert first.pixel_values[:, 0].tolist() == [*range(10)]
-    assert last.pixel_values[:, 0].tolist() == [10, 11]
-    assert last.grids.tolist() == [[1, 1, 2]]
+    first, last = ImageInputs(pixel_values[:10], grids[:2]), ImageInputs(pixel_values[10:], grids[2:])
 
     class Config:
         image_token_id = 5
 
     ids = torch.tensor([[0, 5, 5, 3], [0, 0, 1, 2], [0, 3, 5, 1]])
-    arguments = image_arguments([first, none, last], ids, Config)
+    arguments = image_arguments([first, None, last], ids, Config)
     assert torch.equal(arguments["pixel_values"], pixel_values)
     assert torch.equal(arguments["image_grid_thw"], grids)
     assert arguments["mm_token_type_ids"].tolist() == [[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
     assert image_arguments([None, None], ids, Config) == {}
-    assert isinstance(first, ImageInputs)
 
 
 def test_without_its_image_processor_a_model_is_one_line(folder, tmp_path):

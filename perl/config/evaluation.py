@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from perl.base.errors import UserError
-from perl.config.parser import Parser
+from perl.config.parser import Parser, descriptions
 from perl.config.replaced import refuse_harness_flags
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
 
@@ -96,25 +96,13 @@ def build_parser() -> Parser:
         prog="python perl/eval.py",
         description="Score a model, or a base model with an adapter, on tasks. Writes samples.jsonl and summary.json.",
     )
-    written: set[str | int] = {"adapter", "use_vllm", "enforce_eager", "rescore"}
-    parser.add_class_arguments(EvalConfig, as_group=False, skip=written)
-    parser.add_argument(
-        "--adapter",
-        nargs="+",
-        default=None,
-        help="folder of a PEFT adapter. Several, or a training run's folder (all its checkpoints), are a sweep: each is"
-        " scored into its own folder below --result_dir; `base` among them is the model without an adapter",
-    )
-    switches = {
-        "use_vllm": "generate with vLLM; without it with transformers",
-        "enforce_eager": "run vLLM without compiling and without captured graphs: slower, less memory and a shorter"
-        " start; default: true on a CPU, where compiling takes longer than it saves, else false (--use_vllm only)",
-        "rescore": "grade the completions in --result_dir again, with today's rules; nothing is generated, no other"
-        " flag is needed",
-    }
-    for name, text in switches.items():
+    switches = ("use_vllm", "enforce_eager", "rescore")
+    parser.add_class_arguments(EvalConfig, as_group=False, skip={"adapter", *switches})
+    texts = descriptions(EvalConfig)
+    parser.add_argument("--adapter", nargs="+", default=None, help=texts["adapter"])
+    for name in switches:
         default = getattr(EvalConfig, name)
-        parser.add_argument(f"--{name}", type=bool, nargs="?", const=True, default=default, help=text)
+        parser.add_argument(f"--{name}", type=bool, nargs="?", const=True, default=default, help=texts[name])
     return parser
 
 

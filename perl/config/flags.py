@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse as parse_docstring
 
-from perl.config.parser import WORDS
+from perl.config.parser import WORDS, descriptions
 
 HEAD = """# Flags
 
@@ -25,13 +25,6 @@ before the default. A list is written as `'["a", "b"]'`.
 """
 
 OTHER_WORDS = {"str": "text", "list": "a list", "dict": "a mapping"}
-
-
-def descriptions(kind: type) -> dict[str, str]:
-    """Field -> what it does, of a dataclass: from its docstring's Args, or the field's metadata."""
-    texts = {entry.arg_name: entry.description or "" for entry in parse_docstring(kind.__doc__ or "").params}
-    help_of = {field.name: field.metadata["help"] for field in dataclasses.fields(kind) if "help" in field.metadata}
-    return {name: " ".join(text.split()).rstrip(".") for name, text in {**texts, **help_of}.items()}
 
 
 def default_of(field: dataclasses.Field) -> str:
@@ -79,10 +72,11 @@ def page() -> str:
     from perl.config.training import TrainingConfig
 
     sections = [(name, _summary(kind), table(f"--config.{name}.", kind)) for name, kind in GROUPS.items()]
-    trls = {field.name for field in dataclasses.fields(GRPOConfig)}
-    beside = [field.name for field in dataclasses.fields(TrainingConfig) if field.name not in trls]
+    trls = {field.name: default_of(field) for field in dataclasses.fields(GRPOConfig)}
+    ours = [field.name for field in dataclasses.fields(TrainingConfig) if trls.get(field.name) != default_of(field)]
+    beside = "What GRPOConfig has not, and those of its fields that have another default here."
     sections += [
-        ("training", "Beside GRPOConfig's own fields.", table("--config.training.", TrainingConfig, beside)),
+        ("training", beside, table("--config.training.", TrainingConfig, ours)),
         ("dataset (perl.sft)", _summary(SFTDatasetConfig), table("--config.dataset.", SFTDatasetConfig)),
         ("perl/eval.py", _summary(EvalConfig), table("--", EvalConfig)),
     ]

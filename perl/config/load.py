@@ -21,20 +21,7 @@ from perl.config.parser import Parser
 from perl.config.peft_fields import leave_out_other_methods
 from perl.config.ranges import check_numbers
 from perl.config.replaced import REMOVED_FIELDS, without_removed
-from perl.config.schema import (
-    GROUPS,
-    AlgorithmConfig,
-    CommonConfig,
-    CriticConfig,
-    DatasetConfig,
-    LoggingConfig,
-    ModelConfig,
-    NoiseConfig,
-    PeftConfig,
-    RewardConfig,
-    RolloutConfig,
-    ValidationConfig,
-)
+from perl.config.schema import GROUPS, Groups, RolloutConfig
 from perl.config.unused_flags import RULES, Rule, flags_without_effect, recipe_without_effect
 
 if TYPE_CHECKING:
@@ -64,30 +51,25 @@ class Program(Generic[C]):
     purpose: str
     groups: Mapping[str, type]
     """Every group that is ours; each field is a flag."""
-    training: Callable[[], type]
-    """The dataclass of the group `training`, TRL's: imported when it is needed, which takes seconds."""
+    training: str
+    """The dataclass of the group `training` in perl.config.training, TRL's."""
     resolve: Callable[[Namespace, Namespace, Namespace], list[str]]
     """(values, the flags alone, the recipe alone) -> warnings: settles in `values` what the user has left open or said
     twice; a UserError for a contradiction."""
     rules: Sequence[Rule]
     config: type[C]
 
+    def training_class(self) -> type:
+        """Imported when it is needed, which takes seconds."""
+        from perl.config import training
+
+        return getattr(training, self.training)
+
 
 @dataclass
-class Config:
+class Config(Groups):
     """The resolved configuration of a training run."""
 
-    common: CommonConfig
-    model: ModelConfig
-    dataset: DatasetConfig
-    algorithm: AlgorithmConfig
-    critic: CriticConfig
-    peft: PeftConfig
-    rollout: RolloutConfig
-    noise_injection: NoiseConfig
-    reward: RewardConfig
-    validation: ValidationConfig
-    logging: LoggingConfig
     training: TrainingConfig
 
 
@@ -111,7 +93,7 @@ class Parsed(Generic[C]):
         from perl.config.training import planned
 
         groups = {name: group(**_numbers(_as_dict(self.values[name]))) for name, group in self.program.groups.items()}
-        kind = self.program.training()
+        kind = self.program.training_class()
         try:
             kind = kind if processes is None else planned(kind, processes)
             groups["training"] = kind(**_as_dict(self.values.training))
@@ -168,7 +150,7 @@ def build_parser(program: Program) -> Parser:
     for name, group in program.groups.items():
         parser.add_class_arguments(group, f"config.{name}")
     removed: set[str | int] = {name.removeprefix("training.") for name in REMOVED_FIELDS}
-    parser.add_class_arguments(program.training(), "config.training", skip=removed)
+    parser.add_class_arguments(program.training_class(), "config.training", skip=removed)
     return parser
 
 
@@ -331,8 +313,12 @@ def check_values(values: Namespace) -> None:
             f"--config.noise_injection.schedule {noise.schedule} never reaches sigma_end 0;"
             " give a positive sigma_end or schedule linear"
         )
-    if noise.enabled:
-        check_noise_reaches_the_sampler(values)
+    twice = noise.old_logps == "noisy" and training.vllm_importance_sampling_correction
+    if noise.enabled and values.rollout.engine == "vllm" and twice:
+        raise UserError(
+            "--config.noise_injection.old_logps noisy: TRL's correction would count the noise once more; write"
+            " --config.training.vllm_importance_sampling_correction false, or old_logps clean"
+        )
     algorithm = values.algorithm
     if algorithm.kl_in_reward > 0.0 and training.multi_objective_aggregation != "sum_then_normalize":
         raise UserError(
@@ -438,16 +424,6 @@ def check_validation(values: Namespace) -> None:
         )
 
 
-def check_noise_reaches_the_sampler(values: Namespace) -> None:
-    if values.rollout.engine != "vllm":
-        return
-    if values.noise_injection.old_logps == "noisy" and values.training.vllm_importance_sampling_correction:
-        raise UserError(
-            "--config.noise_injection.old_logps noisy: TRL's correction would count the noise once more; write"
-            " --config.training.vllm_importance_sampling_correction false, or old_logps clean"
-        )
-
-
 def _as_dict(group: Any) -> dict[str, Any]:
     return group.as_dict() if isinstance(group, Namespace) else dict(group)
 
@@ -458,17 +434,11 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {name: next((k(v) for k in kinds if isinstance(v, k)), v) for name, v in group.items()}
 
 
-def _training_config() -> type:
-    from perl.config.training import TrainingConfig
-
-    return TrainingConfig
-
-
 GRPO = Program(
     name="perl.train",
     purpose="Train a LoRA adapter with GRPO.",
     groups=GROUPS,
-    training=_training_config,
+    training="TrainingConfig",
     resolve=resolve_grpo,
     rules=RULES,
     config=Config,

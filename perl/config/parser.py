@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
 from typing import NoReturn
 
 import yaml
+from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser
 
 from perl.base.errors import UserError, nearest
@@ -103,6 +105,13 @@ class Parser(ArgumentParser):
         same = of_group or [known for known in same if not known.startswith("--config.critic.")] or same
         guess = (nearest(flag, same) or same[0]) if same else nearest(flag, self.known_flags())
         return f"unknown flag {flag}; " + (f"did you mean {guess}?" if guess else "--help lists the known ones")
+
+
+def descriptions(kind: type) -> dict[str, str]:
+    """Field -> what it does, of a dataclass: from its docstring's Args, or the field's metadata."""
+    texts = {entry.arg_name: entry.description or "" for entry in parse_docstring(kind.__doc__ or "").params}
+    help_of = {field.name: field.metadata["help"] for field in dataclasses.fields(kind) if "help" in field.metadata}
+    return {name: " ".join(text.split()).rstrip(".") for name, text in {**texts, **help_of}.items()}
 
 
 def _expected(complaint: str) -> str | None:

@@ -4,68 +4,34 @@ all."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from jsonargparse import Namespace
 
 from perl.base.errors import UserError
 
-
-class Range(NamedTuple):
-    """Numbers from `low` to `high`."""
-
-    low: float
-    high: float = math.inf
-    above: bool = False
-    """`low` itself is none of them."""
-    below: bool = False
-    """`high` itself is none of them."""
-
-    def holds(self, number: float) -> bool:
-        enough = number > self.low if self.above else number >= self.low
-        return enough and (number < self.high if self.below else number <= self.high)
-
-    def __str__(self) -> str:
-        start = f"above {self.low:g}" if self.above else f"from {self.low:g}"
-        if self.high == math.inf:
-            return start
-        return f"{start}, below {self.high}" if self.below else f"{start} to {self.high}"
-
-
-SEED = Range(0, 2**32 - 1)
-SHARE = Range(0, 1)
-BETA = Range(0, 1, below=True)
-ABOVE_0 = Range(0, above=True)
-RANGES = {
-    "common.seed": SEED,
-    "training.adam_beta1": BETA,
-    "training.adam_beta2": BETA,
-    "training.adam_epsilon": Range(0),
-    "training.data_seed": SEED,
-    "training.dataloader_num_workers": Range(0),
-    "training.delta": ABOVE_0,
-    "training.entropy_coef": Range(0),
-    "training.epsilon": Range(0),
-    "training.epsilon_high": Range(0),
-    "training.eval_steps": ABOVE_0,
-    "training.generation_batch_size": Range(1),
-    "training.gradient_accumulation_steps": Range(1),
-    "training.learning_rate": Range(0),
-    "training.logging_steps": ABOVE_0,
-    "training.max_completion_length": Range(1),
-    "training.max_grad_norm": Range(0),
-    "training.num_iterations": Range(1),
-    "training.per_device_eval_batch_size": Range(1),
-    "training.per_device_train_batch_size": Range(1),
-    "training.save_steps": ABOVE_0,
-    "training.save_total_limit": Range(1),
-    "training.seed": SEED,
-    "training.steps_per_generation": Range(1),
-    "training.top_entropy_quantile": SHARE,
-    "training.warmup_steps": Range(0),
-    "training.weight_decay": Range(0),
-}
+LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "from 0",
+        lambda n: n >= 0,
+        "adam_epsilon dataloader_num_workers entropy_coef epsilon epsilon_high learning_rate max_grad_norm"
+        " warmup_steps weight_decay",
+    ),
+    ("above 0", lambda n: n > 0, "delta eval_steps logging_steps save_steps"),
+    (
+        "from 1",
+        lambda n: n >= 1,
+        "generation_batch_size gradient_accumulation_steps max_completion_length num_iterations"
+        " per_device_eval_batch_size per_device_train_batch_size save_total_limit steps_per_generation",
+    ),
+    ("from 0 to 1", lambda n: 0 <= n <= 1, "top_entropy_quantile"),
+    ("from 0, below 1", lambda n: 0 <= n < 1, "adam_beta1 adam_beta2"),
+    (f"from 0 to {2**32 - 1}", lambda n: 0 <= n < 2**32, "seed data_seed"),
+)
+"""In words, as a test, and fields of TRL's configuration."""
+RANGES = {f"training.{name}": (words, holds) for words, holds, names in LIMITS for name in names.split()}
+RANGES["common.seed"] = RANGES["training.seed"]
 
 
 def check_numbers(values: Namespace) -> None:
@@ -77,9 +43,9 @@ def check_numbers(values: Namespace) -> None:
             raise UserError(f"--config.{name}: larger than any number can be; write a smaller one") from None
         if not finite:
             raise UserError(f"--config.{name} {number}: write a finite number")
-        limits = RANGES.get(name)
-        if limits is not None and not limits.holds(number):
-            raise UserError(f"--config.{name} {number}: write a number {limits}")
+        words, holds = RANGES.get(name, ("", math.isfinite))
+        if not holds(number):
+            raise UserError(f"--config.{name} {number}: write a number {words}")
 
 
 def _numbers(content: Any, name: str) -> Iterator[tuple[str, float]]:

@@ -6,7 +6,7 @@ A field is a flag: `DatasetConfig.split` is `--config.dataset.split` and `datase
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
 
@@ -319,16 +319,32 @@ class LoggingConfig:
     wandb_project: str | None = None
 
 
-GROUPS: dict[str, type] = {
-    "common": CommonConfig,
-    "model": ModelConfig,
-    "dataset": DatasetConfig,
-    "algorithm": AlgorithmConfig,
-    "critic": CriticConfig,
-    "peft": PeftConfig,
-    "rollout": RolloutConfig,
-    "noise_injection": NoiseConfig,
-    "reward": RewardConfig,
-    "validation": ValidationConfig,
-    "logging": LoggingConfig,
-}
+@dataclass
+class Groups:
+    """The groups of perl.train that are ours."""
+
+    common: CommonConfig
+    model: ModelConfig
+    dataset: DatasetConfig
+    algorithm: AlgorithmConfig
+    critic: CriticConfig
+    peft: PeftConfig
+    rollout: RolloutConfig
+    noise_injection: NoiseConfig
+    reward: RewardConfig
+    validation: ValidationConfig
+    logging: LoggingConfig
+
+
+@dataclass
+class SFTGroups:
+    """The groups of perl.sft that are ours."""
+
+    common: CommonConfig
+    model: ModelConfig
+    dataset: SFTDatasetConfig
+    peft: PeftConfig
+    logging: LoggingConfig
+
+
+GROUPS: dict[str, type] = get_type_hints(Groups)

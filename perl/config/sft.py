@@ -4,40 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 from jsonargparse import Namespace
 
 from perl.base.errors import UserError
 from perl.config.load import Parsed, Program, parse_for, resolve_aliases
-from perl.config.schema import CommonConfig, LoggingConfig, ModelConfig, PeftConfig, SFTDatasetConfig
-from perl.config.unused_flags import OF_ANY_TRAINING, Rule
+from perl.config.schema import SFTGroups
+from perl.config.unused_flags import OF_ANY_TRAINING, Rule, never
 
 if TYPE_CHECKING:
-    from perl.config.sft_training import SFTTrainingConfig
+    from perl.config.training import SFTTrainingConfig
 
 ALIASES = (("common.seed", "training.seed"),)
-NO_EVALUATION = "dataset.eval_dataset names no rows"
 RULES = (
     *OF_ANY_TRAINING,
-    *(
-        Rule(prefix, lambda v: v.dataset.eval_dataset is not None, NO_EVALUATION)
-        for prefix in ("training.eval_", "training.per_device_eval_batch_size", "dataset.eval_split", "dataset.eval_ex")
+    Rule(
+        ("training.eval_", "training.per_device_eval_batch_size", "dataset.eval_split", "dataset.eval_ex"),
+        lambda v: v.dataset.eval_dataset is not None,
+        "dataset.eval_dataset names no rows",
     ),
-    Rule("training.packing_strategy", lambda v: v.training.packing, "training.packing is false"),
-    Rule("training.dataset_text_field", lambda v: False, "rows of plain text are not read"),
+    Rule(("training.packing_strategy",), lambda v: v.training.packing, "training.packing is false"),
+    Rule(("training.dataset_text_field",), never, "rows of plain text are not read"),
 )
 
 
 @dataclass
-class SFTRunConfig:
+class SFTRunConfig(SFTGroups):
     """The resolved configuration of a supervised fine-tuning."""
 
-    common: CommonConfig
-    model: ModelConfig
-    dataset: SFTDatasetConfig
-    peft: PeftConfig
-    logging: LoggingConfig
     training: SFTTrainingConfig
 
 
@@ -67,23 +62,11 @@ def resolve_sft(values: Namespace, flags: Namespace, recipe: Namespace) -> list[
     return []
 
 
-def _training_config() -> type:
-    from perl.config.sft_training import SFTTrainingConfig
-
-    return SFTTrainingConfig
-
-
 SFT = Program(
     name="perl.sft",
     purpose="Train a LoRA adapter on worked answers (supervised fine-tuning).",
-    groups={
-        "common": CommonConfig,
-        "model": ModelConfig,
-        "dataset": SFTDatasetConfig,
-        "peft": PeftConfig,
-        "logging": LoggingConfig,
-    },
-    training=_training_config,
+    groups=get_type_hints(SFTGroups),
+    training="SFTTrainingConfig",
     resolve=resolve_sft,
     rules=RULES,
     config=SFTRunConfig,

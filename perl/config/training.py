@@ -1,4 +1,5 @@
-"""`config.training`: TRL's GRPOConfig, whole, plus what TRL dropped or decides without asking the device."""
+"""`config.training`: TRL's GRPOConfig, whole, plus what TRL dropped or decides without asking the device; of perl.sft
+TRL's SFTConfig."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from trl import GRPOConfig
+from trl import GRPOConfig, SFTConfig
 
 from perl import device
 from perl.base.errors import UserError
@@ -124,6 +125,11 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
                 f" (per_device_train_batch_size {self.per_device_train_batch_size} x {self.world_size} processes x"
                 f" {steps} accumulation steps); change one of them"
             )
+
+
+@dataclass
+class SFTTrainingConfig(OnThisDevice, SFTConfig):
+    """`config.training` of perl.sft: SFTConfig of the installed TRL."""
 
 
 def planned(training: type, processes: int) -> type:

@@ -13,18 +13,22 @@ from perl.algorithms import ALGORITHMS
 
 @dataclass(frozen=True)
 class Rule:
-    """Fields starting with `prefix` have no effect unless `active(values)`."""
+    """Fields that start with one of `prefixes` have no effect unless `active(values)`."""
 
-    prefix: str
+    prefixes: tuple[str, ...]
     active: Callable[[Namespace], bool]
     because: str
     keep: tuple[str, ...] = ()
-    """Fields with the prefix that always have an effect."""
+    """Fields with such a prefix that always have an effect."""
 
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses of TRL with PPO's clip of the ratio at 1 - epsilon and 1 + epsilon_high."""
-NO_EVALUATION = "it is of TRL's own evaluation; validation.datasets and perl/eval.py score"
+IS_BOUNDS = ("training.vllm_importance_sampling_clip_min", "training.vllm_importance_sampling_clip_max")
+
+
+def uses(v: Namespace, field: str) -> bool:
+    return field in ALGORITHMS[v.algorithm.name].uses
 
 
 def advantages_of_trl(v: Namespace) -> bool:
@@ -32,154 +36,150 @@ def advantages_of_trl(v: Namespace) -> bool:
     return ALGORITHMS[v.algorithm.name].advantages is None
 
 
-def relative_to_group(v: Namespace) -> bool:
-    """Advantages are GRPO's own."""
-    return advantages_of_trl(v) and v.training.multi_objective_aggregation == "sum_then_normalize"
+def scaled(v: Namespace) -> bool:
+    """Advantages are GRPO's own, or scaled as GRPO's are."""
+    own = advantages_of_trl(v) and v.training.multi_objective_aggregation == "sum_then_normalize"
+    return own or uses(v, "training.scale_rewards")
+
+
+def never(v: Namespace) -> bool:
+    return False
 
 
 OF_ANY_TRAINING: tuple[Rule, ...] = (
-    Rule("peft.adapter_mode", lambda v: v.peft.adapter is not None, "peft.adapter names no adapter"),
-    Rule("peft.lora_plus_lr_ratio", lambda v: v.peft.type == "lora_plus", "peft.type is not lora_plus"),
-    *(
-        Rule(f"peft.{field}", lambda v: v.peft.type != "none", "peft.type none trains all weights")
-        for field in ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
+    Rule(("peft.adapter_mode",), lambda v: v.peft.adapter is not None, "peft.adapter names no adapter"),
+    Rule(("peft.lora_plus_lr_ratio",), lambda v: v.peft.type == "lora_plus", "peft.type is not lora_plus"),
+    Rule(
+        ("peft.r", "peft.lora_alpha", "peft.lora_dropout", "peft.target_modules", "peft.exclude_modules"),
+        lambda v: v.peft.type != "none",
+        "peft.type none trains all weights",
     ),
-    Rule("training.num_train_epochs", lambda v: v.training.max_steps <= 0, "training.max_steps is given, and decides"),
-    Rule("training.weight_decay", lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),
-    Rule("training.trust_remote_code", lambda v: False, "models and tokenizers are loaded by transformers' own code"),
+    Rule(
+        ("training.num_train_epochs",), lambda v: v.training.max_steps <= 0, "training.max_steps is given, and decides"
+    ),
+    Rule(("training.weight_decay",), lambda v: v.peft.type != "lora_plus", "peft.type lora_plus decays no weights"),
+    Rule(("training.trust_remote_code",), never, "models and tokenizers are loaded by transformers' own code"),
 )
 """Of perl.train and perl.sft."""
 
 RULES: tuple[Rule, ...] = (
     *OF_ANY_TRAINING,
-    *(
-        Rule(field, lambda v, field=field: field in ALGORITHMS[v.algorithm.name].uses, because)
-        for field, because in (
-            ("algorithm.gamma", "algorithm.name discounts no reward"),
-            ("algorithm.lam", "algorithm.name has no generalized advantage estimation"),
-        )
-    ),
+    Rule(("algorithm.gamma",), lambda v: uses(v, "algorithm.gamma"), "algorithm.name discounts no reward"),
     Rule(
-        "training.scale_rewards",
-        lambda v: relative_to_group(v) or "training.scale_rewards" in ALGORITHMS[v.algorithm.name].uses,
-        "algorithm.name or multi_objective_aggregation has a scale of its own",
+        ("algorithm.lam",),
+        lambda v: uses(v, "algorithm.lam"),
+        "algorithm.name has no generalized advantage estimation",
     ),
+    Rule(("training.scale_rewards",), scaled, "algorithm.name or multi_objective_aggregation has a scale of its own"),
     Rule(
-        "training.multi_objective_aggregation",
+        ("training.multi_objective_aggregation",),
         advantages_of_trl,
         "the advantages of algorithm.name are made of the weighted sum of the rewards",
     ),
+    Rule(("algorithm.kl_in_reward_",), lambda v: v.algorithm.kl_in_reward > 0.0, "algorithm.kl_in_reward is 0"),
     Rule(
-        "algorithm.kl_in_reward_",
-        lambda v: v.algorithm.kl_in_reward > 0.0,
-        "algorithm.kl_in_reward is 0",
-    ),
-    Rule(
-        "algorithm.kl_in_reward_horizon",
+        ("algorithm.kl_in_reward_horizon",),
         lambda v: v.algorithm.kl_in_reward == 0.0 or v.algorithm.kl_in_reward_target is not None,
         "algorithm.kl_in_reward_target is null: the coefficient is fixed",
     ),
-    Rule("algorithm.kl_estimator", lambda v: v.training.beta != 0.0, "training.beta is 0: no KL is in the loss"),
     Rule(
-        "training.use_bias_correction_kl", lambda v: v.training.beta != 0.0, "training.beta is 0: no KL is in the loss"
+        ("algorithm.kl_estimator", "training.use_bias_correction_kl"),
+        lambda v: v.training.beta != 0.0,
+        "training.beta is 0: no KL is in the loss",
     ),
-    Rule("critic.", lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
+    Rule(("critic.",), lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
     Rule(
-        "algorithm.dynamic_sampling_metric",
+        ("algorithm.dynamic_sampling_metric", "algorithm.max_resample_factor"),
         lambda v: v.algorithm.dynamic_sampling,
         "algorithm.dynamic_sampling is false",
     ),
     Rule(
-        "algorithm.max_resample_factor", lambda v: v.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"
-    ),
-    Rule(
-        "noise_injection.",
+        ("noise_injection.",),
         lambda v: v.noise_injection.enabled,
         "noise_injection.enabled is false",
         keep=("noise_injection.enabled",),
     ),
     Rule(
-        "noise_injection.sigma_end",
+        ("noise_injection.sigma_end",),
         lambda v: not v.noise_injection.enabled or v.noise_injection.schedule != "target_kl",
         "noise_injection.schedule target_kl sets sigma by target_kl_start and target_kl_end",
     ),
     Rule(
-        "noise_injection.target_kl_",
+        ("noise_injection.target_kl_",),
         lambda v: not v.noise_injection.enabled or v.noise_injection.schedule == "target_kl",
         "noise_injection.schedule is not target_kl",
     ),
     Rule(
-        "training.vllm_importance_sampling_clip_",
+        IS_BOUNDS,
         lambda v: v.training.use_vllm or v.rollout.importance_correction != "none",
         "rollout.importance_correction is none and rollout.engine is not vllm",
     ),
+    Rule(("training.vllm_",), lambda v: v.training.use_vllm, "rollout.engine is not vllm", keep=IS_BOUNDS),
     Rule(
-        "training.vllm_",
-        lambda v: v.training.use_vllm,
-        "rollout.engine is not vllm",
-        keep=("training.vllm_importance_sampling_clip_min", "training.vllm_importance_sampling_clip_max"),
-    ),
-    Rule(
-        "rollout.importance_correction",
+        ("rollout.importance_correction",),
         lambda v: v.rollout.engine != "vllm",
         "rollout.engine is vllm: there it is training.vllm_importance_sampling_correction",
     ),
-    Rule("training.cache_implementation", lambda v: v.rollout.engine == "generate", "rollout.engine is not generate"),
-    Rule("rollout.max_batch_tokens", lambda v: v.rollout.engine == "fast", "rollout.engine is not fast"),
-    Rule("rollout.capture_graphs", lambda v: v.rollout.engine == "fast", "rollout.engine is not fast"),
     Rule(
-        "rollout.merge_adapter",
+        ("training.cache_implementation",), lambda v: v.rollout.engine == "generate", "rollout.engine is not generate"
+    ),
+    Rule(
+        ("rollout.max_batch_tokens", "rollout.capture_graphs"),
+        lambda v: v.rollout.engine == "fast",
+        "rollout.engine is not fast",
+    ),
+    Rule(
+        ("rollout.merge_adapter",),
         lambda v: v.rollout.engine in ("fast", "generate"),
         "rollout.engine is neither fast nor generate",
     ),
-    Rule("rollout.merge_adapter", lambda v: v.peft.type != "none", "peft.type none has no adapter"),
+    Rule(("rollout.merge_adapter",), lambda v: v.peft.type != "none", "peft.type none has no adapter"),
     Rule(
-        "reward.overlong_cache_length",
+        ("reward.overlong_cache_length",),
         lambda v: "overlong" in v.reward.functions,
         "reward.functions does not hold overlong",
     ),
     Rule(
-        "dataset.filter_overlong_prompts",
+        ("dataset.filter_overlong_prompts",),
         lambda v: v.dataset.max_prompt_length is not None,
         "dataset.max_prompt_length is null",
     ),
     Rule(
-        "dataset.truncation",
+        ("dataset.truncation",),
         lambda v: v.dataset.max_prompt_length is not None and not v.dataset.filter_overlong_prompts,
         "no prompt is too long: filter_overlong_prompts drops them, or max_prompt_length is null",
     ),
-    Rule("training.ds3_gather_for_generation", lambda v: not v.training.use_vllm, "rollout.engine is vllm"),
+    Rule(("training.ds3_gather_for_generation",), lambda v: not v.training.use_vllm, "rollout.engine is vllm"),
     Rule(
-        "training.epsilon_high",
+        ("training.epsilon_high",),
         lambda v: v.training.loss_type in (*CLIPPED, "cispo"),
         f"it clips the losses {', '.join(CLIPPED)} and cispo",
     ),
-    Rule("training.sapo_temperature", lambda v: v.training.loss_type == "sapo", "loss_type is not sapo"),
-    Rule("training.vespo_", lambda v: v.training.loss_type == "vespo", "loss_type is not vespo"),
-    Rule("training.delta", lambda v: v.training.loss_type in CLIPPED, f"it clips the losses {', '.join(CLIPPED)}"),
+    Rule(("training.sapo_temperature",), lambda v: v.training.loss_type == "sapo", "loss_type is not sapo"),
+    Rule(("training.vespo_",), lambda v: v.training.loss_type == "vespo", "loss_type is not vespo"),
     Rule(
-        "training.epsilon",
+        ("training.delta", "training.epsilon"),
         lambda v: v.training.loss_type in CLIPPED,
         f"it clips the losses {', '.join(CLIPPED)}",
         keep=("training.epsilon_high",),
     ),
     Rule(
-        "training.entropy_coef_",
+        ("training.entropy_coef_", "training.entropy_target"),
         lambda v: v.training.use_adaptive_entropy,
         "training.use_adaptive_entropy is false",
     ),
     Rule(
-        "training.entropy_target", lambda v: v.training.use_adaptive_entropy, "training.use_adaptive_entropy is false"
-    ),
-    Rule(
-        "validation.",
+        ("validation.",),
         lambda v: bool(v.validation.datasets),
         "validation.datasets is empty",
         keep=("validation.datasets",),
     ),
-    Rule("training.eval_", lambda v: False, NO_EVALUATION, keep=("training.eval_strategy",)),
-    Rule("training.per_device_eval_batch_size", lambda v: False, NO_EVALUATION),
-    Rule("training.num_generations_eval", lambda v: False, NO_EVALUATION),
+    Rule(
+        ("training.eval_", "training.per_device_eval_batch_size", "training.num_generations_eval"),
+        never,
+        "it is of TRL's own evaluation; validation.datasets and perl/eval.py score",
+        keep=("training.eval_strategy",),
+    ),
 )
 
 
@@ -223,5 +223,5 @@ def _without_effect(values: Namespace, given: Namespace, rules: Sequence[Rule]) 
         (name, rule.because)
         for name in sorted(given.keys(branches=False))
         for rule in rules
-        if name.startswith(rule.prefix) and name not in rule.keep and not rule.active(values)
+        if name.startswith(rule.prefixes) and name not in rule.keep and not rule.active(values)
     ]

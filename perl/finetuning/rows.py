@@ -36,7 +36,7 @@ from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
-    from perl.config.sft_training import SFTTrainingConfig
+    from perl.config.training import SFTTrainingConfig
 
 log = logging.getLogger(__name__)
 

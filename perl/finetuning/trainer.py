@@ -16,7 +16,7 @@ from trl import SFTTrainer
 from perl.adapters import Adapter
 from perl.base.errors import UserError
 from perl.config.schema import PeftConfig
-from perl.config.sft_training import SFTTrainingConfig
+from perl.config.training import SFTTrainingConfig
 from perl.runs.adapter_trainer import AdapterTrainer, WriteCard
 from perl.runs.metrics import StepClock, add_step, model_size, sequences
 from perl.runs.nonfinite import save_batch

@@ -35,19 +35,6 @@ def image_inputs(processing: Any, files: Sequence[bytes]) -> ImageInputs:
     return ImageInputs(made["pixel_values"], made["image_grid_thw"])
 
 
-def split_images(pixel_values: Any, grids: Any, counts: Sequence[int]) -> list[ImageInputs | None]:
-    """The images of each row, None for a row without any.
-
-    Args:
-        pixel_values, grids: as in ImageInputs, of all rows; arrays or tensors.
-        counts: images of each row.
-    """
-    pixels, grids = torch.as_tensor(pixel_values), torch.as_tensor(grids)
-    of_row = grids.split(list(counts))
-    patches = pixels.split([int(grid.prod(dim=-1).sum()) for grid in of_row])
-    return [ImageInputs(*pair) if count else None for *pair, count in zip(patches, of_row, counts, strict=True)]
-
-
 def image_arguments(rows: Sequence[ImageInputs | None], input_ids: torch.Tensor, config: Any) -> dict[str, Any]:
     """Arguments of the model's forward, or of `generate`, besides `input_ids` [rows, tokens]: those of the rows'
     images, and which tokens stand for them; nothing where no row has one."""

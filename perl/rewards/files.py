@@ -11,6 +11,7 @@ which the trainer looks for: common.on_nonfinite says what then.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -19,7 +20,7 @@ import math
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -127,32 +128,23 @@ def _of_one(name: str, function: RewardFunction, taken: Sequence[str], kwargs: M
         results, where = [], _row_names(completions, {ROW: row, **columns})
         for place, (completion, text) in enumerate(zip(completions, row, strict=True)):
             given = json.loads(text) | {"solution_str": text_of(completion)}
-            try:
+            with _explained(name, function, lambda place=place: where(place)):
                 results.append(function(**({key: given[key] for key in taken} | dict(kwargs))))
-            except RAISED as error:
-                _explain(name, function, error, where(place))
-                raise
         return _scores(name, results, where, log_metric)
 
     return reward
 
 
 def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs: Mapping[str, Any]) -> RewardFunction:
-    def call(completions: Texts, row: Sequence[str], **_: Any) -> Any:
-        facts = [json.loads(text) for text in row]
+    def reward(
+        completions: Texts, row: Sequence[str], log_metric: Callable[[str, float], None] | None = None, **columns: Any
+    ) -> list[float]:
+        where, facts = _row_names(completions, {ROW: row, **columns}), [json.loads(text) for text in row]
         given = {plural: [one.get(single) for one in facts] for single, plural in zip(SINGLE, BATCH, strict=True)}
         given["solution_strs"] = [text_of(completion) for completion in completions]
-        return function(**({key: given[key] for key in taken} | dict(kwargs)))
-
-    def reward(
-        completions: Texts, log_metric: Callable[[str, float], None] | None = None, **columns: Any
-    ) -> list[float]:
-        try:
-            results = call(completions, **columns)
-        except RAISED as error:
-            _explain(name, function, error, _any_of(completions, columns))
-            raise
-        return _scores(name, _as_list(name, results, len(completions)), _row_names(completions, columns), log_metric)
+        with _explained(name, function, lambda: _any_of(completions, where)):
+            results = function(**({key: given[key] for key in taken} | dict(kwargs)))
+        return _scores(name, _as_list(name, results, len(completions)), where, log_metric)
 
     return reward
 
@@ -160,26 +152,21 @@ def _of_batch(name: str, function: RewardFunction, taken: Sequence[str], kwargs:
 def _of_trl(name: str, function: RewardFunction) -> RewardFunction:
     """None is TRL's own way to say that a row has no reward of this function."""
 
-    def check(rewards: Any, completions: Texts, columns: Mapping[str, Any]) -> list[Any]:
-        where = _row_names(completions, columns)
-        found = enumerate(_as_list(name, rewards, len(completions)))
-        return [None if score is None else _number(name, score, where, place) for place, score in found]
+    def check(rewards: Any, completions: Texts, where: Callable[[int], str]) -> list[Any]:
+        scores = enumerate(_as_list(name, rewards, len(completions)))
+        return [None if score is None else _number(name, score, where, place) for place, score in scores]
 
     def reward(completions: Texts, **columns: Any) -> list[Any]:
-        try:
+        where = _row_names(completions, columns)
+        with _explained(name, function, lambda: _any_of(completions, where)):
             rewards = function(completions=completions, **columns)
-        except RAISED as error:
-            _explain(name, function, error, _any_of(completions, columns))
-            raise
-        return check(rewards, completions, columns)
+        return check(rewards, completions, where)
 
     async def asynchronous(completions: Texts, **columns: Any) -> list[Any]:
-        try:
+        where = _row_names(completions, columns)
+        with _explained(name, function, lambda: _any_of(completions, where)):
             rewards = await function(completions=completions, **columns)
-        except RAISED as error:
-            _explain(name, function, error, _any_of(completions, columns))
-            raise
-        return check(rewards, completions, columns)
+        return check(rewards, completions, where)
 
     return asynchronous if inspect.iscoroutinefunction(function) else reward
 
@@ -190,9 +177,9 @@ def _row_names(completions: Texts, columns: Mapping[str, Any]) -> Callable[[int]
     return lambda place: row_name(place, completions[place], prompts and prompts[place], rows and rows[place])
 
 
-def _any_of(completions: Texts, columns: Mapping[str, Any]) -> str:
+def _any_of(completions: Texts, where: Callable[[int], str]) -> str:
     """The row that a function of lists raised on, where there is one alone."""
-    return f"one of {len(completions)} completions" if len(completions) > 1 else _row_names(completions, columns)(0)
+    return f"one of {len(completions)} completions" if len(completions) > 1 else where(0)
 
 
 def _scores(
@@ -248,18 +235,22 @@ def _number(name: str, score: Any, where: Callable[[int], str], place: int) -> f
     return number if math.isfinite(number) else NOT_FINITE
 
 
-def _explain(name: str, function: RewardFunction, error: BaseException, where: str) -> None:
-    """RankError for what a function raised on a row, with the last line of its file that ran. None for what explains
-    itself: another UserError, or memory that ran out (perl.runs.out_of_memory)."""
-    if isinstance(error, UserError) or device.is_out_of_memory(error):
-        return
-    log.debug("what %s raised", name, exc_info=error)  # --config.common.debug true shows it
-    file = name.rpartition(":")[0]
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]
-    line = f":{lines[-1]}" if lines else ""
-    raise RankError(
-        f"{FLAG}: {file}{line}: {_name(function)} raised {type(error).__name__} on {where}: {error}"
-    ) from error
+@contextlib.contextmanager
+def _explained(name: str, function: RewardFunction, where: Callable[[], str]) -> Iterator[None]:
+    """RankError for what a function raises inside, with the last line of its file that ran and the row. What explains
+    itself stays: another UserError, or memory that ran out (perl.runs.out_of_memory)."""
+    try:
+        yield
+    except RAISED as error:
+        if isinstance(error, UserError) or device.is_out_of_memory(error):
+            raise
+        log.debug("what %s raised", name, exc_info=error)  # --config.common.debug true shows it
+        file, frames = name.rpartition(":")[0], traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(file).name]
+        line = f":{lines[-1]}" if lines else ""
+        raise RankError(
+            f"{FLAG}: {file}{line}: {_name(function)} raised {type(error).__name__} on {where()}: {error}"
+        ) from error
 
 
 # ----------------------------------------------------------------------------------------------- import and signature

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,12 +14,10 @@ from perl import device
 from perl.base.errors import RankError
 from perl.config.load import Config
 from perl.config.peft_fields import reads_of
-from perl.config.training import TrainingConfig
 from perl.runs.metrics import StepClock
 
 if TYPE_CHECKING:
     from perl.config.sft import SFTRunConfig
-    from perl.config.sft_training import SFTTrainingConfig
 
 PHASE_NAMES = {
     "setup": "before the first step",
@@ -52,15 +51,19 @@ def explain_out_of_memory(config: Config | SFTRunConfig) -> Iterator[Watch]:
     except RuntimeError as error:
         if not device.is_out_of_memory(error):
             raise
-        raise RankError(message(watch.phase, config)) from error
+        asked = re.search(r"Tried to allocate ([\d.]+ \w*B)", str(error))
+        free = (device.free_memory() or 0) / 2**30
+        sizes = f" ({asked[1]} asked for, {free:.2f} GiB free)" if asked else ""
+        raise RankError(message(watch.phase, config, sizes)) from error
 
 
-def message(phase: str, config: Config | SFTRunConfig) -> str:
+def message(phase: str, config: Config | SFTRunConfig, sizes: str = "") -> str:
     """One line: the phase, the three settings that cost least, and ZeRO-3 where weights are whole on every device."""
-    possible = changes(phase, config) if isinstance(config, Config) else sft_changes(phase, config)
-    settings = "; ".join(islice(possible, 3))
-    where = f"{PHASE_NAMES[phase]} on rank {config.training.process_index}"
-    text = f"out of memory {where}. Set the first of these that is enough: {settings}"
+    settings = "; ".join(islice(changes(phase, config), 3))
+    text = (
+        f"out of memory {PHASE_NAMES[phase]} on rank {config.training.process_index}{sizes}. Set the first of these"
+        f" that is enough: {settings}"
+    )
     if config.training.world_size > 1 and not weights_are_sharded():
         text += (
             f". Or split the base's weights over the {config.training.world_size} devices with ZeRO-3:"
@@ -69,71 +72,44 @@ def message(phase: str, config: Config | SFTRunConfig) -> str:
     return text
 
 
-def changes(phase: str, config: Config) -> Iterator[str]:
+def changes(phase: str, config: Any) -> Iterator[str]:
     """Settings that need less memory in this phase, the cheapest first: those that keep what is learned and cost
     time, then those that change what is learned."""
-    training = config.training
-    group = training.num_generations or 1
-    if training.use_vllm:
+    training, rewarded = config.training, isinstance(config, Config)
+    if rewarded and training.use_vllm:
         share = training.vllm_gpu_memory_utilization
-        yield change({"training.vllm_gpu_memory_utilization": (round(share * 0.7, 2), share)}, "slower sampling")
-    if phase == "setup":
-        if config.model.dtype == "float32":
-            yield change({"model.dtype": ("bfloat16", "float32")}, "half the weights' memory, rounded")
-    elif phase == "validation":
-        if config.rollout.engine == "fast":
-            bound = config.rollout.max_batch_tokens
-            yield change({"rollout.max_batch_tokens": (int(bound or 32_768) // 2, bound or "what was free")}, "slower")
-        if longest := config.validation.max_new_tokens:  # null is each task's own, which is not known here
-            yield halved("validation.max_new_tokens", int(longest), "cuts long answers")
-    elif phase in ("rollout", "prepare", "reward", "advantages"):
-        if phase == "rollout" and config.rollout.engine == "fast":
-            yield smaller_cache(config)
-        if parts := smaller_rollouts(training, group):
-            yield change({"training.steps_per_generation": parts}, "same batch, sampled in parts")
-    else:
-        if training.per_device_train_batch_size > 1:
-            yield smaller_micro_batches(training)
-        if phase == "update" and not training.gradient_checkpointing:
-            yield change({"training.gradient_checkpointing": ("true", "false")}, "same result, a second forward")
+        yield change("slower sampling", {"training.vllm_gpu_memory_utilization": (round(share * 0.7, 2), share)})
+    if phase == "setup" and config.model.dtype == "float32":
+        yield change("half the weights' memory, rounded", {"model.dtype": ("bfloat16", "float32")})
+    if rewarded and phase in ("rollout", "validation") and config.rollout.engine == "fast":
+        rows = training.per_device_train_batch_size * (training.steps_per_generation or 1)
+        most = rows * (int(config.dataset.max_prompt_length or 512) + (training.max_completion_length or 512))
+        bound = config.rollout.max_batch_tokens
+        fewer = max(1, min(int(bound or most), most) // 2)
+        yield change("same batch, slower", {"rollout.max_batch_tokens": (fewer, bound or "what was free")})
+    if (
+        rewarded and phase == "validation" and config.validation.max_new_tokens
+    ):  # null is each task's own, which is not known here
+        yield halved("cuts long answers", "validation.max_new_tokens", int(config.validation.max_new_tokens))
+    drawing = rewarded and phase in ("rollout", "prepare", "reward", "advantages")
+    if drawing and (parts := smaller_rollouts(training)):
+        yield change("same batch, sampled in parts", {"training.steps_per_generation": parts})
+    if phase in ("old_logps", "update") and training.per_device_train_batch_size > 1:
+        yield change("same batch, slower", smaller_micro_batches(training))
+    if phase == "update" and not training.gradient_checkpointing:
+        yield change("same result, a second forward", {"training.gradient_checkpointing": ("true", "false")})
     if phase not in ("setup", "validation"):
-        yield halved("training.max_completion_length", training.max_completion_length, "cuts long answers")
-        limit = config.dataset.max_prompt_length
-        yield halved("dataset.max_prompt_length", limit, "drops long prompts")
-    if phase == "rollout" and group % 4 == 0 and (parts := smaller_rollouts(training, group // 2)):
-        fewer = {"training.num_generations": (group // 2, group), "training.steps_per_generation": parts}
-        yield change(fewer, "fewer answers a prompt")
-    yield from smaller_adapter(config)
+        longest = "max_completion_length" if rewarded else "max_length"
+        yield halved("cuts long answers", f"training.{longest}", getattr(training, longest))
+    if config.peft.type == "none":
+        yield change("an adapter in the place of all weights", {"peft.type": ("lora", "none")})
+    elif "r" in reads_of(config.peft.type):
+        yield halved("a smaller adapter", "peft.r", int(config.peft.r))
 
 
-def sft_changes(phase: str, config: SFTRunConfig) -> Iterator[str]:
-    """As `changes`, of perl.sft."""
-    training = config.training
-    if phase == "setup":
-        if config.model.dtype == "float32":
-            yield change({"model.dtype": ("bfloat16", "float32")}, "half the weights' memory, rounded")
-    else:
-        if training.per_device_train_batch_size > 1:
-            yield smaller_micro_batches(training)
-        if not training.gradient_checkpointing:
-            yield change({"training.gradient_checkpointing": ("true", "false")}, "same result, a second forward")
-        yield halved("training.max_length", training.max_length, "cuts long rows")
-    yield from smaller_adapter(config)
-
-
-def smaller_cache(config: Config) -> str:
-    """Half of what the key-value cache holds at most; rows wait for a place, and each still draws the same tokens."""
-    training = config.training
-    rows = training.per_device_train_batch_size * (training.steps_per_generation or 1)
-    length = int(config.dataset.max_prompt_length or 512) + (training.max_completion_length or 512)
-    bound = config.rollout.max_batch_tokens
-    now = rows * length if bound is None else min(int(bound), rows * length)
-    return change({"rollout.max_batch_tokens": (max(1, now // 2), bound or "what was free")}, "same batch, slower")
-
-
-def smaller_rollouts(training: TrainingConfig, group: int) -> tuple[int, int] | None:
+def smaller_rollouts(training: Any) -> tuple[int, int] | None:
     """(new, present) steps_per_generation: the largest part of an update's batch that holds whole groups."""
-    now = training.steps_per_generation or 1
+    now, group = training.steps_per_generation or 1, training.num_generations or 1
     sequences = training.per_device_train_batch_size * training.world_size
     for fewer in range(now - 1, 0, -1):
         if training.gradient_accumulation_steps % fewer == 0 and sequences * fewer % group == 0:
@@ -141,36 +117,28 @@ def smaller_rollouts(training: TrainingConfig, group: int) -> tuple[int, int] | 
     return None
 
 
-def smaller_micro_batches(training: TrainingConfig | SFTTrainingConfig) -> str:
+def smaller_micro_batches(training: Any) -> dict[str, tuple[int, int]]:
     """Half the sequences at a time, accumulated twice as often."""
     now, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     fewer = now // 2 if now % 2 == 0 else 1
-    flags = {
-        "training.per_device_train_batch_size": (fewer, now),
-        "training.gradient_accumulation_steps": (steps * now // fewer, steps),
+    settings = {
+        "per_device_train_batch_size": (fewer, now),
+        "gradient_accumulation_steps": (steps * now // fewer, steps),
     }
     generation = getattr(training, "steps_per_generation", None)  # GRPO's
-    if generation is not None and generation != steps:  # set by the user: it does not follow on its own
-        flags["training.steps_per_generation"] = (generation * now // fewer, generation)
-    return change(flags, "same batch, slower")
+    if generation not in (None, steps):  # set by the user: it does not follow on its own
+        settings["steps_per_generation"] = (generation * now // fewer, generation)
+    return {f"training.{name}": values for name, values in settings.items()}
 
 
-def smaller_adapter(config: Config | SFTRunConfig) -> Iterator[str]:
-    """Of half the rank, or one at all; of a method without ranks there is none."""
-    if config.peft.type == "none":
-        yield change({"peft.type": ("lora", "none")}, "an adapter in the place of all weights")
-    elif "r" in reads_of(config.peft.type):
-        yield halved("peft.r", int(config.peft.r), "a smaller adapter")
+def halved(cost: str, setting: str, now: int | None) -> str:
+    return change(cost, {setting: (max(1, now // 2) if now else 512, now or "unlimited")})
 
 
-def halved(flag: str, now: int | None, cost: str) -> str:
-    return change({flag: (max(1, now // 2) if now else 512, now or "unlimited")}, cost)
-
-
-def change(flags: dict[str, tuple[Any, Any]], cost: str) -> str:
-    """`--config.flag NEW --config.other NEW (now OLD, OLD: cost)`"""
-    new = " ".join(f"--config.{flag} {value}" for flag, (value, _) in flags.items())
-    return f"{new} (now {', '.join(str(now) for _, now in flags.values())}: {cost})"
+def change(cost: str, settings: dict[str, tuple[Any, Any]]) -> str:
+    """`--config.setting NEW --config.other NEW (now OLD, OLD: cost)`"""
+    new = " ".join(f"--config.{name} {value}" for name, (value, _) in settings.items())
+    return f"{new} (now {', '.join(str(now) for _, now in settings.values())}: {cost})"
 
 
 def weights_are_sharded() -> bool:

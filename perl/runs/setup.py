@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
     from perl.config.schema import DatasetConfig
     from perl.config.sft import SFTRunConfig
-    from perl.config.sft_training import SFTTrainingConfig
-    from perl.config.training import TrainingConfig
+    from perl.config.training import SFTTrainingConfig, TrainingConfig
 
 log = logging.getLogger(__name__)
 

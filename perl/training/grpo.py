@@ -59,10 +59,10 @@ def train(argv: Sequence[str]) -> Path:
         StopOnSignal() as stop,
         explain_out_of_memory(config) as watch,
         Grader(deadline_s=config.reward.deadline_s) as grader,
-        reward_deadline(config) as deadline,
     ):
         context = reward_context(config, grader)
-        rewards = deadline.over(config.reward.functions, build_rewards(config.reward.functions, context))
+        functions = build_rewards(config.reward.functions, context)
+        rewards = reward_deadline(config).over(config.reward.functions, functions)
         open_run(run_dir, config, parsed, checked)
         with users_error("--config"):  # TRL checks combinations of its own arguments
             trainer = trainer_class(

@@ -17,6 +17,10 @@ def test_the_page_of_flags_is_printed_by_the_code():
     assert written == page(), "python -m perl.config.flags > docs/flags.md"
 
 
+def test_the_page_names_the_fields_of_trl_that_have_another_default_here():
+    assert "| `--config.training.vllm_importance_sampling_mode` | text | token_truncate |" in page()
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "names"),
     [(AlgorithmConfig, "name", ALGORITHMS), (PeftConfig, "type", ADAPTERS), (RewardConfig, "functions", REWARDS)],

@@ -70,8 +70,7 @@ def test_a_training_leaves_a_card_of_what_was_measured_in_the_adapter_and_each_c
         ["| 2", rewards[1]],
     ]
     assert "| rewards | accuracy, digits.py:digits |" in card.text
-    assert "| completions a step | 4, 4 of each prompt |" in card.text
-    assert "| noise (AQN) | σ from 0.05 to 0.0005, linear, 10 stages |" in card.text
+    assert "| noise (AQN) | linear, 10 stages, σ from 0.05 to 0.0005 |" in card.text
     assert "trl 1.16.0" in card.text
     assert "for 1 steps" in cards["checkpoint-1"].text
     assert cards["checkpoint-2"].text == card.text

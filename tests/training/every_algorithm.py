@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
 from perl.config.schema import PeftConfig
-from perl.config.sft_training import SFTTrainingConfig
+from perl.config.training import SFTTrainingConfig
 from perl.finetuning.sft import import_trainer
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers import SETTINGS, SUMS, make_trainer, reward_digits, reward_tokens

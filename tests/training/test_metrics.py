@@ -2,6 +2,7 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from perl.runs.metrics import (
     PHASES,
     ModelSize,
     RankStep,
-    RolloutStatistics,
     StepClock,
     forward_flops,
     model_size,
@@ -23,6 +23,8 @@ from perl.runs.metrics import (
     step_metrics,
     update_flops,
 )
+from perl.training.metrics import rollout_metrics
+from perl.training.processes import Processes
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer
 from tests.training.test_trainer import rows
@@ -103,17 +105,16 @@ def test_what_is_not_known_is_left_out():
     assert device.PEAK_FLOPS["Ascend910B3"] == pytest.approx(294.9e12, rel=1e-3)
 
 
-def added(*rollouts):
-    statistics = RolloutStatistics()
-    for lengths, tokens, advantages, rewards in rollouts:
-        mask = torch.arange(4) < torch.tensor(tokens)[:, None]
-        statistics.add(torch.tensor(lengths), mask.long(), torch.tensor(advantages), torch.tensor(rewards))
-    return statistics
+def statistics(prompts, tokens, advantages, rewards):
+    """Of one rollout; the lengths of prompts, how many tokens of each completion are trained on."""
+    rows = [SimpleNamespace(prompt_ids=[0] * n, token_ids=[0] * 4, finish="stop") for n in prompts]
+    mask = torch.arange(4) < torch.tensor(tokens)[:, None]
+    batch = SimpleNamespace(rows=rows, mask=mask, advantages=torch.tensor(advantages))
+    alone = SimpleNamespace(num_processes=1, gather=lambda t: t, device="cpu")
+    rewards = torch.tensor(rewards)[:, None]
+    return rollout_metrics(batch, rewards, ["digits"], torch.ones(1), Processes(alone))
 
 
-FIRST = ([5, 7], [1, 3], [-1.0, 1.0], [0.0, 1.0, 2.0, math.nan])
-SECOND = ([6, 2], [0, 4], [9.0, 0.5], [0.0, 1.0, 2.0, math.nan])
-"""Prompt lengths, trained tokens and advantages of one rank's rows each, and the rewards of both ranks' rows."""
 BY_HAND = {
     "prompts/mean_length": 5.0,
     "prompts/max_length": 7.0,
@@ -128,28 +129,23 @@ BY_HAND = {
 """Each advantage counts once a token, as in verl, and not at all where its completion has none."""
 
 
-def test_statistics_of_rollouts_by_hand():
-    statistics = added(FIRST, SECOND)
-    assert statistics.take(lambda mine: mine) == pytest.approx(BY_HAND)
-    assert statistics.take(lambda mine: mine) == {}
+def test_statistics_of_a_rollout_by_hand():
+    found = statistics([5, 7, 6, 2], [1, 3, 0, 4], [[-1.0], [1.0], [9.0], [0.5]], [0.0, 1.0, 2.0, math.nan])
+    assert {name: found[name] for name in BY_HAND} == pytest.approx(BY_HAND)
 
 
 def test_advantages_of_tokens_count_once_each():
-    statistics = added(([5, 7], [1, 3], [[-1.0, 9.0, 9.0, 9.0], [0.5, 1.0, 1.5, 9.0]], [0.0]))
-    found = statistics.take(lambda mine: mine)
+    found = statistics([5, 7], [1, 3], [[-1.0, 9.0, 9.0, 9.0], [0.5, 1.0, 1.5, 9.0]], [0.0, 0.0])
     assert (found["advantages/max"], found["advantages/min"], found["advantages/mean"]) == (1.5, -1.0, 0.5)
     assert found["advantages/std"] == pytest.approx(((1 + 0.25 + 1 + 2.25) / 4 - 0.25) ** 0.5)
 
 
-def test_two_ranks_log_what_one_process_with_all_rows_logs():
-    of_first = []
-    added(FIRST).take(lambda mine: of_first.append(mine) or mine)
-    assert added(SECOND).take(lambda mine: torch.cat([*of_first, mine])) == pytest.approx(BY_HAND)
-
-
-def test_rollouts_without_a_token_or_a_reward_have_no_such_metric():
-    found = added(([5], [0], [1.0], [math.nan])).take(lambda mine: mine)
-    assert found == {f"prompts/{name}_length": 5.0 for name in ("mean", "max", "min")}
+def test_a_rollout_without_a_token_or_a_reward_has_no_such_metric():
+    found = statistics([5], [0], [[1.0]], [math.nan])
+    assert not {"advantages/mean", "advantages/max", "reward/max", "reward/min"} & found.keys()
+    assert {name: found[f"prompts/{name}_length"] for name in ("mean", "max", "min")} == dict.fromkeys(
+        ("mean", "max", "min"), 5.0
+    )
 
 
 def test_a_run_logs_the_statistics_of_its_own_rollouts(tmp_path):

@@ -30,10 +30,19 @@ def adapter(folder, **changes):
     return folder
 
 
-def config(**dataset):
+def trained_on(dataset):
+    return config() | {"dataset": {"dataset_name_or_path": dataset}}
+
+
+def settings(run):
+    """The table of settings on the card of a run: row -> value."""
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", run.text.partition("| setting | value |")[2], re.MULTILINE))
+
+
+def config():
     return {
         "common": {"seed": 42},
-        "dataset": {"dataset_name_or_path": "gsm8k"} | dataset,
+        "dataset": {"dataset_name_or_path": "gsm8k"},
         "peft": {"type": "dora", "r": 16, "lora_alpha": 32, "lora_dropout": 0.0},
         "reward": {"functions": ["accuracy", "/home/me/mine.py:mine"]},
         "noise_injection": {"enabled": False, "sigma_start": 1, "sigma_end": 0, "num_stages": 2, "schedule": "linear"},
@@ -56,31 +65,56 @@ ENVIRONMENT = {"num_processes": 4, "device": "npu", "git_commit": None, "package
 
 
 def test_names_of_the_hub_are_metadata_and_local_ones_are_not(tmp_path):
-    data = metadata(adapter(tmp_path), "gsm8k")
+    data = metadata(adapter(tmp_path), config())
     assert (data.base_model, data.datasets, data.license) == ("Qwen/Qwen2.5-7B", ["openai/gsm8k"], None)
     assert data.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B", "grpo", "trl", "perl"]
-    local = metadata(adapter(tmp_path, base_model_name_or_path="/home/me/models/Qwen2.5-7B"), "data/sums.jsonl")
+    local = metadata(
+        adapter(tmp_path, base_model_name_or_path="/home/me/models/Qwen2.5-7B"), trained_on("data/sums.jsonl")
+    )
     assert (local.base_model, local.datasets) == (None, None)
-    several = metadata(adapter(tmp_path), ["gsm8k", "data/sums.jsonl", "my/hub-set"])
+    several = metadata(adapter(tmp_path), trained_on(["gsm8k", "data/sums.jsonl", "my/hub-set"]))
     assert several.datasets == ["openai/gsm8k", "my/hub-set"]
     of_others = metadata(adapter(tmp_path))
     assert of_others.tags == ["transformers", "lora", "base_model:adapter:Qwen/Qwen2.5-7B"]
 
 
-PPO = {
-    "algorithm": {"name": "ppo", "gamma": 1.0, "lam": 0.95},
-    "critic": {"lr": 1e-4, "r": 16, "warmup_steps": 0},
-}
-
-
 def test_the_card_names_the_algorithm(tmp_path):
-    facts = run_facts(config() | PPO, ENVIRONMENT, [{"step": 1, "reward": 0.5, "loss": 1.0}])
-    assert facts.settings["rewards"] == "accuracy, mine.py:mine"
-    card = new_card(adapter(tmp_path), "run", "gsm8k", facts)
+    ppo = config() | {"algorithm": {"name": "ppo", "gamma": 1.0, "lam": 0.95}}
+    card = new_card(adapter(tmp_path), "run", run_facts(ppo, ENVIRONMENT, [{"step": 1, "reward": 0.5, "loss": 1.0}]))
     assert "trained with [PPO](https://arxiv.org/abs/1707.06347) for 1 steps" in card.text
     assert card.data.tags[-3:] == ["ppo", "trl", "perl"]
     older = run_facts(config(), ENVIRONMENT, [])  # than the group
-    assert linked_algorithm(older.algorithm) == "[GRPO](https://arxiv.org/abs/2402.03300)"
+    assert older["linked_algorithm"] == "[GRPO](https://arxiv.org/abs/2402.03300)"
+
+
+def test_the_card_says_how_it_was_trained_without_a_path_of_this_machine(tmp_path):
+    facts = run_facts(config(), ENVIRONMENT, []) | {"applied": {"trained": 5, "parameters": 2000}}
+    assert settings(new_card(adapter(tmp_path), "run", facts)) == {
+        "rewards": "accuracy, mine.py:mine",
+        "loss": "dapo, beta 0.0",
+        "adapter": "dora, r 16, lora_alpha 32, lora_dropout 0.0; 5 of 2,000 parameters trained (0.250%)",
+        "seed": "42",
+        "devices": "4 × npu",
+        "commit of perl": "unknown",
+    }
+    merged = config()
+    merged["peft"] |= {"adapter": "/home/me/run/adapter", "adapter_mode": "merge"}
+    card = new_card(adapter(tmp_path), "run", run_facts(merged, ENVIRONMENT, []))
+    assert settings(card)["adapter"].endswith("lora_dropout 0.0; on the base merged with an earlier adapter")
+    merged["peft"]["adapter_mode"] = "continue"
+    card = new_card(adapter(tmp_path), "run", run_facts(merged, ENVIRONMENT, []))
+    assert settings(card)["adapter"].endswith("lora_dropout 0.0; continues an earlier adapter")
+
+
+def test_the_card_of_a_fine_tuning_says_which_tokens_the_loss_is_of(tmp_path):
+    run = {name: group for name, group in config().items() if name not in ("reward", "noise_injection")}
+    facts = run_facts(run, ENVIRONMENT, [{"step": 1, "loss": 2.0, "mean_token_accuracy": 0.25}])
+    card = new_card(adapter(tmp_path), "run", facts | {"learned": "completions"})
+    assert "trained with supervised fine-tuning for 1 steps" in card.text
+    assert "The loss of the learned tokens, in nats; it is no evaluation" in card.text
+    assert "| 1 | 2.0000 | 0.250 |" in card.text
+    assert settings(card)["loss"] == "dapo, of completions"
+    assert not {"rewards", "noise (AQN)"} & settings(card).keys()
 
 
 def test_the_licence_of_a_base_whose_card_says_nothing_is_unknown_without_a_warning(tmp_path, caplog):
@@ -107,31 +141,28 @@ def test_hub_datasets():
 def test_the_curve_has_its_ends_and_eight_steps_between():
     history = [{"step": step, "reward": step / 100, "loss": 0.0} for step in range(1, 101)]
     facts = run_facts(config(), ENVIRONMENT, [*history, {"step": 100, "train_loss": 0.1}])
-    assert facts.steps == 100
-    assert (facts.first, facts.last) == ("0.055", "0.955")  # means of 0.01 … 0.10 and 0.91 … 1.00
-    assert facts.curve_columns == ["step", "reward"]  # what was not logged has no column
-    assert [row[0] for row in facts.curve] == ["1", "15", "29", "43", "58", "72", "86", "100"]
-    assert facts.curve[-1] == ["100", "1.000"]
-    assert facts.settings["completions a step"] == "64, 4 of each prompt"
-    assert facts.settings["rewards"] == "accuracy, mine.py:mine"
-    assert (facts.settings["noise (AQN)"], facts.settings["commit of perl"]) == ("none", "unknown")
+    assert facts["steps"] == 100
+    assert (facts["first"], facts["last"]) == ("0.055", "0.955")  # means of 0.01 … 0.10 and 0.91 … 1.00
+    assert facts["curve_columns"] == ["step", "reward"]  # what was not logged has no column
+    assert [row[0] for row in facts["curve"]] == ["1", "15", "29", "43", "58", "72", "86", "100"]
+    assert facts["curve"][-1] == ["100", "1.000"]
 
 
-def test_the_noise_in_a_few_words():
-    def said(**noise):
+def test_the_noise_in_a_few_words(tmp_path):
+    def noise(**changes):
         made = config()
-        made["noise_injection"] |= {"enabled": True, "target_kl_start": 0.01, "target_kl_end": 0.001} | noise
-        return run_facts(made, ENVIRONMENT, []).settings["noise (AQN)"]
+        made["noise_injection"] |= {"enabled": True, "target_kl_start": 0.01, "target_kl_end": 0.001} | changes
+        return settings(new_card(adapter(tmp_path), "run", run_facts(made, ENVIRONMENT, [])))["noise (AQN)"]
 
-    assert said() == "σ from 1 to 0, linear, 2 stages"
-    assert said(relative=True) == "σ from 1 to 0 of each layer's RMS, linear, 2 stages"
-    held = "σ from 1, set for a KL divergence from 0.01 to 0.001 nats a token, 2 stages"
-    assert said(schedule="target_kl", relative=False) == held
+    assert noise() == "linear, 2 stages, σ from 1 to 0"
+    assert noise(relative=True) == "linear, 2 stages, σ from 1 of each layer's RMS to 0"
+    held = "target_kl, 2 stages, σ from 1 for a KL divergence from 0.01 to 0.001 nats a token"
+    assert noise(schedule="target_kl", relative=False) == held
 
 
 def test_a_checkpoint_before_the_first_log_has_no_curve():
     facts = run_facts(config(), ENVIRONMENT, [])
-    assert (facts.steps, facts.first, facts.curve) == (0, "–", [])
+    assert (facts["steps"], facts["first"], facts["curve"]) == (0, "–", [])
 
 
 def test_results_replace_those_between_the_marks_and_nothing_else():
@@ -168,24 +199,9 @@ def test_an_evaluation_that_has_not_ended_is_left_out_with_a_line(tmp_path, capl
     card = ModelCard.load(folder / "README.md")
     assert "A DoRA adapter for [Qwen/Qwen2.5-7B](https://huggingface.co/Qwen/Qwen2.5-7B). Made with" in card.text
     assert "| gsm8k | this adapter | accuracy | 50.00 | 25.00 – 75.00 |" in card.text
-    assert "greedy, at most 512 tokens, seed 0; engine vllm, dtype auto; truncated 10.0%" in card.text
+    sampling = "temperature 0, top_p 1, top_k 0, max_new_tokens 512, seed 0"
+    assert f"{sampling}; engine vllm, dtype auto; truncated 10.0%" in card.text
     assert "## Training" not in card.text  # nothing is known of it
-
-
-def test_a_card_names_the_algorithm_and_what_it_has_beyond_grpo(tmp_path):
-    said = {"gamma": 1.0, "lam": 0.95, "kl_in_reward": 0.01, "kl_in_reward_estimator": "k1", "dynamic_sampling": False}
-    made = config() | {"algorithm": said | {"name": "ppo"}, "critic": {"lr": 1e-3, "r": 8, "warmup_steps": 2}}
-    facts = run_facts(made, ENVIRONMENT, [{"step": 1, "reward": 0.5, "loss": 0.1}])
-    assert facts.settings["critic"] == "learning rate 0.001, LoRA r 8, warmup 2 steps"
-    assert (facts.settings["gamma, lambda"], facts.settings["KL in the reward"]) == ("1.0, 0.95", "0.01, k1")
-    assert facts.curve_columns == ["step", "reward"]  # as of every algorithm with rewards
-    card = new_card(adapter(tmp_path), "run", "gsm8k", facts)
-    assert "trained with [PPO](https://arxiv.org/abs/1707.06347) for 1 steps" in card.text
-    assert "ppo" in card.data.to_dict()["tags"]
-    of_dapo = said | {"name": "dapo", "dynamic_sampling": True, "max_resample_factor": 10.0}
-    settings = run_facts(config() | {"algorithm": of_dapo}, ENVIRONMENT, []).settings
-    assert settings["dynamic sampling"] == "at most 10 times the groups of a batch"
-    assert "critic" not in settings
 
 
 def test_every_algorithm_links_its_paper():
@@ -198,7 +214,7 @@ def test_every_algorithm_links_its_paper():
 def test_a_file_without_fields_is_one_line(tmp_path, content):
     adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"adapter_config.json: (holds .*, and no fields; copy it again|not readable)"):
+    with pytest.raises(UserError, match=r"adapter_config.json is not readable \(.*\); copy it again"):
         new_card(tmp_path, "name")
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from perl import device
+from perl.base.errors import RankError
 from perl.config.load import parse
-from perl.runs.out_of_memory import changes, message
+from perl.runs.out_of_memory import changes, explain_out_of_memory, message
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +39,6 @@ def test_the_update_first_takes_smaller_micro_batches_then_recomputes_then_cuts(
         "--config.training.per_device_train_batch_size 2 --config.training.gradient_accumulation_steps 16",
         "--config.training.gradient_checkpointing true",
         "--config.training.max_completion_length 512",
-        "--config.dataset.max_prompt_length 256",
         "--config.peft.r 8",
     ]
 
@@ -47,11 +47,9 @@ def test_what_is_at_its_least_already_is_not_advised():
     settings = BATCH | {
         "training__per_device_train_batch_size": 1,
         "training__gradient_checkpointing": "true",
-        "dataset__max_prompt_length": "null",
     }
     assert flags("update", **settings) == [
         "--config.training.max_completion_length 512",
-        "--config.dataset.max_prompt_length 512",
         "--config.peft.r 8",
     ]
 
@@ -68,11 +66,8 @@ def test_the_rollout_samples_its_batch_in_parts_of_whole_groups():
     assert flags("rollout", **BATCH)[1] == "--config.training.steps_per_generation 4"
     assert flags("rollout", **stock)[0] == "--config.training.steps_per_generation 4"
     assert flags("rollout", **stock, training__steps_per_generation=4)[0] == "--config.training.steps_per_generation 2"
-    assert flags("rollout", **stock, training__steps_per_generation=2)[:3] == [  # one group already
-        "--config.training.max_completion_length 512",
-        "--config.dataset.max_prompt_length 256",
-        "--config.training.num_generations 4 --config.training.steps_per_generation 1",
-    ]
+    one_group = flags("rollout", **stock, training__steps_per_generation=2)
+    assert one_group[0] == "--config.training.max_completion_length 512"
 
 
 def test_a_validation_of_the_tasks_own_length_is_not_made_longer():
@@ -98,12 +93,21 @@ def test_the_advice_makes_a_configuration_that_is_accepted(phase):
 
 def test_the_line_names_the_phase_and_present_values_of_three_settings():
     text = message("update", config(**BATCH))
-    assert text.startswith("out of memory in the update on rank 0. ")
+    assert text.startswith("out of memory in the update on rank 0. Set the first of these")
     assert "(now 4, 8: same batch, slower)" in text
     assert "(now false: same result, a second forward)" in text
     assert "(now 1024: cuts long answers)" in text
     assert "peft.r" not in text
     assert "ZeRO-3" not in text  # one device
+
+
+def test_the_line_says_how_much_was_asked_for_and_how_much_is_free(monkeypatch):
+    monkeypatch.setattr(device, "free_memory", lambda: 3 * 2**29)
+    said = r"rank 0 \(2\.00 GiB asked for, 1\.50 GiB free\)\. Set"
+    with pytest.raises(RankError, match=said), explain_out_of_memory(config()):
+        raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total")
+    with pytest.raises(RankError, match=r"before the first step on rank 0\. Set"), explain_out_of_memory(config()):
+        raise torch.OutOfMemoryError("NPU out of memory")
 
 
 def test_errors_of_old_and_new_libraries_are_recognised():
