@@ -48,6 +48,11 @@ class Sequence:
     def finished(self) -> bool:
         return self.stopped or len(self.token_ids) == self.max_new_tokens
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a further token is to be drawn."""
+        return not self.finished and self.launched < self.max_new_tokens
+
     def completion(self) -> Completion:
         """What an engine gives back for it, once it is finished."""
         return Completion(

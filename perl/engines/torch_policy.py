@@ -18,6 +18,7 @@ from perl.adapters.none import RolloutCopies
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
+from perl.device.sharding import local
 from perl.engines.base import Feed
 from perl.engines.sequence import Sequence
 from perl.engines.stock import generate_plain
@@ -48,6 +49,8 @@ class TorchPolicyEngine(TorchEngine):
         kernels: training.attention_kernels.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
         dtype: what the trainer computes in; None is the weights'.
+        eager_optimizer: the optimizer made its gradients and state when it was built, as DeepSpeed's does; any other
+            makes them in the first update.
 
     Raises:
         UserError: for generation_kwargs that no rollout can heed.
@@ -67,12 +70,14 @@ class TorchPolicyEngine(TorchEngine):
         kernels: bool | Literal["auto"] = "auto",
         gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         dtype: torch.dtype | None = None,
+        eager_optimizer: bool = False,
     ):
         require_possible(generation_kwargs)
         self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
         self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
         self.plain = config.engine == "generate"
         self.weights = Weights()
+        self.eager_optimizer = eager_optimizer
         capture = config.capture_graphs
         self._settings: dict[str, Any] = {
             "pad_token_id": int(generation_config.pad_token_id),  # type: ignore[arg-type]
@@ -95,8 +100,11 @@ class TorchPolicyEngine(TorchEngine):
         )
 
     def publish(self, weights: Weights) -> None:
-        """The model is what draws: only the noise has to be known. See `perl.engines.PolicyEngine`."""
+        """The model is what draws: only the noise has to be known, and on an accelerator the memory that the update
+        will take. See `perl.engines.PolicyEngine`."""
         self.weights = weights
+        if not self.eager_optimizer and device.free_memory() is not None:
+            self.decoder.reserved = update_memory(self.model, first=weights.version == 0)
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         yield from super().stream(feed)
@@ -145,6 +153,13 @@ class TorchPolicyEngine(TorchEngine):
         if self.plain:
             return generate_plain(self.model, source, self.generation_config)
         return super()._complete(source, sampling)
+
+
+def update_memory(model: torch.nn.Module, first: bool) -> int:
+    """Bytes that the next update will still allocate on this rank for what `model` trains, in float32: gradients where
+    there are none, and before the first update Adam's two moments."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(4 * local(p).numel() * ((p.grad is None) + 2 * first) for p in trained)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ def _torch(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[s
         kernels=trainer.args.attention_kernels,
         gathered=trainer.gathered,
         dtype=trainer.compute_dtype(),
+        eager_optimizer=trainer.is_deepspeed_enabled,
     )
 
 

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from perl.base.errors import UserError
-from perl.engines.decoder import REFILL_SHARE, unsupported_reason
+from perl.engines.decoder import unsupported_reason
+from perl.engines.scheduler import REFILL_SHARE
 from perl.engines.sequence import Sequence, left_pad
 from perl.records import Sampling
 from tests.engines.models import EOS, SHAPE, complete, decode, decoder, make_sequences, prompts, stock, tiny

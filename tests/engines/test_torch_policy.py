@@ -12,9 +12,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
+from perl import device
 from perl.adapters import rollout_merge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
+from perl.engines import runner
+from perl.engines.cache import RowCache
 from perl.engines.torch_policy import TorchPolicyEngine, evaluation_mode, sampling_of
 from perl.noise.injector import NoiseInjector
 from perl.records import Prompt, Sampling, Weights
@@ -222,6 +225,31 @@ def test_a_resumed_run_decides_on_merging_as_the_whole_one_would(monkeypatch):
             drawn(engine)
         found.append(engine.state())
     assert found == [{"merging": True}, {"merging": True}, {"merging": False}]
+
+
+def test_the_cache_leaves_what_the_first_updates_will_allocate(monkeypatch):
+    """2 MB are free; a token is 3 layers of 2 key heads of 16 numbers, keys and values, of 4 bytes: 768 bytes."""
+    monkeypatch.setattr(device, "free_memory", lambda: 2_000_000)
+    made = []
+    monkeypatch.setattr(runner, "RowCache", lambda *args: made.append(args[3]) or RowCache(*args))
+    model = adapted()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    assert 12 * count < 1_000_000
+
+    def cached(version, **options):
+        engine = make_engine(model, **options)
+        engine.publish(Weights(version=version))
+        drawn(engine)
+        return made.pop()
+
+    assert cached(0) == (2_000_000 - 12 * count) // 2 // 768  # gradients, and Adam's two moments
+    assert cached(1) == (2_000_000 - 4 * count) // 2 // 768
+    assert cached(0, eager_optimizer=True) == 1_000_000 // 768
+    trained[0].grad = torch.zeros_like(trained[0])
+    assert cached(1) == (2_000_000 - 4 * (count - trained[0].numel())) // 2 // 768
+    monkeypatch.setattr(device, "free_memory", lambda: 12 * count - 1)
+    assert cached(0) == 0  # one sequence after the other
 
 
 def test_trls_generation_configuration_is_read_whole():

@@ -185,7 +185,7 @@ def test_a_kernel_that_does_not_take_the_models_numbers_is_not_used_and_said(ans
     found = answer(
         DECODE
         + """
-    from perl.engines import decoder as module
+    from perl.engines import runner as module
     module.warn_once = lines.append
     machine = decoder(tiny().to("npu:0"), kernel=device.paged_attention(True))
     complete(machine, make_sequences(prompts(2), max_new_tokens=3), Sampling())

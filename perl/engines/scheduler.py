@@ -1,0 +1,150 @@
+"""Which sequences wait, run and leave: row i of a decode step is the i-th running sequence."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from perl.engines.cache import KVCache, Prefix
+from perl.engines.sequence import Sequence
+
+if TYPE_CHECKING:
+    import torch
+
+PREFILL_TOKENS = 8_192
+"""Most prompt tokens, padding included, in one prefill: bounds the activations, not the cache."""
+REFILL_SHARE = 8
+"""Waiting sequences are let in once so large a share of the rows is free: a prefill for each single sequence that ends
+would cost an accelerator a step each time."""
+
+
+@dataclass(slots=True)
+class PromptGroup:
+    """Sequences that wait and begin with the same tokens: a prompt, or what a parked sequence has come to."""
+
+    token_ids: tuple[int, ...]
+    waiting: deque[Sequence] = field(default_factory=deque)
+    max_len: int = 0
+    """The most that one of them may come to."""
+    logits: torch.Tensor | None = None
+    """float32 [vocabulary] after the last token, once it is prefilled."""
+    prefix: Prefix | None = None
+    """Its place in the cache, once it is prefilled."""
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        self.max_len = max(self.max_len, sequence.max_len)
+
+
+class Scheduler:
+    """The sequences of one run of a decoder, of which `max_num_seqs` run at once at most."""
+
+    def __init__(self, max_num_seqs: int):
+        self.max_num_seqs = max_num_seqs
+        self.groups: deque[PromptGroup] = deque()
+        self.running: list[Sequence] = []
+        self.read = self.waiting = 0
+        """Sequences read so far, and of them those that wait in `groups`."""
+
+    def poll(self, source: Iterator[Sequence | None]) -> bool:
+        """Read the sequences that there are now, up to the next None or the end; whether any wait."""
+        groups = {group.token_ids: group for group in self.groups}
+        before = self.waiting
+        for sequence in iter(lambda: next(source, None), None):
+            sequence.index, self.read = self.read, self.read + 1
+            groups.setdefault(sequence.prompt_ids, PromptGroup(sequence.prompt_ids)).add(sequence)
+            self.waiting += 1
+        if self.waiting > before:  # those that may become longest first: neighbours need little padding
+            self.groups = deque(sorted(groups.values(), key=lambda group: -group.max_len))
+        return self.waiting > 0
+
+    def size(self) -> tuple[int, int]:
+        """Rows and tokens of each that the cache must have for the sequences that there are."""
+        longest = [group.max_len for group in self.groups] + [sequence.max_len for sequence in self.running]
+        return min(self.max_num_seqs, self.waiting + len(self.running)), max(longest, default=1)
+
+    @property
+    def free(self) -> int:
+        """Rows."""
+        return self.max_num_seqs - len(self.running)
+
+    def refills(self) -> bool:
+        """Whether enough rows are free for a prefill."""
+        return not self.running or self.free >= min(max(1, self.max_num_seqs // REFILL_SHARE), self.waiting)
+
+    def next_groups(self, cache: KVCache | None) -> list[PromptGroup]:
+        """The groups from which sequences may come next, with PREFILL_TOKENS to compute at most."""
+        free, groups = self.free, []
+        room = cache.room if cache is not None else PREFILL_TOKENS
+        longest = fresh = 0
+        for group in self.groups:
+            if free <= 0 or (groups and room <= 0):
+                break
+            if group.logits is None:
+                longest, fresh = max(longest, len(group.token_ids)), fresh + 1
+                if fresh > 1 and longest * fresh > PREFILL_TOKENS:
+                    break
+            groups.append(group)
+            free -= len(group.waiting)
+            room -= cache.prompt_cost(len(group.token_ids)) if cache is not None else len(group.token_ids)
+        if self.running and groups and room < 0:
+            groups.pop()  # computed now, it would have to wait
+        return groups
+
+    def admit(self, groups: list[PromptGroup], cache: KVCache) -> list[tuple[PromptGroup, Sequence]]:
+        """As many sequences of these prefilled groups as there is room for."""
+        joining: list[tuple[PromptGroup, Sequence]] = []
+        free, taken = self.free, 0
+        for group in groups:
+            while free > 0 and group.waiting and group.prefix is not None:
+                taken += cache.cost(group.prefix)
+                if taken > cache.room:
+                    if self.running or joining:
+                        break
+                    self.forget_prompts(cache, but=group)  # a sequence alone is let in whatever its length
+                joining.append((group, group.waiting.popleft()))
+                free -= 1
+            if group.waiting:
+                break
+        self.waiting -= len(joining)
+        return joining
+
+    def keep_waiting(self, groups: list[PromptGroup], cache: KVCache) -> None:
+        """Once the admitted have their rows: keep the prompts of those that still wait, and let the others go."""
+        for group in groups:
+            if group.prefix is not None and group.waiting:
+                group.prefix.keep_own_copy()
+            elif group.prefix is not None:
+                cache.drop(group.prefix)
+        self.groups = deque(group for group in self.groups if group.waiting)
+
+    def forget_prompts(self, cache: KVCache, but: PromptGroup | None = None) -> bool:
+        """Give back what is kept of prompts for sequences that wait; whether there was any."""
+        kept = [group for group in self.groups if group.prefix is not None and group is not but]
+        for group in kept:
+            cache.drop(group.prefix)  # type: ignore[arg-type]
+            group.prefix = group.logits = None
+        return bool(kept)
+
+    def leave(self, leaving: list[int]) -> list[tuple[int, int]]:
+        """These rows' sequences run no longer; the last ones take their rows: (source, target) of each that moves."""
+        gone = set(leaving)
+        staying = [row for row in range(len(self.running)) if row not in gone]
+        targets = [row for row in leaving if row < len(staying)]
+        moves = list(zip(staying[len(staying) - len(targets) :], targets, strict=True))
+        for source, target in moves:
+            self.running[target] = self.running[source]
+        del self.running[len(staying) :]
+        return moves
+
+    def park(self, sequence: Sequence) -> None:
+        """A sequence that left its row waits, and is computed again from its tokens."""
+        so_far = sequence.prompt_ids + tuple(sequence.token_ids)
+        group = next((group for group in self.groups if group.token_ids == so_far), None)
+        if group is None:
+            group = PromptGroup(so_far)
+            self.groups.appendleft(group)
+        group.add(sequence)
+        self.waiting += 1
