@@ -87,9 +87,8 @@ def changes(phase: str, config: Any) -> Iterator[str]:
         bound = config.rollout.max_batch_tokens
         fewer = max(1, min(int(bound or most), most) // 2)
         yield change("same batch, slower", {"rollout.max_batch_tokens": (fewer, bound or "what was free")})
-    if (
-        rewarded and phase == "validation" and config.validation.max_new_tokens
-    ):  # null is each task's own, which is not known here
+    # max_new_tokens null is each task's own, which is not known here.
+    if rewarded and phase == "validation" and config.validation.max_new_tokens:
         yield halved("cuts long answers", "validation.max_new_tokens", int(config.validation.max_new_tokens))
     drawing = rewarded and phase in ("rollout", "prepare", "reward", "advantages")
     if drawing and (parts := smaller_rollouts(training)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -207,12 +207,15 @@ def seeds_reach(means: Sequence[float]) -> float:
     return t_quantile(len(means) - 1) * error
 
 
-def t_quantile(degrees: float) -> float:
-    """The t beyond which, and below -t, lie 1 - CONFIDENCE of Student's distribution with `degrees` of freedom."""
+def t_tails(t: float, degrees: float) -> float:
+    """Probability that Student's t with `degrees` of freedom lies beyond -|t| or |t|."""
     import mpmath
 
-    def excess(t: Any) -> Any:
-        tails = mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True)
-        return tails - (1 - CONFIDENCE)
+    return float(mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
 
-    return float(mpmath.findroot(excess, (1, 20), solver="anderson"))
+
+def t_quantile(degrees: float) -> float:
+    """The t beyond which lie 1 - CONFIDENCE of both tails."""
+    import mpmath
+
+    return float(mpmath.findroot(lambda t: t_tails(t, degrees) - (1 - CONFIDENCE), (1, 20), solver="anderson"))
