@@ -33,7 +33,7 @@ from transformers.utils import ModelOutput
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, local, resharded, shard_of, whole
 from perl.runs.checkpoints import CRITIC
-from perl.training.packing import Packing, Reader, Row, Said, forward_arguments, pack
+from perl.training.packing import Packing, Reader, Row, TokenOutputs, forward_arguments, pack
 
 if TYPE_CHECKING:
     from perl.algorithms.algorithm import Scored
@@ -136,7 +136,7 @@ class Critic:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.weights.parameters())
 
-    def score(self, model: Any, rows: Sequence[Row], width: int, policy: bool = True) -> tuple[Said, Work]:
+    def score(self, model: Any, rows: Sequence[Row], width: int, policy: bool = True) -> tuple[TokenOutputs, Work]:
         """The critic's values of one forward, and with `policy` its log-probabilities and entropies.
 
         Args:
@@ -150,8 +150,8 @@ class Critic:
             raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
         values = packed.unpack(output.state_values)
         if not policy:
-            return Said(values, None, None, values), packed.work
-        return Said(packed.unpack(output.log_probs), packed.unpack(output.entropy), None, values), packed.work
+            return TokenOutputs(values, None, None, values), packed.work
+        return TokenOutputs(packed.unpack(output.log_probs), packed.unpack(output.entropy), None, values), packed.work
 
     def _value(self, backbone: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if (critics := _critics(kwargs)) is not None:

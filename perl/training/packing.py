@@ -287,7 +287,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TokenOutputs:
     """What a forward says of rows: float [rows, width], 0 where there is no token."""
 
     logps: torch.Tensor

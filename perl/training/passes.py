@@ -24,7 +24,7 @@ from perl.engines.sequence import left_pad
 from perl.engines.torch_policy import evaluation_mode
 from perl.models.pixels import image_arguments
 from perl.runs.metrics import StepClock, Work, sequences
-from perl.training.packing import Said, forward_arguments, pack, packed_work
+from perl.training.packing import TokenOutputs, forward_arguments, pack, packed_work
 
 if TYPE_CHECKING:
     from perl.device import Kernel
@@ -64,15 +64,15 @@ class Passes:
     image_inputs: Callable[[Trajectory], Any] = field(default=lambda row: None)
     """Of a row's images (perl.models.pixels.ImageInputs); None: it has none."""
 
-    def score(self, model: Any, rows: Sequence[Trajectory], width: int, critic: Critic | None = None) -> Said:
+    def score(self, model: Any, rows: Sequence[Trajectory], width: int, critic: Critic | None = None) -> TokenOutputs:
         """One forward over a micro-batch, of policy and critic together."""
         with self.autocast():
             if critic is not None:
-                said, work = critic.score(model, rows, width)
+                outputs, work = critic.score(model, rows, width)
             else:
-                said, work = self._forward(model, rows, width)
+                outputs, work = self._forward(model, rows, width)
         self.clock.count_update(work)
-        return said
+        return outputs
 
     @torch.no_grad()
     def logps(self, model: Any, rows: Sequence[Trajectory], width: int) -> torch.Tensor:
@@ -86,20 +86,23 @@ class Passes:
             return self._by_chunks(rows, lambda chunk: critic.score(model, chunk, width, policy=False), "values")
 
     def _by_chunks(
-        self, rows: Sequence[Trajectory], forward: Callable[[Sequence[Trajectory]], tuple[Said, Work]], wanted: str
+        self,
+        rows: Sequence[Trajectory],
+        forward: Callable[[Sequence[Trajectory]], tuple[TokenOutputs, Work]],
+        wanted: str,
     ) -> torch.Tensor:
         chunks = list((by_tokens if self.packed else by_area)(rows, self.max_tokens))
         parts: list[torch.Tensor] = []
         with self.without_checkpointing(), self.autocast():
             for index in range(self.largest(len(chunks))):
-                said, work = forward([rows[place] for place in chunks[min(index, len(chunks) - 1)]])
+                outputs, work = forward([rows[place] for place in chunks[min(index, len(chunks) - 1)]])
                 if index < len(chunks):
-                    parts.append(getattr(said, wanted).float())
+                    parts.append(getattr(outputs, wanted).float())
                 self.clock.count_forward(work)
         order = torch.tensor(list(itertools.chain(*chunks)))
         return torch.cat(parts)[order.argsort().to(parts[0].device)]
 
-    def _forward(self, model: Any, rows: Sequence[Trajectory], width: int) -> tuple[Said, Work]:
+    def _forward(self, model: Any, rows: Sequence[Trajectory], width: int) -> tuple[TokenOutputs, Work]:
         prompt = max(len(row.prompt_ids) for row in rows)
         completion = max(1, *(len(row.token_ids) for row in rows))
         if self.packed and packed_work(rows).tokens < len(rows) * (prompt + completion):
@@ -108,10 +111,10 @@ class Passes:
             if not packed.packing.uses:
                 raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
             entropies = None if output.entropy is None else packed.unpack(output.entropy)
-            return Said(packed.unpack(output.log_probs), entropies), packed.work
+            return TokenOutputs(packed.unpack(output.log_probs), entropies), packed.work
         return self._padded(model, rows, completion, width)
 
-    def _padded(self, model: Any, rows: Sequence[Trajectory], completion: int, width: int) -> tuple[Said, Work]:
+    def _padded(self, model: Any, rows: Sequence[Trajectory], completion: int, width: int) -> tuple[TokenOutputs, Work]:
         """TRL's forward: prompts are padded on the left, completions on the right."""
         where = self.device
         ids, mask = left_pad([row.prompt_ids for row in rows], self.pad_token_id, where)
@@ -129,7 +132,7 @@ class Passes:
         logps = F.pad(output.log_probs[:, -completion:], columns)
         entropies = None if output.entropy is None else F.pad(output.entropy[:, -completion:], columns)
         work = sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows])
-        return Said(logps, entropies, output.aux_loss if self.aux_loss else None), work
+        return TokenOutputs(logps, entropies, output.aux_loss if self.aux_loss else None), work
 
 
 def by_tokens(rows: Sequence[Trajectory], max_tokens: int) -> Iterator[list[int]]:

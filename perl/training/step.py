@@ -277,41 +277,43 @@ class Step:
         """
         batch = micro_batch.batch
         assert batch is not None
-        said = self.passes.score(model, batch.rows, batch.width, self.critic)
+        outputs = self.passes.score(model, batch.rows, batch.width, self.critic)
         if micro_batch.takes_part:
-            return (said.logps * 0.0).sum() + (0.0 if said.values is None else (said.values * 0.0).sum())
+            return (outputs.logps * 0.0).sum() + (0.0 if outputs.values is None else (outputs.values * 0.0).sum())
         assert batch.advantages is not None
         rows = self.args.per_device_train_batch_size * accumulation
         tokens = max(batch.tokens, 1.0) / self.processes.count * accumulation / self.dealer.per_generation
         update = Update(rows=rows, tokens=tokens, micro_batches=accumulation)
         inputs = LossInputs(
-            policy=said.logps,
-            old=said.logps.detach() if batch.old is None else batch.old,
+            policy=outputs.logps,
+            old=outputs.logps.detach() if batch.old is None else batch.old,
             mask=batch.mask,
             advantages=batch.advantages,
             sampler=batch.sampler,
             reference=batch.reference,
-            entropies=said.entropies,
+            entropies=outputs.entropies,
         )
         if self.args.top_entropy_quantile < 1.0:
             inputs = with_entropy_threshold(inputs, self.args.top_entropy_quantile, self.processes.rows)
-        outputs = policy_loss(inputs, self.settings, update)
-        self._measure(inputs, outputs, step)
-        loss = outputs.loss
+        result = policy_loss(inputs, self.settings, update)
+        self._measure(inputs, result, step)
+        loss = result.loss
         if self.entropy_bonus is not None:
             assert inputs.entropies is not None
             counted = inputs.mask
             if inputs.entropy_threshold is not None:
                 counted = counted & (inputs.entropies >= inputs.entropy_threshold)
             loss = loss + self.entropy_bonus.loss(inputs.entropies, counted, accumulation)
-        if said.aux_loss is not None:
-            loss = loss + self.router_coefficient * said.aux_loss / accumulation
-            self.metrics.mean("aux_loss", said.aux_loss.detach(), torch.ones((), dtype=torch.bool, device=self.device))
+        if outputs.aux_loss is not None:
+            loss = loss + self.router_coefficient * outputs.aux_loss / accumulation
+            self.metrics.mean(
+                "aux_loss", outputs.aux_loss.detach(), torch.ones((), dtype=torch.bool, device=self.device)
+            )
         if self.critic is not None:
-            assert said.values is not None
+            assert outputs.values is not None
             assert batch.values is not None
             assert batch.returns is not None
-            value_loss = self.critic.loss(said.values, batch.values, batch.returns, batch.mask, tokens)
+            value_loss = self.critic.loss(outputs.values, batch.values, batch.returns, batch.mask, tokens)
             loss = loss * self.critic.policy_learns(step) + value_loss
         return loss
 
