@@ -81,6 +81,9 @@ def test_merged_weights_compute_what_the_adapter_does_and_every_bit_returns(way,
     assert torch.equal(logits(model), apart)
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 weights on this processor"
+)
 def test_a_trainer_in_bfloat16_samples_in_it(monkeypatch):
     monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
     model = make()
