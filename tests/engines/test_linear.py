@@ -39,6 +39,9 @@ def test_a_weight_is_the_sum_of_two_bfloat16_numbers():
     assert not (weight - high.float()).abs().le(weight.abs() * 2**-12).all()  # one number would not do
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 weights on this processor"
+)
 def test_products_in_bfloat16_lose_nothing_of_a_small_update(monkeypatch):
     """Of W + U with U far below bfloat16's spacing in W; what is left is the rounding of x and of the result."""
     monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
