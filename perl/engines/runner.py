@@ -23,7 +23,6 @@ from perl.records import Sampling
 
 if TYPE_CHECKING:
     from perl.device import Kernel
-    from perl.engines.decoder import Decoder
 
 CACHE_SHARE = 0.5
 """Of the memory that is free, how much the KV cache may take where no bound is given."""
@@ -93,7 +92,7 @@ class Runner:
         running: the scheduler's, row i of a step being running[i].
     """
 
-    def __init__(self, decoder: Decoder, sampling: Sampling, running: list[Sequence]):
+    def __init__(self, decoder: Any, sampling: Sampling, running: list[Sequence]):
         self.decoder, self.sampling, self.running = decoder, sampling, running
         self.processors = decoder.processors
         self.lockstep = is_sharded(decoder.model)

@@ -121,7 +121,7 @@ class TorchPolicyEngine(TorchEngine):
             self.processing,
             eos_token_ids=eos_token_ids,
             context=context,
-            applied=self._applied,
+            applied=self._undecided,
             stock=self.plain,
             **self._settings,
         )
@@ -138,6 +138,16 @@ class TorchPolicyEngine(TorchEngine):
 
     def restore(self, state: dict[str, Any]) -> None:
         self.merge.merging = state["merging"]
+
+    @contextlib.contextmanager
+    def _undecided(self) -> Iterator[None]:
+        """As `_applied`; what the next rollout does about merging is as if this had not been."""
+        merging = self.merge.merging
+        try:
+            with self._applied():
+                yield
+        finally:
+            self.merge.merging = merging
 
     @contextlib.contextmanager
     def _applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:

@@ -54,7 +54,7 @@ def test_a_prompt_passes_few_files_in_few_forms(tmp_path):
     finally:
         sys.setprofile(None)
     names = sorted(str(file.relative_to(PERL)) for file in files)
-    assert len(names) <= 17, names
+    assert len(names) <= 19, names  # scheduler and runner of the decode loop are two
     forms = set().union(*files.values())
     assert len(forms) <= 7, forms
     assert {"row", Prompt, Completion, Trajectory, Batch, Packed} <= forms
