@@ -25,8 +25,9 @@ from typing import Any
 RANKS_APART_S = 1.0
 """A function that hangs on all processes hangs for all at the same time: the first has its process's launcher end the
 others."""
-LOCK_S = 0.5
-"""How much later than the deadline faulthandler ends a process whose lock is held."""
+LOCK_S = 2.0
+"""How much later than the deadline faulthandler ends a process whose lock is held: on a busy machine the thread
+that says the line may wake late."""
 
 
 class RewardDeadline:
