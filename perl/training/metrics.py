@@ -80,7 +80,7 @@ def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], w
     return {name: float(value) for name, value in metrics.items()}
 
 
-def said_by_rewards(functions: Rewards, processes: Processes) -> dict[str, float]:
+def logged_by_rewards(functions: Rewards, processes: Processes) -> dict[str, float]:
     """Means over the processes of what reward functions have logged of a generation batch. Every process must come
     here."""
     means = {}

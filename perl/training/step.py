@@ -46,7 +46,7 @@ from perl.training.metrics import (
     difference,
     require_same_policy,
     rollout_metrics,
-    said_by_rewards,
+    logged_by_rewards,
 )
 from perl.training.passes import Passes
 from perl.training.processes import Processes
@@ -258,7 +258,7 @@ class Step:
     def _log_rollout(self, batch: Batch, rewards: torch.Tensor, metrics: dict[str, float]) -> None:
         functions = self.collector.rewards
         self.metrics.values(rollout_metrics(batch, rewards, functions.names, functions.weights, self.processes))
-        self.metrics.values(metrics | self.engine.take_metrics() | said_by_rewards(functions, self.processes))
+        self.metrics.values(metrics | self.engine.take_metrics() | logged_by_rewards(functions, self.processes))
         left_out = 1.0 - self.dealer.computed(batch).float().mean().item()
         share = self.processes.added_up([left_out])[0] / self.processes.count
         self.metrics.value("update/rows_left_out", share)
