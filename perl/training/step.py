@@ -44,9 +44,9 @@ from perl.training.metrics import (
     TOLERANCE,
     Metrics,
     difference,
+    logged_by_rewards,
     require_same_policy,
     rollout_metrics,
-    logged_by_rewards,
 )
 from perl.training.passes import Passes
 from perl.training.processes import Processes
