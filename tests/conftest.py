@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,8 +22,20 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # in processes of their own.
 setattr(importlib.import_module("trl.import_utils"), "is_vllm_available", lambda min_version=None: False)  # noqa: B010
 
+UNTIL = float(os.environ.get("PERL_TESTS_UNTIL", "inf"))
+"""Seconds since the epoch after which no test is begun: CI has 90 minutes, and on a slow processor the whole takes
+longer."""
+if "PYTEST_XDIST_WORKER" in os.environ:  # a test may run others
+    os.environ.pop("PERL_TESTS_UNTIL", None)
+
 AT_START = dict(os.environ)
 OF_TRACKERS = ("TENSORBOARD_", "WANDB_", "TRACKIO_", "HF_TOKEN")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > UNTIL:
+        pytest.skip("PERL_TESTS_UNTIL: the time of this run is used up")
 
 
 @pytest.fixture(autouse=True)
