@@ -36,7 +36,7 @@ PLACEMENT_TIMEOUT_S = 60.0
 """How long Ray may take to start one actor."""
 KILL_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 """What has to be on sys.path for perl to be imported."""
 
 
@@ -222,7 +222,7 @@ def _require_slots(where: str, kind: Kind, dp_size: int, tp_size: int) -> None:
     while (free := ray.available_resources().get(resource, 0)) < dp_size * tp_size:
         if time.monotonic() > deadline:
             raise UserError(
-                f"{flags}: {free:g} of {_total()[resource]:g} {resource} of the cluster {where} are free, other batch"
+                f"{flags}: {free:g} of {_total()[resource]:g} {resource} of the cluster {where} are free, other jobs"
                 " hold the rest; wait for them, or write a smaller --dp_size"
             )
         time.sleep(0.5)

@@ -19,6 +19,7 @@ pytest.importorskip("ray")
 from benchmarks._nodes import add_node, kill_node, ray_cluster, raylet, workers_below
 from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig, parse
+from perl.workers import cluster
 from perl.workers.cluster import WorkerActor, slots_of
 from perl.workers.executors import make_executor
 from perl.workers.worker import Failed, WeightsSpec, WorkerSpec, require_device
@@ -42,6 +43,10 @@ def outcome(run: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str]
     finally:
         run.kill()
     return run.returncode, errors
+
+
+def test_a_node_imports_perl_from_where_it_lies_here():
+    assert (cluster.ROOT / "perl" / "workers" / "cluster.py").samefile(cluster.__file__)
 
 
 @pytest.mark.ray
