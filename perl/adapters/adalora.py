@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl.adapters.lora import layers_of
 from perl.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,26 +35,24 @@ def adalora(config: PeftConfig) -> peft.PeftConfig:
     """AdaLoRA: B diag(E) A with r ranks a layer at first, adalora_target_r on average in the end. Without the paper's
     orthogonality term, as in the PeRL paper's runs: PEFT adds it to a loss that the model computes, and GRPO's is none.
     """
-    from peft import AdaLoraConfig, TaskType
+    from peft import AdaLoraConfig
 
     return AdaLoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        init_r=int(config.r),
+        **layers_of(config),
+        init_r=config.r,
         target_r=target_rank(config),
-        tinit=int(config.adalora_tinit),
-        tfinal=int(config.adalora_tfinal),
-        total_step=int(config.adalora_tinit) + int(config.adalora_tfinal) + 1,  # until RankSchedule.begin
+        tinit=config.adalora_tinit,
+        tfinal=config.adalora_tfinal,
+        total_step=config.adalora_tinit + config.adalora_tfinal + 1,  # until RankSchedule.begin
         orth_reg_weight=0.0,
-        lora_alpha=int(config.lora_alpha),
-        lora_dropout=float(config.lora_dropout),
-        target_modules=config.target_modules,
-        exclude_modules=config.exclude_modules or None,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
     )
 
 
 def target_rank(config: PeftConfig) -> int:
     """Mean rank of a layer in the end; null is two thirds of the initial one, as in the paper."""
-    return int(config.adalora_target_r) if config.adalora_target_r is not None else max(1, 2 * int(config.r) // 3)
+    return config.adalora_target_r if config.adalora_target_r is not None else max(1, 2 * config.r // 3)
 
 
 def check_schedule(config: PeftConfig, training: Any) -> None:
@@ -169,10 +168,10 @@ class RankSchedule:
             return
         import deepspeed
 
-        mine = {id(p): gradients[name] for name, p in self.parameters().items()}
-        theirs = deepspeed.utils.safe_get_full_grad
-        deepspeed.utils.safe_get_full_grad = lambda parameter: mine[id(parameter)]
+        by_id = {id(p): gradients[name] for name, p in self.parameters().items()}
+        original = deepspeed.utils.safe_get_full_grad
+        deepspeed.utils.safe_get_full_grad = lambda parameter: by_id[id(parameter)]
         try:
             yield
         finally:
-            deepspeed.utils.safe_get_full_grad = theirs
+            deepspeed.utils.safe_get_full_grad = original

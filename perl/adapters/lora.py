@@ -14,22 +14,18 @@ AAT_JITTER = 1e-8
 """What PEFT's LoraFAOptimizer adds to the diagonal of A A^T before it inverts it."""
 
 
+def layers_of(config: PeftConfig) -> dict[str, Any]:
+    """Which layers of a causal language model have an adapter, as PEFT's configurations have it."""
+    targets = {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules or None}
+    return {"task_type": "CAUSAL_LM", **targets}
+
+
 def lora(config: PeftConfig, **method: Any) -> peft.PeftConfig:
     """LoRA (arXiv 2106.09685): lora_alpha / r * B A on top of each weight, B zero at first."""
-    from peft import LoraConfig, TaskType
+    from peft import LoraConfig
 
-    return LoraConfig(
-        **{
-            "task_type": TaskType.CAUSAL_LM,
-            "r": int(config.r),
-            "lora_alpha": int(config.lora_alpha),
-            "lora_dropout": float(config.lora_dropout),
-            "target_modules": config.target_modules,
-            "exclude_modules": config.exclude_modules or None,
-            "bias": "none",
-        }
-        | method
-    )
+    fields = {"r": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+    return LoraConfig(**(layers_of(config) | fields | method))
 
 
 def rslora(config: PeftConfig) -> peft.PeftConfig:
@@ -48,14 +44,8 @@ def lora_plus_optimizer(
     """LoRA+ (arXiv 2402.12354): B learns lora_plus_lr_ratio times faster than A."""
     from peft.optimizers import create_loraplus_optimizer
 
-    kwargs = dict(kwargs)
-    return create_loraplus_optimizer(
-        model,  # type: ignore[arg-type]
-        optimizer_class,
-        lr=kwargs.pop("lr"),
-        loraplus_lr_ratio=float(config.lora_plus_lr_ratio),
-        **kwargs,
-    )
+    ratio = config.lora_plus_lr_ratio
+    return create_loraplus_optimizer(model, optimizer_class, loraplus_lr_ratio=ratio, **kwargs)  # type: ignore[arg-type]
 
 
 def only_b_learns(model: Any, config: PeftConfig, gather: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from perl.adapters.lora import layers_of
 from perl.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ EVERY_NORM = r"(.*\.)?[^.]*norm[^.]*"
 def vera(config: PeftConfig) -> peft.PeftConfig:
     """VeRA (arXiv 2310.11454): two trained vectors a layer scale one pair of frozen random matrices, which are saved
     with them."""
-    from peft import TaskType, VeraConfig
+    from peft import VeraConfig
 
     return VeraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=int(config.r),
-        vera_dropout=float(config.lora_dropout),
+        task_type="CAUSAL_LM",
+        r=config.r,
+        vera_dropout=config.lora_dropout,
         target_modules=config.target_modules,
         save_projection=True,
     )
@@ -36,40 +37,26 @@ def vera(config: PeftConfig) -> peft.PeftConfig:
 
 def miss(config: PeftConfig) -> peft.PeftConfig:
     """MiSS (arXiv 2409.15371): one trained matrix [r, out] a layer, shared by blocks of r inputs."""
-    from peft import MissConfig, TaskType
+    from peft import MissConfig
 
-    return MissConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=int(config.r),
-        miss_dropout=float(config.lora_dropout),
-        target_modules=config.target_modules,
-        exclude_modules=config.exclude_modules or None,
-    )
+    return MissConfig(**layers_of(config), r=config.r, miss_dropout=config.lora_dropout)
 
 
 def ia3(config: PeftConfig) -> peft.PeftConfig:
     """(IA)^3 (arXiv 2205.05638): one trained vector a layer scales its output, of a feed-forward layer its input."""
-    from peft import IA3Config, TaskType
+    from peft import IA3Config
 
-    named = config.target_modules
-    targets: Any = IA3_LAYERS if named == EVERY else named
-    return IA3Config(
-        task_type=TaskType.CAUSAL_LM,
-        target_modules=targets,
-        exclude_modules=config.exclude_modules or None,
-        feedforward_modules=[name for name in FEED_FORWARD if isinstance(targets, str) or name in targets],
-    )
+    targets: Any = IA3_LAYERS if config.target_modules == EVERY else config.target_modules
+    feed_forward = [name for name in FEED_FORWARD if isinstance(targets, str) or name in targets]
+    return IA3Config(**layers_of(config) | {"target_modules": targets}, feedforward_modules=feed_forward)
 
 
 def ln_tuning(config: PeftConfig) -> peft.PeftConfig:
     """The weights of norm layers (arXiv 2312.11420), which AQN perturbs while completions are sampled."""
-    from peft import LNTuningConfig, TaskType
+    from peft import LNTuningConfig
 
-    return LNTuningConfig(
-        task_type=TaskType.CAUSAL_LM,
-        target_modules=EVERY_NORM if config.target_modules == EVERY else config.target_modules,
-        exclude_modules=config.exclude_modules or None,
-    )
+    targets = EVERY_NORM if config.target_modules == EVERY else config.target_modules
+    return LNTuningConfig(**layers_of(config) | {"target_modules": targets})
 
 
 def start_ln_tuning(model: Any, config: PeftConfig, gather: Any) -> None:
@@ -111,14 +98,9 @@ def _dtype_of_input(module: Any, inputs: Any, output: Any) -> Any:
 
 def hra(config: PeftConfig) -> peft.PeftConfig:
     """HRA (arXiv 2405.17484): r trained Householder reflections of a layer's input."""
-    from peft import HRAConfig, TaskType
+    from peft import HRAConfig
 
-    return HRAConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=int(config.r),
-        target_modules=config.target_modules,
-        exclude_modules=config.exclude_modules or None,
-    )
+    return HRAConfig(**layers_of(config), r=config.r)
 
 
 def check_hra(config: PeftConfig, training: Any) -> None:
@@ -131,15 +113,9 @@ def check_hra(config: PeftConfig, training: Any) -> None:
 
 def oft(config: PeftConfig) -> peft.PeftConfig:
     """OFT (arXiv 2306.07280): a trained rotation of each block of oft_block_size inputs of a layer."""
-    from peft import OFTConfig, TaskType
+    from peft import OFTConfig
 
-    return OFTConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=0,
-        oft_block_size=int(config.oft_block_size),
-        target_modules=config.target_modules,
-        exclude_modules=config.exclude_modules or None,
-    )
+    return OFTConfig(**layers_of(config), r=0, oft_block_size=config.oft_block_size)
 
 
 def check_blocks(model: Any, config: PeftConfig) -> None:

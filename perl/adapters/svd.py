@@ -15,6 +15,7 @@ original base, and which is exactly what is resumed. It is what PEFT's conversio
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ Components = Callable[["torch.Tensor", int], tuple["torch.Tensor", "torch.Tensor
 
 def doubled(config: PeftConfig) -> peft.PeftConfig:
     """LoRA of rank 2 r with the scale lora_alpha / r."""
-    return lora(config, r=2 * int(config.r), lora_alpha=2 * int(config.lora_alpha), lora_dropout=0.0)
+    return lora(config, r=2 * config.r, lora_alpha=2 * config.lora_alpha, lora_dropout=0.0)
 
 
 def check_optimizer(config: PeftConfig, training: Any) -> None:
@@ -73,10 +74,9 @@ def minor_directions(model: Any, config: PeftConfig, gather: Any) -> None:
     values, orthonormal, and B is zero, as LoRA's."""
     import torch
 
-    with torch.no_grad(), _said("MiLoRA+", model):
-        for name, layer, weight in _layers(model, gather):
-            _require_rank(name, weight, int(config.r))
-            _, _, vt = _smallest(weight, int(config.r))
+    with torch.no_grad(), _timed("MiLoRA+"):
+        for layer, weight in _layers(model, gather, config.r):
+            _, _, vt = _smallest(weight, config.r)
             a = layer.lora_A["default"].weight
             a.copy_(vt.to(a.device, a.dtype))
 
@@ -84,11 +84,9 @@ def minor_directions(model: Any, config: PeftConfig, gather: Any) -> None:
 def _from_components(model: Any, config: PeftConfig, gather: Any, components: Components) -> None:
     import torch
 
-    rank = int(config.r)
-    with torch.no_grad(), _said(config.type, model):
-        for name, layer, weight in _layers(model, gather):
-            _require_rank(name, weight, rank)
-            u, s, vt = components(weight, rank)
+    with torch.no_grad(), _timed(config.type):
+        for layer, weight in _layers(model, gather, config.r):
+            u, s, vt = components(weight, config.r)
             root = (s / layer.scaling["default"]).sqrt()
             b0, a0 = u * root, root[:, None] * vt
             a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -106,24 +104,25 @@ def _first_half(gradient: torch.Tensor, dim: int) -> torch.Tensor:
     return masked
 
 
-def _layers(model: Any, gather: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """Each adapted layer with its name and the base's whole weight, float32 [out, in], where an SVD can be computed."""
+def _layers(model: Any, gather: Any, rank: int) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each adapted layer with the base's whole weight, float32 [out, in], where an SVD of `rank` can be computed."""
     from peft.tuners.lora import Linear, LoraLayer
 
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        own = name.removeprefix("base_model.model.")
+        name = name.removeprefix("base_model.model.")
         base: Any = layer.get_base_layer()
         if not isinstance(layer, Linear) or not base.weight.is_floating_point():
             raise UserError(
-                f"--config.peft.target_modules: {own} is no linear layer of floating numbers, and has no singular"
+                f"--config.peft.target_modules: {name} is no linear layer of floating numbers, and has no singular"
                 " components to start from; leave it out"
             )
         with gather([base.weight]):
             weight = base.weight.detach().float()
             weight = weight.T if layer.fan_in_fan_out else weight
-            yield own, layer, weight.to(device.for_decompositions(weight.device))
+            _require_rank(name, weight, rank)
+            yield layer, weight.to(device.for_decompositions(weight.device))
 
 
 def check_rank(model: Any, config: PeftConfig) -> None:
@@ -133,7 +132,7 @@ def check_rank(model: Any, config: PeftConfig) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             base: Any = layer.get_base_layer()
-            _require_rank(name.removeprefix("base_model.model."), base.weight, int(config.r))
+            _require_rank(name.removeprefix("base_model.model."), base.weight, config.r)
 
 
 def _require_rank(name: str, weight: torch.Tensor, rank: int) -> None:
@@ -162,15 +161,9 @@ def _smallest(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tens
     return u[:, -rank:], s[-rank:], vt[-rank:]
 
 
-class _said:
+@contextlib.contextmanager
+def _timed(method: str) -> Iterator[None]:
     """One line about how long the decompositions took."""
-
-    def __init__(self, method: str, model: Any):
-        self.method = method
-
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:
-            log.info("%s: the base's weights are decomposed (%.1f s)", self.method, time.perf_counter() - self.started)
+    started = time.perf_counter()
+    yield
+    log.info("%s: the base's weights are decomposed (%.1f s)", method, time.perf_counter() - started)
