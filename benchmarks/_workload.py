@@ -352,8 +352,8 @@ class Memory:
 
     def peak(self) -> dict[str, float]:
         """The most that was held since this object was made, and how much more that is than then."""
-        held = device.peak_memory_bytes()
-        peak = self._read("VmHWM") if held is None else held / 2**20
+        held = device.peak_memory()
+        peak = self._read("VmHWM") if held is None else held.allocated / 2**20
         return {"peak_mb": round(peak, 1), "added_mb": round(peak - self.before, 1)}
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from perl.base.errors import UserError
+
 Message = dict[str, Any]
 """One chat message: {"role": "system" | "user" | "assistant", "content": text}; for a model that takes images content
 is a list of parts, {"type": "text", "text": …} and {"type": "image"} (perl.models.images)."""
@@ -90,6 +92,20 @@ class Prompt:
     """Folder of the adapter that completes it, one of those that the engine serves alongside its model; None: none."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
     """The files of its images; in `token_ids` each has as many tokens as the model sees of it."""
+
+    def room(self, context: int | None) -> int:
+        """Most new tokens behind it within `context` tokens; None: of any number. A UserError where it leaves no room
+        for one."""
+        if not self.token_ids:
+            raise UserError("a prompt is empty; give it at least one token")
+        if context is None:
+            return self.sampling.max_new_tokens
+        if len(self.token_ids) >= context:
+            raise UserError(
+                f"a prompt has {len(self.token_ids)} tokens, and the context holds {context} with the completion;"
+                " shorten the prompt, leave it out, or raise --max_model_len if the model allows more"
+            )
+        return min(self.sampling.max_new_tokens, context - len(self.token_ids))
 
 
 SampleId = tuple[str, str, int]

@@ -92,7 +92,7 @@ states = []
 for one, name in ((alone, f"alone{rank}"), (model, f"model{rank}")):
     save_adapter(one, contextlib.nullcontext, folder / name)
     saved = load_file(folder / name / "adapter_model.safetensors")
-    states.append((saved, dict(merged_weights(one, contextlib.nullcontext, set()))))
+    states.append((saved, dict(merged_weights(one, contextlib.nullcontext))))
     logits(one)
 for name, alone_s, model_s in zip(("saved", "sent"), *states):
     found[name] = alone_s.keys() == model_s.keys() and all(torch.equal(alone_s[key], model_s[key]) for key in alone_s)

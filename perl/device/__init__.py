@@ -75,11 +75,11 @@ class Devices:
 def start_environment(kind: Kind) -> dict[str, str]:
     """Variables of START_VARIABLES that the user has not set, and on an NPU the folder of CANN, which DeepSpeed reads
     and fails without."""
-    found = {name: value for name, value in START_VARIABLES[kind].items() if not os.environ.get(name)}
+    variables = {name: value for name, value in START_VARIABLES[kind].items() if not os.environ.get(name)}
     if kind == "npu" and not os.environ.get("ASCEND_HOME_PATH"):
         folders = (os.environ.get("ASCEND_TOOLKIT_HOME", ""), *CANN_FOLDERS)
-        found |= [("ASCEND_HOME_PATH", folder) for folder in folders if folder and os.path.isdir(folder)][:1]
-    return found
+        variables |= [("ASCEND_HOME_PATH", folder) for folder in folders if folder and os.path.isdir(folder)][:1]
+    return variables
 
 
 def detect() -> Devices:
@@ -111,6 +111,12 @@ def _backend(kind: Kind) -> ModuleType | None:
     if kind == "npu" and not hasattr(torch, "npu") and importlib.util.find_spec("torch_npu"):
         import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports]  # registers torch.npu
     return getattr(torch, kind, None)
+
+
+def _accelerator() -> ModuleType | None:
+    """torch's module of this process's accelerator, or None on a CPU."""
+    kind = detect().kind
+    return None if kind == "cpu" else _backend(kind)
 
 
 def multiplies_bfloat16() -> bool:
@@ -154,13 +160,13 @@ def worker_environment(index: int, tp_size: int = 1) -> dict[str, str]:
     visible = os.environ.get(variable, "").strip()
     ids = [i.strip() for i in visible.split(",")] if visible else [str(i) for i in range(devices.count)]
     ids = ids[: devices.count]  # the drivers drop ids from the first one on that does not exist, without a word
-    mine = ids[index * tp_size : (index + 1) * tp_size]
-    if len(mine) < tp_size:
+    share = ids[index * tp_size : (index + 1) * tp_size]
+    if len(share) < tp_size:
         raise UserError(
             f"--dp_size: worker {index} needs {tp_size} {devices.kind} device(s), but only {len(ids)} are visible"
             f" ({variable}={visible or 'unset'}); write a smaller --dp_size or --tp_size"
         )
-    return {variable: ",".join(mine)}
+    return {variable: ",".join(share)}
 
 
 def pin_cpu(index: int, workers: int) -> None:
@@ -175,15 +181,9 @@ def pin_cpu(index: int, workers: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(workers)
 
 
-def peak_memory_bytes() -> int | None:
-    """Peak bytes allocated by torch on this process's accelerator, or None on a CPU."""
-    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
-    return None if module is None else int(module.max_memory_allocated())
-
-
 def restart_peak_memory() -> int | None:
     """Measure peaks from now on; the bytes that tensors hold now on this process's accelerator, or None on a CPU."""
-    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    module = _accelerator()
     if module is None:
         return None
     module.reset_peak_memory_stats()
@@ -203,7 +203,7 @@ class Memory:
 
 def peak_memory() -> Memory | None:
     """Peaks of torch's allocator, or None on a CPU."""
-    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    module = _accelerator()
     if module is None:
         return None
     return Memory(module.max_memory_allocated(), module.max_memory_reserved(), module.mem_get_info()[1])
@@ -212,7 +212,7 @@ def peak_memory() -> Memory | None:
 def free_memory() -> int | None:
     """Bytes that this process can still put into tensors on its accelerator, what torch holds unused included; None
     on a CPU."""
-    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    module = _accelerator()
     if module is None:
         return None
     return module.mem_get_info()[0] + module.memory_reserved() - module.memory_allocated()
@@ -276,7 +276,7 @@ def start_read(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Read:
     """
     if tensor.device.type == "cpu":
         return Read(tensor if into is None else into.copy_(tensor), None)
-    module = _backend(detect().kind)
+    module = _accelerator()
     assert module is not None
     value = pinned(tensor.shape, tensor.dtype) if into is None else into
     value.copy_(tensor, non_blocking=True)
@@ -296,13 +296,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def synchronize() -> None:
     """Wait until the accelerator has done all that it was given; on a CPU there is nothing to wait for."""
-    if (kind := detect().kind) != "cpu" and (module := _backend(kind)) is not None:
+    if (module := _accelerator()) is not None:
         module.synchronize()
 
 
 def name() -> str:
     """What the driver calls this process's accelerator ("Ascend910B3", "NVIDIA H200"), or "cpu"."""
-    module = _backend(kind) if (kind := detect().kind) != "cpu" else None
+    module = _accelerator()
     return "cpu" if module is None else module.get_device_name()
 
 
@@ -346,7 +346,7 @@ def peak_flops() -> float | None:
 
 def empty_cache() -> None:
     """Give memory that torch holds but no tensor uses back to the accelerator; on a CPU there is nothing to do."""
-    if (kind := detect().kind) != "cpu" and (module := _backend(kind)) is not None:
+    if (module := _accelerator()) is not None:
         module.empty_cache()
 
 
@@ -362,7 +362,7 @@ def captures_by_default() -> bool:
 
 def graph_pool() -> Any:
     """Memory that captured graphs may share, as long as one's results are read before the next is replayed."""
-    module = _backend(detect().kind)
+    module = _accelerator()
     assert module is not None
     return module.graph_pool_handle()
 
@@ -405,8 +405,7 @@ def capture(function: Callable[[], Result], pool: Any, host_lengths: bool = Fals
         host_lengths: whether it calls a kernel whose `host_lengths` is true, so that `graph.update_lengths` comes
             before each replay.
     """
-    kind = detect().kind
-    module = _backend(kind)
+    kind, module = detect().kind, _accelerator()
     assert module is not None
     graph = module.CUDAGraph() if kind == "cuda" else module.NPUGraph()
     updates = host_lengths and kind == "npu"

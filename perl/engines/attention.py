@@ -11,8 +11,6 @@ mask, so they are as well the queries of one head, and nothing needs to be copie
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, Protocol
 
@@ -75,8 +73,8 @@ def layout_lost(model: Any) -> str | None:
     except _Reached:
         return None
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
-        return f"its attention could not be tried with a layout: {said}"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return f"its attention could not be tried with a layout: {reason}"
     return "its layers do not hand arguments on to attention"
 
 
@@ -98,21 +96,6 @@ def adopt(model: Any) -> str | None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     base.set_attn_implementation(ATTENTION)
     return None
-
-
-@contextlib.contextmanager
-def stock_attention(model: Any) -> Iterator[None]:
-    """`model` (a transformers model or a PeftModel) with transformers' own sdpa again: continuous batching pages that,
-    and refuses names that it does not know."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    adopted = base.config._attn_implementation == ATTENTION
-    if adopted:
-        base.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if adopted:
-            base.set_attn_implementation(ATTENTION)
 
 
 def attention(
@@ -159,5 +142,5 @@ def sdpa_without_copies(
     if mask is not None:
         mask = mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
     queries = query.reshape(rows, key_heads, group * tokens, head_dim)
-    found = F.scaled_dot_product_attention(queries, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    return found.reshape(rows, heads, tokens, -1).transpose(1, 2)
+    output = F.scaled_dot_product_attention(queries, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return output.reshape(rows, heads, tokens, -1).transpose(1, 2)

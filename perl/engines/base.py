@@ -1,16 +1,21 @@
-"""What every engine is, and the check that every engine makes."""
+"""What every engine is, and the dtype that it computes in."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from perl.base.errors import UserError
+from perl import device
 from perl.records import Completion, Prompt, Sampling, Weights
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 logger = logging.getLogger(__name__)
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 Feed = Iterable[Prompt | None]
 """What `Engine.stream` reads: prompts as they come, each with its own sampling; None for "nothing at the moment"."""
@@ -59,6 +64,8 @@ class PolicyEngine(Engine, Protocol):
     """Bytes of a number that it computes in, at most."""
     context: int | None
     """Most tokens of prompt and completion together; None: no limit of its own."""
+    merging: bool
+    """Whether the last rollout's adapter was merged by choice, the same on every process: a resumed run takes it up."""
 
     def publish(self, weights: Weights) -> None:
         """From now on `stream` draws with the policy as it is now, with this noise."""
@@ -78,28 +85,15 @@ class PolicyEngine(Engine, Protocol):
         """What was measured since the last call, by the name that is logged."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run must take up besides the weights, in plain values, the same on every process."""
-        ...
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` was."""
-        ...
-
-
-def room_of(prompt: Prompt, max_model_len: int | None) -> int:
-    """Most new tokens after `prompt` within `max_model_len` tokens; None: of any number. A UserError where it leaves no
-    room for one."""
-    if not prompt.token_ids:
-        raise UserError("a prompt is empty; give it at least one token")
-    if max_model_len is None:
-        return prompt.sampling.max_new_tokens
-    if len(prompt.token_ids) >= max_model_len:
-        raise UserError(
-            f"a prompt has {len(prompt.token_ids)} tokens, and the context holds {max_model_len} with the completion;"
-            " shorten the prompt, leave it out, or raise --max_model_len if the model allows more"
-        )
-    return min(prompt.sampling.max_new_tokens, max_model_len - len(prompt.token_ids))
+def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
+    """The name of `dtype`; "auto" is what the checkpoint is stored in, and float32 where the device computes in that.
+    (vLLM's own "auto" would halve a float32 checkpoint.)"""
+    if dtype != "auto":
+        return dtype
+    best = str(device.default_dtype()).removeprefix("torch.")
+    stored = str(getattr(config, "dtype", None) or best).removeprefix("torch.")
+    return best if best == "float32" else stored
 
 
 @functools.cache

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from perl import device
+
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 """Of each layer: [heads, tokens, head_dim] both."""
 
@@ -43,14 +45,14 @@ class Prefix:
     """Of its tokens that are not in `blocks`."""
     blocks: list[int]
     """That it fills, and that the sequences share; none in a RowCache."""
-    own: bool = False
+    copied: bool = False
     """`states` are not a part of the batch that the prompt was computed in."""
 
     def keep_own_copy(self) -> None:
         """Let go of that batch."""
-        if not self.own:
+        if not self.copied:
             self.states = [(keys.clone(), values.clone()) for keys, values in self.states]
-            self.own = True
+            self.copied = True
 
 
 @dataclass(slots=True)
@@ -101,8 +103,8 @@ class KVLayer(CacheLayerMixin):
         if step.blocks is None:
             return states[: len(step.first), : step.width].transpose(1, 2)
         rows, blocks = step.blocks.shape
-        found = states.index_select(0, step.blocks.flatten())
-        return found.view(rows, blocks * states.shape[1], *states.shape[2:]).transpose(1, 2)
+        gathered = states.index_select(0, step.blocks.flatten())
+        return gathered.view(rows, blocks * states.shape[1], *states.shape[2:]).transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._current().width, 0
@@ -353,7 +355,7 @@ class BlockCache(KVCache):
             self._write(block, prefix.states, start, min(self.block_size, rest - start))
         self.rows.append(blocks)
         self.held.append(prefix.length)
-        self.table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32).to(self.table.device)
+        self.table[row, : len(blocks)] = device.to_device(torch.tensor(blocks, dtype=torch.int32), self.table.device)
 
     def grow(self) -> bool:
         short = [row for row, held in enumerate(self.held) if held == len(self.rows[row]) * self.block_size]

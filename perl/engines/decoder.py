@@ -30,8 +30,7 @@ from perl import device
 from perl.engines.base import warn_once
 from perl.engines.runner import Rows, Runner
 from perl.engines.sampling import validate
-from perl.engines.scheduler import PromptGroup, Scheduler
-from perl.engines.sequence import Sequence
+from perl.engines.scheduler import PromptGroup, Scheduler, Sequence
 from perl.engines.stock import generate_stock
 from perl.records import Sampling
 

@@ -12,14 +12,13 @@ import torch
 
 from perl import device
 from perl.base.errors import UserError, lookup
+from perl.engines.base import DTYPES, resolve_dtype
 from perl.engines.linear import prepacked
 from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import Checkpoint, eos_token_ids, load_config, load_model
 from perl.models.images import load_processing, tokenizer_of
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class HFEngine(TorchEngine):
@@ -49,7 +48,8 @@ class HFEngine(TorchEngine):
         context = _context(config, max_model_len, model_path)
         processing = load_processing(model_path)
         self.tokenizer: Any = tokenizer_of(processing)
-        model = load_model(model_path, dtype=_dtype(dtype, config))
+        lookup(dict.fromkeys(DTYPES), dtype, "dtype", "--dtype")
+        model = load_model(model_path, dtype=resolve_dtype(dtype, config))
         model.eval().to(device.torch_device())
         eos = eos_token_ids(model_path, config, self.tokenizer)
         super().__init__(
@@ -86,14 +86,6 @@ class HFEngine(TorchEngine):
 def pad_token_id(tokenizer: Any, eos: frozenset[int]) -> int:
     """A token to fill masked places with; which one changes nothing."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
-
-
-def _dtype(name: str, config: Any) -> torch.dtype:
-    """The torch dtype for `name`; "auto" is the checkpoint's own, and float32 where the device computes in that."""
-    if name != "auto":
-        return lookup(DTYPES, name, "dtype", "--dtype")
-    best = device.default_dtype()
-    return best if best == torch.float32 else getattr(config, "dtype", None) or best
 
 
 def _context(config: Any, wanted: int | None, model_path: str) -> int:

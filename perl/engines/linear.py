@@ -113,8 +113,8 @@ class _Product:
         self.has_adapter = hasattr(module, "disable_adapters")
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        own = self.has_adapter and self.module.disable_adapters  # the module's own forward leaves the adapter out
-        if own or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        unadapted = self.has_adapter and self.module.disable_adapters  # the module's own forward leaves the adapter out
+        if unadapted or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
             return type(self.module).forward(self.module, x, *args, **kwargs)
         if self.dtype == torch.float32:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

@@ -17,8 +17,7 @@ from perl.engines.attention import adopt, layout_lost, numbers_of
 from perl.engines.base import warn_once
 from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE, BlockCache, KeysAndValues, KVCache, Prefix, RowCache
 from perl.engines.sampling import sample, uniforms
-from perl.engines.scheduler import PromptGroup
-from perl.engines.sequence import Sequence, left_pad, mark_seen
+from perl.engines.scheduler import PromptGroup, Sequence, left_pad, mark_seen
 from perl.records import Sampling
 
 if TYPE_CHECKING:
@@ -188,9 +187,9 @@ class Runner:
         logits = torch.stack([group.logits for group, _ in joining])  # type: ignore[arg-type]
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         places = np.arange(max(sequence.max_new_tokens for sequence in sequences))
-        uniform = torch.from_numpy(uniforms(seeds[:, None], places)).to(self.where)
-        positions = torch.tensor([sequence.length for sequence in sequences], device=self.where)
-        drawn = torch.tensor([sequence.launched for sequence in sequences], device=self.where)
+        uniform = device.to_device(torch.from_numpy(uniforms(seeds[:, None], places)), self.where)
+        state = torch.tensor([[sequence.length, sequence.launched] for sequence in sequences])
+        positions, drawn = device.to_device(state, self.where).unbind(dim=1)
         seen = None
         if self.sampling.repetition_penalty != 1:
             seen = mark_seen([group.token_ids for group, _ in joining], logits.shape[-1], self.where)
@@ -201,11 +200,11 @@ class Runner:
         """Give the sequences `staying` of those that joined the next rows; they are in `running` afterwards."""
         for prefix in prefixes:
             self.cache.append(prefix)
-        chosen = torch.tensor(staying, device=self.where)
+        chosen = device.to_device(torch.tensor(staying), self.where)
         rows = self._make_rows(first.uniforms.shape[1], first.seen)
         new = slice(len(self.running), len(self.running) + len(staying))
-        for mine, theirs in zip(rows.tensors(), first.tensors(), strict=False):
-            mine[(new, *(slice(size) for size in theirs.shape[1:]))] = theirs[chosen]
+        for target, source in zip(rows.tensors(), first.tensors(), strict=False):
+            target[(new, *(slice(size) for size in source.shape[1:]))] = source[chosen]
 
     def _make_rows(self, max_new_tokens: int, seen: torch.Tensor | None) -> Rows:
         """The decoder's rows, remade where they are too few or too short."""
@@ -217,9 +216,9 @@ class Runner:
         new = Rows.blank(count, max_new_tokens, self.where)
         if seen is not None:
             new.seen = torch.zeros(count, seen.shape[1], dtype=torch.bool, device=self.where)
-        for mine, theirs in zip(new.tensors(), [] if old is None else old.tensors(), strict=False):
-            kept = (slice(len(self.running)), *(slice(size) for size in theirs.shape[1:]))
-            mine[kept] = theirs[kept]
+        for target, source in zip(new.tensors(), [] if old is None else old.tensors(), strict=False):
+            kept = (slice(len(self.running)), *(slice(size) for size in source.shape[1:]))
+            target[kept] = source[kept]
         self.decoder.rows, self.decoder.graphs = new, None
         return new
 

@@ -1,23 +1,75 @@
-"""Which sequences wait, run and leave: row i of a decode step is the i-th running sequence."""
+"""Sequences, and which of them wait, run and leave: row i of a decode step is the i-th running sequence."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
+from perl import device
 from perl.engines.cache import KVCache, Prefix
-from perl.engines.sequence import Sequence
+from perl.records import Completion
 
 if TYPE_CHECKING:
-    import torch
+    from perl.models.pixels import MakeImages
 
 PREFILL_TOKENS = 8_192
 """Most prompt tokens, padding included, in one prefill: bounds the activations, not the cache."""
 REFILL_SHARE = 8
 """Waiting sequences are let in once so large a share of the rows is free: a prefill for each single sequence that ends
 would cost an accelerator a step each time."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion: what is asked for, then what was drawn."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    """Drawn tokens; the last one is the end-of-sequence token when `stopped`."""
+    logprobs: list[float] = field(default_factory=list)
+    """The log-probability of each token when it was drawn, as `sampling.sample` defines it."""
+    stopped: bool = False
+    """Ended by an end-of-sequence token, and not cut off at max_new_tokens."""
+    index: int = -1
+    """Place among the sequences that the decoder read."""
+    images: MakeImages | None = None
+    """Of its prompt's images."""
+    launched: int = 0
+    """Tokens drawn, those included that are still to be read from the device."""
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that it may come to."""
+        return len(self.prompt_ids) + self.max_new_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion now, those included that are still to be read."""
+        return len(self.prompt_ids) + self.launched
+
+    @property
+    def finished(self) -> bool:
+        return self.stopped or len(self.token_ids) == self.max_new_tokens
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a further token is to be drawn."""
+        return not self.finished and self.launched < self.max_new_tokens
+
+    def completion(self) -> Completion:
+        """What an engine gives back for it, once it is finished."""
+        return Completion(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason="stop" if self.stopped else "length",
+        )
 
 
 @dataclass(slots=True)
@@ -148,3 +200,22 @@ class Scheduler:
             self.groups.appendleft(group)
         group.add(sequence)
         self.waiting += 1
+
+
+def left_pad(sequences: List[List[int]], pad_token_id: int, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, int64 [rows, longest], padded on the left. The host waits for nothing."""
+    width = max(map(len, sequences))
+    ids = [[pad_token_id] * (width - len(sequence)) + list(sequence) for sequence in sequences]
+    mask = [[0] * (width - len(sequence)) + [1] * len(sequence) for sequence in sequences]
+    padded = device.to_device(torch.tensor([ids, mask]), where)
+    return padded[0], padded[1]
+
+
+def mark_seen(sequences: List[List[int]], vocabulary: int, where: torch.device) -> torch.Tensor:
+    """bool [rows, vocabulary]: which tokens each sequence holds. Padding does not count."""
+    rows = [row for row, sequence in enumerate(sequences) for _ in sequence]
+    tokens = [token for sequence in sequences for token in sequence]
+    places = device.to_device(torch.tensor([rows, tokens]), where)
+    seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool, device=where)
+    seen[places[0], places[1]] = True
+    return seen

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from perl.device.sharding import any_rank, is_sharded
 from perl.engines.sampling import sample, uniforms
-from perl.engines.sequence import Sequence, left_pad, mark_seen
+from perl.engines.scheduler import Sequence, left_pad, mark_seen
 from perl.models.folders import token_ids
 from perl.models.pixels import image_arguments
 from perl.records import Sampling
@@ -142,35 +142,43 @@ def _generate_batch(
     # What is not set explicitly, `generate` would take from the model's own generation_config.json.
     plain = {"num_beams": 1, "num_return_sequences": 1, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
     plain |= {"repetition_penalty": 1.0, "use_cache": True}
-    config = GenerationConfig(**(plain | settings | {"do_sample": False}))
-    eos = token_ids(config.eos_token_id)
-    ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], settings["pad_token_id"], model.device)
     with LastLogits(model) as last:
         choice = RowSeededChoice(sequences, sampling, processors, last)
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            **_images(model, sequences, ids),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([choice]),
-            synced_gpus=is_sharded(model),  # left out, it is true under ZeRO-3, where the weights are gathered already
-        )
-    drawn = output[:, ids.shape[1] :].tolist()
-    logprobs = torch.stack(choice.logprobs, dim=1).tolist()
-    for sequence, tokens, row_logprobs in zip(sequences, drawn, logprobs, strict=True):
-        _finish(sequence, tokens[: sequence.max_new_tokens], row_logprobs, eos)
+        drawn = _generate(model, sequences, GenerationConfig(**(plain | settings | {"do_sample": False})), choice)
+    _finish(sequences, drawn, choice.logprobs, settings["eos_token_id"] or ())
 
 
-def _images(model: Any, sequences: List[Sequence], ids: torch.Tensor) -> dict[str, Any]:
-    return image_arguments([s.images() if s.images else None for s in sequences], ids, model.config)
+def _generate(
+    model: Any, sequences: List[Sequence], config: GenerationConfig, processor: LogitsProcessor
+) -> torch.Tensor:
+    """Tokens drawn behind the sequences' prompts, int64 [rows, tokens]."""
+    ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], int(config.pad_token_id), model.device)  # type: ignore[arg-type]
+    images = [sequence.images() if sequence.images else None for sequence in sequences]
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        **image_arguments(images, ids, model.config),
+        generation_config=config,
+        logits_processor=LogitsProcessorList([processor]),
+        synced_gpus=is_sharded(model),  # left out, it is true under ZeRO-3, where the weights are gathered already
+    )
+    return output[:, ids.shape[1] :]
 
 
-def _finish(sequence: Sequence, tokens: list[int], logprobs: list[float], eos: Collection[int]) -> None:
-    """What was drawn for `sequence`, up to its end."""
-    end = next((i for i, token in enumerate(tokens) if token in eos), None)
-    length = len(tokens) if end is None else end + 1
-    sequence.token_ids, sequence.logprobs = tokens[:length], logprobs[:length]
-    sequence.launched, sequence.stopped = length, end is not None
+def _finish(sequences: List[Sequence], drawn: torch.Tensor, logprobs: List[torch.Tensor], eos: Collection[int]) -> None:
+    """What was drawn for each of `sequences`, up to its end.
+
+    Args:
+        drawn: int64 [rows, tokens].
+        logprobs: of each token, float32 [rows].
+    """
+    numbers = torch.stack(list(logprobs), dim=1).tolist()
+    for sequence, row, row_logprobs in zip(sequences, drawn.tolist(), numbers, strict=True):
+        tokens = row[: sequence.max_new_tokens]
+        end = next((i for i, token in enumerate(tokens) if token in eos), None)
+        length = len(tokens) if end is None else end + 1
+        sequence.token_ids, sequence.logprobs = tokens[:length], row_logprobs[:length]
+        sequence.launched, sequence.stopped = length, end is not None
 
 
 class ChosenLogProbs(LogitsProcessor):
@@ -205,25 +213,9 @@ def generate_plain(model: Any, source: Iterable[Sequence | None], config: Genera
     """
     pad = int(config.pad_token_id)  # type: ignore[arg-type]
     for batch in _batches(model, source, pad, len):
-        _generate_plain_batch(model, batch, config, pad)
+        with LastLogits(model) as last:
+            chosen = ChosenLogProbs(float(config.temperature or 1.0) if config.do_sample else 1.0, last)
+            drawn = _generate(model, batch, config, chosen)
+            chosen.note(drawn)
+        _finish(batch, drawn, chosen.logprobs, token_ids(config.eos_token_id))
         yield from (sequence for sequence in batch if sequence.index >= 0)
-
-
-def _generate_plain_batch(model: Any, sequences: List[Sequence], config: GenerationConfig, pad: int) -> None:
-    eos = token_ids(config.eos_token_id)
-    ids, mask = left_pad([sequence.prompt_ids for sequence in sequences], pad, model.device)
-    with LastLogits(model) as last:
-        noted = ChosenLogProbs(float(config.temperature or 1.0) if config.do_sample else 1.0, last)
-        processors = LogitsProcessorList([noted])
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            **_images(model, sequences, ids),
-            generation_config=config,
-            logits_processor=processors,
-            synced_gpus=is_sharded(model),
-        )
-        noted.note(output)
-    logprobs = torch.stack(noted.logprobs, dim=1).tolist()
-    for sequence, tokens, numbers in zip(sequences, output[:, ids.shape[1] :].tolist(), logprobs, strict=True):
-        _finish(sequence, tokens, numbers, eos)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from perl import device
 from perl.base.errors import UserError
 from perl.device.sharding import any_rank, is_sharded
-from perl.engines.base import Feed, room_of
+from perl.engines.base import Feed
 from perl.engines.decoder import Decoder
 from perl.engines.sampling import validate
-from perl.engines.sequence import Sequence
+from perl.engines.scheduler import Sequence
 from perl.models.pixels import make_images
 from perl.records import Completion, Prompt, Sampling
 
@@ -52,32 +53,33 @@ class TorchEngine:
         Where each forward gathers weights from other processes (perl.device.sharding.is_sharded), every process must
         iterate to the end; they need not have equally many prompts.
         """
-        stretches = Stretches(feed)
+        stretches, first = _stretches(feed), 0
         with self.applied():
             sharded = is_sharded(self.model)
             while True:
-                sampling, first = stretches.begin(), stretches.taken
-                if not (any_rank(sampling is not None, self.model.device) if sharded else sampling):
+                stretch = next(stretches, None)
+                if not (any_rank(stretch is not None, self.model.device) if sharded else stretch):
                     break
-                sequences = () if sampling is None else self._sequences(stretches)
-                sampling = sampling or Sampling()
-                validate(sampling)
-                for sequence in self._complete(sequences, sampling):
+                sampling, prompts = stretch or (Sampling(), ())
+                completed = 0
+                for sequence in self._complete(self._sequences(prompts), sampling):
                     yield first + sequence.index, sequence.completion()
+                    completed += 1
+                first += completed
         self.decoder.release_if_short()
 
     def _complete(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
         return self.decoder.run(source, sampling)
 
-    def _sequences(self, stretch: Stretches) -> Iterator[Sequence | None]:
-        """The sequences of one stretch."""
-        for prompt in stretch:
+    def _sequences(self, prompts: Feed) -> Iterator[Sequence | None]:
+        for prompt in prompts:
             if prompt is None:
                 yield None
                 continue
+            validate(prompt.sampling)
             if prompt.adapter is not None:
                 raise UserError(f"{prompt.adapter}: transformers serves no adapter alongside a model; merge it")
-            max_new_tokens = room_of(prompt, self.context)
+            max_new_tokens = prompt.room(self.context)
             images = make_images(self.processing, prompt.images)
             yield Sequence(prompt.token_ids, prompt.seed, max_new_tokens, images=images)
 
@@ -86,39 +88,15 @@ class TorchEngine:
         device.empty_cache()
 
 
-class Stretches:
-    """A feed cut where the distribution that is sampled from changes. `begin` a stretch, then iterate over it."""
+def _stretches(feed: Feed) -> Iterator[tuple[Sampling, Feed]]:
+    """`feed` cut where the distribution that is sampled from changes."""
+    current: Sampling | None = None
 
-    def __init__(self, feed: Feed):
-        self._source = iter(feed)
-        self._next: Prompt | None = None
-        """Read, and not given yet."""
-        self._current: Sampling | None = None
-        self.taken = 0
-        """Prompts given so far."""
+    def distribution(prompt: Prompt | None) -> Sampling | None:
+        nonlocal current
+        current = current if prompt is None else prompt.sampling.distribution
+        return current
 
-    def begin(self) -> Sampling | None:
-        """Sampling of the next stretch, waiting for it; None at the end of the feed."""
-        while self._next is None:
-            try:
-                self._next = next(self._source)
-            except StopIteration:
-                return None
-        self._current = self._next.sampling
-        return self._current
-
-    def __iter__(self) -> Stretches:
-        return self
-
-    def __next__(self) -> Prompt | None:
-        """A prompt of this stretch, or None when there is nothing at the moment."""
-        if self._next is None:
-            self._next = next(self._source)
-        if self._next is None:
-            return None
-        assert self._current is not None
-        if self._next.sampling.distribution != self._current.distribution:
-            raise StopIteration
-        prompt, self._next = self._next, None
-        self.taken += 1
-        return prompt
+    for sampling, prompts in itertools.groupby(feed, distribution):
+        if sampling is not None:
+            yield sampling, prompts

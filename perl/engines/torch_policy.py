@@ -19,13 +19,12 @@ from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
-from perl.engines.base import Feed
-from perl.engines.sequence import Sequence
+from perl.engines.scheduler import Sequence
 from perl.engines.stock import generate_plain
 from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import token_ids
 from perl.noise.injector import NoiseInjector
-from perl.records import Completion, Sampling, Weights
+from perl.records import Sampling, Weights
 
 SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
 SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation"}
@@ -94,7 +93,7 @@ class TorchPolicyEngine(TorchEngine):
             processing,
             eos_token_ids=token_ids(generation_config.eos_token_id),
             context=None,
-            applied=functools.partial(self._applied, dtype),
+            applied=functools.partial(self._measured, dtype),
             generation_kwargs=further,
             **self._settings,
         )
@@ -105,13 +104,6 @@ class TorchPolicyEngine(TorchEngine):
         self.weights = weights
         if not self.eager_optimizer and device.free_memory() is not None:
             self.decoder.reserved = update_memory(self.model, first=weights.version == 0)
-
-    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
-        yield from super().stream(feed)
-        if self.merge.rounding_error is not None:
-            self._metrics["rollout/merge_rounding_error"] = self.merge.rounding_error
-        if self.noise is not None:
-            self._metrics["aqn/sigma_realized"] = self.noise.realized_sigma
 
     def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> TorchEngine:
         """By a decode loop of its own, or the model's own `generate` under the engine of that name. Packed weights are
@@ -133,11 +125,23 @@ class TorchPolicyEngine(TorchEngine):
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def state(self) -> dict[str, Any]:
-        return {"merging": self.merge.merging}
+    @property
+    def merging(self) -> bool:
+        return self.merge.merging
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.merge.merging = state["merging"]
+    @merging.setter
+    def merging(self, merging: bool) -> None:
+        self.merge.merging = merging
+
+    @contextlib.contextmanager
+    def _measured(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """As `_applied`, for a rollout: what became of merge and noise stands in the metrics then."""
+        with self._applied(dtype):
+            yield
+        if self.merge.rounding_error is not None:
+            self._metrics["rollout/merge_rounding_error"] = self.merge.rounding_error
+        if self.noise is not None:
+            self._metrics["aqn/sigma_realized"] = self.noise.realized_sigma
 
     @contextlib.contextmanager
     def _undecided(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from perl import device
 from perl.base.errors import UserError
 from perl.engines import vllm_memory
-from perl.engines.base import Feed, room_of
+from perl.engines.base import Feed, resolve_dtype
 from perl.engines.sampling import validate
 from perl.models.folders import eos_token_ids, load_config, load_tokenizer, require_adapter, takes_images
 from perl.models.images import decoded
@@ -92,6 +92,20 @@ def import_vllm() -> Any:
     return importlib.import_module("vllm")
 
 
+def start_vllm(options: Mapping[str, Any], training: bool = False) -> Any:
+    """A vllm.LLM. A UserError where memory is short, with the flags of the evaluator or of a training."""
+    vllm = import_vllm()
+    try:
+        return vllm.LLM(**options)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        share = options.get("gpu_memory_utilization", vllm.EngineArgs.gpu_memory_utilization)
+        sized_here = "gpu_memory_utilization" not in options or bool(os.environ.get(vllm_memory.CPU_CACHE))
+        fixed = device.detect().kind == "cpu" and sized_here
+        if known := vllm_memory.explain(error, share, options.get("enforce_eager", False), fixed, training):
+            raise known from error
+        raise
+
+
 class RunningVLLM:
     """Completes prompts with a vLLM engine that runs. See `perl.engines.Engine` for what it promises.
 
@@ -122,28 +136,19 @@ class RunningVLLM:
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         """The feed is read until twice `max_num_seqs` requests are under way. See `Engine.stream`."""
-        source = iter(feed)
-        indices: dict[str, int] = {}
-        taken = 0
-        exhausted = False
+        source, indices, positions = iter(feed), dict[str, int](), itertools.count()
+        end: Any = object()
+        prompt: Any = None
         try:
-            while True:
-                while not exhausted and len(indices) < 2 * self.max_num_seqs:
-                    try:
-                        prompt = next(source)
-                    except StopIteration:
-                        exhausted = True
+            while indices or prompt is not end:
+                while prompt is not end and len(indices) < 2 * self.max_num_seqs:
+                    prompt = next(source, end)
+                    if prompt is None or prompt is end:
                         break
-                    if prompt is None:
-                        break
-                    indices[self._add(prompt)] = taken
-                    taken += 1
-                if indices:
-                    for output in self.engine.step():
-                        if output.finished:
-                            yield indices.pop(output.request_id), self._completion(output.outputs[0])
-                elif exhausted:
-                    return
+                    indices[self._add(prompt)] = next(positions)
+                for output in self.engine.step() if indices else ():
+                    if output.finished:
+                        yield indices.pop(output.request_id), self._completion(output.outputs[0])
         finally:
             if indices:  # whoever reads has failed, or a prompt was refused
                 self.engine.abort_request(list(indices))
@@ -180,7 +185,7 @@ class RunningVLLM:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "max_tokens": room_of(prompt, self.max_model_len),
+            "max_tokens": prompt.room(self.max_model_len),
             "seed": prompt.seed,
             "stop_token_ids": sorted(self.eos_token_ids),
             "detokenize": False,  # one call of the fast tokenizer at the end costs less than one a token
@@ -237,15 +242,7 @@ class VLLMEngine(RunningVLLM):
             options["limit_mm_per_prompt"] = {"video": 0}  # no memory is kept for them
         if adapters:
             options |= {"enable_lora": True, "max_lora_rank": max(map(lora_rank, adapters))}
-        vllm = import_vllm()
-        try:
-            engine = vllm.LLM(**options).llm_engine
-        except (RuntimeError, ValueError, AssertionError) as error:
-            share = vllm_options.get("gpu_memory_utilization", vllm.EngineArgs.gpu_memory_utilization)
-            fixed = device.detect().kind == "cpu" and "gpu_memory_utilization" not in vllm_options
-            if known := vllm_memory.explain(error, share, options.get("enforce_eager", False), fixed):
-                raise known from error
-            raise
+        engine = start_vllm(options).llm_engine
         from vllm.lora.request import LoRARequest
 
         loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
@@ -296,15 +293,6 @@ class VLLMEngine(RunningVLLM):
                 if output.finished:
                     rows = output.prompt_logprobs[1:]  # the first token has none
                     return [row[token].logprob for row, token in zip(rows, ids[1:], strict=True)]
-
-
-def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
-    """The dtype's name; vLLM's own "auto" would halve a float32 checkpoint."""
-    if dtype != "auto":
-        return dtype
-    best = str(device.default_dtype()).removeprefix("torch.")
-    stored = str(getattr(config, "dtype", None) or best).removeprefix("torch.")
-    return best if best == "float32" else stored
 
 
 def cannot_serve(config: Mapping[str, Any]) -> str | None:

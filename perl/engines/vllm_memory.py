@@ -19,6 +19,12 @@ LARGEST_SHARE = 0.97
 """The driver and other libraries keep some of the device."""
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 """Variable: GiB of KV cache on a CPU, whole ones. While it is set, vLLM does not read gpu_memory_utilization there."""
+TRAINING_FLAGS = {
+    "--gpu_memory_utilization": "--config.training.vllm_gpu_memory_utilization",
+    "--max_model_len": "--config.training.vllm_max_model_length",
+    "--tp_size": "--config.training.vllm_tensor_parallel_size",
+}
+"""What a training calls the evaluator's flags. It has none for --enforce_eager."""
 
 NUMBER = r"(-?[\d.]+)"
 SHARE_TAKEN = re.compile(
@@ -50,52 +56,61 @@ class Start:
     """The KV cache has a size of its own, not what the share leaves (on a CPU, unless the user gives a share)."""
 
 
-def explain(error: BaseException, share: float, eager: bool, fixed_cache: bool) -> UserError | None:
-    """The UserError for an engine that did not start, or None where memory is not the reason. Arguments as in Start."""
+def explain(
+    error: BaseException, share: float, eager: bool, fixed_cache: bool, training: bool = False
+) -> UserError | None:
+    """The UserError for an engine that did not start, or None where memory is not the reason.
+
+    Args:
+        share, eager, fixed_cache: as in Start.
+        training: the flags are a training's, not the evaluator's.
+    """
     memory = device.peak_memory()
     total = memory.total if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    start = Start(share, eager, total / 2**30, cpu=memory is None, fixed_cache=fixed_cache)
+    start = Start(share, eager or training, total / 2**30, cpu=memory is None, fixed_cache=fixed_cache)
     line = advice(str(error), start)
+    for flag, of_training in TRAINING_FLAGS.items() if line and training else ():
+        line = line.replace(flag, of_training)
     return UserError(f"vLLM does not start: {line}") if line else None
 
 
-def advice(said: str, start: Start) -> str | None:
+def advice(message: str, start: Start) -> str | None:
     """What is short and what to write instead, or None where vLLM spoke of something else than memory."""
-    if found := SHARE_TAKEN.search(said):
-        return _share_is_taken(float(found[1]), float(found[2]), start)
-    if found := SHORT_CACHE.search(said):
-        longest = LONGEST.search(said)
-        needed, available = float(found[2]), float(found[3])
-        return _cache_is_short(int(found[1]), needed, available, int(longest[1]) if longest else None, start)
-    if NO_CACHE.search(said):
+    if match := SHARE_TAKEN.search(message):
+        return _share_is_taken(float(match[1]), float(match[2]), start)
+    if match := SHORT_CACHE.search(message):
+        longest = LONGEST.search(message)
+        needed, available = float(match[2]), float(match[3])
+        return _cache_is_short(int(match[1]), needed, available, int(longest[1]) if longest else None, start)
+    if NO_CACHE.search(message):
         what = (
             f"weights and activations leave nothing of its share of the device (now {start.share:g}) for the KV cache"
         )
         return f"{what}; {_either(_room(start))}"
-    if found := CPU_SHORT.search(said):
-        available, total, wanted = (float(found[n]) for n in (1, 2, 3))
-        return _cpu_is_short(available, total, wanted, float(found[4]) if found[4] else None)
-    if found := MOVED.search(said):
+    if match := CPU_SHORT.search(message):
+        available, total, wanted = (float(match[n]) for n in (1, 2, 3))
+        return _cpu_is_short(available, total, wanted, float(match[4]) if match[4] else None)
+    if match := MOVED.search(message):
         return (
-            f"another process gave memory back while vLLM measured the device ({found[1]} GiB free, then {found[2]});"
+            f"another process gave memory back while vLLM measured the device ({match[1]} GiB free, then {match[2]});"
             " the same command again, once the device is quiet"
         )
-    if ALLOCATION.search(said):
-        line = next(line for line in said.splitlines() if ALLOCATION.search(line)).strip()
+    if ALLOCATION.search(message):
+        line = next(line for line in message.splitlines() if ALLOCATION.search(line)).strip()
         return f"{'. '.join(line.split('. ')[:3]).rstrip('.')}; {_either(_less(start))}"
     return None
 
 
 def _share_is_taken(free: float, total: float, start: Start) -> str:
     share = _down(free / total)
-    found = f"{free} of {total} GiB are free, and it takes {start.share} of all"
+    shortage = f"{free} of {total} GiB are free, and it takes {start.share} of all"
     if share < 0.05:
-        return f"{found}; another process holds the device: end it, or choose another device"
-    return f"{found}; write --gpu_memory_utilization {share:.2f}, or end what else uses the device"
+        return f"{shortage}; another process holds the device: end it, or choose another device"
+    return f"{shortage}; write --gpu_memory_utilization {share:.2f}, or end what else uses the device"
 
 
 def _cache_is_short(length: int, needed: float, available: float, longest: int | None, start: Start) -> str:
-    found = f"one sequence of {length} tokens needs {needed} GiB of KV cache, {available} are left for it"
+    shortage = f"one sequence of {length} tokens needs {needed} GiB of KV cache, {available} are left for it"
     ways = []
     if start.fixed_cache:
         ways.append(f"{CPU_CACHE}={math.ceil(needed)} in the environment")
@@ -105,7 +120,7 @@ def _cache_is_short(length: int, needed: float, available: float, longest: int |
             ways.append(f"--gpu_memory_utilization {share:.2f} (now {start.share:g})")
     if longest:
         ways.append(f"--max_model_len {longest} (completions that reach it are cut)")
-    return f"{found}; {_either([*ways, *_eager(start)] if ways else _room(start))}"
+    return f"{shortage}; {_either([*ways, *_eager(start)] if ways else _room(start))}"
 
 
 def _cpu_is_short(available: float, total: float, wanted: float, requested: float | None) -> str:
@@ -117,11 +132,11 @@ def _cpu_is_short(available: float, total: float, wanted: float, requested: floa
     used = requested - wanted  # by the process without a cache
     if wanted <= 0:
         share = _up((used + 1) / total)
-        found = f"without a KV cache it already uses {used:.2f} GiB, its share of {total} is {requested} GiB"
+        shortage = f"without a KV cache it already uses {used:.2f} GiB, its share of {total} is {requested} GiB"
     else:
         share = _down((used + available) / total)
-        found = f"{wanted} GiB of KV cache are wanted, {available} of {total} GiB are free"
-    return f"{found}; write --gpu_memory_utilization {share:.2f} (1 GiB of KV cache is enough for small models)"
+        shortage = f"{wanted} GiB of KV cache are wanted, {available} of {total} GiB are free"
+    return f"{shortage}; write --gpu_memory_utilization {share:.2f} (1 GiB of KV cache is enough for small models)"
 
 
 def _room(start: Start) -> list[str]:

@@ -17,7 +17,7 @@ from perl import device
 from perl.base.errors import UserError
 from perl.device.sharding import Gather
 from perl.engines.base import Feed
-from perl.engines.vllm import RunningVLLM, import_vllm, random_state_kept
+from perl.engines.vllm import RunningVLLM, import_vllm, random_state_kept, start_vllm
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine
 from perl.noise.injector import NoiseInjector
 from perl.prompts import row_seed
@@ -54,10 +54,12 @@ class VLLMPolicyEngine(RunningVLLM):
         itemsize: bytes of a weight in vLLM, which chooses its own dtype.
 
     Raises:
-        UserError: for generation_kwargs that no rollout can heed, and for noise that vLLM's layers can't be given.
+        UserError: for generation_kwargs that no rollout can heed, too little memory, and noise that vLLM's layers can't
+            be given.
     """
 
     context: int | None = None
+    merging = False
 
     def __init__(
         self,
@@ -74,24 +76,21 @@ class VLLMPolicyEngine(RunningVLLM):
         seed: int,
     ):
         with random_state_kept():
-            vllm = import_vllm()
+            import_vllm()
             self.further = further_fields(generation_kwargs, regex)
             self.policy, self.gather, self.sync = policy, gather, VLLMSync(peft_config)
             self.sharing = Sharing(processes, options["tensor_parallel_size"])
-            own_seed = row_seed(seed, "vllm", self.sharing.number) % 2**31  # the same in all that share the engine
-            self.llm: Any = vllm.LLM(
-                **self.sync.options(
-                    {
-                        **options,
-                        "model": policy.name_or_path,
-                        "quantization": quantization_of(policy),
-                        "seed": own_seed,
-                        "distributed_executor_backend": "external_launcher",
-                        "max_num_batched_tokens": BATCHED_TOKENS,
-                        "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
-                    }
-                )
-            )
+            engine_seed = row_seed(seed, "vllm", self.sharing.number) % 2**31  # the same in all that share the engine
+            started_with = {
+                **options,
+                "model": policy.name_or_path,
+                "quantization": quantization_of(policy),
+                "seed": engine_seed,
+                "distributed_executor_backend": "external_launcher",
+                "max_num_batched_tokens": BATCHED_TOKENS,
+                "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
+            }
+            self.llm: Any = start_vllm(self.sync.options(started_with, policy), training=True)
         self.sleeps = self.asleep = bool(options["enable_sleep_mode"])
         self.sleep_level = 1 if self.sync.reason is None else 2  # 2 throws the base away, which is sent again
         if self.sleeps:
@@ -132,28 +131,22 @@ class VLLMPolicyEngine(RunningVLLM):
     def take_metrics(self) -> dict[str, float]:
         return {} if self.noise is None else {"aqn/sigma_realized": self.noise.realized_sigma}
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """There is nothing: what vLLM holds is published before each rollout."""
-
     def close(self) -> None:
         """The engine lives as long as the trainer."""
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:
         """The user's go before the run's, but for seeds, and for lengths where those are smaller."""
-        own, further = super()._fields(prompt), self.further
+        fields, further = super()._fields(prompt), self.further
         ends = set() if further.get("ignore_eos") else self.eos_token_ids
         return {
-            **own,
+            **fields,
             "logprobs": 0,  # those of the drawn tokens
             "detokenize": bool(further.get("stop")),
             **further,
-            "max_tokens": min(own["max_tokens"], further.get("max_tokens") or math.inf),
-            "seed": own["seed"],
+            "max_tokens": min(fields["max_tokens"], further.get("max_tokens") or math.inf),
+            "seed": fields["seed"],
             "stop_token_ids": sorted(ends | set(further.get("stop_token_ids") or ())),
-            "output_kind": own["output_kind"],
+            "output_kind": fields["output_kind"],
         }
 
     def _load(self) -> None:

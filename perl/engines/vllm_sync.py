@@ -4,8 +4,8 @@ TRL 1.16 merges the adapter into the trainer's own weights, sends all of them an
 synchronisation: gigabytes, and rounding leaves another base behind each time. Here
 
     sync = VLLMSync(peft_config)
-    llm = start(sync.options(…))     a vllm.LLM with LoRA enabled
-    sync.load(llm, policy, gather)   hands the adapter over (a few MB), which requests name from now on (sync.adapter)
+    llm = start(sync.options(…, policy))    a vllm.LLM with LoRA enabled
+    sync.load(llm, policy, gather)          hands the adapter over (a few MB), which requests name then (sync.adapter)
 
 Where vLLM can't serve the adapter, one line in the log says why and `load` sends merged weights. They are computed in
 copies, by PEFT's own merge in float32, so that nothing has to be restored.
@@ -59,10 +59,13 @@ class VLLMSync:
         self.adapter: Any = None
         self._number = 0
 
-    def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a vllm.LLM, and those with which it serves the adapter, unless something stands against it."""
-        if reason := self.reason or _model_refuses(options):
-            self._send_merged(reason)
+    def options(self, options: Mapping[str, Any], model: Any) -> dict[str, Any]:
+        """Those of a vllm.LLM, and those with which it serves the adapter of `model`, unless something stands against
+        it."""
+        self.reason = self.reason or _model_refuses(options) or _odd_layer(model)
+        if self.reason is not None:
+            what = "all weights" if self.reason == NO_ADAPTER else "merged weights, not the adapter alone"
+            log.info("rollouts: vLLM is sent %s: %s", what, self.reason)
             return dict(options)
         return {**options, "enable_lora": True, "max_lora_rank": max_lora_rank(self.config)}
 
@@ -71,15 +74,19 @@ class VLLMSync:
         here.
 
         Raises:
-            UserError: only the adapter could be sent, and vLLM refuses it.
+            UserError: vLLM refuses the adapter, or has no weights that others could replace.
         """
-        if self.reason is None and (why := _odd_layer(model)):
-            self._send_merged(why)
         if self.reason is None:
             self._hand_over(llm, model, gather)
-        if self.reason is not None:
-            for named in merged_weights(model, gather, self._layers_of_engine(llm)):
-                llm.apply_model(lambda inner, named=named: inner.load_weights([named]))
+            return
+        (replaceable,) = llm.apply_model(_holds_weights)
+        if not replaceable:
+            raise UserError(
+                f"--config.rollout.engine vllm: vLLM has packed its weights for the CPU and can only be given the"
+                f" adapter alone, but {self.reason}; use --config.rollout.engine fast"
+            )
+        for named in merged_weights(model, gather):
+            llm.apply_model(lambda inner, named=named: inner.load_weights([named]))
 
     def _hand_over(self, llm: Any, model: Any, gather: Gather) -> None:
         from vllm.lora.request import LoRARequest
@@ -96,26 +103,13 @@ class VLLMSync:
             except (ValueError, RuntimeError) as error:
                 if previous is not None or device.is_out_of_memory(error):  # it served the same layers before
                     raise
-                self._send_merged(f"vLLM refuses it: {' '.join(str(error).split())[:300]}")
-                return
+                raise UserError(
+                    f"--config.rollout.engine vllm: vLLM refuses the adapter: {' '.join(str(error).split())[:300]}; use"
+                    " --config.rollout.engine fast"
+                ) from error
         if not loaded:
             raise RuntimeError(f"vLLM did not load the adapter of synchronisation {self._number}")
         self.adapter = request
-
-    def _layers_of_engine(self, llm: Any) -> set[str]:
-        """Kinds of layer of the trainer's model ("q_proj") whose weights the engine calls "….base_layer.weight"."""
-        ((names, parts, complete),) = llm.apply_model(_wrapped_layers)
-        if not complete:
-            raise UserError(
-                f"--config.rollout.engine vllm: vLLM has packed its weights for the CPU and can only be given the"
-                f" adapter alone, but {self.reason}; use --config.rollout.engine fast"
-            )
-        return {own for name in names for own in parts.get(name, [name])}
-
-    def _send_merged(self, reason: str) -> None:
-        self.reason = reason
-        what = "all weights" if reason == NO_ADAPTER else "merged weights, not the adapter alone"
-        log.info("rollouts: vLLM is sent %s: %s", what, reason)
 
 
 def noise_of_engine(llm: Any, noise: NoiseInjector) -> NoiseInjector:
@@ -147,13 +141,9 @@ def save_adapter(model: Any, gather: Gather, folder: Path) -> None:
 
 
 @torch.no_grad()
-def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weights(model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
     """Each weight of the base with the adapter in it, if there is one, in the base's dtype; the model itself is only
-    read.
-
-    Args:
-        wrapped: kinds of layer whose weights vLLM calls "….base_layer.weight".
-    """
+    read."""
     with resharded(model), gather(list(model.parameters())):
         layers = {_own_name(layer.name): layer for layer in adapted_layers(model)}
         for layer in layers.values():
@@ -172,14 +162,14 @@ def merged_weights(model: Any, gather: Gather, wrapped: set[str]) -> Iterator[tu
             ):
                 continue
             name = _own_name(full_name).removeprefix("base_model.model.").replace(".base_layer", "")
-            module, _, own = name.replace("modules_to_save.default.", "").rpartition(".")
+            module, _, weight = name.replace("modules_to_save.default.", "").rpartition(".")
             if module in layers:
-                if own not in merged:
+                if weight not in merged:
                     merged = layers[module].merged()
-                tensor = whole_of(merged.pop(own).to(parameter.dtype), parameter)
+                tensor = whole_of(merged.pop(weight).to(parameter.dtype), parameter)
             else:
                 tensor = whole(parameter)
-            yield f"{module}.base_layer.{own}" if module.rpartition(".")[2] in wrapped else f"{module}.{own}", tensor
+            yield f"{module}.{weight}", tensor
 
 
 def _own_name(name: str) -> str:
@@ -207,30 +197,23 @@ def _model_refuses(options: Mapping[str, Any]) -> str | None:
     return None if supports_lora(architecture) else f"vLLM's {architecture.__name__} does not support LoRA"
 
 
-def _wrapped_layers(model: nn.Module) -> tuple[set[str], dict[str, list[str]], bool]:
-    """Kinds of layer that vLLM has wrapped for LoRA and that do not load weights by the checkpoint's own names (those
-    of vLLM 0.31 do), which of the checkpoint's layers each of them holds, and whether all weights are there. Runs in
-    vLLM's worker."""
-    names = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if hasattr(module, "base_layer") and not hasattr(type(module), "load_weights")
-    }
-    parts: Any = getattr(model, "packed_modules_mapping", {})
-    return names, parts, all(parameter.numel() for parameter in model.parameters())
+def _holds_weights(model: nn.Module) -> bool:
+    """Whether all weights are there. Runs in vLLM's worker."""
+    return all(parameter.numel() for parameter in model.parameters())
 
 
 def _layer_of_engine(modules: dict[str, nn.Module], rename: Any, target: Target) -> nn.Module:
     """The engine's layer for one of the trainer's, by its own name in the checkpoint or by vLLM's for it."""
     name = _own_name(target.name).removeprefix("base_model.model.")
-    theirs = rename.map_name(f"{name}.weight") if rename is not None else None
-    module = modules.get(name) or modules.get((theirs or "").removesuffix(".weight"))
-    found = getattr(module, "weight", None)
+    renamed = rename.map_name(f"{name}.weight") if rename is not None else None
+    module = modules.get(name) or modules.get((renamed or "").removesuffix(".weight"))
+    weight = getattr(module, "weight", None)
     shape = tuple(getattr(target.weight, "ds_shape", target.weight.shape))  # ZeRO-3's own is (0,) here
-    if found is not None and found.is_floating_point() and tuple(found.shape) == shape:
+    if weight is not None and weight.is_floating_point() and tuple(weight.shape) == shape:
         assert module is not None
         return module
-    has = "no such layer" if found is None else f"it as {str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+    dtype = str(getattr(weight, "dtype", "")).removeprefix("torch.")
+    has = "no such layer" if weight is None else f"it as {dtype} {list(weight.shape)}"
     raise UserError(
         f"--config.noise_injection.enabled: {name} is {list(shape)} in the trainer, but vLLM has {has}, which can't be"
         " given the noise; use --config.rollout.engine fast"

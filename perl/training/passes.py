@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from perl.device import to_device
-from perl.engines.sequence import left_pad
+from perl.engines.scheduler import left_pad
 from perl.engines.torch_policy import evaluation_mode
 from perl.models.pixels import image_arguments
 from perl.runs.metrics import StepClock, Work, sequences

@@ -498,7 +498,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _run_state(self) -> dict[str, Any]:
         step = self.step
         state = super()._run_state() | {"measured": step.metrics.state(), "weights": asdict(step.weights)}
-        state["engine"] = step.engine.state()
+        state["merging"] = step.engine.merging
         if step.critic:
             state["critic"] = dict(vars(step.critic.measured))
         if step.entropy_bonus:
@@ -515,8 +515,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if "sums" in state.get("measured", {}):
             step.metrics.restore(state["measured"])
             step.weights = Weights(**state["weights"])
-        if state.get("engine"):
-            step.engine.restore(state["engine"])
+        step.engine.merging = state.get("merging", False)
         if step.critic and "critic" in state:
             vars(step.critic.measured).update(state["critic"])
         if step.entropy_bonus and "entropy" in state:

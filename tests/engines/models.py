@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from perl.engines import Engine
 from perl.engines.decoder import Decoder
-from perl.engines.sequence import Sequence
+from perl.engines.scheduler import Sequence
 from perl.engines.stock import generate_stock
 from perl.records import Completion, Prompt, Sampling
 from tests.tiny import tiny_model

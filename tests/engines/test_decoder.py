@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from perl.base.errors import UserError
+from perl.engines import scheduler
 from perl.engines.decoder import unsupported_reason
-from perl.engines.scheduler import REFILL_SHARE
-from perl.engines.sequence import Sequence, left_pad
+from perl.engines.scheduler import REFILL_SHARE, Sequence, left_pad, mark_seen
 from perl.records import Sampling
 from tests.engines.models import EOS, SHAPE, complete, decode, decoder, make_sequences, prompts, stock, tiny
 
@@ -310,6 +310,17 @@ def test_peft_model_is_sampled_with_its_adapter():
         plain = draw(peft_model)
     assert plain == draw(base)
     assert sum(mine == theirs for mine, theirs in zip(adapted, plain, strict=True)) < 20
+
+
+def test_what_goes_to_the_device_goes_in_one_copy_from_the_host(monkeypatch):
+    """From memory that is not pinned the host would wait for all that the device still has to compute."""
+    copied = []
+    monkeypatch.setattr(scheduler.device, "to_device", lambda tensor, where: copied.append(tensor) or tensor)
+    ids, mask = left_pad([[1, 2, 3], [4]], 0, torch.device("meta"))
+    assert (ids.tolist(), mask.tolist()) == ([[1, 2, 3], [0, 0, 4]], [[1, 1, 1], [0, 0, 1]])
+    seen = mark_seen([[1, 2, 1], [4]], 5, torch.device("cpu"))
+    assert seen.tolist() == [[False, True, True, False, False], [False, False, False, False, True]]
+    assert len(copied) == 2
 
 
 class NoRepeat(LogitsProcessor):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from perl import device
 from perl.base.errors import UserError
 from perl.engines import vllm_policy, vllm_sync
 from perl.engines.vllm_policy import Sharing, VLLMPolicyEngine
@@ -87,6 +88,7 @@ def vllm(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, os.environ.get(name, "0"))  # put back afterwards
     monkeypatch.setattr(vllm_sync, "_model_refuses", lambda options: None)
+    monkeypatch.setattr(vllm_sync, "_odd_layer", lambda model: None)
 
 
 def load(sync: Any, llm: Any, model: Any, gather: Any) -> None:
@@ -134,6 +136,31 @@ def test_it_is_started_as_trl_starts_it_and_serves_the_adapter(monkeypatch):
     assert engine_of(monkeypatch, reason="vLLM does not").llm.options.get("enable_lora") is None
     assert (engine.itemsize, engine.max_num_seqs) == (2, 4)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+
+
+def test_too_little_memory_is_one_line_with_the_flags_of_a_training(monkeypatch):
+    error = ValueError(
+        "To serve at least one request with the model's max seq len (32768), (8.0 GiB KV cache is needed, which is"
+        " larger than the available KV cache memory (4.0 GiB). Based on the available memory, the estimated maximum"
+        " model length is 16384."
+    )
+
+    def fails(**options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", fails)
+    monkeypatch.setattr(sys.modules["vllm"], "EngineArgs", SimpleNamespace(gpu_memory_utilization=0.9), raising=False)
+    monkeypatch.setattr(device, "peak_memory", lambda: device.Memory(0, 0, 80 * 2**30))
+    with pytest.raises(UserError) as raised:
+        engine_of(monkeypatch, {"gpu_memory_utilization": 0.3})
+    assert str(raised.value) == (
+        "vLLM does not start: one sequence of 32768 tokens needs 8.0 GiB of KV cache, 4.0 are left for it; write"
+        " --config.training.vllm_gpu_memory_utilization 0.35 (now 0.3), or --config.training.vllm_max_model_length"
+        " 16384 (completions that reach it are cut)"
+    )
+    error = ValueError("another reason")
+    with pytest.raises(ValueError, match="another reason"):
+        engine_of(monkeypatch, {"gpu_memory_utilization": 0.3})
 
 
 def test_a_completion_has_the_drawn_tokens_log_probabilities_and_its_request_the_adapter(monkeypatch):

@@ -68,7 +68,7 @@ def test_peak_memory_is_the_allocators(answer):
         x = torch.empty(1024, device="npu")
         y = x * 2
         del y
-        answer = device.peak_memory_bytes()
+        answer = device.peak_memory().allocated
     """)
     assert found == 2 * 4608
 

@@ -211,7 +211,7 @@ def test_vllm_on_a_cpu_takes_adapters_alone(folder):
 
 def test_vllm_is_sent_every_weight():
     model = tiny_model()
-    sent = dict(merged_weights(model, contextlib.nullcontext, set()))
+    sent = dict(merged_weights(model, contextlib.nullcontext))
     assert sent.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(sent[name], weight) for name, weight in model.named_parameters())
 

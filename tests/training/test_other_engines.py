@@ -96,21 +96,19 @@ def keeps_its_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = in_place
 
 
-def colocated(folder: Path, adapter: str = "lora", rank: int = 4) -> dict[str, Any]:
+def colocated(folder: Path, adapter: str = "lora") -> dict[str, Any]:
     """Three steps as they should be, and a fourth rollout before which vLLM is not given the policy (in a child).
-    vLLM is told of rank 8 at most.
 
     Returns what `until_stopped` does, and the log, vLLM's dtype, the names of the base's weights that have changed,
     and how many weights were sent."""
     on_cpu()
     import torch
 
-    vllm_sync.max_lora_rank = lambda config: 8
-    if (adapter, rank) != ("lora", 4):
+    if adapter != "lora":
         keeps_its_weights()
     base = save_tiny(folder / "model", scale=4.0)
     settings = {"lr_scheduler_type": "constant", "max_steps": 4}  # so that a step's change is plain against rounding
-    settings |= {"adapter": adapter, "peft": PeftConfig(type=adapter, r=rank, lora_alpha=2 * rank)}
+    settings |= {"adapter": adapter, "peft": PeftConfig(type=adapter, r=4, lora_alpha=8)}
     sent = []
     with logged() as lines:
         model = AutoModelForCausalLM.from_pretrained(base)
@@ -155,18 +153,34 @@ def test_colocated_vllm_is_given_the_adapter_alone_and_a_stale_one_shows(tmp_pat
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("adapter", "rank", "why"),
-    [
-        ("dora", 4, "vLLM does not serve DoRA"),
-        ("lora", 16, "vLLM refuses it: LoRA rank 16 is greater than max_lora_rank 8"),
-    ],
-)
-def test_what_vllm_does_not_serve_is_sent_merged_and_the_base_stays(tmp_path, adapter, rank, why):
-    found = in_a_process(colocated, tmp_path, adapter, rank)
+def test_what_vllm_does_not_serve_is_sent_merged_and_the_base_stays(tmp_path):
+    found = in_a_process(colocated, tmp_path, "dora")
     require_agreement(found)
     assert found["sent"] > 0
-    assert f"vLLM is sent merged weights, not the adapter alone: {why}" in found["log"]
+    assert "vLLM is sent merged weights, not the adapter alone: vLLM does not serve DoRA" in found["log"]
+
+
+def refused(folder: Path) -> str:
+    """What a run ends with whose adapter vLLM refuses, having been told of rank 8 (in a child)."""
+    on_cpu()
+    vllm_sync.max_lora_rank = lambda config: 8
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(folder / "model"))
+    settings = {"peft": PeftConfig(r=16, lora_alpha=32), "vllm_max_model_length": 64}
+    trainer = trained_by(folder, model=model, **settings)
+    try:
+        trainer.train()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_adapter_that_vllm_refuses_is_one_line(tmp_path):
+    assert in_a_process(refused, tmp_path) == (
+        "--config.rollout.engine vllm: vLLM refuses the adapter: LoRA rank 16 is greater than max_lora_rank 8.; use"
+        " --config.rollout.engine fast"
+    )
 
 
 def of_two_seeds(folder: Path) -> list[dict[str, Any]]:
