@@ -170,12 +170,12 @@ def applied(model: Any, adapter: Adapter, config: PeftConfig) -> Applied:
         )
     prefix = model.base_model.prefix
     method = model.peft_config["default"].peft_type
-    own = [p for name, p in model.named_parameters() if prefix not in name and "ranknum" not in name]
+    of_base = [p for name, p in model.named_parameters() if prefix not in name and "ranknum" not in name]
     return Applied(
         type=config.type,
         method=str(getattr(method, "value", method)),
         trained=int(sum(_count(p) for p in trainable.values()) * adapter.trained_share),
-        parameters=sum(_count(p) for p in own),
+        parameters=sum(_count(p) for p in of_base),
         tensors=dict(kinds),
         modules=dict(Counter(layer.rpartition(".")[2] for layer in layers)),
     )

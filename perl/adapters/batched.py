@@ -99,8 +99,8 @@ def _groups(layers: Sequence[AdaptedLayer]) -> list[list[Any]]:
     for adapted in layers:
         if not _plain(adapted.layer):
             continue
-        parent, _, own = adapted.name.rpartition(".")
-        shared = next((names for names in SHARED_INPUT if own in names), own)
+        parent, _, name = adapted.name.rpartition(".")
+        shared = next((names for names in SHARED_INPUT if name in names), name)
         layer: Any = adapted.layer
         a = layer.lora_A[layer.active_adapters[0]].weight
         by_input.setdefault((parent, shared, a.shape[1], a.dtype, a.device), []).append(layer)

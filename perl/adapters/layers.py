@@ -30,7 +30,7 @@ class AdaptedLayer:
     def weights(self) -> dict[str, torch.Tensor]:
         """The base layer's weights by their names in it ("weight"), the storage itself: to write to one changes the
         model."""
-        return {own: local(parameter) for own, parameter in self._base().named_parameters()}
+        return {name: local(parameter) for name, parameter in self._base().named_parameters()}
 
     def merged(self) -> dict[str, torch.Tensor]:
         """Each of `weights` with the active adapter in it, float32, by PEFT's own merge. The layer stays as it is."""
@@ -104,20 +104,20 @@ def in_float32(module: torch.nn.Module) -> Iterator[None]:
     are exchanged and not their data: no tensor of the model moves."""
     import torch
 
-    own = [
+    parameters = [
         (inner, name, parameter, "lora_A" in path.split("."))
         for path, inner in module.named_modules()
         for name, parameter in list(inner._parameters.items())
         if parameter is not None and parameter.is_floating_point()
     ]
     try:
-        for inner, name, parameter, needed_whole in own:
+        for inner, name, parameter, needed_whole in parameters:
             # A shard of rows of base + scale * BA needs all of A.
             tensor = whole(parameter) if needed_whole else local(parameter)
             inner._parameters[name] = torch.nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
         yield
     finally:
-        for inner, name, parameter, _ in own:
+        for inner, name, parameter, _ in parameters:
             inner._parameters[name] = parameter
 
 

@@ -22,6 +22,7 @@ from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, Rounding
 from perl.adapters.other_methods import float32_norms
 from perl.adapters.probe import float32_logits, probe_tokens
 from perl.base.errors import UserError, lookup
+from perl.engines.base import DTYPES
 from perl.models.folders import (
     ADAPTER_WEIGHTS,
     INDEX,
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of float32 logits, as a share of the largest logit, that counts as equal."""
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,8 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
         UserError: no adapter, another base's adapter, an untrained one, or a method that cannot be merged.
         RuntimeError: the merged model does not compute what PEFT computes.
     """
+    import torch
+
     lookup(dict.fromkeys(DTYPES), dtype, "dtype", "--dtype")
     config = require_adapter(adapter)
     warn_of_other_base(config, model)
@@ -94,9 +96,9 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
     wrapped, tokens, peft_logits, effect = wrap(model, adapter)
     exact_error = require_equal(float32_logits(wrapped, tokens, merged=True), peft_logits, effect, "merged in float32")
 
-    asked = checkpoint.dtype() if dtype == "auto" else _torch_dtype(dtype)
-    tensors, rounding_error = measure(wrapped, checkpoint, asked)
-    written, note = choose_dtype(dtype, asked, rounding_error)
+    wanted = checkpoint.dtype() if dtype == "auto" else getattr(torch, dtype)
+    tensors, rounding_error = measure(wrapped, checkpoint, wanted)
+    written, note = choose_dtype(dtype, wanted, rounding_error)
 
     with written_whole(output) as folder:
         write_merged(wrapped, checkpoint, written, folder)
@@ -113,7 +115,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
             method=str(config.get("peft_type", "?")),
             tensors=tensors,
             dtype=_name(written),
-            rounding_dtype=_name(asked),
+            rounding_dtype=_name(wanted),
             rounding_error=rounding_error,
             effect=effect,
             exact_error=exact_error,
@@ -178,7 +180,7 @@ def load_adapter(base: Any, adapter: Path, flag: str = "--adapter", trainable: b
     from safetensors import safe_open
 
     require_whole_weights(adapter, f"{flag} {adapter}")
-    own = {id(p) for p in base.parameters()}
+    of_base = {id(p) for p in base.parameters()}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -197,19 +199,14 @@ def load_adapter(base: Any, adapter: Path, flag: str = "--adapter", trainable: b
         count = len(missing) + len(extra)
         raise UserError(f"{flag} {adapter}: belongs to another base model: {what} ({count} such weights)")
     for name, parameter in wrapped.named_parameters():
-        if id(parameter) not in own and parameter.is_floating_point():
+        if id(parameter) not in of_base and parameter.is_floating_point():
             if not parameter.isfinite().all():
                 raise UserError(f"{flag} {adapter}: {name} holds NaN or infinity; write the adapter of an earlier step")
             parameter.data = parameter.data.float()
-    if config_of(wrapped).peft_type == "LN_TUNING":  # PEFT has made its layers in the base's dtype
+    if wrapped.peft_config[wrapped.active_adapter].peft_type == "LN_TUNING":  # PEFT's layers are of the base's dtype
         set_peft_model_state_dict(wrapped, load_peft_weights(str(adapter), device="cpu"))
         float32_norms(wrapped)
     return wrapped
-
-
-def config_of(wrapped: Any) -> Any:
-    """PEFT's configuration of the adapter that is in use."""
-    return wrapped.peft_config[wrapped.active_adapter]
 
 
 def merged_weights(wrapped: Any) -> dict[str, Callable[[], torch.Tensor]]:
@@ -220,8 +217,8 @@ def merged_weights(wrapped: Any) -> dict[str, Callable[[], torch.Tensor]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
-    def merged(layer: AdaptedLayer, own: str) -> torch.Tensor:
-        return layer.merged()[own]
+    def merged(layer: AdaptedLayer, part: str) -> torch.Tensor:
+        return layer.merged()[part]
 
     def trained(parameter: torch.nn.Parameter) -> torch.Tensor:
         return parameter.data.float()
@@ -235,11 +232,11 @@ def merged_weights(wrapped: Any) -> dict[str, Callable[[], torch.Tensor]]:
         if isinstance(module, BaseTunerLayer):
             outer = f"{name}."
             layer = AdaptedLayer(name.removesuffix(".token_adapter"), module)
-            weights |= {f"{layer.name}.{own}": partial(merged, layer, own) for own in layer.weights()}
+            weights |= {f"{layer.name}.{part}": partial(merged, layer, part) for part in layer.weights()}
         elif isinstance(module, ModulesToSaveWrapper):
             outer = f"{name}."
-            for own, parameter in module.modules_to_save[module.active_adapters[0]].named_parameters():
-                weights[f"{name}.{own}"] = partial(trained, parameter)
+            for part, parameter in module.modules_to_save[module.active_adapters[0]].named_parameters():
+                weights[f"{name}.{part}"] = partial(trained, parameter)
         elif all_biases and getattr(module, "bias", None) is not None:
             weights[f"{name}.bias"] = partial(trained, module.bias)
     return weights
@@ -279,20 +276,20 @@ def tied_weights(wrapped: Any, checkpoint: Checkpoint) -> tuple[str, ...]:
     return f"{names[model.get_input_embeddings()]}.weight", f"{names[head]}.weight"
 
 
-def choose_dtype(flag: str, asked: torch.dtype, rounding_error: float) -> tuple[torch.dtype, str]:
+def choose_dtype(flag: str, wanted: torch.dtype, rounding_error: float) -> tuple[torch.dtype, str]:
     """The dtype to write, and a note when that needs explaining (also logged)."""
     import torch
 
     if rounding_error <= ACCEPTED_ROUNDING_ERROR:
-        return asked, ""
-    loss = f"rounding the merged weights to {_name(asked)} would lose {rounding_error:.0%} of the adapter's update"
+        return wanted, ""
+    loss = f"rounding the merged weights to {_name(wanted)} would lose {rounding_error:.0%} of the adapter's update"
     if flag == "auto":
         note = f"{loss}: written in float32 (--adapter_mode lora serves the adapter as it is)"
         logger.warning("%s", note)
         return torch.float32, note
     note = f"{loss}; written so because --dtype {flag} says so (float32 keeps it)"
     logger.warning("%s", note)
-    return asked, note
+    return wanted, note
 
 
 def write_merged(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype, folder: Path) -> None:
@@ -359,12 +356,6 @@ def require_equal(
             f" tolerance {tolerance:.3g}, the adapter's effect {effect:.3g}"
         )
     return error
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    return getattr(torch, name)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -57,21 +57,19 @@ class RolloutMerge:
         """Whether the weights that compute hold the adapter now."""
         self.merging = False
         """Whether "auto" merged in the last rollout. Between its bounds this decides, so a resumed run must take it up
-        (TorchPolicyEngine.state); outside of them the weights alone do."""
+        (perl.engines.PolicyEngine); outside of them the weights alone do."""
         self.rounding_error: float | None = None
         """Relative rounding error of the update in the last rollout (perl.adapters.layers.RoundingError), None where
         nothing was to be merged."""
         self._written: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         """While merged in place: each weight's name, itself, and the copy it returns from."""
-        self._packed: list[nn.Module] = []
-        """Layers that compute with a packed copy now."""
         self._batched = BatchedUpdates()
         self._kept: dict[str, _Kept] = {}
         self._host = _HostMemory()
         self._changes = True
         """Whether the adapter changes a weight at all: until the first update it does not, and the base's weights are
         the merged ones as they are, so that nothing is written or copied."""
-        self._said = ""
+        self._logged = ""
 
     @contextlib.contextmanager
     def applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
@@ -91,7 +89,9 @@ class RolloutMerge:
                 for adapted in self.layers:
                     layer: Any = adapted.layer
                     if layer.get_base_layer() in to_pack:
-                        self._pack(layer, dtype, **adapted.merged(), merged=True)
+                        weights = adapted.merged() if self._changes else adapted.weights()
+                        pack(layer, weights["weight"], weights.get("bias"), dtype, merged=self._changes)
+                        stack.callback(unpack, layer)
                     else:
                         if self._changes:
                             self._write(adapted)
@@ -100,19 +100,9 @@ class RolloutMerge:
             else:
                 stack.enter_context(self._batched.applied(self.layers))
             for layer in to_pack:
-                self._pack(layer, dtype, layer.weight, layer.bias)
+                pack(layer, layer.weight, layer.bias, dtype)
+                stack.callback(unpack, layer)
             yield
-
-    def _pack(
-        self,
-        layer: nn.Module,
-        dtype: torch.dtype | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        merged: bool = False,
-    ) -> None:
-        self._packed.append(layer)
-        pack(layer, weight, bias, dtype, merged=merged)
 
     def _wanted(self) -> bool:
         """Decide for this rollout; the log says so where it was decided otherwise before."""
@@ -120,12 +110,12 @@ class RolloutMerge:
         if self.merge is False or not has_adapter(self.model):
             return False
         if reason := self._impossible():
-            self._say(f"rollouts: the adapter is not merged into the weights: {reason}")
+            self._log(f"rollouts: the adapter is not merged into the weights: {reason}")
             return False
         self._changes = self._changes_weights()
         if not self._changes:
             self.rounding_error = 0.0
-            self._say("rollouts: nothing is merged: the adapter changes no weight yet, and the base alone computes")
+            self._log("rollouts: nothing is merged: the adapter changes no weight yet, and the base alone computes")
             return True
         self.rounding_error = error = self._measure()
         dtype = str(next(iter(self.layers[0].weights().values())).dtype).removeprefix("torch.")
@@ -133,28 +123,28 @@ class RolloutMerge:
             self.merging = error <= (STOP_ABOVE if self.merging else BEGIN_BELOW)
             if not self.merging:
                 why = f"rounding to {dtype} loses over {BEGIN_BELOW:.0%} of it"
-                self._say(f"rollouts: the adapter stays unmerged, as {why}", f" ({error:.0%} now)")
+                self._log(f"rollouts: the adapter stays unmerged, as {why}", f" ({error:.0%} now)")
                 return False
             loses = f"at most {STOP_ABOVE:.0%}"
         else:
             loses = f"{'at most' if error <= ACCEPTED_ROUNDING_ERROR else 'over'} {ACCEPTED_ROUNDING_ERROR:.0%}"
         loss = f"rounding to {dtype} loses {loses} of it"
-        self._say(f"rollouts: the adapter is merged into the weights; {loss}", f" ({error:.2%} now)")
+        self._log(f"rollouts: the adapter is merged into the weights; {loss}", f" ({error:.2%} now)")
         return True
 
-    def _say(self, decision: str, now: str = "") -> None:
-        if decision != self._said:
+    def _log(self, decision: str, now: str = "") -> None:
+        if decision != self._logged:
             log.info("%s%s", decision, now)
-        self._said = decision
+        self._logged = decision
 
     def _impossible(self) -> str | None:
         """Why the adapter can't be merged, or None where it can."""
         if not self.layers:
             return "this method changes no weights"
-        mine = {id(p) for adapted in self.layers for p in adapted.layer.get_base_layer().parameters(recurse=False)}
+        merged = {id(p) for adapted in self.layers for p in adapted.layer.get_base_layer().parameters(recurse=False)}
         seen: set[int] = set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if id(parameter) in mine & seen:
+            if id(parameter) in merged & seen:
                 return f"{name.removeprefix('base_model.model.')} is tied to another weight"
             seen.add(id(parameter))
         for adapted in self.layers:
@@ -174,7 +164,7 @@ class RolloutMerge:
         all ranks together, as the merge of a shard gathers; mostly the first layer answers."""
         for adapted in self.layers:
             weights = adapted.weights()
-            changed = any(not torch.equal(new, weights[own].float()) for own, new in adapted.merged().items())
+            changed = any(not torch.equal(new, weights[name].float()) for name, new in adapted.merged().items())
             if dist.is_available() and dist.is_initialized():
                 changed = any_rank(changed, next(iter(weights.values())).device)
             if changed:
@@ -201,10 +191,10 @@ class RolloutMerge:
     @torch.no_grad()
     def _write(self, adapted: AdaptedLayer) -> None:
         merged = adapted.merged()
-        for own, weight in adapted.weights().items():
-            name = f"{adapted.name}.{own}"
+        for part, weight in adapted.weights().items():
+            name = f"{adapted.name}.{part}"
             self._written.append((name, weight, self._clean(name, weight)))
-            weight.copy_(merged[own])
+            weight.copy_(merged[part])
 
     def _clean(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A copy of a weight without the adapter. An accelerator's lies in pinned host memory, and is kept for the run,
@@ -226,8 +216,6 @@ class RolloutMerge:
             if name in self._kept:
                 self._kept[name].storage = _identity(weight)
         self._written.clear()
-        while self._packed:
-            unpack(self._packed.pop())
         for adapted in self.layers:
             adapted.layer.merged_adapters.clear()
         self.merged = False

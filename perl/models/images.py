@@ -58,8 +58,8 @@ def read_images(row: Mapping[str, Any], where: str) -> tuple[bytes, ...]:
     stored = row.get("images", row.get("image"))
     if stored is None or stored == "":
         return ()
-    found = stored if isinstance(stored, list | tuple) else [stored]
-    return tuple(_file(image, f"{where}: image {number}") for number, image in enumerate(found, start=1))
+    images = stored if isinstance(stored, list | tuple) else [stored]
+    return tuple(_file(image, f"{where}: image {number}") for number, image in enumerate(images, start=1))
 
 
 def _file(image: Any, where: str) -> bytes:

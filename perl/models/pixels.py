@@ -38,11 +38,11 @@ def image_inputs(processing: Any, files: Sequence[bytes]) -> ImageInputs:
 def image_arguments(rows: Sequence[ImageInputs | None], input_ids: torch.Tensor, config: Any) -> dict[str, Any]:
     """Arguments of the model's forward, or of `generate`, besides `input_ids` [rows, tokens]: those of the rows'
     images, and which tokens stand for them; nothing where no row has one."""
-    found = [row for row in rows if row is not None]
-    if not found:
+    images = [row for row in rows if row is not None]
+    if not images:
         return {}
     return {
-        "pixel_values": torch.cat([row.pixel_values for row in found]).to(input_ids.device),
-        "image_grid_thw": torch.cat([row.grids for row in found]).to(input_ids.device),
+        "pixel_values": torch.cat([row.pixel_values for row in images]).to(input_ids.device),
+        "image_grid_thw": torch.cat([row.grids for row in images]).to(input_ids.device),
         "mm_token_type_ids": (input_ids == config.image_token_id).int(),
     }

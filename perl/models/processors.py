@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import transformers
 from transformers import ProcessorMixin
-from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as transformers_processor
 
 
-class Qwen2VLImageProcessorPil(theirs.Qwen2VLImageProcessorPil):  # the name that it is saved under
+class Qwen2VLImageProcessorPil(transformers_processor.Qwen2VLImageProcessorPil):  # the name that it is saved under
     """transformers' of that name. An image that comes several times, once for each completion of its prompt, is
     computed once."""
 
     def _preprocess(self, images: list[np.ndarray], *args: Any, **kwargs: Any) -> Any:
         distinct: dict[Any, int] = {}
         places = [distinct.setdefault((image.shape, image.tobytes()), len(distinct)) for image in images]
-        found = super()._preprocess([images[places.index(place)] for place in range(len(distinct))], *args, **kwargs)
-        grids = found["image_grid_thw"]
+        inputs = super()._preprocess([images[places.index(place)] for place in range(len(distinct))], *args, **kwargs)
+        grids = inputs["image_grid_thw"]
         ends = np.cumsum(np.prod(np.asarray(grids), axis=1))  # of each image's patches
         starts = np.append(0, ends)
         rows = np.concatenate([np.arange(starts[place], ends[place]) for place in places])
-        found["pixel_values"], found["image_grid_thw"] = found["pixel_values"][rows], grids[places]
-        return found
+        inputs["pixel_values"], inputs["image_grid_thw"] = inputs["pixel_values"][rows], grids[places]
+        return inputs
 
 
 class Qwen2_5_VLProcessor(transformers.Qwen2_5_VLProcessor):  # the name that it is saved under

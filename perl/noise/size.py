@@ -16,15 +16,15 @@ SMALL = 0.02
 def relative_sigmas(sigmas: Sequence[float], rms: Sequence[float]) -> list[float] | None:
     """Each layer's standard deviation of the noise over the root mean square of its clean weights; None where that is
     not known, or 0 for a layer."""
-    return [sigma / size for sigma, size in zip(sigmas, rms, strict=True)] if rms and all(rms) else None
+    return [sigma / layer for sigma, layer in zip(sigmas, rms, strict=True)] if rms and all(rms) else None
 
 
 def size_metrics(sigmas: Sequence[float], rms: Sequence[float]) -> dict[str, float]:
     """aqn/sigma_relative, the mean over the layers, and aqn/sigma_relative_max, of the layer where it is largest."""
-    found = relative_sigmas(sigmas, rms)
-    if found is None:
+    shares = relative_sigmas(sigmas, rms)
+    if shares is None:
         return {}
-    return {"aqn/sigma_relative": sum(found) / len(found), "aqn/sigma_relative_max": max(found)}
+    return {"aqn/sigma_relative": sum(shares) / len(shares), "aqn/sigma_relative_max": max(shares)}
 
 
 def size_warning(config: NoiseConfig, names: Sequence[str], rms: Sequence[float]) -> str | None:
@@ -35,17 +35,17 @@ def size_warning(config: NoiseConfig, names: Sequence[str], rms: Sequence[float]
         rms: root mean square of each one's clean weights.
     """
     sigma = config.sigma_start
-    found = relative_sigmas([sigma * size if config.relative else sigma for size in rms], rms)
-    if found is None or (share := sum(found) / len(found)) <= LARGEST:
+    shares = relative_sigmas([sigma * layer if config.relative else sigma for layer in rms], rms)
+    if shares is None or (share := sum(shares) / len(shares)) <= LARGEST:
         return None
     kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
     if config.relative:
-        said = f"noise_injection.relative: sigma_start is {sigma:g} of the RMS of {kinds} weights"
+        message = f"noise_injection.relative: sigma_start is {sigma:g} of the RMS of {kinds} weights"
         flags = (("sigma_start", SMALL),)
     else:
         typical = sigma / share  # harmonic mean of the layers': sigma over it is the mean of the relative sigmas
         spread = "" if min(rms) == max(rms) else f" ({min(rms):.2g} to {max(rms):.2g} by layer)"
-        said = (
+        message = (
             f"noise_injection: {kinds} weights of this model have an RMS of {typical:.2g}{spread}:"
             f" sigma_start {sigma:g} is {share:.2g} of it"
         )
@@ -54,4 +54,4 @@ def size_warning(config: NoiseConfig, names: Sequence[str], rms: Sequence[float]
         flags += (("sigma_end", flags[0][1] / 100),)
     instead = " ".join(f"--config.noise_injection.{name} {value:.2g}" for name, value in flags)
     relative = "" if config.relative else " or --config.noise_injection.relative true"
-    return f"{said}, which can silence the reward; write {instead}{relative}"
+    return f"{message}, which can silence the reward; write {instead}{relative}"

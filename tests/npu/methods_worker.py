@@ -61,7 +61,7 @@ def report_of(name: str, out: Path, settings: dict) -> dict:
         "sums": {key: weights[key].double().sum().item() for key in sorted(trained)},
         "frozen": {key: weight.double().sum().item() for key, weight in weights.items() if key not in trained},
         "device": str(trainer.args.device),
-        "merged": trainer.step.engine.merge._said,
+        "merged": trainer.step.engine.merge._logged,
         "ranks": trainer.ranks and trainer.ranks.ranks,
         "still": name in ("pissa", "milora") and all(_second_halves_equal(before, weights)),
         "zeros": sum(int((weights[key] == 0).sum()) for key in trained if "lora_E" in key),
