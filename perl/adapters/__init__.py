@@ -8,7 +8,7 @@ To add one: a builder, and its line in ADAPTERS; one that reads other fields tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from perl.adapters import svd
@@ -44,6 +44,8 @@ class Adapter:
 
     build: Callable[[PeftConfig], peft.PeftConfig | None]
     """From the group `peft` of the configuration to PEFT's own; None: all weights are trained."""
+    title: str
+    """As its paper writes it, for pages and cards."""
     optimizer: Callable[[torch.nn.Module, PeftConfig, type, dict[str, Any]], torch.optim.Optimizer] | None = None
     """(model, config, optimizer class, its keyword arguments incl. lr) -> optimizer; None is the trainer's own."""
     result: str = "adapter"
@@ -65,46 +67,59 @@ class Adapter:
     """Where it can't be trained ("zero3", "fsdp2") -> why."""
 
 
+PISSA = Adapter(
+    svd.doubled,
+    "PiSSA",
+    start=svd.principal,
+    check=svd.check_optimizer,
+    fits=svd.check_rank,
+    trained_share=0.5,
+    refused=HALF_TRAINED,
+)
 ADAPTERS: dict[str, Adapter] = {
-    "lora": Adapter(lora),
-    "rslora": Adapter(rslora),
-    "dora": Adapter(dora, trains=("lora_A", "lora_B", "lora_magnitude_vector")),
-    "lora_plus": Adapter(lora, lora_plus_optimizer),
-    "lora_fa": Adapter(lora, trains=("lora_B",), start=only_b_learns, refused=HALF_TRAINED),
-    "pissa": Adapter(
-        svd.doubled,
-        start=svd.principal,
-        check=svd.check_optimizer,
-        fits=svd.check_rank,
-        trained_share=0.5,
-        refused=HALF_TRAINED,
-    ),
-    "milora": Adapter(
-        svd.doubled,
-        start=svd.minor,
-        check=svd.check_optimizer,
-        fits=svd.check_rank,
-        trained_share=0.5,
-        refused=HALF_TRAINED,
-    ),
-    "milora_plus": Adapter(lora, start=svd.minor_directions, fits=svd.check_rank),
+    "lora": Adapter(lora, "LoRA"),
+    "rslora": Adapter(rslora, "rsLoRA"),
+    "dora": Adapter(dora, "DoRA", trains=("lora_A", "lora_B", "lora_magnitude_vector")),
+    "lora_plus": Adapter(lora, "LoRA+", lora_plus_optimizer),
+    "lora_fa": Adapter(lora, "LoRA-FA", trains=("lora_B",), start=only_b_learns, refused=HALF_TRAINED),
+    "pissa": PISSA,
+    "milora": replace(PISSA, title="MiLoRA", start=svd.minor),
+    "milora_plus": Adapter(lora, "MiLoRA+", start=svd.minor_directions, fits=svd.check_rank),
     "adalora": Adapter(
         adalora,
+        "AdaLoRA",
         trains=("lora_A", "lora_B", "lora_E"),
         schedule=RankSchedule,
         check=check_schedule,
         refused=dict.fromkeys(("zero3", "fsdp2"), "its ranks are allocated by whole gradients, which are split"),
     ),
-    "vera": Adapter(vera, trains=("vera_lambda_b", "vera_lambda_d")),
-    "miss": Adapter(miss, trains=("miss_block",)),
-    "ia3": Adapter(ia3, trains=("ia3_l",)),
-    "ln_tuning": Adapter(ln_tuning, trains=("ln_tuning_layers",), start=start_ln_tuning, fits=require_norms),
+    "vera": Adapter(vera, "VeRA", trains=("vera_lambda_b", "vera_lambda_d")),
+    "miss": Adapter(miss, "MiSS", trains=("miss_block",)),
+    "ia3": Adapter(ia3, "(IA)³", trains=("ia3_l",)),
+    "ln_tuning": Adapter(
+        ln_tuning, "LN tuning", trains=("ln_tuning_layers",), start=start_ln_tuning, fits=require_norms
+    ),
     "hra": Adapter(
         hra,
+        "HRA",
         trains=("hra_u",),
         check=check_hra,
         refused=dict.fromkeys(("zero3", "fsdp2"), "PEFT multiplies the base's weight, which is split"),
     ),
-    "oft": Adapter(oft, trains=("oft_R",), fits=check_blocks),
-    "none": Adapter(no_adapter, result="model", trains=()),
+    "oft": Adapter(oft, "OFT", trains=("oft_R",), fits=check_blocks),
+    "none": Adapter(no_adapter, "all weights", result="model", trains=()),
 }
+
+SPELLED = ("rsLoRA", "HRA", "LN tuning")
+"""Titles that begin with the name of a letter, which begins with a vowel."""
+
+
+def title_of(method: str) -> str:
+    """The title of a method by `config.peft.type` or PEFT's peft_type; others stand as they have it."""
+    adapter = ADAPTERS.get(method.lower())
+    return method if adapter is None else adapter.title
+
+
+def with_article(title: str) -> str:
+    """A LoRA, An OFT, An (IA)³."""
+    return f"{'An' if title.lstrip('(')[:1] in 'AEIO' or title in SPELLED else 'A'} {title}"

@@ -24,7 +24,7 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
-from perl.adapters.titles import TITLES
+from perl.adapters import title_of as adapter_title
 from perl.base.errors import UserError
 from perl.base.files import atomic_write
 from perl.reports import charts, embed, figures, training_run
@@ -177,7 +177,7 @@ def heading(material: Material) -> str:
         model, adapter = run.setting("model", "model_name_or_path"), run.setting("peft", "type")
         if not model:
             return run.folder.resolve().name
-        method = f" with {TITLES.get(adapter, adapter)}" if adapter else ""
+        method = f" with {adapter_title(adapter)}" if adapter else ""
         noise = " and AQN" if run.setting("noise_injection", "enabled") else ""
         return f"{Path(model).name or model}: {training_run.algorithm(run)}{method}{noise}"
     summaries = [scored.summary for run in material.runs for scored in run.scored]

@@ -20,7 +20,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from perl import __version__
-from perl.adapters.titles import TITLES, with_article
+from perl.adapters import title_of as adapter_title
+from perl.adapters import with_article
 from perl.algorithms import ALGORITHMS
 from perl.algorithms.titles import algorithm_of, title_of
 from perl.base.errors import UserError
@@ -249,7 +250,7 @@ def new_card(folder: Path, name: str, run: Mapping[str, Any] | None = None) -> M
         metadata(folder, run and run["config"]),
         template_path=str(TEMPLATE),
         name=name,
-        method=named and with_article(TITLES.get(named.lower(), named)),
+        method=named and with_article(adapter_title(named)),
         base=_linked(base, ""),
         base_name=base if _is_hub_name(base) else f"path/to/{_local_name(base)}",
         version=__version__,

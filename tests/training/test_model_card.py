@@ -6,7 +6,7 @@ import re
 import pytest
 from huggingface_hub import ModelCard
 
-from perl.adapters.titles import with_article
+from perl.adapters import with_article
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
 from perl.models.folders import content_hash
