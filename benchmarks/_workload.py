@@ -339,8 +339,9 @@ class Memory:
 
     def __init__(self):
         gc.collect()
-        if (held := device.restart_peak_memory()) is not None:
-            self.before = held / 2**20
+        if device.detect().kind != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+            self.before = torch.accelerator.memory_allocated() / 2**20
             return
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
         self.before = self._read("VmRSS")

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from perl.base.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from perl.device.kernels import Kernel
@@ -181,15 +179,6 @@ def pin_cpu(index: int, workers: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(workers)
 
 
-def restart_peak_memory() -> int | None:
-    """Measure peaks from now on; the bytes that tensors hold now on this process's accelerator, or None on a CPU."""
-    module = _accelerator()
-    if module is None:
-        return None
-    module.reset_peak_memory_stats()
-    return int(module.memory_allocated())
-
-
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Memory of this process's accelerator in bytes: the peaks since the process began, and all there is."""
@@ -232,14 +221,6 @@ def host_memory() -> int:
     return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised host tensor that an accelerator copies from and to without the host waiting (non_blocking=True);
-    on a CPU a plain one. Page-locked memory is scarce: keep the tensor, don't make one a step."""
-    import torch
-
-    return torch.empty(shape, dtype=dtype, pin_memory=detect().kind != "cpu")
-
-
 def to_device(tensor: torch.Tensor, where: torch.device | str) -> torch.Tensor:
     """A small tensor of the host, on a device. The host waits for nothing: copied from memory that is not pinned, it
     would wait for all that the device still has to compute."""
@@ -253,12 +234,8 @@ class Read:
     """A tensor on its way to the host."""
 
     value: torch.Tensor
-    event: Any
+    event: Any = None
     """What the device reaches when it has come; None on a CPU."""
-
-    def ready(self) -> bool:
-        """Whether it has come, without waiting for it."""
-        return self.event is None or self.event.query()
 
     def wait(self) -> torch.Tensor:
         """The tensor on the host."""
@@ -267,18 +244,16 @@ class Read:
         return self.value
 
 
-def start_read(tensor: torch.Tensor, into: torch.Tensor | None = None) -> Read:
-    """Begin to copy a tensor to the host, behind all that the device was given so far, without waiting for it.
+def start_read(tensor: torch.Tensor) -> Read:
+    """Begin to copy a tensor to the host, behind all that the device was given so far, without waiting for it. On a
+    device it may be written to as soon as this returns."""
+    import torch
 
-    Args:
-        tensor: on the device; it may be written to as soon as this returns, which on a CPU is not so without `into`.
-        into: a `pinned` tensor to copy to, which is not read or written to until the copy has come.
-    """
     if tensor.device.type == "cpu":
-        return Read(tensor if into is None else into.copy_(tensor), None)
+        return Read(tensor)
     module = _accelerator()
     assert module is not None
-    value = pinned(tensor.shape, tensor.dtype) if into is None else into
+    value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     value.copy_(tensor, non_blocking=True)
     event = module.Event()
     event.record()

@@ -14,27 +14,15 @@ from dataclasses import dataclass
 from perl.config.schema import NoiseConfig
 
 
-def _linear(start: float, end: float, x: float) -> float:
-    return start + (end - start) * x
-
-
 def _exponential(start: float, end: float, x: float) -> float:
     return start * (end / start) ** x if start > 0 else 0.0
 
 
-def _cosine(start: float, end: float, x: float) -> float:
-    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * x))
-
-
-def _logarithmic(start: float, end: float, x: float) -> float:
-    return start + (end - start) * math.log1p(x * (math.e - 1))
-
-
 SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
-    "linear": _linear,
+    "linear": lambda start, end, x: start + (end - start) * x,
     "exponential": _exponential,
-    "cosine": _cosine,
-    "logarithmic": _logarithmic,
+    "cosine": lambda start, end, x: end + (start - end) * 0.5 * (1 + math.cos(math.pi * x)),
+    "logarithmic": lambda start, end, x: start + (end - start) * math.log1p(x * (math.e - 1)),
 }
 """name -> f(sigma_start, sigma_end, x): x runs from 0 at the first noisy stage (sigma_start) to 1 at the last. The
 schedule target_kl has no such function: its sigma follows from measurements (`adapt`)."""

@@ -49,7 +49,7 @@ class WorkerActor:
         self._link: ProcessLink | None = None
         if missing:
             why = f"node {self.node()} has no {missing[0]}; models and adapters have to be under the same path on"
-            self._events.put(Failed(f"{why} every node, and --result_dir too, as an adapter is merged there", ""))
+            self._events.put(Failed(f"{why} every node, and --result_dir too, as an adapter is merged there"))
             self._events.put(None)
         else:
             self._link = ProcessLink(spec, self._events.put)

@@ -126,7 +126,6 @@ class Failed:
     """The worker ends for this error."""
 
     message: str
-    traceback: str
 
 
 WorkerEvent = Ready | Result | Restart | Failed
@@ -157,7 +156,7 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
         traceback.print_exc()
         text = str(error).strip() or type(error).__name__
-        connection.send(Failed(text.splitlines()[0], traceback.format_exc()))
+        connection.send(Failed(text.splitlines()[0]))
         sys.exit(1)
 
 

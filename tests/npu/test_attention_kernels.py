@@ -221,7 +221,7 @@ def test_a_captured_step_computes_with_the_lengths_of_its_update(answer):
     after = torch_npu._emulator_counters()
     waits = after["blocking"] - counters["blocking"] + after["upload"] - counters["upload"]
     results += [close(read.wait(), 2 * expected([129 + i, 2 + i]), 3e-2) for i, read in enumerate(reads)]
-    answer = [results, waits, [read.ready() for read in reads], said(graph.replay)]
+    answer = [results, waits, [read.event.query() for read in reads], said(graph.replay)]
     """
     )
     results, waits, ready, replayed_again = found
