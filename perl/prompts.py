@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perl.base.errors import UserError
 from perl.models.images import filled, tokenizer_of
-from perl.records import Completion, Message, Problem
+from perl.records import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,17 +30,17 @@ class PromptStyle:
 def build_messages(problem: Problem, style: PromptStyle) -> list[Message]:
     """The chat that asks `problem`: the system prompt, the examples, the question. A ready-made prompt
     (`problem.messages`) keeps its own wording, and its own system prompt where it brings one."""
-    asked = None if problem.messages is None else [dict(message) for message in problem.messages]
+    prompt = None if problem.messages is None else [dict(message) for message in problem.messages]
     messages: list[Message] = []
-    if asked and asked[0]["role"] == "system":
-        messages.append(asked.pop(0))
+    if prompt and prompt[0]["role"] == "system":
+        messages.append(prompt.pop(0))
     elif style.system_prompt is not None:
         messages.append({"role": "system", "content": style.system_prompt})
     for question, answer in style.few_shot:
         messages.append({"role": "user", "content": style.template.replace("{question}", question)})
         messages.append({"role": "assistant", "content": answer})
-    if asked is not None:
-        messages.extend(asked)
+    if prompt is not None:
+        messages.extend(prompt)
     else:
         messages.append({"role": "user", "content": style.template.replace("{question}", problem.question)})
     return messages
@@ -85,10 +85,10 @@ def encode(
     return list(ids)
 
 
-def decode(tokenizer: Any, completion: Completion) -> str:
-    """The completion's text, without its end-of-sequence token and other special ones. `tokenizer` may be a processor
+def decode(tokenizer: Any, content_ids: Sequence[int]) -> str:
+    """The text of a completion (Completion.content_ids), without special tokens. `tokenizer` may be a processor
     (perl.models.processors)."""
-    return tokenizer_of(tokenizer).decode(completion.content_ids, skip_special_tokens=True)
+    return tokenizer_of(tokenizer).decode(content_ids, skip_special_tokens=True)
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, model: str) -> None:

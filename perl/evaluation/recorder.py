@@ -85,7 +85,7 @@ class Recorder:
     def _record(self, grader: Grader, batch: Sequence[tuple[Sample, Completion]]) -> None:
         for task in dict.fromkeys(sample.problem.task for sample, _ in batch):
             pairs = [(sample, completion) for sample, completion in batch if sample.problem.task == task]
-            texts = [decode(self._tokenizer, completion) for _, completion in pairs]
+            texts = [decode(self._tokenizer, completion.content_ids) for _, completion in pairs]
             golds = [sample.problem.gold for sample, _ in pairs]
             grades = grader.grade(TASKS[task].rubric, texts, golds)
             records: dict[str, list[SampleRecord]] = {}

@@ -20,7 +20,7 @@ from perl.algorithms.grpo import equal_rewards
 from perl.base.errors import UserError
 from perl.engines.base import PolicyEngine, warn_once
 from perl.prompts import row_seed
-from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
+from perl.records import Prompt, Sampling, Trajectory, Weights
 from perl.rewards.functions import GradeEarly, logged_name
 from perl.rewards.score import Rewards
 from perl.runs.metrics import StepClock, sequences
@@ -64,7 +64,7 @@ class Collector:
     Attributes:
         rows: of the data set.
         read: a row's prompt.
-        text: of a completion.
+        text: of a completion's tokens.
         batch: prompts of a generation batch, of all processes.
         seed: of the run. A completion's own names its prompt's place in the stream, and its place in the group.
         state: of the trainer, for reward functions.
@@ -73,7 +73,7 @@ class Collector:
     stream: PromptStream
     rows: Any
     read: Callable[[dict[str, Any]], Read]
-    text: Callable[[Completion], str]
+    text: Callable[[Sequence[int]], str]
     engine: PolicyEngine
     sampling: Sampling
     rewards: Rewards
@@ -230,7 +230,7 @@ class Collector:
             for place, completion in self.engine.stream([self._prompt(row) for row in rows]):
                 row = rows[place]
                 row.add(completion)
-                text = self.text(completion)
+                text = self.text(completion.content_ids)
                 row.completion = [{"role": "assistant", "content": text}] if is_chat(row.row["prompt"]) else text
                 if self.grade_early is not None:
                     self.grade_early(text, row.row)

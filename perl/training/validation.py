@@ -143,13 +143,13 @@ class Validation(TrainerCallback):
             if place < share.local:
                 drawn[place] = replace(completion, seconds=time.perf_counter() - started)
                 problem = share.asked[place].problem
-                text = decode(self.setup.tokenizer, completion)
+                text = decode(self.setup.tokenizer, completion.content_ids)
                 self.grader.start(TASKS[problem.task].rubric, text, problem.gold)
         completions = [drawn[place] for place in range(share.local)]
         completions += [Completion.failed(self._too_long(sample)) for sample in share.overlong]
         samples = [*share.asked[: share.local], *share.overlong]
         problems = [sample.problem for sample in samples]
-        texts = [decode(self.setup.tokenizer, completion) for completion in completions]
+        texts = [decode(self.setup.tokenizer, completion.content_ids) for completion in completions]
         grades = grade_rows(self.grader, texts, [p.gold for p in problems], [p.task for p in problems])
         return [record_of(*row, self.engine) for row in zip(samples, completions, texts, grades, strict=True)]
 

@@ -54,7 +54,7 @@ def test_completions_are_those_of_greedy_generate(folder):
         assert len(completion.logprobs) == len(expected)
         assert completion.finish_reason == ("stop" if stopped else "length")
         plain = tokenizer.decode(completion.content_ids, skip_special_tokens=True)
-        assert decode(engine.processing, completion) == plain
+        assert decode(engine.processing, completion.content_ids) == plain
         reasons.add(completion.finish_reason)
     assert reasons == {"stop", "length"}
     engine.close()

@@ -91,7 +91,7 @@ def by_hand(equal: str, needed: int, factor: float = 100.0, share: float = 0.0, 
         stream=stream,
         rows=[{"prompt": str(place)} for place in range(len(equal))],
         read=lambda row: Read((int(row["prompt"]),)),
-        text=lambda completion: str(completion.token_ids),
+        text=str,
         engine=Engine(),  # type: ignore[arg-type]
         sampling=Sampling(),
         rewards=Rewards([reward], ["reward"], torch.ones(1)),

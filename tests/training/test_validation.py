@@ -69,7 +69,7 @@ def made(tmp_path_factory) -> Path:
         ids = encode(engine.tokenizer, build_messages(Problem(task="gsm8k", question=question, gold=""), STYLE))
         prompt = Prompt(token_ids=tuple(ids), seed=0)
         completion = completions(engine, [prompt], Sampling(temperature=0.0, max_new_tokens=24))[0]
-        return RULES["flexible"].extract(decode(engine.tokenizer, completion)) or "7"
+        return RULES["flexible"].extract(decode(engine.tokenizer, completion.content_ids)) or "7"
 
     def rows(numbers: Any, solved: int = 0) -> str:
         asked = [f"What is {i} + 3 ?" for i in numbers]
