@@ -51,14 +51,14 @@ class HFEngine(TorchEngine):
         lookup(dict.fromkeys(DTYPES), dtype, "dtype", "--dtype")
         model = load_model(model_path, dtype=resolve_dtype(dtype, config))
         model.eval().to(device.torch_device())
-        eos = eos_token_ids(model_path, config, self.tokenizer)
+        eos, pad = eos_token_ids(model_path, config, self.tokenizer), self.tokenizer.pad_token_id
         super().__init__(
             model,
             processing,
             eos_token_ids=eos,
             context=context,
             applied=functools.partial(prepacked, model),
-            pad_token_id=pad_token_id(self.tokenizer, eos),
+            pad_token_id=min(eos, default=0) if pad is None else pad,  # which token fills masked places changes nothing
             max_batch_tokens=max_batch_tokens,
         )
 
@@ -81,11 +81,6 @@ class HFEngine(TorchEngine):
         self.model = self.decoder = self.applied = None
         gc.collect()
         device.empty_cache()
-
-
-def pad_token_id(tokenizer: Any, eos: frozenset[int]) -> int:
-    """A token to fill masked places with; which one changes nothing."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
 
 
 def _context(config: Any, wanted: int | None, model_path: str) -> int:

@@ -194,31 +194,32 @@ def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:
     import transformers
     from transformers.utils import logging as transformers_logging
 
-    if Path(folder).is_dir() and not (Path(folder) / "config.json").is_file():
-        raise UserError(f"{flag} {folder}: no config.json in this folder; name the folder that holds a whole model")
+    where, is_model = f"{flag} {folder}", loader.startswith("AutoModel")
     if Path(folder).is_dir():
-        _require_fields(Path(folder) / "config.json", f"{flag} {folder}")
+        if not (Path(folder) / "config.json").is_file():
+            raise UserError(f"{where}: no config.json in this folder; name the folder that holds a whole model")
+        _require_fields(Path(folder) / "config.json", where)
+        if loader == "AutoTokenizer":
+            _require_tokenizer_files(Path(folder), where)
     transformers_logging.disable_progress_bar()
     options.setdefault("trust_remote_code", False)  # without a word of it transformers would ask on the terminal
-    if loader.startswith("AutoModel"):
+    if is_model:
         options.setdefault("use_safetensors", True)
         options["output_loading_info"] = True
-        require_whole_weights(Path(folder), f"{flag} {folder}")
-    if loader == "AutoTokenizer" and Path(folder).is_dir():
-        _require_tokenizer_files(Path(folder), f"{flag} {folder}")
+        require_whole_weights(Path(folder), where)
     try:
         loaded = getattr(transformers, loader).from_pretrained(folder, **options)
     except Exception as error:
         reason = _why_not_loaded(error)
         if reason is None:
             raise
-        raise UserError(f"{flag} {folder}: cannot be loaded as a causal language model: {reason}") from error
-    if not loader.startswith("AutoModel"):
+        raise UserError(f"{where}: cannot be loaded as a causal language model: {reason}") from error
+    if not is_model:
         return loaded
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
         raise UserError(
-            f"{flag} {folder}: its files hold no {missing[0]} ({len(missing)} weights are missing), which transformers"
+            f"{where}: its files hold no {missing[0]} ({len(missing)} weights are missing), which transformers"
             " would make up; copy the whole model again"
         )
     return model
@@ -289,9 +290,9 @@ def require_adapter(adapter: Path, flag: str = "--adapter") -> dict:
         raise UserError(f"{flag} {adapter}: no such folder; write the folder that holds {ADAPTER_CONFIG}")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (adapter / name).is_file():
-            found = next((p.parent for p in sorted(adapter.glob(f"*/{name}"))), None)
+            below = next((p.parent for p in sorted(adapter.glob(f"*/{name}"))), None)
             raise UserError(
-                f"{flag} {adapter}: no {name} in this folder" + (f"; did you mean {found}?" if found else "")
+                f"{flag} {adapter}: no {name} in this folder" + (f"; did you mean {below}?" if below else "")
             )
     if link := next((p for p in sorted(adapter.iterdir()) if leads_out(p, adapter)), None):
         raise UserError(f"{flag} {link}: is a link out of the adapter's folder; put the file there in its place")
@@ -321,7 +322,7 @@ class Checkpoint:
         """What the files call the weight that transformers calls `name` in the model."""
         if name in self.location:
             return name
-        renamed = (theirs + name.removeprefix(ours) for ours, theirs in RENAMED if name.startswith(ours))
+        renamed = (stored + name.removeprefix(loaded) for loaded, stored in RENAMED if name.startswith(loaded))
         return next((other for other in renamed if other in self.location), name)
 
     def read(self, name: str) -> torch.Tensor:

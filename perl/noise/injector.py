@@ -150,7 +150,11 @@ class NoiseInjector:
 def find_targets(model: nn.Module, target_modules: Sequence[str], exclude_patterns: Sequence[str]) -> list[Target]:
     """The norm modules whose name holds a target pattern and no excluded one, in the model's order. One that an adapter
     trains (ln_tuning) is the trained copy, which computes, under the name of the one that it stands for."""
-    norms = {own_name(name): module for name, module in model.named_modules() if is_norm(module) and computes(name)}
+    norms = {
+        name.removesuffix(".ln_tuning_layers.default"): module
+        for name, module in model.named_modules()
+        if is_norm(module) and computes(name)
+    }
     chosen = [
         Target(name, module)
         for name, module in norms.items()
@@ -169,11 +173,6 @@ def find_targets(model: nn.Module, target_modules: Sequence[str], exclude_patter
 def computes(name: str) -> bool:
     """Whether a norm module of this name is in the policy's way: not the original of one that an adapter trains."""
     return not name.endswith(".base_layer")
-
-
-def own_name(name: str) -> str:
-    """Without what ln_tuning adds to it."""
-    return name.removesuffix(".ln_tuning_layers.default")
 
 
 def is_norm(module: nn.Module) -> bool:
