@@ -59,17 +59,11 @@ def blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @contextlib.contextmanager
 def _float32_while_called(block: torch.nn.Module, merged: bool) -> Iterator[None]:
-    open_contexts: list[contextlib.AbstractContextManager[None]] = []
-
-    def enter(*_: Any) -> None:
-        context = merged_in_float32(block) if merged else in_float32(block)
-        context.__enter__()
-        open_contexts.append(context)
-
-    def leave(*_: Any) -> None:
-        open_contexts.pop().__exit__(None, None, None)
-
-    handles = [block.register_forward_pre_hook(enter), block.register_forward_hook(leave, always_call=True)]
+    raised, call = merged_in_float32 if merged else in_float32, contextlib.ExitStack()
+    handles = [
+        block.register_forward_pre_hook(lambda *_: call.enter_context(raised(block))),
+        block.register_forward_hook(lambda *_: call.close(), always_call=True),
+    ]
     try:
         yield
     finally:

@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +217,8 @@ class WorkerPool:
             environment=self._executor.environment(worker.index) | {"TOKENIZERS_PARALLELISM": "false"},
             log=worker.log,
         )
-        worker.link = self._executor.start(spec, partial(self._deliver, worker, worker.starts))
-
-    def _deliver(self, worker: Worker, start: int, event: WorkerEvent | None) -> None:
-        self._inbox.put((worker, start, event))
+        start = worker.starts
+        worker.link = self._executor.start(spec, lambda event: self._inbox.put((worker, start, event)))
 
     def _events(self, timeout: float) -> Iterator[tuple[Worker, WorkerEvent | None]]:
         """(worker, event) of each event there is, waiting for one; None for a worker that is gone."""
