@@ -124,13 +124,6 @@ class Decoder:
         self.rows: Rows | None = None
         self.graphs: StepGraphs | None = None
 
-    def stock_reason(self) -> str | None:
-        """Why the model's own `generate` draws instead of the loop; None where the loop does."""
-        reason = unsupported_reason(self.model)
-        if reason is None and self.generation_kwargs:
-            reason = f"generation_kwargs has {', '.join(sorted(self.generation_kwargs))}"
-        return reason
-
     def run(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
         """Complete the sequences of `source`, yielding each one when it is finished.
 
@@ -141,22 +134,14 @@ class Decoder:
         The model must be in evaluation mode, and its weights must stay as they are until the iterator is at its end.
         """
         validate(sampling)
-        reason = None if self.stock else self.stock_reason()
-        if reason is not None:
+        if not self.stock:
+            reason = unsupported_reason(self.model)
+            if reason is None and self.generation_kwargs:
+                reason = f"generation_kwargs has {', '.join(sorted(self.generation_kwargs))}"
+            if reason is None:
+                return _Loop(self, source, sampling).finished()
             warn_once(f"decoding with the model's own generate, as the decode loop can't serve it: {reason}")
-        if self.stock or reason is not None:
-            return generate_stock(
-                self.model,
-                source,
-                sampling,
-                eos_token_ids=self.eos_token_ids,
-                pad_token_id=self.pad_token_id,
-                max_batch_tokens=self.max_batch_tokens,
-                max_num_seqs=self.max_num_seqs,
-                processors=self.processors,
-                generation_kwargs=self.generation_kwargs,
-            )
-        return _Loop(self, source, sampling).finished()
+        return generate_stock(self, source, sampling)
 
     def release(self) -> None:
         """Give the cache's memory back, and the graphs that read it."""

@@ -46,10 +46,8 @@ class Rows:
 
     @classmethod
     def blank(cls, rows: int, max_new_tokens: int, where: torch.device) -> Rows:
-        def zeros() -> torch.Tensor:
-            return torch.zeros(rows, dtype=torch.long, device=where)
-
-        return cls(zeros(), zeros(), zeros(), zeros(), torch.zeros(rows, max_new_tokens, device=where), None)
+        tokens, positions, drawn, active = torch.zeros(4, rows, dtype=torch.long, device=where)
+        return cls(tokens, positions, drawn, active, torch.zeros(rows, max_new_tokens, device=where), None)
 
     def clear(self) -> None:
         """No row has a sequence."""

@@ -6,6 +6,7 @@ logits processor that leaves one token possible.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as List
 from typing import Any
@@ -22,38 +23,17 @@ from perl.records import Sampling
 
 
 @torch.no_grad()
-def generate_stock(
-    model: Any,
-    source: Iterable[Sequence | None],
-    sampling: Sampling,
-    *,
-    eos_token_ids: Collection[int],
-    pad_token_id: int,
-    max_batch_tokens: int | None = None,
-    max_num_seqs: int = 256,
-    processors: List[LogitsProcessor] = (),
-    generation_kwargs: dict[str, Any] | None = None,
-) -> Iterator[Sequence]:
-    """Complete the sequences of `source` with `model.generate`, longest first of those that have come, yielding each
-    batch when it is through. Arguments as of perl.engines.decoder.Decoder and its `run`.
-
-    Args:
-        processors: further logits processors, called with left-padded ids before a token is drawn.
-        generation_kwargs: fields of the GenerationConfig, in addition to what `sampling` says.
-    """
+def generate_stock(decoder: Any, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
+    """As perl.engines.decoder.Decoder.run, by `generate` of its model: the longest first of those that have come,
+    yielding each batch when it is through."""
+    budget, most = decoder.max_batch_tokens, decoder.max_num_seqs
 
     def size(waiting: list[Sequence]) -> int:
         waiting.sort(key=lambda sequence: -sequence.max_len)
-        allowed = max_num_seqs if max_batch_tokens is None else max_batch_tokens // waiting[0].max_len
-        return max(1, min(max_num_seqs, allowed))
+        return max(1, min(most, most if budget is None else budget // waiting[0].max_len))
 
-    for batch in _batches(model, source, pad_token_id, size):
-        settings = (generation_kwargs or {}) | {
-            "max_new_tokens": max(sequence.max_new_tokens for sequence in batch),
-            "eos_token_id": sorted(eos_token_ids) or None,
-            "pad_token_id": pad_token_id,
-        }
-        _generate_batch(model, batch, sampling, processors, settings)
+    for batch in _batches(decoder.model, source, decoder.pad_token_id, size):
+        _generate_batch(decoder, batch, sampling)
         yield from (sequence for sequence in batch if sequence.index >= 0)
 
 
@@ -79,35 +59,28 @@ def _batches(
         del waiting[:count]
 
 
-class LastLogits:
-    """Inside, holds what the model computed for the next token: `generate` shows its processors only what those before
-    them left of it."""
+@contextlib.contextmanager
+def last_logits(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Inside, a list of what the model computed for the next token, float32 [rows, vocabulary]: `generate` shows its
+    processors only what those before them left of it."""
+    logits: list[torch.Tensor] = []
 
-    def __init__(self, model: Any):
-        self.module = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.logits: torch.Tensor | None = None
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        logits[:] = [output.logits[:, -1].float()]
 
-    def __enter__(self) -> LastLogits:
-        self.hook = self.module.register_forward_hook(self._note)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.hook.remove()
-
-    def _note(self, module: Any, inputs: Any, output: Any) -> None:
-        self.logits = output.logits[:, -1].float()
-
-    def take(self) -> torch.Tensor:
-        """float32 [rows, vocabulary]."""
-        assert self.logits is not None
-        return self.logits
+    module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hook = module.register_forward_hook(note)
+    try:
+        yield logits
+    finally:
+        hook.remove()
 
 
 class RowSeededChoice(LogitsProcessor):
     """Draws each row's next token with the row's own random stream and leaves only that one possible."""
 
     def __init__(
-        self, sequences: List[Sequence], sampling: Sampling, processors: List[LogitsProcessor], last: LastLogits
+        self, sequences: List[Sequence], sampling: Sampling, processors: List[LogitsProcessor], last: list[torch.Tensor]
     ):
         self.last = last
         self.prompts = [sequence.prompt_ids for sequence in sequences]
@@ -127,25 +100,21 @@ class RowSeededChoice(LogitsProcessor):
         processed = scores.clone() if self.processors else scores
         for processor in self.processors:
             processed = processor(input_ids, processed)  # type: ignore[arg-type]
-        tokens, logprobs = sample(processed, self.sampling, uniform, seen=self.seen, model_logits=self.last.take())
+        tokens, logprobs = sample(processed, self.sampling, uniform, seen=self.seen, model_logits=self.last[0])
         self.logprobs.append(logprobs)
         return torch.full_like(scores, float("-inf")).scatter(1, tokens[:, None], 0.0)  # type: ignore[return-value]
 
 
-def _generate_batch(
-    model: Any,
-    sequences: List[Sequence],
-    sampling: Sampling,
-    processors: List[LogitsProcessor],
-    settings: dict[str, Any],
-) -> None:
+def _generate_batch(decoder: Any, sequences: List[Sequence], sampling: Sampling) -> None:
     # What is not set explicitly, `generate` would take from the model's own generation_config.json.
     plain = {"num_beams": 1, "num_return_sequences": 1, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
-    plain |= {"repetition_penalty": 1.0, "use_cache": True}
-    with LastLogits(model) as last:
-        choice = RowSeededChoice(sequences, sampling, processors, last)
-        drawn = _generate(model, sequences, GenerationConfig(**(plain | settings | {"do_sample": False})), choice)
-    _finish(sequences, drawn, choice.logprobs, settings["eos_token_id"] or ())
+    fields = {"repetition_penalty": 1.0, "use_cache": True, **decoder.generation_kwargs, "do_sample": False}
+    fields["max_new_tokens"] = max(sequence.max_new_tokens for sequence in sequences)
+    fields |= {"eos_token_id": sorted(decoder.eos_token_ids) or None, "pad_token_id": decoder.pad_token_id}
+    with last_logits(decoder.model) as last:
+        choice = RowSeededChoice(sequences, sampling, decoder.processors, last)
+        drawn = _generate(decoder.model, sequences, GenerationConfig(**(plain | fields)), choice)
+    _finish(sequences, drawn, choice.logprobs, decoder.eos_token_ids)
 
 
 def _generate(
@@ -185,14 +154,14 @@ class ChosenLogProbs(LogitsProcessor):
     """Notes the log-probability of each token that `generate` draws: log_softmax(model logits / temperature), as TRL's
     trainer computes it, without penalty or truncation."""
 
-    def __init__(self, temperature: float, last: LastLogits):
+    def __init__(self, temperature: float, last: list[torch.Tensor]):
         self.temperature, self.last = temperature, last
         self.scores: torch.Tensor | None = None
         self.logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self.note(input_ids)
-        self.scores = self.last.take() / self.temperature
+        self.scores = self.last[0] / self.temperature
         return scores
 
     def note(self, ids: torch.Tensor) -> None:
@@ -213,7 +182,7 @@ def generate_plain(model: Any, source: Iterable[Sequence | None], config: Genera
     """
     pad = int(config.pad_token_id)  # type: ignore[arg-type]
     for batch in _batches(model, source, pad, len):
-        with LastLogits(model) as last:
+        with last_logits(model) as last:
             chosen = ChosenLogProbs(float(config.temperature or 1.0) if config.do_sample else 1.0, last)
             drawn = _generate(model, batch, config, chosen)
             chosen.note(drawn)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from perl.engines import Engine
 from perl.engines.decoder import Decoder
 from perl.engines.scheduler import Sequence
-from perl.engines.stock import generate_stock
 from perl.records import Completion, Prompt, Sampling
 from tests.tiny import tiny_model
 
@@ -69,8 +68,8 @@ def completions(engine: Engine, asked: Iterable[Prompt], sampling: Sampling) -> 
     return dict(engine.stream(replace(prompt, sampling=sampling) for prompt in asked))
 
 
-def stock(model, sequences: list[Sequence], sampling: Sampling = GREEDY, **options) -> list[Sequence]:
+def stock(model, sequences: list[Sequence], sampling: Sampling = GREEDY, processors=(), **options) -> list[Sequence]:
     """`sequences`, completed by the model's own generate."""
-    settings = {"eos_token_ids": EOS, "pad_token_id": 0, "max_batch_tokens": 1_000} | options
-    assert len(list(generate_stock(model, sequences, sampling, **settings))) == len(sequences)
-    return sequences
+    machine = decoder(model, stock=True, **options)
+    machine.processors = list(processors)
+    return complete(machine, sequences, sampling)
