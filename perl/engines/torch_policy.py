@@ -75,7 +75,7 @@ class TorchPolicyEngine(TorchEngine):
         self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
         self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
         self.plain = config.engine == "generate"
-        self.weights = Weights()
+        self.weights, self.merging = Weights(), False
         self.eager_optimizer = eager_optimizer
         capture = config.capture_graphs
         self._settings: dict[str, Any] = {
@@ -113,7 +113,7 @@ class TorchPolicyEngine(TorchEngine):
             self.processing,
             eos_token_ids=eos_token_ids,
             context=context,
-            applied=self._undecided,
+            applied=self._applied,
             stock=self.plain,
             **self._settings,
         )
@@ -125,18 +125,11 @@ class TorchPolicyEngine(TorchEngine):
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    @property
-    def merging(self) -> bool:
-        return self.merge.merging
-
-    @merging.setter
-    def merging(self, merging: bool) -> None:
-        self.merge.merging = merging
-
     @contextlib.contextmanager
     def _measured(self, dtype: torch.dtype | None) -> Iterator[None]:
         """As `_applied`, for a rollout: what became of merge and noise stands in the metrics then."""
         with self._applied(dtype):
+            self.merging = self.merge.merging
             yield
         if self.merge.rounding_error is not None:
             self._metrics["rollout/merge_rounding_error"] = self.merge.rounding_error
@@ -144,19 +137,10 @@ class TorchPolicyEngine(TorchEngine):
             self._metrics["aqn/sigma_realized"] = self.noise.realized_sigma
 
     @contextlib.contextmanager
-    def _undecided(self) -> Iterator[None]:
-        """As `_applied`; what the next rollout does about merging is as if this had not been."""
-        merging = self.merge.merging
-        try:
-            with self._applied():
-                yield
-        finally:
-            self.merge.merging = merging
-
-    @contextlib.contextmanager
     def _applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """The model is the policy that was published. The copies come first: noise is added to the weights that
         compute, and what rounding leaves of it is measured."""
+        self.merge.merging = self.merging  # of the last rollout, whatever was evaluated since
         weights, noisy = self.weights, contextlib.nullcontext()
         if self.noise is not None:
             noisy = self.noise.applied(weights.sigma, (weights.version, weights.draw))
