@@ -45,6 +45,8 @@ OPTIONS = {
     "-cd": "--config-path",
 }
 """Hydra's options that say where keys come from; the others do not train."""
+MOST_CHARACTERS = 1 << 14
+"""Of all settings: Hydra's parser takes seconds for as many."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ def _of_words(words: Sequence[str]) -> tuple[Launch, Script]:
 
 def _compose(launch: Launch, script: Script, extra: Sequence[str], folder: Path, file: Path | None = None) -> Command:
     overrides, options = _split_options(launch, script)
+    if sum(map(len, (*overrides, *extra))) > MOST_CHARACTERS:
+        raise UserError(f"{launch.place}: settings of more than {MOST_CHARACTERS:,} characters; write them to a .yaml")
     command = Command({}, copy.deepcopy(_defaults()), {}, dict(launch.environment), launch.before)
     if "main_dapo" in launch.module:
         _add_base(command, "dapo_trainer")
@@ -238,7 +242,7 @@ def _add_override(command: Command, script: Script, word: str, place: str) -> No
     try:
         override = PARSER.parse_override(UNKNOWN.sub("unknown", word))
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise UserError(f"{place}: {word!r:.200}: {_hint(word, error)}") from error
+        raise UserError(f"{place}: {UNKNOWN.sub('?', word)!r:.200}: {_hint(word, error)}") from error
     key = str(override.key_or_group) + (f"@{override.package}" if override.package is not None else "")
     if override.is_delete():
         return _remove(command, key)
