@@ -274,15 +274,18 @@ def _unset(script: Script, node: Node) -> None:
 
 def _command(script: Script, node: Node) -> None:
     script.spend(len(script.variables) + len(script.arguments))
-    prefix = dict(script.variables)
-    assignments = [child for child in node.children if child.type == "variable_assignment"]
-    follow(script, *assignments)
-    names = [_text(child.children[0]) for child in assignments]
-    own = {name: str(script.variables[name]) for name in names}
-    script.variables = prefix
+    gaps = [(gap.replace("\\\n", ""), child) for gap, child in _with_gaps(node)]
+    # The grammar takes a line of several assignments for the beginning of the command on the next one.
+    first = max((index for index, (gap, _) in enumerate(gaps) if "\n" in gap), default=0)
+    assignments = [child for _, child in gaps if child.type == "variable_assignment"]
+    follow(script, *assignments[:first])
+    before = dict(script.variables)
+    follow(script, *assignments[first:])
+    prefix = {name: str(script.variables[name]) for name in (_text(child.children[0]) for child in assignments[first:])}
+    script.variables = before
     words = _words_of_command(script, node)
-    if words and not _note_launch(script, node, own, words):
-        _builtin(script, node, own, words)
+    if words and not _note_launch(script, node, prefix, words):
+        _builtin(script, node, prefix, words)
 
 
 def _words_of_command(script: Script, node: Node) -> list[str]:
