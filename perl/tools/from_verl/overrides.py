@@ -77,8 +77,8 @@ class Command:
         if isinstance(self.given.get(key), Unreadable):
             return self.given[key]
         try:
-            found = OmegaConf.select(self.config, key)
-            return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            selected = OmegaConf.select(self.config, key)
+            return OmegaConf.to_container(selected, resolve=True) if OmegaConf.is_config(selected) else selected
         except (OmegaConfBaseException, ValueError) as error:
             text = str(error).strip().splitlines()[0]
             raise UserError(f"{key}={self.given.get(key)}: {text}; give the value itself") from error
@@ -211,8 +211,8 @@ def _add_file(command: Command, file: Path, depth: int = 0) -> None:
 def _add_default(command: Command, file: Path, base: Any, depth: int) -> None:
     if base == "_self_":
         return
-    if isinstance(base, str) and (found := file.parent / f"{base.removesuffix('.yaml')}.yaml").is_file():
-        _add_file(command, found, depth + 1)
+    if isinstance(base, str) and (base_file := file.parent / f"{base.removesuffix('.yaml')}.yaml").is_file():
+        _add_file(command, base_file, depth + 1)
     elif isinstance(base, str) and base in BASES:
         _add_base(command, base)
     else:

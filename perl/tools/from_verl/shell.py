@@ -372,16 +372,16 @@ def _forget(script: Script, nodes: Sequence[Node], condition: Node) -> None:
     why = f"it depends on {' '.join(_text(condition).split())[:60]!r}, which only a run decides"
     for node in nodes:
         _refuse_training(script, node, "whether this training runs depends on what only a run decides")
-        for found in _all(node):
-            if found.type == "variable_assignment":
-                script.variables[_text(found.children[0]).partition("[")[0]] = script.unknown(found, why)
+        for descendant in _all(node):
+            if descendant.type == "variable_assignment":
+                script.variables[_text(descendant.children[0]).partition("[")[0]] = script.unknown(descendant, why)
 
 
 def _refuse_training(script: Script, node: Node, why: str) -> None:
     script.spend(node.end_byte - node.start_byte)
-    for found in _all(node):
-        if found.type == "command" and any(trainer in _text(found) for trainer in TRAINERS):
-            raise UserError(f"{script.at(found)}: {why}; give a script with the one command")
+    for descendant in _all(node):
+        if descendant.type == "command" and any(trainer in _text(descendant) for trainer in TRAINERS):
+            raise UserError(f"{script.at(descendant)}: {why}; give a script with the one command")
 
 
 def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> bool:
@@ -405,7 +405,7 @@ def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list
 
 def _split_before(words: list[str]) -> tuple[str, dict[str, str]]:
     """The program that starts Python, and the variables set by `env` before it."""
-    inside = {found[1]: found[2] for word in words if (found := NAME_AND_VALUE.match(word))}
+    inside = {match[1]: match[2] for word in words if (match := NAME_AND_VALUE.match(word))}
     options = (word.startswith("-") or PYTHON.match(word) or NAME_AND_VALUE.match(word) for word in words)
     first = next((index for index, is_option in enumerate(options) if is_option), len(words))
     return " ".join(word for word in words[:first] if word not in ("env", "exec", "time")), inside
@@ -698,14 +698,14 @@ def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[
 
 
 def _or_default(script: Script, node: Node, name: str, sign: str, value: str | list[str], operand: str):
-    there = bool(value) if sign.startswith(":") else name in script.variables
+    is_set = bool(value) if sign.startswith(":") else name in script.variables
     if sign.endswith("+"):
-        return operand if there else ""
-    if sign.endswith("?") and not there:
+        return operand if is_set else ""
+    if sign.endswith("?") and not is_set:
         return script.unknown(node, f"the variable {name} is not set: {operand}")
-    if sign.endswith("=") and not there:
+    if sign.endswith("=") and not is_set:
         script.variables[name] = operand
-    return value if there else operand
+    return value if is_set else operand
 
 
 def _changed(script: Script, value: str, sign: str, operand: str, words: list[str]) -> str | None:
