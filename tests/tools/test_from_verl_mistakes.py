@@ -75,6 +75,9 @@ WORDS = {
     "no processes": (["--num_processes", "0", "--", *GOOD.split()], "--num_processes 0"),
     "a negative factor": (["--learning_rate_factor", "-1", "--", *GOOD.split()], "--learning_rate_factor -1"),
 }
+WORDS_32 = " ".join(map(str, range(32)))
+LOOPS = "".join(f"for {name} in {WORDS_32}; do\n" for name in "abcdef")
+ENDLESS = "SCRIPT: too long to follow"
 SCRIPTS = {
     "nothing to train": ("echo hello\n", "no command of verl in it"),
     "another program": ("python3 -m verl.trainer.fsdp_sft_trainer a=b\n", "does not train with rewards"),
@@ -96,7 +99,10 @@ SCRIPTS = {
     "an output": (f"{COMMAND} data.train_batch_size=$(cat size)\n", "SCRIPT:1: $(cat size) is only known to a run"),
     "a division by zero": (f"{COMMAND} data.seed=$((1 / 0))\n", "cannot be computed"),
     "eval": (f'eval "{COMMAND}"\n', "SCRIPT:1: eval"),
-    "bash -c": (f'bash -c "{COMMAND}"\n', "SCRIPT:1: bash makes a command that only a run shows; write the command"),
+    "another user's shell": (
+        f'su me -c "{COMMAND}"\n',
+        "SCRIPT:1: su makes a command that only a run shows; write the",
+    ),
     "behind a condition of the machine": (
         f"[ -f x ] && A=1 && B=2\n{COMMAND} data.train_files=$A\n",
         "SCRIPT:1: it depends on '[ -f x ] && A=1'",
@@ -105,6 +111,27 @@ SCRIPTS = {
     "a variable in a quoted empty word": (f'EMPTY=\n{COMMAND} "$EMPTY"\n', "a variable in quotes may be empty"),
     "not text": (b"\xff\xfe\x00", "cannot be read as a script: it is no text"),
     "an endless function": (f"f() {{ f; }}\nf\n{COMMAND}\n", "calls itself"),
+    "an endless shell": ('X=\'bash -c "$X" # main_ppo\'\nexport X\nbash -c "$X"\n', "SCRIPT:3: bash -c calls itself"),
+    "a text that doubles": (f"A=aaaa\nfor i in {WORDS_32}; do A=$A$A; done\n{COMMAND}\n", ENDLESS),
+    "an array that doubles": (f'A=(a a)\nfor i in {WORDS_32}; do A+=("${{A[@]}}"); done\n{COMMAND}\n', ENDLESS),
+    "loops in loops": (LOOPS + "X=$a\n" + "done\n" * 6 + COMMAND, ENDLESS),
+    "functions that call functions": (
+        "".join(f"f{i}() {{ {f'f{i + 1}; ' * 10} }}\n" for i in range(15)) + f"f0\n{COMMAND}\n",
+        ENDLESS,
+    ),
+    "a text put into itself": (f"A={'a' * 60000}\nB=${{A//a/{'b' * 60000}}}\n{COMMAND}\n", ENDLESS),
+    "a long pattern": (f"A={'a' * 99999}\nB=${{A##*a*a*b}}\n{COMMAND}\n", ENDLESS),
+    "powers of powers": ("x=9\n" + "x=$((x**64))\n" * 4 + f"{COMMAND} data.seed=$x\n", "$((x**64)) cannot be computed"),
+    "commands in commands": (
+        f"A={'$(' * 3000}echo{')' * 3000}\n{COMMAND}\n",
+        "SCRIPT: brackets, commands or conditions",
+    ),
+    "brackets in brackets": (f"{'((' * 3000}1{'))' * 3000}\n{COMMAND}\n", "SCRIPT: brackets, commands or conditions"),
+    "conditions in conditions": ("if true; then\n" * 1500 + "A=1\n" + "fi\n" * 1500 + COMMAND, "nest too deep"),
+    "a number of 5,000 digits": (f"shift {'9' * 5000}\n{COMMAND} data.seed=$(({'9' * 5000}))\n", "cannot be computed"),
+    "a long script": ("A=1\n" * 70000 + COMMAND, "SCRIPT: more than 256 KiB"),
+    "long settings": (f"{COMMAND}{' data.seed=1' * 2000}\n", "settings of more than 16,384 characters"),
+    "marks of an unknown": (f"A='\ue0000\ue001'\n{COMMAND} trainer.nnodes=$A \n", "Hydra cannot read the value"),
 }
 CONFIGURATIONS = {
     "not YAML": ("a: [1\n", "not YAML"),

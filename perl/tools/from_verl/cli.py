@@ -22,6 +22,8 @@ from perl.tools.from_verl.translate import Translation, translate
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = "scripts/trl/openr1/dapo_lora_npu.sh"
+REDIRECTING = ("HF_ENDPOINT", "HF_HOME")
+"""Variables that decide to whom the user's token is sent, and whose stored code is run."""
 SEVERAL_NODES = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
 HEADER = "# Made by python -m perl from-verl"
 GROUPS = ("common", "model", "dataset", "algorithm", "critic", "peft", "rollout", "noise_injection", "reward",
@@ -150,6 +152,15 @@ def launch_command(result: Translation, recipe: Path) -> str:
 def _start(result: Translation, recipe: Path) -> NoReturn:
     if result.nodes > 1:
         raise UserError(f"--run: {result.nodes} nodes; start the printed command on each of them")
+    for name in REDIRECTING:
+        value = result.variables().get(name)
+        if value not in (None, os.environ.get(name)):
+            raise UserError(
+                hide(
+                    f"--run: the script sets {name}={value}, which decides where your token goes and whose code runs;"
+                    " export it yourself, or start the printed command"
+                )
+            )
     words = ["bash", str(ROOT / SCRIPT), "--recipe", str(recipe.absolute())]
     sys.stdout.flush()
     # In this process's place: a parent that Ctrl-C reaches too would kill the script before the checkpoint is saved.

@@ -359,8 +359,8 @@ MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward
 def reward_functions(value: Any, verl: Verl) -> Translated:
     """The reward: the user's function, or verl's by data source; with DAPO's punishment of long completions."""
     files = _files(verl)
-    if file := own_reward(verl):
-        functions, note = [_own_function(path(file), str(own_reward(verl, "name") or "compute_score"))], ""
+    if file := custom_reward(verl):
+        functions, note = [_custom_function(path(file), str(custom_reward(verl, "name") or "compute_score"))], ""
     elif _named(files, "gsm8k"):
         functions, note = ["strict"], "verl's rule for GSM8K, only `#### n` counts; accuracy takes other forms too"
     elif _named(files, "geo3k", "geometry3k"):
@@ -385,12 +385,12 @@ def reward_functions(value: Any, verl: Verl) -> Translated:
     return Translated(fields, note)
 
 
-def own_reward(verl: Verl, name: str = "path") -> Any:
+def custom_reward(verl: Verl, name: str = "path") -> Any:
     """What the user says of a reward function of his own: its file, or another setting."""
     return verl.first(f"custom_reward_function.{name}", f"reward.custom_reward_function.{name}")
 
 
-def _own_function(file: str, name: str) -> str:
+def _custom_function(file: str, name: str) -> str:
     """verl's own file for GSM8K is the rule `strict` here."""
     return "strict" if file.endswith("utils/reward_score/gsm8k.py") else f"{file}:{name}"
 
@@ -408,7 +408,7 @@ def _named(files: list[str], *names: str) -> bool:
 def _scored_with_signs(verl: Verl) -> bool:
     """Whether verl's own rules score all rows with -1 or 1, which accuracy scores with 0 or 1."""
     files = _files(verl)
-    return not own_reward(verl) and bool(files) and all(map(_is_signed, files))
+    return not custom_reward(verl) and bool(files) and all(map(_is_signed, files))
 
 
 def _is_signed(file: str) -> bool:
@@ -445,9 +445,9 @@ def overlong(value: Any, verl: Verl) -> Outcome:
 
 
 def reward_kwargs(value: Any, verl: Verl) -> Outcome:
-    if _own_function(str(own_reward(verl)), "") == "strict":
+    if _custom_function(str(custom_reward(verl)), "") == "strict":
         return Refused("verl's own gsm8k.py is the reward strict here, which takes no arguments; leave them out")
-    arguments = own_reward(verl, "reward_kwargs") or verl["reward.custom_reward_function.reward_kwargs"]
+    arguments = custom_reward(verl, "reward_kwargs") or verl["reward.custom_reward_function.reward_kwargs"]
     return Translated({"reward.kwargs": arguments})
 
 

@@ -19,7 +19,6 @@ from perl.tools.from_verl.outcomes import (
     Translated,
     choice,
     off,
-    only,
     refused,
     same_as,
     to,
@@ -36,9 +35,9 @@ def _handler(row: dict[str, Any]) -> Handler:
     elif "as" in row:
         handler = same_as(row["as"])
     elif "same" in row:
-        handler = only(*row["same"], why=row["why"], otherwise=row["otherwise"])
+        handler = choice(dict.fromkeys(row["same"], NoEffect(row["why"])), row["otherwise"])
     elif "choice" in row:
-        handler = choice({value: _outcome(said) for value, said in row["choice"].items()}, row["otherwise"])
+        handler = choice({value: _outcome(cell) for value, cell in row["choice"].items()}, row["otherwise"])
     else:
         name, *arguments = row["by"] if isinstance(row["by"], list) else [row["by"]]
         handler = getattr(handlers, name)(*arguments) if arguments else getattr(handlers, name)
@@ -57,8 +56,8 @@ def _condition(name: str) -> tuple[Condition, str]:
     return (holds if "." in holds else getattr(handlers, holds)), why
 
 
-def _outcome(said: Any) -> Outcome:
-    return Translated(said) if isinstance(said, dict) else NoEffect(said) if isinstance(said, str) else Refused(*said)
+def _outcome(cell: Any) -> Outcome:
+    return Translated(cell) if isinstance(cell, dict) else NoEffect(cell) if isinstance(cell, str) else Refused(*cell)
 
 
 def _without_counterpart() -> Iterator[tuple[str, Handler | NoEffect]]:

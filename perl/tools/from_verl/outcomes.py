@@ -173,15 +173,10 @@ def choice(outcomes: Mapping[Any, Outcome], otherwise: str) -> Handler:
     """What stands for the value in a table; another is refused because of `otherwise`, where {} is the value."""
 
     def handle(value: Any, verl: Verl) -> Outcome:
-        found = next((outcome for known, outcome in outcomes.items() if known == value), None)
-        return found or Refused(otherwise.format(shown(value)))
+        chosen = next((outcome for known, outcome in outcomes.items() if known == value), None)
+        return chosen or Refused(otherwise.format(shown(value)))
 
     return handle
-
-
-def only(*same: Any, why: str, otherwise: str) -> Handler:
-    """Without effect where the value is one of `same`; any other is refused."""
-    return choice(dict.fromkeys(same, NoEffect(why)), otherwise)
 
 
 def when(condition: Condition, otherwise: str) -> Callable[[Handler], Handler]:
@@ -197,8 +192,8 @@ def holds(condition: Condition, verl: Verl) -> bool:
     if not isinstance(condition, str):
         return bool(condition(verl))
     key, equals, value = condition.partition("=")
-    found = verl[key.removesuffix("!")]
-    return bool(found) if not equals else (found == value) != key.endswith("!")
+    actual = verl[key.removesuffix("!")]
+    return bool(actual) if not equals else (actual == value) != key.endswith("!")
 
 
 def same_as(key: str) -> Handler:

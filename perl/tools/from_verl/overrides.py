@@ -45,6 +45,8 @@ OPTIONS = {
     "-cd": "--config-path",
 }
 """Hydra's options that say where keys come from; the others do not train."""
+MOST_CHARACTERS = 1 << 14
+"""Of all settings: Hydra's parser takes seconds for as many."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Command:
         if isinstance(self.given.get(key), Unreadable):
             return self.given[key]
         try:
-            found = OmegaConf.select(self.config, key)
-            return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            selected = OmegaConf.select(self.config, key)
+            return OmegaConf.to_container(selected, resolve=True) if OmegaConf.is_config(selected) else selected
         except (OmegaConfBaseException, ValueError) as error:
             text = str(error).strip().splitlines()[0]
             raise UserError(f"{key}={self.given.get(key)}: {text}; give the value itself") from error
@@ -112,6 +114,8 @@ def _of_words(words: Sequence[str]) -> tuple[Launch, Script]:
 
 def _compose(launch: Launch, script: Script, extra: Sequence[str], folder: Path, file: Path | None = None) -> Command:
     overrides, options = _split_options(launch, script)
+    if sum(map(len, (*overrides, *extra))) > MOST_CHARACTERS:
+        raise UserError(f"{launch.place}: settings of more than {MOST_CHARACTERS:,} characters; write them to a .yaml")
     command = Command({}, copy.deepcopy(_defaults()), {}, dict(launch.environment), launch.before)
     if "main_dapo" in launch.module:
         _add_base(command, "dapo_trainer")
@@ -207,8 +211,8 @@ def _add_file(command: Command, file: Path, depth: int = 0) -> None:
 def _add_default(command: Command, file: Path, base: Any, depth: int) -> None:
     if base == "_self_":
         return
-    if isinstance(base, str) and (found := file.parent / f"{base.removesuffix('.yaml')}.yaml").is_file():
-        _add_file(command, found, depth + 1)
+    if isinstance(base, str) and (base_file := file.parent / f"{base.removesuffix('.yaml')}.yaml").is_file():
+        _add_file(command, base_file, depth + 1)
     elif isinstance(base, str) and base in BASES:
         _add_base(command, base)
     else:
@@ -238,7 +242,7 @@ def _add_override(command: Command, script: Script, word: str, place: str) -> No
     try:
         override = PARSER.parse_override(UNKNOWN.sub("unknown", word))
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise UserError(f"{place}: {word!r:.200}: {_hint(word, error)}") from error
+        raise UserError(f"{place}: {UNKNOWN.sub('?', word)!r:.200}: {_hint(word, error)}") from error
     key = str(override.key_or_group) + (f"@{override.package}" if override.package is not None else "")
     if override.is_delete():
         return _remove(command, key)

@@ -14,8 +14,9 @@ import math
 import operator
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tree_sitter_bash
@@ -29,9 +30,18 @@ OTHER_PROGRAMS = re.compile(r"^(verl|recipe)[./].*(trainer|main_)")
 LOOKS_LIKE_KEY = re.compile(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=")
 NAME_AND_VALUE = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 PYTHON = re.compile(r"^(.*/)?python[\d.]*$")
-UNKNOWN = re.compile("\ue000(\\d+)\ue001")
+MARK = secrets.token_hex(8)
+UNKNOWN = re.compile(f"\ue000{MARK}:(\\d+)\ue001")
+"""What stands in a text for an unknown; no script can hold it, as each process draws its own."""
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
+SHELL = re.compile(r"^(.*/)?(ba|z)?sh$")
+WHOLE = re.compile(r"\d{1,18}", re.ASCII)
 MOST_TURNS = 1000
+MOST_BYTES = 1 << 18
+"""Of a script."""
+BUDGET = 10_000_000
+"""What following a script may cost: characters that are looked at, STEP for each statement."""
+STEP = 100
 
 
 @dataclass(frozen=True)
@@ -64,16 +74,30 @@ class Script:
     others: list[str] = field(default_factory=list)
     """Programs of verl that do not train with rewards, each with its line."""
     depth: int = 0
+    """Of the functions, and of the shells within the shell, that are followed now."""
+    before_first: int = 0
+    """Lines of the file before the text that is followed, which may stand in a word of it."""
+    budget: int = BUDGET
     unset_is_empty: bool = False
     """In a test, as in bash; a setting made of an unset variable would silently lack a part."""
 
     def at(self, node: Node) -> str:
-        return f"{self.place}:{node.start_point[0] + 1}"
+        return f"{self.place}:{self.before_first + node.start_point[0] + 1}"
+
+    def spend(self, cost: int) -> None:
+        """Raise a UserError once a script costs more than any that only starts a training."""
+        self.budget -= cost
+        if self.budget < 0:
+            raise UserError(
+                f"{self.place}: too long to follow (its loops and texts grow without end); give a script with the one"
+                " command"
+            )
 
     def unknown(self, node: Node, why: str = "") -> str:
         """A mark for what only a run of the script shows."""
+        self.spend(STEP)
         self.reasons.append(f"{self.at(node)}: {why or f'{_text(node)} is only known to a run'}")
-        return f"\ue000{len(self.reasons) - 1}\ue001"
+        return f"\ue000{MARK}:{len(self.reasons) - 1}\ue001"
 
     def reasons_in(self, text: str) -> list[str]:
         """Why parts of a text are unknown; empty where all of it is known."""
@@ -108,17 +132,19 @@ def read_script(path: Path, environment: Mapping[str, str]) -> tuple[Launch, Scr
     except (OSError, UnicodeDecodeError) as error:
         why = "it is no text" if isinstance(error, UnicodeDecodeError) else error
         raise UserError(f"{path}: cannot be read as a script: {why}") from error
+    if len(source) > MOST_BYTES:
+        raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; give a script with the one command")
     script = Script(place=str(path), variables={**environment, "0": str(path), "PWD": os.getcwd()})
     return read_source(script, source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n"))
 
 
 def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
-    root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
-    if bad := next((node for node in _all(root) if node.type == "ERROR" or node.is_missing), None):
-        text = _text(bad).strip().splitlines() or ["something is missing"]
-        raise UserError(f"{script.at(bad)}: not bash: {text[0]:.60}")
     try:
-        follow(script, root)
+        follow(script, _tree(script, source))
+    except RecursionError:
+        raise UserError(
+            f"{script.place}: brackets, commands or conditions nest too deep; give a script with the one command"
+        ) from None
     except _End as end:
         if not script.launches:
             raise UserError(f"{end.place}: the script ends here, before it trains; what it checks is not met") from None
@@ -132,12 +158,21 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
     return script.launches[0], script
 
 
+def _tree(script: Script, source: bytes) -> Node:
+    root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
+    if bad := next((node for node in _all(root) if node.type == "ERROR" or node.is_missing), None):
+        text = _text(bad).strip().splitlines() or ["something is missing"]
+        raise UserError(f"{script.at(bad)}: not bash: {text[0]:.60}")
+    return root
+
+
 # Statements
 
 
 def follow(script: Script, *nodes: Node) -> None:
     """Do what statements do to the variables; note each training command."""
     for node in nodes:
+        script.spend(STEP)
         if (kind := STATEMENTS.get(node.type)) is not None:
             kind(script, node)
 
@@ -159,6 +194,7 @@ def _assign(script: Script, node: Node) -> None:
     target, value = node.children[0], node.children[2] if len(node.children) > 2 else None
     name = _text(target).partition("[")[0]
     before = script.variables.get(name, "") if node.children[1].type == "+=" else ""
+    script.spend(len(before))
     if target.type == "subscript":
         script.variables[name] = script.unknown(node, f"single elements of the array {name} are assigned")
     elif value is not None and value.type == "array":
@@ -193,7 +229,7 @@ def _case(script: Script, node: Node) -> None:
     for item in items:
         closed = next(i for i, child in enumerate(item.children) if child.type == ")")
         patterns = [text_of(script, child) for child in item.children[:closed] if child.is_named]
-        if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
+        if any(_matches(script, value, pattern) for pattern in patterns):
             return follow(script, *item.children[closed + 1 :])
     return None
 
@@ -237,15 +273,19 @@ def _unset(script: Script, node: Node) -> None:
 
 
 def _command(script: Script, node: Node) -> None:
-    prefix = dict(script.variables)
-    assignments = [child for child in node.children if child.type == "variable_assignment"]
-    follow(script, *assignments)
-    names = [_text(child.children[0]) for child in assignments]
-    own = {name: str(script.variables[name]) for name in names}
-    script.variables = prefix
+    script.spend(len(script.variables) + len(script.arguments))
+    gaps = [(gap.replace("\\\n", ""), child) for gap, child in _with_gaps(node)]
+    # The grammar takes a line of several assignments for the beginning of the command on the next one.
+    first = max((index for index, (gap, _) in enumerate(gaps) if "\n" in gap), default=0)
+    assignments = [child for _, child in gaps if child.type == "variable_assignment"]
+    follow(script, *assignments[:first])
+    before = dict(script.variables)
+    follow(script, *assignments[first:])
+    prefix = {name: str(script.variables[name]) for name in (_text(child.children[0]) for child in assignments[first:])}
+    script.variables = before
     words = _words_of_command(script, node)
-    if words and not _note_launch(script, node, own, words):
-        _builtin(script, node, words)
+    if words and not _note_launch(script, node, prefix, words):
+        _builtin(script, node, prefix, words)
 
 
 def _words_of_command(script: Script, node: Node) -> list[str]:
@@ -253,7 +293,7 @@ def _words_of_command(script: Script, node: Node) -> list[str]:
     return [word for part in parts if not part.type.endswith("redirect") for word in words_of(script, part)]
 
 
-def _builtin(script: Script, node: Node, words: list[str]) -> None:
+def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> None:
     """What a command that is no training does to the variables. Other programs do nothing to them."""
     name, *arguments = words
     if LOOKS_LIKE_KEY.match(name):
@@ -269,13 +309,46 @@ def _builtin(script: Script, node: Node, words: list[str]) -> None:
     elif name == "set" and "--" in arguments:
         script.arguments = arguments[arguments.index("--") + 1 :]
     elif name == "shift":
-        count = int(arguments[0]) if arguments and arguments[0].isdigit() else 1
+        count = int(arguments[0]) if arguments and WHOLE.fullmatch(arguments[0]) else 1
         script.arguments = script.arguments[count:]
+    elif inner := _inner_shell(words):
+        _follow_inner(script, node, prefix, words, inner)
     elif name == "eval" or ("-c" in arguments and any(trainer in word for trainer in TRAINERS for word in arguments)):
         raise UserError(f"{script.at(node)}: {name} makes a command that only a run shows; write the command itself")
     elif name in SETS_VARIABLES and (name != "printf" or "-v" in arguments):
         for match in filter(None, (re.match(r"[A-Za-z_]\w*", word) for word in arguments)):
             script.variables[match[0]] = script.unknown(node, f"{name} sets {match[0]}")
+
+
+def _inner_shell(words: list[str]) -> int | None:
+    """Where a training command stands in the words, as the text of `bash -c TEXT`."""
+    for index in range(2, len(words)):
+        is_text = re.fullmatch(r"-[a-z]*c", words[index - 1]) and SHELL.match(words[index - 2])
+        if is_text and any(trainer in words[index] for trainer in TRAINERS):
+            return index
+    return None
+
+
+def _follow_inner(script: Script, node: Node, prefix: dict[str, str], words: list[str], index: int) -> None:
+    """`bash -c TEXT NAME ARGUMENT …`: a shell that sees what is exported, and whose variables end with it."""
+    if script.depth > 20:
+        raise UserError(f"{script.at(node)}: bash -c calls itself")
+    before, set_by_env = _split_before(words[: index - 2])
+    seen = {name for name in script.variables if name in script.exported or name in os.environ}
+    inner = replace(
+        script,
+        variables={name: script.variables[name] for name in seen} | prefix | set_by_env,
+        arguments=words[index + 2 :],
+        exported=[*script.exported, *prefix, *set_by_env],
+        functions={},
+        launches=[],
+        depth=script.depth + 1,
+        before_first=script.before_first + node.start_point[0],
+    )
+    with contextlib.suppress(_End):
+        follow(inner, _tree(inner, words[index].encode()))
+    script.budget = inner.budget
+    script.launches += [replace(launch, before=f"{before} {launch.before}".strip()) for launch in inner.launches]
 
 
 def _call(script: Script, node: Node, name: str, arguments: list[str]) -> None:
@@ -295,18 +368,20 @@ def _call(script: Script, node: Node, name: str, arguments: list[str]) -> None:
 
 def _forget(script: Script, nodes: Sequence[Node], condition: Node) -> None:
     """Whether these statements run is unknown: so is what they set. A training among them cannot be translated."""
+    script.spend(sum(node.end_byte - node.start_byte for node in (condition, *nodes)))
     why = f"it depends on {' '.join(_text(condition).split())[:60]!r}, which only a run decides"
     for node in nodes:
         _refuse_training(script, node, "whether this training runs depends on what only a run decides")
-        for found in _all(node):
-            if found.type == "variable_assignment":
-                script.variables[_text(found.children[0]).partition("[")[0]] = script.unknown(found, why)
+        for descendant in _all(node):
+            if descendant.type == "variable_assignment":
+                script.variables[_text(descendant.children[0]).partition("[")[0]] = script.unknown(descendant, why)
 
 
 def _refuse_training(script: Script, node: Node, why: str) -> None:
-    for found in _all(node):
-        if found.type == "command" and any(trainer in _text(found) for trainer in TRAINERS):
-            raise UserError(f"{script.at(found)}: {why}; give a script with the one command")
+    script.spend(node.end_byte - node.start_byte)
+    for descendant in _all(node):
+        if descendant.type == "command" and any(trainer in _text(descendant) for trainer in TRAINERS):
+            raise UserError(f"{script.at(descendant)}: {why}; give a script with the one command")
 
 
 def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> bool:
@@ -330,7 +405,7 @@ def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list
 
 def _split_before(words: list[str]) -> tuple[str, dict[str, str]]:
     """The program that starts Python, and the variables set by `env` before it."""
-    inside = {found[1]: found[2] for word in words if (found := NAME_AND_VALUE.match(word))}
+    inside = {match[1]: match[2] for word in words if (match := NAME_AND_VALUE.match(word))}
     options = (word.startswith("-") or PYTHON.match(word) or NAME_AND_VALUE.match(word) for word in words)
     first = next((index for index, is_option in enumerate(options) if is_option), len(words))
     return " ".join(word for word in words[:first] if word not in ("env", "exec", "time")), inside
@@ -364,6 +439,7 @@ def holds(script: Script, node: Node) -> bool:
     Raises:
         Undecided: only a run decides.
     """
+    script.spend(STEP)
     kind, children, inside = node.type, node.children, node.named_children
     if kind == "list":
         try:
@@ -387,7 +463,7 @@ def holds(script: Script, node: Node) -> bool:
         if word in ("&&", "||", "-a", "-o"):
             first = holds(script, left)
             return first if first == (word in ("||", "-o")) else holds(script, children[-1])
-        return _compared(_tested(script, left), word, _tested(script, children[-1]))
+        return _compared(script, _tested(script, left), word, _tested(script, children[-1]))
     if kind == "command" and _text(node).split()[0] in ("true", ":", "false"):
         return _text(node).split()[0] != "false"
     if kind in ASSIGNMENTS or (kind in STATEMENTS and node.parent is not None and node.parent.type == "list"):
@@ -411,13 +487,18 @@ def _tested(script: Script, node: Node) -> str:
     return text
 
 
-def _compared(left: str, word: str, right: str) -> bool:
+def _compared(script: Script, left: str, word: str, right: str) -> bool:
     if word in ("=", "==", "!="):
-        return fnmatch.fnmatchcase(left, right) == (word != "!=")
+        return _matches(script, left, right) == (word != "!=")
     try:
         return COMPARISONS[word](int(left or 0), int(right or 0))
     except (ValueError, KeyError) as error:
         raise Undecided from error
+
+
+def _matches(script: Script, text: str, pattern: str) -> bool:
+    script.spend(len(text) + 20 * len(pattern))  # a pattern is compiled
+    return fnmatch.fnmatchcase(text, pattern)
 
 
 COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
@@ -439,12 +520,13 @@ OPERATORS = {
 
 
 def number_of(script: Script, node: Node) -> int:
-    """The value of an arithmetic expression.
+    """The value of an arithmetic expression, which wraps at 64 bits as in bash.
 
     Raises:
         Undecided: it is unknown, or no number.
     """
     kind, text = node.type, _text(node)
+    script.spend(len(text))
     if kind == "parenthesized_expression":
         return number_of(script, node.named_children[0])
     if kind == "unary_expression" and node.children[0].type == "-":
@@ -452,14 +534,15 @@ def number_of(script: Script, node: Node) -> int:
     if kind == "binary_expression" and node.children[1].type in OPERATORS:
         left, right = number_of(script, node.children[0]), number_of(script, node.children[2])
         try:
-            return int(OPERATORS[node.children[1].type](left, right))
+            value = int(OPERATORS[node.children[1].type](left, right))
         except (ArithmeticError, ValueError) as error:
             raise Undecided from error
+        return (value + 2**63) % 2**64 - 2**63
     if kind == "variable_name":
         text = _value(script, node, text)
     elif kind in ("simple_expansion", "expansion", "string", "command_substitution", "arithmetic_expansion"):
         text = text_of(script, node)
-    if not isinstance(text, str) or not re.fullmatch(r"\s*(-?(0|[1-9]\d*)\s*)?", text):
+    if not isinstance(text, str) or not re.fullmatch(r"\s*(-?(0|[1-9][0-9]{0,17})\s*)?", text):
         raise Undecided
     return int(text.strip() or 0)
 
@@ -489,6 +572,7 @@ def text_of(script: Script, node: Node) -> str:
 def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str], str]]:
     """(pieces, how they split): "" is one text, "array" one word each, "words" split at white space."""
     kind, text = node.type, _text(node)
+    script.spend(len(text))
     if kind == "raw_string":
         yield [text[1:-1]], ""
     elif kind == "string":
@@ -512,7 +596,17 @@ def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str]
     elif kind in ("process_substitution", "brace_expression", "ansi_c_string", "translated_string"):
         yield [script.unknown(node)], ""
     else:
+        home = script.variables.get("HOME")
+        if re.match("~(/|$)", text) and isinstance(home, str) and _begins_a_word(node):
+            yield [home], ""
+            text = text[1:]
         yield [re.sub(r"\\(\n|.)", lambda m: "" if m[1] == "\n" else m[1], text, flags=re.DOTALL)], ""
+
+
+def _begins_a_word(node: Node) -> bool:
+    """Whether ~ in front of it is the home folder."""
+    parent = node.parent
+    return parent is None or parent.type != "concatenation" or parent.start_byte == node.start_byte
 
 
 def _string_parts(script: Script, node: Node) -> Iterator[tuple[list[str], str]]:
@@ -541,6 +635,7 @@ def _with_gaps(node: Node) -> Iterator[tuple[str, Node]]:
 def _expanded(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str], str]]:
     """$NAME, ${NAME…}."""
     value = _value(script, node, _text(node).strip()[1:]) if node.type == "simple_expansion" else _braced(script, node)
+    script.spend(sum(len(word) + 1 for word in _as_list(value)))
     if isinstance(value, list):
         yield value if quoted else [word for item in value for word in item.split()], "array"
     elif quoted:
@@ -555,7 +650,7 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
         return list(script.arguments)
     if name == "#":
         return str(len(script.arguments))
-    if name.isdigit() and name != "0":
+    if WHOLE.fullmatch(name) and name != "0":
         return script.arguments[int(name) - 1] if int(name) <= len(script.arguments) else ""
     value = script.variables.get(name)
     if value is None and not default and not script.unset_is_empty:
@@ -578,16 +673,16 @@ def _braced(script: Script, node: Node) -> str | list[str]:
     look_up = _element if target.type == "subscript" else _value
     value = look_up(script, target, name, absent)
     if length:
-        return str(len(value))
+        return script.unknown(node) if isinstance(value, str) and script.reasons_in(value) else str(len(value))
     if absent:
         return _or_default(script, node, name, sign, value, operand)
-    if isinstance(value, list) and sign == ":" and operand.isdigit():
+    if isinstance(value, list) and sign == ":" and WHOLE.fullmatch(operand):
         return value[max(0, int(operand) - (name in ("@", "*"))) :]
     if isinstance(value, list) or not sign:
         return script.unknown(node) if sign else value
     if script.reasons_in(value + operand):
         return value + operand
-    changed = _changed(value, sign, operand, [_text(child) for child in rest])
+    changed = _changed(script, value, sign, operand, [_text(child) for child in rest])
     return script.unknown(node, f"{_text(node)} is not understood") if changed is None else changed
 
 
@@ -599,34 +694,35 @@ def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[
     values = _as_list(script.variables.get(name))
     if index in ("@", "*"):
         return values
-    return values[int(index)] if index.isdigit() and int(index) < len(values) else script.unknown(node)
+    return values[int(index)] if WHOLE.fullmatch(index) and int(index) < len(values) else script.unknown(node)
 
 
 def _or_default(script: Script, node: Node, name: str, sign: str, value: str | list[str], operand: str):
-    there = bool(value) if sign.startswith(":") else name in script.variables
+    is_set = bool(value) if sign.startswith(":") else name in script.variables
     if sign.endswith("+"):
-        return operand if there else ""
-    if sign.endswith("?") and not there:
+        return operand if is_set else ""
+    if sign.endswith("?") and not is_set:
         return script.unknown(node, f"the variable {name} is not set: {operand}")
-    if sign.endswith("=") and not there:
+    if sign.endswith("=") and not is_set:
         script.variables[name] = operand
-    return value if there else operand
+    return value if is_set else operand
 
 
-def _changed(value: str, sign: str, operand: str, words: list[str]) -> str | None:
+def _changed(script: Script, value: str, sign: str, operand: str, words: list[str]) -> str | None:
     """A value after ${NAME,,}, ${NAME#pattern}, ${NAME/pattern/text} or ${NAME:1:2}; None for what is not read."""
     if sign in ("^^", ",,"):
         return value.upper() if sign == "^^" else value.lower()
     places = range(len(value) + 1)
     if sign in ("#", "##", "%", "%%"):
         if sign.startswith("#"):
-            cuts = [value[i:] for i in places if fnmatch.fnmatchcase(value[:i], operand)]
+            cuts = [value[i:] for i in places if _matches(script, value[:i], operand)]
         else:
-            cuts = [value[:i] for i in reversed(places) if fnmatch.fnmatchcase(value[i:], operand)]
+            cuts = [value[:i] for i in reversed(places) if _matches(script, value[i:], operand)]
         return (cuts[0] if len(sign) == 1 else cuts[-1]) if cuts else value
     if sign in ("/", "//") and len(words) >= 2 and not set(words[1]) & set("*?["):
+        script.spend(len(value) * max(map(len, words)))
         return value.replace(words[1], words[3] if len(words) > 3 else "", -1 if sign == "//" else 1)
-    if sign == ":" and all(word.isdigit() for word in words[1::2]):
+    if sign == ":" and all(map(WHOLE.fullmatch, words[1::2])):
         start = int(words[1])
         return value[start : start + int(words[3])] if len(words) > 3 else value[start:]
     return None

@@ -91,13 +91,13 @@ def translate(command: Command, choices: Choices) -> Translation:
 
 def _is_dapo(recipe: Mapping[str, tuple[Any, str]]) -> bool:
     """Whether a run is DAPO, so that its name says so. How the loss adds up tokens differs between verl's versions."""
-    own = {name: value for name, (value, _) in recipe.items()}
+    settings = {name: value for name, (value, _) in recipe.items()}
     alike = DAPO.settings.keys() - {"reward.functions", "training.loss_type"}
     return (
-        "algorithm.name" not in own
-        and all(own.get(name) == DAPO.settings[name] for name in alike)
-        and own.get("training.loss_type") in ("dapo", "bnpo")
-        and "overlong" in own.get("reward.functions", ())
+        "algorithm.name" not in settings
+        and all(settings.get(name) == DAPO.settings[name] for name in alike)
+        and settings.get("training.loss_type") in ("dapo", "bnpo")
+        and "overlong" in settings.get("reward.functions", ())
     )
 
 

@@ -62,8 +62,8 @@ def texts(value: Any) -> list[str]:
 
 
 def one_or_more(value: Any) -> str | list[str]:
-    found = texts(value)
-    return found[0] if len(found) == 1 else found
+    items = texts(value)
+    return items[0] if len(items) == 1 else items
 
 
 def shown(value: Any) -> str:
