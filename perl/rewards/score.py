@@ -40,7 +40,7 @@ class Rewards:
             state: the trainer's.
 
         Raises:
-            UserError: a function gives another number of rewards.
+            UserError: a function gives another number of rewards, or logs too few values.
         """
         if not rows:
             return
@@ -56,6 +56,12 @@ class Rewards:
             "log_metric": lambda name, value: self.metrics[name].append(value),
         }
         scores = [self._checked(*pair, len(rows)) for pair in zip(self.names, self._call(arguments), strict=True)]
+        for column, values in extras.items():
+            if len(values) < len(rows):
+                raise UserError(
+                    f"--config.reward.functions: log_extra({column!r}, …) got {len(values)} values for {len(rows)}"
+                    " completions; give one for each"
+                )
         for place, row in enumerate(rows):
             row.rewards = [one[place] for one in scores]
             row.extras = {column: values[place] for column, values in extras.items()}

@@ -64,13 +64,16 @@ class Batch:
             padded = [[*row_numbers, *[fill] * (width - len(row_numbers))] for row_numbers in map(numbers, rows)]
             return to_device(torch.tensor(padded, dtype=dtype), device)
 
+        def sampler(row: Trajectory) -> Sequence[float]:
+            return row.logprobs or [math.nan] * len(row.token_ids)
+
         def trained_on(row: Trajectory) -> Sequence[bool]:
             return [] if mask_truncated and row.finish == "length" else row.sampled
 
         return cls(
             rows=rows,
             mask=column(trained_on, False, torch.bool),
-            sampler=column(lambda row: row.logprobs, 0.0, torch.float32) if any(r.logprobs for r in rows) else None,
+            sampler=column(sampler, 0.0, torch.float32) if any(row.logprobs for row in rows) else None,
         )
 
     @property

@@ -71,8 +71,8 @@ def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], w
     values = batch.advantages.expand(mask.shape)[mask].float()
     sums = [float(len(values)), values.sum().item(), values.square().sum().item()]
     count, added, squares = processes.added_up(sums)
-    ends = values if len(values) else torch.full((1,), math.nan)
-    high, low = processes.numbers([ends.max().item(), -ends.min().item()]).nan_to_num(nan=-math.inf).amax(dim=0)
+    ends = [values.max().item(), -values.min().item()] if len(values) else [-math.inf, -math.inf]
+    high, low = processes.numbers(ends).amax(dim=0)
     if count:
         mean = added / count
         metrics |= {"advantages/mean": mean, "advantages/std": max(0.0, squares / count - mean**2) ** 0.5}
@@ -128,8 +128,9 @@ class Metrics:
             self.value(name, number)
 
     @torch.no_grad()
-    def mean(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
-        """Of the values of all tokens, or rows, that are `counted`. Nothing is exchanged, nor waited for."""
+    def mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """Of the values of all tokens, or rows, that are `counted`; None: all. Nothing is exchanged, nor waited for."""
+        counted = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
         sums = torch.stack([values.float().masked_fill(~counted, 0.0).sum(), counted.sum().float()])
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 

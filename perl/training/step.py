@@ -306,9 +306,7 @@ class Step:
             loss = loss + self.entropy_bonus.loss(inputs.entropies, counted, accumulation)
         if outputs.aux_loss is not None:
             loss = loss + self.router_coefficient * outputs.aux_loss / accumulation
-            self.metrics.mean(
-                "aux_loss", outputs.aux_loss.detach(), torch.ones((), dtype=torch.bool, device=self.device)
-            )
+            self.metrics.mean("aux_loss", outputs.aux_loss)
         if self.critic is not None:
             assert outputs.values is not None
             assert batch.values is not None
@@ -330,5 +328,5 @@ class Step:
     def end_of_update(self) -> None:
         """Every process must come here."""
         if self.entropy_bonus is not None:
-            self.metrics.value("entropy_coef", self.entropy_bonus.coefficient)
+            self.metrics.mean("entropy_coef", torch.as_tensor(self.entropy_bonus.coefficient, device=self.device))
             self.entropy_bonus.end_of_update(self.processes.sum)

@@ -502,7 +502,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if step.critic:
             state["critic"] = dict(vars(step.critic.measured))
         if step.entropy_bonus:
-            state["entropy"] = [step.entropy_bonus.coefficient, step.entropy_bonus.last]
+            state["entropy"] = step.entropy_bonus.state()
         if self.noise:
             state["rms"] = self.noise.rms
         return state
