@@ -14,6 +14,7 @@ import torch
 
 from perl.base.errors import UserError
 from perl.records import Trajectory
+from perl.rewards.files import ROW, row_name
 
 log = logging.getLogger(__name__)
 
@@ -91,3 +92,12 @@ class Rewards:
     def of(self, rows: Sequence[Trajectory]) -> torch.Tensor:
         """float32 [rows, functions]: what `score` has filled in."""
         return torch.tensor([row.rewards for row in rows], dtype=torch.float32).view(len(rows), len(self.functions))
+
+    def infinite(self, rows: Sequence[Trajectory]) -> list[str]:
+        """The infinite ones of `of`, each as its function and row."""
+        return [
+            f"{name} on {row_name(place, row.completion, row.row['prompt'], row.row.get(ROW))}"
+            for place, row in enumerate(rows)
+            for name, reward in zip(self.names, row.rewards, strict=True)
+            if math.isinf(reward)
+        ]

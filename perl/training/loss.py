@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -130,8 +130,9 @@ Surrogate = Callable[[LossInputs, torch.Tensor, LossSettings], tuple[torch.Tenso
 def policy_loss(inputs: LossInputs, settings: LossSettings, update: Update) -> LossOutputs:
     """The loss of a micro-batch, with the terms that `settings` asks for."""
     log_ratio = inputs.policy - inputs.old
-    ratio = log_ratio if settings.level == "token" else masked_mean(log_ratio, inputs.mask)
-    losses, shown = SURROGATES[settings.loss_type](inputs, ratio, settings)
+    if settings.level == "sequence":
+        log_ratio = masked_mean(log_ratio, inputs.mask)
+    losses, shown = SURROGATES[settings.loss_type](inputs, log_ratio, settings)
     if settings.off_policy_threshold is not None:
         losses = losses * off_policy_mask(inputs, settings.off_policy_threshold)
     if inputs.entropy_threshold is not None:
@@ -145,7 +146,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, update: Update) -> L
     if settings.beta:
         assert inputs.reference is not None
         kl = kl_divergence(inputs.policy, inputs.reference, settings.kl_estimator)
-        kl = kl * ratio.exp() if settings.bias_corrected_kl else kl
+        kl = kl * log_ratio.exp() if settings.bias_corrected_kl else kl
         losses = losses + settings.beta * kl
         metrics["kl"] = measured(kl, inputs.mask)
     return LossOutputs(add_up(losses, inputs.mask, settings, update), metrics)
@@ -297,10 +298,10 @@ def entropy_threshold(entropies: torch.Tensor, mask: torch.Tensor, share: float,
         gather: from a tensor of this process to those of all, as large, one after the other.
     """
     entropies = gather(entropies.detach().float().masked_fill(~mask, math.nan)).flatten().sort().values  # NaN last
-    last = ((~entropies.isnan()).sum() - 1).clamp(min=0)  # torch.quantile takes 16 M numbers at most
+    last = ((~entropies.isnan()).sum(dim=0, keepdim=True) - 1).clamp(min=0)  # torch.quantile takes 16 M at most
     place = (1 - share) * last
     low, high = entropies[place.long().clamp(max=last)], entropies[place.ceil().long().clamp(max=last)]
-    return low.lerp(high, place.frac())
+    return low.lerp(high, place.frac())[0]
 
 
 @dataclass(slots=True)
@@ -351,9 +352,3 @@ class EntropyBonus:
 
     def state(self) -> list[float]:
         return [float(self.coefficient), float(self.last)]
-
-
-def with_entropy_threshold(inputs: LossInputs, share: float, gather: Callable) -> LossInputs:
-    """`inputs` with the threshold that a `share` of the tokens reach. Every process must come here."""
-    assert inputs.entropies is not None
-    return replace(inputs, entropy_threshold=entropy_threshold(inputs.entropies, inputs.mask, share, gather))

@@ -46,8 +46,8 @@ def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], w
     numbers = torch.tensor(
         [[len(row.prompt_ids), len(row.token_ids), row.finish == "length"] for row in rows], dtype=torch.float32
     )
-    everywhere = processes.rows(numbers.to(mask.device)).cpu()
-    prompts, lengths, cut = everywhere[:, 0], everywhere[:, 1], everywhere[:, 2].bool()
+    gathered = processes.rows(numbers.to(mask.device)).cpu()
+    prompts, lengths, cut = gathered[:, 0], gathered[:, 1], gathered[:, 2].bool()
     ended = lengths[~cut] if not cut.all() else torch.zeros(1)
     metrics = {
         "completions/mean_length": lengths.mean(),
@@ -152,8 +152,8 @@ class Metrics:
         some = inputs.mask.any(dim=1, keepdim=True)
         for name, lowest in (("low", True), ("high", False)):
             if (one := measured.get(f"clip_ratio/{name}_mean")) is not None:
-                of_row = one.values if one.values.shape[1] == 1 else masked_mean(one.values, inputs.mask)
-                self.extreme(f"clip_ratio/{name}_{'min' if lowest else 'max'}", of_row, some, lowest)
+                row_values = one.values if one.values.shape[1] == 1 else masked_mean(one.values, inputs.mask)
+                self.extreme(f"clip_ratio/{name}_{'min' if lowest else 'max'}", row_values, some, lowest)
         if (ratio := measured.get("sampling/importance_sampling_ratio/mean")) is not None:
             self.extreme("sampling/importance_sampling_ratio/min", *ratio, lowest=True)
             self.extreme("sampling/importance_sampling_ratio/max", *ratio)
@@ -171,6 +171,19 @@ class Metrics:
         """The same of the policy without noise, while it is still the one that sampled: KL(noisy || clean)."""
         apart, known = difference(sampler, clean, mask)
         self.mean("aqn/kl", apart.exp() - 1 - apart, known)
+
+    def add_returns(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        """Of a generation batch's tokens of `mask`: what a critic said of them, and what it is to learn. Every process
+        must come here."""
+        errors, returns = (returns - values)[mask], returns[mask]
+        moments = [values[mask].sum(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+        tokens, *sums = self.processes.added_up([float(len(returns)), *torch.stack(moments).tolist()])
+        if not tokens:
+            return
+        value, mean, square, error, squared_error = (each / tokens for each in sums)
+        self.values({"critic/values_mean": value, "critic/returns_mean": mean})
+        if (variance := square - mean**2) > 1e-12:  # equal returns leave nothing to explain
+            self.value("critic/explained_variance", 1.0 - (squared_error - error**2) / variance)
 
     def take_mean(self, name: str) -> float | None:
         """Of all processes, which is logged, and start again; None where nothing was added. Every process must come
@@ -190,9 +203,9 @@ class Metrics:
         highest = [name.removeprefix("max ") for name in names if name.startswith("max ")]
         local = [x for name in means for x in sums.get(name, (0.0, 0.0))]
         local += [float(self._highest.get(name, -math.inf)) for name in highest]
-        everywhere = self.processes.numbers(local).double().cpu() if local else torch.zeros(1, 0)
+        gathered = self.processes.numbers(local).double().cpu() if local else torch.zeros(1, 0)
         self._sums, self._highest = {}, {}
-        totals, ends = everywhere[:, : 2 * len(means)].sum(dim=0), everywhere[:, 2 * len(means) :].amax(dim=0)
+        totals, ends = gathered[:, : 2 * len(means)].sum(dim=0), gathered[:, 2 * len(means) :].amax(dim=0)
         for name, (total, count) in zip(means, totals.view(-1, 2).tolist(), strict=True):
             if count:
                 self.value(name, total / count)

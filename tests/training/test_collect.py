@@ -25,7 +25,7 @@ from perl.prompts import row_seed
 from perl.records import Completion, Sampling, Trajectory, Weights
 from perl.rewards.score import Rewards
 from perl.training.batch import Batch
-from perl.training.collect import Collector, DynamicSampling, Read, to_draw
+from perl.training.collect import Collector, Read, to_draw
 from perl.training.preflight import check_dynamic_sampling
 from perl.training.stream import PromptStream
 from tests.trainers import kept_batches, make_trainer, question, reward_tokens, tokens_of
@@ -104,7 +104,7 @@ def by_hand(equal: str, needed: int, factor: float = 100.0, share: float = 0.0, 
         processes=processes or Alone(),
         clock=Clock(),  # type: ignore[arg-type]
         state=None,
-        dynamic=DynamicSampling(max_resample_factor=factor, equal_by=None),
+        max_resample_factor=factor,
     )
 
 
@@ -213,7 +213,7 @@ def test_what_must_differ(equal_by, equal):
 
 def judged(rewards, equal_by) -> bool:
     collector = by_hand("u", 1)
-    collector.dynamic = DynamicSampling(max_resample_factor=1.0, equal_by=equal_by)
+    collector.equal_by = equal_by
     collector.rewards = Rewards([print, print], ["a", "b"], torch.ones(2))
     return collector.is_equal([SimpleNamespace(rewards=row) for row in rewards])  # type: ignore[arg-type]
 
