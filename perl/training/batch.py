@@ -138,7 +138,8 @@ class MicroBatch:
                 " resume from one whose step is a multiple of steps_per_generation * num_iterations /"
                 " gradient_accumulation_steps"
             )
-        return cls(**state | {"batch": state["batch"] and Batch.restored(state["batch"])})
+        values: dict[str, Any] = state | {"batch": state["batch"] and Batch.restored(state["batch"])}
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
