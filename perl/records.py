@@ -8,6 +8,7 @@ In an evaluation the Prompt is a Sample, which knows its place, and a line of sa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -206,9 +207,12 @@ class Trajectory:
 
     def add(self, completion: Completion) -> None:
         """What the engine has drawn behind the tokens so far."""
+        drawn = len(completion.token_ids)
+        if completion.logprobs or self.logprobs:
+            self.logprobs += [math.nan] * (len(self.token_ids) - len(self.logprobs))
+            self.logprobs += completion.logprobs or [math.nan] * drawn
         self.token_ids += completion.token_ids
-        self.sampled += [True] * len(completion.token_ids)
-        self.logprobs += completion.logprobs
+        self.sampled += [True] * drawn
         self.finish = completion.finish_reason
 
 

@@ -1,7 +1,7 @@
 """Algorithms of reinforcement learning: what each sets of the configuration, and how rewards become advantages.
 
 To add one: a module with an Algorithm, and its line in ALGORITHMS. Rollouts, rewards, packing and the optimizer are
-the same for all (perl/training/trainer.py); the loss is TRL's, chosen by its own arguments among the settings.
+the same for all (perl/training/step.py); so is the loss (perl/training/loss.py), which settings choose.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perl.algorithms.algorithm import Algorithm
-from perl.algorithms.dapo import DAPO
-from perl.algorithms.grpo import CISPO, DR_GRPO, GDPO, GRPO, GRPO_PASSK, GSPO, LUSPO, SAPO, VESPO
+from perl.algorithms.grpo import CISPO, DAPO, DR_GRPO, GDPO, GRPO, GRPO_PASSK, GSPO, LUSPO, SAPO, VESPO
 from perl.algorithms.ppo import PPO
 from perl.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 from perl.algorithms.rloo import GPG, OPO, RLOO

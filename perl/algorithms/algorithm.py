@@ -55,17 +55,26 @@ class Scored:
         """bool [groups, group_size]: rows without a reward, and rows whose group has no two different ones. What they
         are compared with is their own reward, but for rounding: their advantage is an exact 0."""
         rewards = self.groups()
-        unknown = rewards.isnan()
-        highest = rewards.masked_fill(unknown, -math.inf).amax(dim=1, keepdim=True)
-        return unknown | ((rewards == highest) | unknown).all(dim=1, keepdim=True)
+        return rewards.isnan() | equal_groups(rewards)[:, None]
 
     def rewarded(self) -> torch.Tensor:
         """bool [rows, tokens]: the tokens that are trained on, of rows that have a reward."""
         return self.mask & ~self.rewards.isnan()[:, None]
 
-    def mine(self, everywhere: torch.Tensor) -> torch.Tensor:
+    def local(self, gathered: torch.Tensor) -> torch.Tensor:
         """Of a tensor [rows of all processes, or groups, group_size] the rows [rows] of this process."""
-        return everywhere.flatten()[self.first : self.first + len(self.rewards)]
+        return gathered.flatten()[self.first : self.first + len(self.rewards)]
+
+
+def equal_groups(rewards: torch.Tensor) -> torch.Tensor:
+    """bool [groups]: whether all rewards of a group [groups, group_size] are the same number, or NaN for none, so that
+    its advantages are 0.
+
+    In floating point, reward minus the group's mean need not be: the mean of eight 1.2 is not 1.2, and divided by the
+    deviation of that rounding an advantage of 1e-3 remains.
+    """
+    unknown = rewards.isnan()
+    return rewards.masked_fill(unknown, -math.inf).amax(dim=1) <= rewards.masked_fill(unknown, math.inf).amin(dim=1)
 
 
 Advantages = Callable[[Scored], "torch.Tensor"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from perl.algorithms.algorithm import Algorithm, Scored
+from perl.algorithms.algorithm import Algorithm, Scored, equal_groups
 
 GRPO = Algorithm(paper="arXiv 2402.03300")
 """Sets nothing: TRL's defaults."""
@@ -29,6 +30,19 @@ GSPO = Algorithm(
 )
 """One ratio for a whole completion; the paper's section 5.1 clips it at 3e-4 and 4e-4. It differs from GRPO where a
 rollout serves several updates: training.steps_per_generation 4 times gradient_accumulation_steps there."""
+
+DAPO = Algorithm(
+    paper="arXiv 2503.14476",
+    settings={
+        "algorithm.dynamic_sampling": True,
+        "training.loss_type": "dapo",
+        "training.epsilon": 0.2,
+        "training.epsilon_high": 0.28,
+        "training.beta": 0.0,
+        "reward.functions": ["accuracy", "overlong"],
+    },
+)
+"""Clip-higher, dynamic sampling, the loss as a mean over tokens, and a softer punishment of long completions."""
 
 LUSPO = Algorithm(
     paper="arXiv 2602.05261",
@@ -71,7 +85,7 @@ def group_relative(scored: Scored) -> torch.Tensor:
     advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
     scale = deviation(scored)
     advantages = advantages if scale is None else advantages / (scale + 1e-4)
-    return scored.mine(advantages.masked_fill(scored.without_advantage(), 0.0))
+    return scored.local(advantages.masked_fill(scored.without_advantage(), 0.0))
 
 
 def normalized_by_function(scored: Scored) -> torch.Tensor:
@@ -80,24 +94,12 @@ def normalized_by_function(scored: Scored) -> torch.Tensor:
     [rows], exactly 0 where every function gave all of a group the same."""
     assert scored.by_function is not None
     assert scored.weights is not None
-    functions = scored.by_function.shape[1]
-    grouped = scored.by_function.view(-1, scored.group_size, functions)
-    apart = grouped - grouped.nanmean(dim=1, keepdim=True)
-    known = (~grouped.isnan()).sum(dim=1, keepdim=True)
-    spread = (apart.square().nansum(dim=1, keepdim=True) / (known - 1).clamp(min=1)).sqrt()
-    each = (apart / (spread + 1e-4)).view(-1, functions)
-    total = (each * scored.weights).nansum(dim=1).masked_fill(each.isnan().all(dim=1), math.nan)
-    apart = total - total.nanmean()
-    spread = (apart.square().nansum() / ((~total.isnan()).sum() - 1).clamp(min=1)).sqrt()
-    equal = [equal_rewards(one, weight, scored.group_size) for one, weight in by_columns(scored)]
-    return scored.mine((apart / (spread + 1e-4)).nan_to_num(nan=0.0).masked_fill(torch.stack(equal).all(dim=0), 0.0))
-
-
-def by_columns(scored: Scored) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each function's rewards [rows of all processes, 1] and its weight [1]."""
-    assert scored.by_function is not None
-    assert scored.weights is not None
-    return list(zip(scored.by_function.split(1, dim=1), scored.weights.split(1), strict=True))
+    groups = scored.by_function.view(-1, scored.group_size, len(scored.weights))
+    normalized = (groups - groups.nanmean(dim=1, keepdim=True)) / (nanstd(groups, dim=1, keepdim=True) + 1e-4)
+    total = weighted_sum(normalized.flatten(end_dim=1), scored.weights)
+    advantages = ((total - total.nanmean()) / (nanstd(total) + 1e-4)).nan_to_num(nan=0.0).view(-1, scored.group_size)
+    equal = torch.stack([equal_groups(one) for one in (groups * scored.weights).unbind(dim=2)]).all(dim=0)
+    return scored.local(advantages.masked_fill(equal[:, None], 0.0))
 
 
 def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -105,35 +107,21 @@ def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
 
 
-def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group_size: int) -> torch.Tensor:
-    """bool [rows]: whether all rewards of the row's group are the same number, so that its advantage is 0.
-
-    In floating point, reward minus the group's mean need not be: the mean of eight 1.2 is not 1.2, and divided by the
-    deviation of that rounding an advantage of 1e-3 remains.
-
-    Args:
-        rewards: float [rows, functions], NaN where a function gave none; groups of `group_size` consecutive rows.
-        weights: float [functions].
-    """
-    groups = weighted_sum(rewards, weights).view(-1, group_size)
-    highest = groups.masked_fill(groups.isnan(), -math.inf).amax(dim=1)
-    lowest = groups.masked_fill(groups.isnan(), math.inf).amin(dim=1)
-    return (highest <= lowest).repeat_interleave(group_size)
+def nanstd(values: torch.Tensor, **over: Any) -> torch.Tensor:
+    """The standard deviation, with Bessel's correction, of those that are no NaN; `over` is as for a sum."""
+    squares = (values - values.nanmean(**over)).square().nansum(**over)
+    return (squares / ((~values.isnan()).sum(**over) - 1).clamp(min=1)).sqrt()
 
 
 def deviation(scored: Scored) -> torch.Tensor | None:
-    """Standard deviation, with Bessel's correction, of the rewards of each group ([groups, 1]), of all ([]), or None,
-    by `scored.scale`."""
-    rewards = scored.groups()
+    """`nanstd` of the rewards of each group ([groups, 1]), of all ([]), or None, by `scored.scale`."""
     match scored.scale:
         case "none":
             return None
         case "group":
-            over, known = {"dim": 1, "keepdim": True}, (~rewards.isnan()).sum(dim=1, keepdim=True)
+            return nanstd(scored.groups(), dim=1, keepdim=True)
         case "batch":
-            over, known = {}, (~rewards.isnan()).sum()
-    squares = (rewards - rewards.nanmean(**over)).square().nansum(**over)
-    return (squares / (known - 1).clamp(min=1)).sqrt()
+            return nanstd(scored.groups())
 
 
 def best_of_group(scored: Scored) -> torch.Tensor:
@@ -144,7 +132,7 @@ def best_of_group(scored: Scored) -> torch.Tensor:
     lead = (best[:, :1] - best[:, 1:]).nan_to_num(nan=0.0, posinf=0.0)  # posinf: the only reward of its group
     scale = deviation(scored)
     lead = lead if scale is None else lead / (scale + 1e-6)
-    return scored.mine(torch.zeros_like(rewards).scatter_(1, place[:, :1], lead))
+    return scored.local(torch.zeros_like(rewards).scatter_(1, place[:, :1], lead))
 
 
 GRPO_PASSK = Algorithm(paper="arXiv 2503.19595", advantages=best_of_group, uses=frozenset({"training.scale_rewards"}))

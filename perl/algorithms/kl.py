@@ -19,10 +19,10 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalty: torch.Tens
     """
     places = torch.arange(mask.shape[1], device=mask.device)
     last = (mask * places).amax(dim=1, keepdim=True)
-    found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    found.scatter_(1, last, rewards[:, None].float())
-    found = found if penalty is None else found - penalty.float()
-    return found.masked_fill(~mask | rewards.isnan()[:, None], 0.0)
+    spread = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    spread.scatter_(1, last, rewards[:, None].float())
+    spread = spread if penalty is None else spread - penalty.float()
+    return spread.masked_fill(~mask | rewards.isnan()[:, None], 0.0)
 
 
 def kl_divergence(policy: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -5,33 +5,24 @@ from __future__ import annotations
 import torch
 
 from perl.algorithms.algorithm import Algorithm, Scored
+from perl.algorithms.ppo import gae
 from perl.algorithms.whitening import whiten
 
 
 def whitened_returns(scored: Scored) -> torch.Tensor:
     """The discounted sum of the rewards from a token to the last, whitened (arXiv 2501.03262, equations 8 and 9):
     float32 [rows, tokens]. Tokens that are not trained on are skipped: they discount nothing."""
-    rewards, mask = scored.token_rewards.cpu(), scored.mask.cpu()  # a loop of small steps: slow on an accelerator
-    returns = torch.zeros_like(rewards)
-    following = rewards.new_zeros(len(rewards))
-    for token in reversed(range(rewards.shape[1])):
-        returns[:, token] = rewards[:, token] + scored.gamma * following
-        following = torch.where(mask[:, token], returns[:, token], following)
-    return whitened(scored, returns.to(scored.token_rewards.device))
+    no_values = torch.zeros_like(scored.token_rewards)
+    returns, _ = gae(scored.token_rewards, no_values, scored.mask, scored.gamma, lam=1.0)
+    return whiten(returns, scored.rewarded(), scored.gather)
 
 
 def whitened_baseline(scored: Scored) -> torch.Tensor:
     """A_i = r_i - mean of its group, whitened over the tokens (arXiv 2501.03262, "REINFORCE++ with baseline"): float32
     [rows, tokens]."""
     rewards = scored.groups()
-    apart = (rewards - rewards.nanmean(dim=1, keepdim=True)).masked_fill(scored.without_advantage(), 0.0)
-    return whitened(scored, scored.mine(apart)[:, None].expand(scored.mask.shape))
-
-
-def whitened(scored: Scored, values: torch.Tensor) -> torch.Tensor:
-    """`values` [rows, tokens], white over the trained tokens of all processes, of rows that have a reward: float32
-    [rows, tokens], 0 elsewhere."""
-    return whiten(values, scored.rewarded(), scored.gather)
+    centred = (rewards - rewards.nanmean(dim=1, keepdim=True)).masked_fill(scored.without_advantage(), 0.0)
+    return whiten(scored.local(centred)[:, None].expand(scored.mask.shape), scored.rewarded(), scored.gather)
 
 
 REINFORCE_PLUS_PLUS = Algorithm(

@@ -13,7 +13,7 @@ def leave_one_out(scored: Scored) -> torch.Tensor:
     rewards = scored.groups()
     others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
     baseline = (rewards.nansum(dim=1, keepdim=True) - rewards) / others.clamp(min=1)
-    return scored.mine((rewards - baseline).masked_fill(scored.without_advantage(), 0.0))
+    return scored.local((rewards - baseline).masked_fill(scored.without_advantage(), 0.0))
 
 
 def length_weighted(scored: Scored) -> torch.Tensor:
@@ -22,7 +22,7 @@ def length_weighted(scored: Scored) -> torch.Tensor:
     rewards = scored.groups()
     lengths = scored.gather(scored.mask.sum(dim=1).float()).view_as(rewards).masked_fill(rewards.isnan(), 0.0)
     baseline = (lengths * rewards).nansum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True).clamp(min=1)
-    return scored.mine((rewards - baseline).masked_fill(scored.without_advantage(), 0.0))
+    return scored.local((rewards - baseline).masked_fill(scored.without_advantage(), 0.0))
 
 
 def by_share_rewarded(scored: Scored) -> torch.Tensor:
@@ -32,7 +32,7 @@ def by_share_rewarded(scored: Scored) -> torch.Tensor:
     known = ~rewards.isnan()
     share = known.sum() / (known & (rewards != 0)).sum().clamp(min=1)
     advantages = share * (rewards - rewards.nanmean(dim=1, keepdim=True))
-    return scored.mine(advantages.masked_fill(scored.without_advantage(), 0.0))
+    return scored.local(advantages.masked_fill(scored.without_advantage(), 0.0))
 
 
 RLOO = Algorithm(paper="arXiv 2402.14740", advantages=leave_one_out)

@@ -21,9 +21,9 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, gather: Callable[[torch.Ten
     values = values.float()
     counted = values.masked_fill(~mask, 0.0)
     ends = [(sign * values).masked_fill(~mask, -math.inf).max() for sign in (1, -1)]
-    everywhere = gather(torch.stack([mask.sum().float(), counted.sum(), *ends])[None])
-    count, total = everywhere[:, :2].sum(dim=0)
-    high, low = everywhere[:, 2:].amax(dim=0)  # the lowest with its sign turned
+    gathered = gather(torch.stack([mask.sum().float(), counted.sum(), *ends])[None])
+    count, total = gathered[:, :2].sum(dim=0)
+    high, low = gathered[:, 2:].amax(dim=0)  # the lowest with its sign turned
     centred = (counted - total / count.clamp(min=1.0)).masked_fill(~mask, 0.0)
     squares = gather(centred.square().sum()[None, None]).sum()
     white = centred * (squares / (count - 1.0).clamp(min=1.0) + 1e-8).rsqrt()

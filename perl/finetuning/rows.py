@@ -190,8 +190,8 @@ def _answer(row: Row) -> str | None:
     """The text of the row's answer: its worked solution where it has one, else the answer, which verl keeps in
     extra_info."""
     extra = _structure(row.get("extra_info"))
-    found = row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, dict) else None
-    texts = (str(value).strip() for value in found if isinstance(value, str | int | float | Decimal))
+    columns = row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, dict) else None
+    texts = (str(value).strip() for value in columns if isinstance(value, str | int | float | Decimal))
     return next((text for text in texts if text), None)
 
 

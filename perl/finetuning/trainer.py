@@ -91,8 +91,8 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         save_batch(folder, self.args.process_index, rows, tensors)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
-        own = {k: v for k, v in metrics.items() if k == "timing/step" or k.startswith("perf/")}  # no other phases here
-        add_step(self._metrics["train"], own)
+        whole = {k: v for k, v in metrics.items() if k == "timing/step" or k.startswith("perf/")}  # no other phases
+        add_step(self._metrics["train"], whole)
 
 
 def lengths_of(inputs: dict[str, Any]) -> list[int]:

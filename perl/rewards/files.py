@@ -211,14 +211,14 @@ def _scores(
 
 def _as_list(name: str, rewards: Any, length: int) -> list[Any]:
     try:
-        found = list(rewards)
+        scores = list(rewards)
     except TypeError:  # a number, or None
-        found = None
-    if found is None or isinstance(rewards, str | Mapping):
+        scores = None
+    if scores is None or isinstance(rewards, str | Mapping):
         raise RankError(f"{FLAG}: {name}: it gave {rewards!r:.60}, not a list of {length} numbers")
-    if len(found) != length:
-        raise RankError(f"{FLAG}: {name}: it gave {len(found)} rewards for {length} completions")
-    return found
+    if len(scores) != length:
+        raise RankError(f"{FLAG}: {name}: it gave {len(scores)} rewards for {length} completions")
+    return scores
 
 
 def _number(name: str, score: Any, where: Callable[[int], str], place: int) -> float:
@@ -275,12 +275,12 @@ def _import(name: str) -> RewardFunction:
         del sys.modules[loader.name]
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(f"{FLAG}: {file}{line} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, function, None)
-    if not callable(found):
+    reward = getattr(module, function, None)
+    if not callable(reward):
         defined = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
-        wrong = "is no function" if found is not None else "is not defined there"
+        wrong = "is no function" if reward is not None else "is not defined there"
         raise UserError(f"{FLAG}: {name}: {function!r} {wrong}; functions there: {defined}")
-    return found
+    return reward
 
 
 def _check_verls(

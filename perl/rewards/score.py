@@ -14,6 +14,7 @@ import torch
 
 from perl.base.errors import UserError
 from perl.records import Trajectory
+from perl.rewards.files import ROW, row_name
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Rewards:
             state: the trainer's.
 
         Raises:
-            UserError: a function gives another number of rewards.
+            UserError: a function gives another number of rewards, or logs too few values.
         """
         if not rows:
             return
@@ -56,6 +57,12 @@ class Rewards:
             "log_metric": lambda name, value: self.metrics[name].append(value),
         }
         scores = [self._checked(*pair, len(rows)) for pair in zip(self.names, self._call(arguments), strict=True)]
+        for column, values in extras.items():
+            if len(values) < len(rows):
+                raise UserError(
+                    f"--config.reward.functions: log_extra({column!r}, …) got {len(values)} values for {len(rows)}"
+                    " completions; give one for each"
+                )
         for place, row in enumerate(rows):
             row.rewards = [one[place] for one in scores]
             row.extras = {column: values[place] for column, values in extras.items()}
@@ -85,3 +92,12 @@ class Rewards:
     def of(self, rows: Sequence[Trajectory]) -> torch.Tensor:
         """float32 [rows, functions]: what `score` has filled in."""
         return torch.tensor([row.rewards for row in rows], dtype=torch.float32).view(len(rows), len(self.functions))
+
+    def infinite(self, rows: Sequence[Trajectory]) -> list[str]:
+        """The infinite ones of `of`, each as its function and row."""
+        return [
+            f"{name} on {row_name(place, row.completion, row.row['prompt'], row.row.get(ROW))}"
+            for place, row in enumerate(rows)
+            for name, reward in zip(self.names, row.rewards, strict=True)
+            if math.isinf(reward)
+        ]

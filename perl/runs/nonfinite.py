@@ -25,8 +25,6 @@ from safetensors.torch import save_file
 
 from perl.base.errors import RunError, UserError
 from perl.device.sharding import local, whole
-from perl.records import Trajectory
-from perl.rewards.files import ROW, row_name
 
 log = logging.getLogger(__name__)
 
@@ -67,33 +65,38 @@ class NonFinite:
         """Whether no update can be made of the rollouts of the update under way."""
         return self.unusable_reward is not None
 
-    def look_at(self, step: int, rewards: torch.Tensor, rows: Sequence[Trajectory], functions: Sequence[str]) -> None:
+    def look_at(
+        self,
+        step: int,
+        rewards: torch.Tensor,
+        functions: Sequence[str],
+        infinite: list[str],
+        shown: Callable[[], Sequence[Mapping[str, Any]]],
+    ) -> None:
         """No update can be made of a rollout where a reward is infinite (perl.rewards.files makes that of NaN too), or
         where there is none at all. Every process must come here.
 
         Args:
             step: of the update, from 1.
             rewards: float [rows of all processes, functions], NaN where a function gave a row none.
-            rows: of this process.
             functions: their names.
+            infinite: this process's infinite rewards, in words.
+            shown: what is saved of this process's completions.
 
         Raises:
             RunError: none can be made, and the run stops.
         """
         if step != self._rewarded_for:  # a step may have several rollouts, and a rollout several steps
             self.unusable_reward, self._rewarded_for = None, step
-        wrong = rewards.isinf()
-        if not wrong.any() and not rewards.isnan().all():
+        if not rewards.isinf().any() and not rewards.isnan().all():
             return
-        local = slice(first := len(rows) * self.accelerator.process_index, first + len(rows))
-        which = _which(wrong[local], rows, functions, len(rewards))
-        self.unusable_reward = self.unusable_reward or which
+        if named := gather_object(infinite):
+            what = f"a reward is not finite: {named[0]}" + (f", and {len(named) - 1} more" if named[1:] else "")
+        else:
+            what = f"no reward of {', '.join(functions)} for any of the {len(rewards)} completions"
+        self.unusable_reward = self.unusable_reward or what
         if self.policy == "stop":
-            shown = [
-                {"prompt": row.row["prompt"], "completion": row.completion, **dict(zip(functions, scores, strict=True))}
-                for row, scores in zip(rows, rewards[local].tolist(), strict=True)
-            ]
-            self.stop(step, which, lambda folder: save_batch(folder, self.accelerator.process_index, shown))
+            self.stop(step, what, lambda folder: save_batch(folder, self.accelerator.process_index, shown()))
 
     def add(self, loss: torch.Tensor) -> None:
         """[]: the loss of a micro-batch of the update under way. Nothing is exchanged, nor waited for."""
@@ -161,25 +164,6 @@ def require_finite_weights(model: Any, where: str) -> None:
         if not weight.isfinite().all():
             own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             raise UserError(f"{where}: {own} holds NaN or infinity; copy the model again, or name another one")
-
-
-def _which(wrong: torch.Tensor, rows: Sequence[Trajectory], functions: Sequence[str], count: int) -> str:
-    """The first reward of all processes that is not finite. Every process must come here.
-
-    Args:
-        wrong: bool [rows, functions] of this process.
-        count: rows of all processes.
-    """
-    local = [
-        f"{functions[function]} on"
-        f" {row_name(place, rows[place].completion, rows[place].row['prompt'], rows[place].row.get(ROW))}"
-        for place, function in wrong.nonzero().tolist()
-    ]
-    names = gather_object(local)
-    if not names:
-        return f"no reward of {', '.join(functions)} for any of the {count} completions"
-    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"a reward is not finite: {names[0]}{more}"
 
 
 def save_batch(

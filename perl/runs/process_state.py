@@ -25,7 +25,7 @@ NOT_DATA = "holds more than tensors and plain values, which is not read; resume 
 NAME = "process_state"
 OLDER = "run_state_*.pt", "rollout_state_*.pt"
 """What versions before 0.8 wrote in its place."""
-OF_ALL = ("total_loss", "tokens", "skipped", "in_a_row", "unusable_reward", "rms", "engine")
+OF_ALL = ("total_loss", "tokens", "skipped", "in_a_row", "unusable_reward", "rms", "merging", "entropy")
 """What every process has the same in `run`."""
 
 

@@ -15,12 +15,13 @@ import functools
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from perl.base.errors import UserError
 from perl.device import to_device
 from perl.records import Trajectory, Weights
 from perl.runs.metrics import ModelSize, Work, update_flops
@@ -64,13 +65,16 @@ class Batch:
             padded = [[*row_numbers, *[fill] * (width - len(row_numbers))] for row_numbers in map(numbers, rows)]
             return to_device(torch.tensor(padded, dtype=dtype), device)
 
+        def sampler(row: Trajectory) -> Sequence[float]:
+            return row.logprobs or [math.nan] * len(row.token_ids)
+
         def trained_on(row: Trajectory) -> Sequence[bool]:
             return [] if mask_truncated and row.finish == "length" else row.sampled
 
         return cls(
             rows=rows,
             mask=column(trained_on, False, torch.bool),
-            sampler=column(lambda row: row.logprobs, 0.0, torch.float32) if any(r.logprobs for r in rows) else None,
+            sampler=column(sampler, 0.0, torch.float32) if any(row.logprobs for row in rows) else None,
         )
 
     @property
@@ -116,6 +120,26 @@ class MicroBatch:
     """The rows are there as every process must run as many forwards; their loss counts nothing."""
     trained_tokens: int = 0
     """Tokens of all rows of the window, prompts too and rows left out too, in its first micro-batch; 0 in others."""
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and plain values, for a checkpoint."""
+        return {
+            "batch": self.batch and self.batch.state(),
+            "takes_part": self.takes_part,
+            "trained_tokens": self.trained_tokens,
+        }
+
+    @classmethod
+    def restored(cls, state: dict[str, Any]) -> MicroBatch:
+        """What `state` was of. A UserError for what a version before 0.13 has left."""
+        if "takes_part" not in state:
+            raise UserError(
+                "--config.training.resume_from_checkpoint: the checkpoint holds rollouts of a version before 0.13;"
+                " resume from one whose step is a multiple of steps_per_generation * num_iterations /"
+                " gradient_accumulation_steps"
+            )
+        values: dict[str, Any] = state | {"batch": state["batch"] and Batch.restored(state["batch"])}
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +213,7 @@ class Dealer:
         """Longest completion first; with `group`, prompts with the longest completions first, and the rows of a prompt
         together."""
         order = sorted(places, key=lambda place: -len(rows[place].token_ids))
-        if not self.group:
-            return order
-        by_prompt: dict[tuple[int, ...], list[int]] = {}
-        for place in order:
-            by_prompt.setdefault(rows[place].prompt_ids, []).append(place)
-        return [place for members in by_prompt.values() for place in members]
+        return by_prompt(rows, order) if self.group else order
 
     def _chunks(
         self,
@@ -210,22 +229,12 @@ class Dealer:
                 [list(places[start : start + per_micro_batch]) for start in range(0, len(places), per_micro_batch)]
                 for places in chosen
             ]
-        pieces = [[self._piece(place, rows[place]) for place in places] for places in chosen]
+        pieces = [[piece_of(place, rows[place], self.size) for place in places] for places in chosen]
         limits = [smallest_limit(window, self.max_tokens, size) for window in pieces]
         if max(limits) > self.max_tokens:
             _say_what_is_exceeded(self.max_tokens, size)
         needed = largest([len(cut_by_tokens(*window)) for window in zip(pieces, limits, strict=True)])
         return [spread(*window) for window in zip(pieces, limits, needed, strict=True)]
-
-    def _piece(self, place: int, row: Trajectory) -> Piece:
-        shared, added = prompt_work(len(row.prompt_ids)), row_work(len(row.prompt_ids), len(row.token_ids))
-        return Piece(place, row.prompt_ids, shared.tokens, added.tokens, self._cost(shared), self._cost(added))
-
-    def _cost(self, work: Work) -> int:
-        """In tokens that attend to nothing."""
-        if self.size is None:
-            return work.tokens
-        return round(update_flops(self.size, work) / update_flops(self.size, Work(1, 0)))
 
 
 class Piece(NamedTuple):
@@ -236,7 +245,28 @@ class Piece(NamedTuple):
     prompt_tokens: int
     tokens: int
     prompt_cost: int
+    """In tokens that attend to nothing."""
     cost: int
+
+
+def piece_of(place: int, row: Trajectory, size: ModelSize | None = None) -> Piece:
+    """
+    Args:
+        size: what the costs are counted from; None: tokens.
+    """
+    works = prompt_work(len(row.prompt_ids)), row_work(len(row.prompt_ids), len(row.token_ids))
+    prompt_tokens, tokens = prompt_cost, cost = [work.tokens for work in works]
+    if size is not None:
+        prompt_cost, cost = (round(update_flops(size, work) / update_flops(size, Work(1, 0))) for work in works)
+    return Piece(place, row.prompt_ids, prompt_tokens, tokens, prompt_cost, cost)
+
+
+def by_prompt(rows: Sequence[Trajectory], places: Iterable[int]) -> list[int]:
+    """`places`, those of one prompt together."""
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    for place in places:
+        prompts.setdefault(rows[place].prompt_ids, []).append(place)
+    return [place for members in prompts.values() for place in members]
 
 
 def cut_by_tokens(pieces: Sequence[Piece], max_tokens: int, max_cost: float = math.inf) -> list[list[int]]:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+from transformers import GenerationConfig
 
-from perl.algorithms.grpo import equal_rewards
+from perl.algorithms.grpo import equal_groups, weighted_sum
 from perl.base.errors import UserError
 from perl.engines.base import PolicyEngine, warn_once
+from perl.engines.torch_policy import sampling_of
 from perl.prompts import row_seed
 from perl.records import Prompt, Sampling, Trajectory, Weights
 from perl.rewards.functions import GradeEarly, logged_name
@@ -27,6 +28,7 @@ from perl.runs.metrics import StepClock, sequences
 from perl.training.stream import PromptStream
 
 if TYPE_CHECKING:
+    from perl.config.training import TrainingConfig
     from perl.training.processes import Processes
 
 MOST_EQUAL = 0.9
@@ -48,16 +50,6 @@ class Read(NamedTuple):
     images: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicSampling:
-    """The group `algorithm`, as far as it is about that."""
-
-    max_resample_factor: float
-    """Groups that a rollout may draw, over those of a batch."""
-    equal_by: int | None
-    """The reward function that is asked whether a group is equal; None: the weighted sum."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Collector:
     """
@@ -68,6 +60,9 @@ class Collector:
         batch: prompts of a generation batch, of all processes.
         seed: of the run. A completion's own names its prompt's place in the stream, and its place in the group.
         state: of the trainer, for reward functions.
+        max_resample_factor: groups that a rollout with dynamic sampling may draw, over those of a batch; None: equal
+            groups are not replaced.
+        equal_by: the reward function that is asked whether a group is equal; None: the weighted sum.
     """
 
     stream: PromptStream
@@ -84,7 +79,8 @@ class Collector:
     processes: Processes
     clock: StepClock
     state: Any
-    dynamic: DynamicSampling | None = None
+    max_resample_factor: float | None = None
+    equal_by: int | None = None
 
     def collect(self, weights: Weights) -> tuple[list[Trajectory], dict[str, float]]:
         """This process's trajectories, groups one after the other, sampled and scored, and what the log shows of it.
@@ -93,8 +89,8 @@ class Collector:
         Args:
             weights: those that the engine has been given.
         """
-        if self.dynamic is not None:
-            return self._without_equal_groups(self.dynamic, weights)
+        if self.max_resample_factor is not None:
+            return self._without_equal_groups(self._most_groups(self.max_resample_factor), weights)
         count = self.batch * self.group_size // self.processes.count
         first = self.processes.rank * count  # a group may lie on two processes
         places = [divmod(place, self.group_size) for place in range(first, first + count)]
@@ -104,10 +100,8 @@ class Collector:
 
     # Groups of equal rewards are replaced
 
-    def _without_equal_groups(
-        self, dynamic: DynamicSampling, weights: Weights
-    ) -> tuple[list[Trajectory], dict[str, float]]:
-        first, limit = self.stream.next, self._limit(dynamic)
+    def _without_equal_groups(self, limit: int, weights: Weights) -> tuple[list[Trajectory], dict[str, float]]:
+        first = self.stream.next
         groups: dict[int, Group] = {}
         """This process's, by position."""
         owner: list[int] = []
@@ -138,42 +132,39 @@ class Collector:
         rows = [row for group in kept for row in group]
         return rows, self._cost(list(groups.values()), rows, len(equal), chosen, equal)
 
-    def _limit(self, dynamic: DynamicSampling) -> int:
+    def _most_groups(self, max_resample_factor: float) -> int:
         """Groups that a rollout of all processes may draw."""
         if self.stream.left < self.batch:
             raise UserError(
                 f"--config.training.num_train_epochs: {int(self.stream.left)} prompts are left of its epochs, and a"
                 f" generation batch takes {self.batch}; train for more epochs, or write --config.training.max_steps"
             )
-        return int(min(max(self.batch, self.batch * dynamic.max_resample_factor), self.stream.left))
+        return int(min(max(self.batch, self.batch * max_resample_factor), self.stream.left))
 
     def is_equal(self, group: Group) -> bool:
         """By the function that is asked, or where it gives this group no reward, by the sum. What is not finite is the
         trainer's to see."""
-        assert self.dynamic is not None
-        rewards, asked = self.rewards.of(group), self.dynamic.equal_by
+        rewards, asked = self.rewards.of(group), self.equal_by
         if rewards.isinf().any():
             return False
-        if asked is None or rewards[:, asked].isnan().all():
-            return bool(equal_rewards(rewards, self.rewards.weights.cpu(), len(group)).all())
-        return bool(equal_rewards(rewards[:, [asked]], torch.ones(1), len(group)).all())
+        by_sum = asked is None or rewards[:, asked].isnan().all()
+        compared = weighted_sum(rewards, self.rewards.weights.cpu()) if by_sum else rewards[:, asked]
+        return bool(equal_groups(compared[None]))
 
     def _share_out(self, positions: list[int], owners: list[int], groups: dict[int, Group]) -> list[Group]:
         """As many of the chosen groups for each process; those that another process has drawn are handed over. Every
         process must come here."""
         needed = self.batch // self.processes.count
-        of_process = [[p for p, owner in zip(positions, owners, strict=True) if owner == rank] for rank in
-                      range(self.processes.count)]  # fmt: skip
-        spare = [position for mine in of_process for position in mine[needed:]]
-        handed = {}
+        rank = self.processes.rank
+        shares = [[p for p, owner in zip(positions, owners, strict=True) if owner == each] for each in
+                  range(self.processes.count)]  # fmt: skip
+        spare = [position for share in shares for position in share[needed:]]
         if spare:
-            handed = dict(self.processes.gathered([(p, groups[p]) for p in of_process[self.processes.rank][needed:]]))
-        for mine in of_process:
-            del mine[needed:]
-            while len(mine) < needed:
-                mine.append(spare.pop(0))
-        groups = groups | handed
-        return [groups[position] for position in sorted(of_process[self.processes.rank])]
+            groups = groups | dict(self.processes.gathered([(p, groups[p]) for p in shares[rank][needed:]]))
+        for share in shares:
+            del share[needed:]
+            share += [spare.pop(0) for _ in range(needed - len(share))]
+        return [groups[position] for position in sorted(shares[rank])]
 
     def _say_what_fills_the_batch(self) -> None:
         why = "the data set's last prompts are drawn" if self.stream.left < self.batch else "the limit is reached"
@@ -246,6 +237,14 @@ class Collector:
             sampling=self.sampling,
             images=row.images,
         )
+
+
+def rollout_sampling(args: TrainingConfig, further: dict[str, Any]) -> Sampling:
+    """How completions are drawn, as the user's generation_kwargs (`further`) leave it."""
+    names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+    values = {name: further.get(name, getattr(args, name)) for name in names}
+    length = further.get("max_new_tokens") or args.max_completion_length
+    return sampling_of(GenerationConfig(do_sample=further.get("do_sample", True), max_new_tokens=length, **values))
 
 
 def to_draw(missing: int, share: float) -> int:

@@ -1,7 +1,7 @@
 """The critic of PPO (arXiv 1707.06347): the frozen base with LoRA of its own and a scalar head.
 
-    values of a rollout   Critic.values        before the update, without noise: advantages and returns are made of them
-    values in the update  Critic.score         the policy's log-probabilities and the values, in one pass of the model
+    values of a rollout   Passes.values        before the update, without noise: advantages and returns are made of them
+    values in the update  Passes.score         the policy's log-probabilities and the values, in one pass of the model
     their loss            value_loss
 
 Policy and critic read the same rows. In a packed sequence (perl.training.packing) the critic's copy of them stands
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,19 +33,18 @@ from transformers.utils import ModelOutput
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, local, resharded, shard_of, whole
 from perl.runs.checkpoints import CRITIC
-from perl.training.packing import Packing, Reader, Row, TokenOutputs, forward_arguments, pack
+from perl.training.packing import Packing
 
 if TYPE_CHECKING:
     from perl.algorithms.algorithm import Scored
     from perl.config.schema import CriticConfig
-    from perl.device import Kernel
-    from perl.runs.metrics import Work
+    from perl.training.metrics import Metrics
 
 SCALE = 2.0
 """Of the critic's update: lora_alpha / r of the group `peft`'s defaults."""
 
 
-class Update(nn.Module):
+class LoRA(nn.Module):
     """LoRA (arXiv 2106.09685) of one linear layer: SCALE * B A x, where A starts as PEFT's does and B at 0."""
 
     def __init__(self, layer: nn.Linear, r: int, dtype: torch.dtype, generator: torch.Generator):
@@ -80,7 +79,7 @@ class CriticWeights(nn.Module):
     def __init__(self, layers: Sequence[nn.Linear], hidden: int, r: int, dtype: torch.dtype, seed: int):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)  # the processes' own differ, and FSDP2 would mix their weights
-        self.updates = nn.ModuleList(Update(layer, r, dtype, generator) for layer in layers)
+        self.updates = nn.ModuleList(LoRA(layer, r, dtype, generator) for layer in layers)
         self.head = ValueHead(hidden, dtype)
 
 
@@ -101,24 +100,23 @@ class Critic:
         policy: a PeftModel whose micro-batches are packed (perl.training.packing.enable_packing); gets the critic's
             weights as its module `critic`, and computes with them where a sequence asks for it.
         config: the group `critic`.
-        kernel: of packed attention.
+        metrics: for the log.
         dtype: of the weights; ZeRO-3 gathers those of one dtype only.
         seed: of the weights.
 
     Attributes:
         weights: the module.
-        measured: what the logs say.
     """
 
     def __init__(
         self,
         policy: Any,
         config: CriticConfig,
-        kernel: Kernel | None,
+        metrics: Metrics,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ):
-        self.policy, self.config, self.kernel = policy, config, kernel
+        self.policy, self.config, self.metrics = policy, config, metrics
         inner = policy.get_base_model()
         blocks = [_adapted_linears(block) for block in inner.base_model.layers]
         bases: list[Any] = [layer.get_base_layer() for layers in blocks for layer in layers]
@@ -130,28 +128,10 @@ class Critic:
             _compute_both(block, [(layer, next(updates)) for layer in layers])
         inner.base_model.register_forward_hook(self._value, with_kwargs=True, prepend=True)
         policy.register_forward_hook(self._hand_out_values, with_kwargs=True)
-        self.measured = CriticStatistics()
         self.warm_up = WarmUp(self)
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.weights.parameters())
-
-    def score(self, model: Any, rows: Sequence[Row], width: int, policy: bool = True) -> tuple[TokenOutputs, Work]:
-        """The critic's values of one forward, and with `policy` its log-probabilities and entropies.
-
-        Args:
-            model: the policy, wrapped or not.
-            width: of the result, at least the longest completion.
-        """
-        readers: Sequence[Reader] = ("policy", "critic") if policy else ("critic",)
-        packed = pack(rows, width, self.weights.head.weight.device, self.kernel, readers)
-        output = model(**forward_arguments(packed))
-        if not packed.packing.uses:
-            raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
-        values = packed.unpack(output.state_values)
-        if not policy:
-            return TokenOutputs(values, None, None, values), packed.work
-        return TokenOutputs(packed.unpack(output.log_probs), packed.unpack(output.entropy), None, values), packed.work
 
     def _value(self, backbone: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if (critics := _critics(kwargs)) is not None:
@@ -169,7 +149,7 @@ class Critic:
         assert scored.values is not None
         assert scored.generalized is not None
         (_, returns), mask = scored.generalized, scored.rewarded()
-        self.measured.add_rollout(scored.values, returns, mask)
+        self.metrics.add_returns(scored.values, returns, mask)
         return returns.masked_fill(~mask, math.nan)
 
     def loss(
@@ -187,22 +167,23 @@ class Critic:
         returns = returns.masked_fill(~mask, 0.0)
         losses, clipped = value_loss(values, old, returns, self.config.value_clip)
         losses = losses.masked_fill(~mask, 0.0)
-        self.measured.add_update(losses, clipped, mask)
+        self.metrics.mean("critic/vf_loss", losses.detach(), mask)
+        self.metrics.mean("critic/vf_clipfrac", clipped, mask)
         return losses.sum() / tokens
 
     def own_group(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """`optimizer` with the critic's weights in a group of their own, at their own learning rate."""
-        mine = {id(parameter) for parameter in self.parameters()}
+        critics = {id(parameter) for parameter in self.parameters()}
         for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in mine]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in critics]
         decay = optimizer.param_groups[0].get("weight_decay", 0.0)
         optimizer.add_param_group({"params": self.parameters(), "lr": float(self.config.lr), "weight_decay": decay})
         return optimizer
 
     def others(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters of `model` that are not the critic's."""
-        mine = {id(parameter) for parameter in self.parameters()}
-        return [parameter for parameter in model.parameters() if id(parameter) not in mine]
+        critics = {id(parameter) for parameter in self.parameters()}
+        return [parameter for parameter in model.parameters() if id(parameter) not in critics]
 
     def policy_learns(self, step: int) -> bool:
         """Whether the policy is trained in optimizer step `step`, from 0."""
@@ -211,14 +192,10 @@ class Critic:
     def clip_apart(self, accelerator: Any, model: nn.Module, largest: float) -> torch.Tensor:
         """Clip the gradients of policy and critic to the norm `largest`, each by itself; the policy's norm, or the
         critic's where that is not finite: no update may be made of either then (perl.runs.nonfinite)."""
-        policys = whole(accelerator.clip_grad_norm_(self.others(model), largest))
-        own = whole(torch.nn.utils.clip_grad_norm_(self.parameters(), largest))
-        self.measured.add_norm(own)
-        return torch.where(own.isfinite(), policys, own)
-
-    def take_metrics(self, accelerator: Any) -> dict[str, float]:
-        """CriticStatistics.take. Every process must come here."""
-        return self.measured.take(accelerator.reduce, accelerator.device)
+        policy_norm = whole(accelerator.clip_grad_norm_(self.others(model), largest))
+        critic_norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters(), largest))
+        self.metrics.mean("critic/grad_norm", critic_norm.detach())
+        return torch.where(critic_norm.isfinite(), policy_norm, critic_norm)
 
     def save(self, folder: Path, gather: Gather, write: bool) -> None:
         """To run_checkpoints.CRITIC in `folder`. Every process must come here; the one with `write` writes."""
@@ -233,10 +210,10 @@ class Critic:
         """What `save` wrote, into weights that are whole or split by FSDP2. A UserError for another critic's."""
         flag, saved = f"--config.training.resume_from_checkpoint {folder}", load_file(folder / CRITIC)
         with resharded(self.policy):
-            mine = dict(self.weights.named_parameters())
-            if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in mine.items()}:
+            parameters = dict(self.weights.named_parameters())
+            if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in parameters.items()}:
                 raise UserError(f"{flag}: its critic has other shapes; go on with the same --config.critic.r and model")
-            for name, parameter in mine.items():
+            for name, parameter in parameters.items():
                 local(parameter).copy_(shard_of(saved[name], parameter))
 
 
@@ -263,7 +240,7 @@ def _adapted_linears(block: nn.Module) -> list[BaseTunerLayer]:
     ]
 
 
-def _compute_both(block: nn.Module, layers: Sequence[tuple[Any, Update]]) -> None:
+def _compute_both(block: nn.Module, layers: Sequence[tuple[Any, LoRA]]) -> None:
     """From now on `layers` of `block` heed a layout's critics, while the block runs: also when gradient checkpointing
     runs it again, as it hands on the same layout."""
 
@@ -286,11 +263,11 @@ def _critics(kwargs: dict[str, Any]) -> Any:
     return layout.critics if isinstance(layout, Packing) else None
 
 
-def _forward_both(layer: Any, update: Update, start: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _forward_both(layer: Any, update: LoRA, start: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What an adapted layer makes of hidden states [1, tokens, in]: the policy's tokens stand before `start`."""
-    theirs = x[:, start:]
-    valued = layer.get_base_layer()(theirs)
-    valued = (valued + update(theirs)).to(valued.dtype)
+    critics = x[:, start:]
+    valued = layer.get_base_layer()(critics)
+    valued = (valued + update(critics)).to(valued.dtype)
     if not start:
         return valued
     stock: Any = type(layer).forward  # type: ignore[attr-defined]
@@ -311,56 +288,3 @@ class WarmUp(TrainerCallback):
         if not self.critic.policy_learns(state.global_step):
             for parameter in self.critic.others(self.critic.policy):
                 parameter.grad = None
-
-
-@dataclass
-class CriticStatistics:
-    """Sums on this process since the last `take`."""
-
-    _rollouts: torch.Tensor | None = field(default=None)
-    """float32 [6]: tokens, values, returns and their squares, returns - values and their squares."""
-    _updates: torch.Tensor | None = field(default=None)
-    """float32 [3]: tokens, losses, clipped ones."""
-    _norms: list[torch.Tensor] = field(default_factory=list)
-    """Of gradients before they are clipped, the same on all processes."""
-
-    def add_norm(self, norm: torch.Tensor) -> None:
-        self._norms.append(norm.detach())
-
-    @torch.no_grad()
-    def add_rollout(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        v, r = values[mask].float(), returns[mask].float()
-        numbers = (torch.ones_like(v), v, r, r.square(), r - v, (r - v).square())
-        sums = torch.stack([each.sum() for each in numbers])
-        self._rollouts = sums if self._rollouts is None else self._rollouts + sums
-
-    @torch.no_grad()
-    def add_update(self, losses: torch.Tensor, clipped: torch.Tensor, mask: torch.Tensor) -> None:
-        """Losses that are 0 outside of the mask: all [rows, tokens]."""
-        sums = torch.stack([mask.sum().float(), losses.sum().float(), (clipped & mask).sum().float()])
-        self._updates = sums if self._updates is None else self._updates + sums
-
-    def take(self, add_up: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
-        """The metrics of all processes, and start again; empty where nothing was added. Every process must come here.
-
-        Args:
-            add_up: from this process's sums to those of all processes.
-        """
-        rollouts = torch.zeros(6, device=device) if self._rollouts is None else self._rollouts
-        updates = torch.zeros(3, device=device) if self._updates is None else self._updates
-        self._rollouts = self._updates = None
-        sums = add_up(torch.cat([rollouts, updates])).double().tolist()
-        tokens, values, returns, squares, errors, squared_errors, trained, losses, clipped = sums
-        metrics = {}
-        if tokens:
-            variance = squares / tokens - (returns / tokens) ** 2
-            unexplained = squared_errors / tokens - (errors / tokens) ** 2
-            metrics |= {"critic/values_mean": values / tokens, "critic/returns_mean": returns / tokens}
-            if variance > 1e-12:  # equal returns leave nothing to explain
-                metrics["critic/explained_variance"] = 1.0 - unexplained / variance
-        if trained:
-            metrics |= {"critic/vf_loss": losses / trained, "critic/vf_clipfrac": clipped / trained}
-        if self._norms:
-            metrics["critic/grad_norm"] = torch.stack(self._norms).mean().item()
-            self._norms.clear()
-        return metrics

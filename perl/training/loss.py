@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -130,8 +130,9 @@ Surrogate = Callable[[LossInputs, torch.Tensor, LossSettings], tuple[torch.Tenso
 def policy_loss(inputs: LossInputs, settings: LossSettings, update: Update) -> LossOutputs:
     """The loss of a micro-batch, with the terms that `settings` asks for."""
     log_ratio = inputs.policy - inputs.old
-    ratio = log_ratio if settings.level == "token" else masked_mean(log_ratio, inputs.mask)
-    losses, shown = SURROGATES[settings.loss_type](inputs, ratio, settings)
+    if settings.level == "sequence":
+        log_ratio = masked_mean(log_ratio, inputs.mask)
+    losses, shown = SURROGATES[settings.loss_type](inputs, log_ratio, settings)
     if settings.off_policy_threshold is not None:
         losses = losses * off_policy_mask(inputs, settings.off_policy_threshold)
     if inputs.entropy_threshold is not None:
@@ -145,7 +146,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, update: Update) -> L
     if settings.beta:
         assert inputs.reference is not None
         kl = kl_divergence(inputs.policy, inputs.reference, settings.kl_estimator)
-        kl = kl * ratio.exp() if settings.bias_corrected_kl else kl
+        kl = kl * log_ratio.exp() if settings.bias_corrected_kl else kl
         losses = losses + settings.beta * kl
         metrics["kl"] = measured(kl, inputs.mask)
     return LossOutputs(add_up(losses, inputs.mask, settings, update), metrics)
@@ -296,7 +297,11 @@ def entropy_threshold(entropies: torch.Tensor, mask: torch.Tensor, share: float,
     Args:
         gather: from a tensor of this process to those of all, as large, one after the other.
     """
-    return torch.nanquantile(gather(entropies.detach().float().masked_fill(~mask, math.nan)), 1 - share)
+    entropies = gather(entropies.detach().float().masked_fill(~mask, math.nan)).flatten().sort().values  # NaN last
+    last = ((~entropies.isnan()).sum(dim=0, keepdim=True) - 1).clamp(min=0)  # torch.quantile takes 16 M at most
+    place = (1 - share) * last
+    low, high = entropies[place.long().clamp(max=last)], entropies[place.ceil().long().clamp(max=last)]
+    return low.lerp(high, place.frac())[0]
 
 
 @dataclass(slots=True)
@@ -305,12 +310,13 @@ class EntropyBonus:
     (training.use_adaptive_entropy): by entropy_coef_delta up after an update below the target, and down after others;
     while the last one was above it, 0 counts."""
 
-    coefficient: float
+    coefficient: float | torch.Tensor
+    """A float32 [] on the device once it follows the target, as `last` is then."""
     target: float | None = None
     """None: fixed."""
     delta: float = 0.0
     bounds: tuple[float, float] = (0.0, 0.0)
-    last: float = math.inf
+    last: float | torch.Tensor = math.inf
     """Mean entropy of the last update."""
     _sums: torch.Tensor | None = None
     """float32 [2]: entropies, tokens."""
@@ -328,26 +334,21 @@ class EntropyBonus:
         """[]: of a micro-batch, whose tokens of `mask` are added to the update's."""
         sums = torch.stack([(entropies * mask).sum(), mask.sum().float()])
         self._sums = sums.detach() if self._sums is None else self._sums + sums.detach()
-        applied = self.coefficient if self.target is None or self.last <= self.target else 0.0
+        applied = self.coefficient if self.target is None else self.coefficient * (self.last <= self.target)
         return -applied * sums[0] / sums[1].clamp(min=1) / micro_batches
 
     def end_of_update(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Every process must come here.
+        """Nothing is waited for. Every process must come here.
 
         Args:
             add_up: from this process's sums to those of all processes.
         """
         if self.target is not None and self._sums is not None:
-            entropies, tokens = add_up(self._sums).tolist()
-            self.last, (low, high) = entropies / max(tokens, 1.0), self.bounds
-            if self.last <= self.target:
-                self.coefficient = min(self.coefficient + self.delta, high)
-            else:
-                self.coefficient = max(self.coefficient - self.delta, low)
+            entropies, tokens = add_up(self._sums)
+            self.last = entropies / tokens.clamp(min=1.0)
+            step = torch.where(self.last <= self.target, self.delta, -self.delta)
+            self.coefficient = (self.coefficient + step).clamp(*self.bounds)
         self._sums = None
 
-
-def with_entropy_threshold(inputs: LossInputs, share: float, gather: Callable) -> LossInputs:
-    """`inputs` with the threshold that a `share` of the tokens reach. Every process must come here."""
-    assert inputs.entropies is not None
-    return replace(inputs, entropy_threshold=entropy_threshold(inputs.entropies, inputs.mask, share, gather))
+    def state(self) -> list[float]:
+        return [float(self.coefficient), float(self.last)]

@@ -46,8 +46,8 @@ def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], w
     numbers = torch.tensor(
         [[len(row.prompt_ids), len(row.token_ids), row.finish == "length"] for row in rows], dtype=torch.float32
     )
-    everywhere = processes.rows(numbers.to(mask.device)).cpu()
-    prompts, lengths, cut = everywhere[:, 0], everywhere[:, 1], everywhere[:, 2].bool()
+    gathered = processes.rows(numbers.to(mask.device)).cpu()
+    prompts, lengths, cut = gathered[:, 0], gathered[:, 1], gathered[:, 2].bool()
     ended = lengths[~cut] if not cut.all() else torch.zeros(1)
     metrics = {
         "completions/mean_length": lengths.mean(),
@@ -71,8 +71,8 @@ def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], w
     values = batch.advantages.expand(mask.shape)[mask].float()
     sums = [float(len(values)), values.sum().item(), values.square().sum().item()]
     count, added, squares = processes.added_up(sums)
-    ends = values if len(values) else torch.full((1,), math.nan)
-    high, low = processes.numbers([ends.max().item(), -ends.min().item()]).nan_to_num(nan=-math.inf).amax(dim=0)
+    ends = [values.max().item(), -values.min().item()] if len(values) else [-math.inf, -math.inf]
+    high, low = processes.numbers(ends).amax(dim=0)
     if count:
         mean = added / count
         metrics |= {"advantages/mean": mean, "advantages/std": max(0.0, squares / count - mean**2) ** 0.5}
@@ -128,8 +128,9 @@ class Metrics:
             self.value(name, number)
 
     @torch.no_grad()
-    def mean(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
-        """Of the values of all tokens, or rows, that are `counted`. Nothing is exchanged, nor waited for."""
+    def mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """Of the values of all tokens, or rows, that are `counted`; None: all. Nothing is exchanged, nor waited for."""
+        counted = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
         sums = torch.stack([values.float().masked_fill(~counted, 0.0).sum(), counted.sum().float()])
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
@@ -151,8 +152,8 @@ class Metrics:
         some = inputs.mask.any(dim=1, keepdim=True)
         for name, lowest in (("low", True), ("high", False)):
             if (one := measured.get(f"clip_ratio/{name}_mean")) is not None:
-                of_row = one.values if one.values.shape[1] == 1 else masked_mean(one.values, inputs.mask)
-                self.extreme(f"clip_ratio/{name}_{'min' if lowest else 'max'}", of_row, some, lowest)
+                row_values = one.values if one.values.shape[1] == 1 else masked_mean(one.values, inputs.mask)
+                self.extreme(f"clip_ratio/{name}_{'min' if lowest else 'max'}", row_values, some, lowest)
         if (ratio := measured.get("sampling/importance_sampling_ratio/mean")) is not None:
             self.extreme("sampling/importance_sampling_ratio/min", *ratio, lowest=True)
             self.extreme("sampling/importance_sampling_ratio/max", *ratio)
@@ -170,6 +171,19 @@ class Metrics:
         """The same of the policy without noise, while it is still the one that sampled: KL(noisy || clean)."""
         apart, known = difference(sampler, clean, mask)
         self.mean("aqn/kl", apart.exp() - 1 - apart, known)
+
+    def add_returns(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        """Of a generation batch's tokens of `mask`: what a critic said of them, and what it is to learn. Every process
+        must come here."""
+        errors, returns = (returns - values)[mask], returns[mask]
+        moments = [values[mask].sum(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+        tokens, *sums = self.processes.added_up([float(len(returns)), *torch.stack(moments).tolist()])
+        if not tokens:
+            return
+        value, mean, square, error, squared_error = (each / tokens for each in sums)
+        self.values({"critic/values_mean": value, "critic/returns_mean": mean})
+        if (variance := square - mean**2) > 1e-12:  # equal returns leave nothing to explain
+            self.value("critic/explained_variance", 1.0 - (squared_error - error**2) / variance)
 
     def take_mean(self, name: str) -> float | None:
         """Of all processes, which is logged, and start again; None where nothing was added. Every process must come
@@ -189,9 +203,9 @@ class Metrics:
         highest = [name.removeprefix("max ") for name in names if name.startswith("max ")]
         local = [x for name in means for x in sums.get(name, (0.0, 0.0))]
         local += [float(self._highest.get(name, -math.inf)) for name in highest]
-        everywhere = self.processes.numbers(local).double().cpu() if local else torch.zeros(1, 0)
+        gathered = self.processes.numbers(local).double().cpu() if local else torch.zeros(1, 0)
         self._sums, self._highest = {}, {}
-        totals, ends = everywhere[:, : 2 * len(means)].sum(dim=0), everywhere[:, 2 * len(means) :].amax(dim=0)
+        totals, ends = gathered[:, : 2 * len(means)].sum(dim=0), gathered[:, 2 * len(means) :].amax(dim=0)
         for name, (total, count) in zip(means, totals.view(-1, 2).tolist(), strict=True):
             if count:
                 self.value(name, total / count)

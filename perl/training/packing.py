@@ -118,9 +118,9 @@ class Packing:
         scaling: float | None,
     ) -> torch.Tensor:
         cu_query, cu_key = [0], [0]
-        for before, own in self._sequences():
-            cu_query.append(own.stop)
-            cu_key.append(cu_key[-1] + _length(before) + _length(own))
+        for before, tokens in self._sequences():
+            cu_query.append(tokens.stop)
+            cu_key.append(cu_key[-1] + _length(before) + _length(tokens))
         if self._keys is None:  # for the first layer
             spans = [range(part.start, part.stop) for pair in self._sequences() for part in pair]
             keys = torch.tensor([place for span in spans for place in span])
@@ -134,29 +134,30 @@ class Packing:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None
     ) -> torch.Tensor:
         group = query.shape[1] // key.shape[1]
-        found = []
-        for before, own in self._sequences():
-            seen = (torch.cat([states[:, :, before], states[:, :, own]], dim=2) for states in (key, value))
+        outputs = []
+        for before, tokens in self._sequences():
+            seen = (torch.cat([states[:, :, before], states[:, :, tokens]], dim=2) for states in (key, value))
             k, v = (states.repeat_interleave(group, dim=1) for states in seen)
             causal = _length(before) == 0
-            mask = None if causal else self._bottom_right(_length(before), _length(own), query.device)
-            found.append(
+            mask = None if causal else self._bottom_right(_length(before), _length(tokens), query.device)
+            outputs.append(
                 F.scaled_dot_product_attention(
-                    query[:, :, own], k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scaling
+                    query[:, :, tokens], k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scaling
                 )
             )
-        return torch.cat(found, dim=2).transpose(1, 2)
+        return torch.cat(outputs, dim=2).transpose(1, 2)
 
-    def _bottom_right(self, before: int, own: int, device: torch.device) -> torch.Tensor:
-        """What sdpa takes for `own` queries that see `before` keys and those of their own up to themselves: on CUDA a
-        word for it, elsewhere a part of one mask [longest row, longest prefix + longest row] of all rows and layers."""
+    def _bottom_right(self, before: int, count: int, device: torch.device) -> torch.Tensor:
+        """What sdpa takes for `count` queries that see `before` keys and, of as many more, those up to themselves: on
+        CUDA a word for it, elsewhere a part of one mask [longest row, longest prefix + longest row] of all rows and
+        layers."""
         if takes_bottom_right(device):
-            return causal_lower_right(own, before + own)
+            return causal_lower_right(count, before + count)
         prefix = max(_length(group.prefix) for group in self.groups)
         if self._mask is None:
             row = max(_length(row) for group in self.groups for row in group.rows)
             self._mask = torch.ones(row, prefix + row, dtype=torch.bool, device=device).tril(diagonal=prefix)
-        return self._mask[:own, prefix - before : prefix + own]
+        return self._mask[:count, prefix - before : prefix + count]
 
 
 FEW_PAIRS = 90_000
@@ -202,8 +203,8 @@ class _CpuAttention(torch.autograd.Function):
             return kernel(q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, causal, scale=scaling)
 
         for prefix, rows in groups:
-            for own in [prefix, *rows] if _length(prefix) else rows:
-                out[:, :, own], lse[:, :, own] = attend(own, own, causal=True)
+            for span in [prefix, *rows] if _length(prefix) else rows:
+                out[:, :, span], lse[:, :, span] = attend(span, span, causal=True)
             if _length(prefix):
                 every = slice(rows[0].start, rows[-1].stop)
                 to_prompt, lse_prompt = attend(every, prefix, causal=False)
@@ -219,8 +220,8 @@ class _CpuAttention(torch.autograd.Function):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         query, key, value, result, lse = ctx.saved_tensors
         key_heads, dtype = key.shape[1], lse.dtype
-        of_query, of_key, of_value = (torch.empty_like(states, dtype=dtype) for states in (query, key, value))
-        to_query = _split_heads(of_query, key_heads)
+        grad_query, grad_key, grad_value = (torch.empty_like(states, dtype=dtype) for states in (query, key, value))
+        to_query = _split_heads(grad_query, key_heads)
 
         @functools.cache
         def states_in(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -230,7 +231,7 @@ class _CpuAttention(torch.autograd.Function):
         def attend(queries: slice, keys: slice, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             few = _length(queries) * _length(keys) <= FEW_PAIRS
             grad, q, k, v, out = states_in(dtype if few else query.dtype)
-            found = kernel(
+            gradients = kernel(
                 grad[:, :, queries],
                 q[:, :, queries],
                 k[:, :, keys],
@@ -241,18 +242,18 @@ class _CpuAttention(torch.autograd.Function):
                 causal,
                 scale=ctx.scaling,
             )
-            return found[0], found[1].sum(dim=1), found[2].sum(dim=1)
+            return gradients[0], gradients[1].sum(dim=1), gradients[2].sum(dim=1)
 
         for prefix, rows in ctx.groups:
-            for own in [prefix, *rows] if _length(prefix) else rows:
-                to_query[:, :, own], of_key[0, :, own], of_value[0, :, own] = attend(own, own, causal=True)
+            for span in [prefix, *rows] if _length(prefix) else rows:
+                to_query[:, :, span], grad_key[0, :, span], grad_value[0, :, span] = attend(span, span, causal=True)
             if _length(prefix):
                 every = slice(rows[0].start, rows[-1].stop)
-                found, keys, values = attend(every, prefix, causal=False)
-                to_query[:, :, every] += found
-                of_key[0, :, prefix] += keys
-                of_value[0, :, prefix] += values
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
+                queries, keys, values = attend(every, prefix, causal=False)
+                to_query[:, :, every] += queries
+                grad_key[0, :, prefix] += keys
+                grad_value[0, :, prefix] += values
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
 def _split_heads(states: torch.Tensor, key_heads: int) -> torch.Tensor:
@@ -288,11 +289,11 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What a forward says of rows: float [rows, width], 0 where there is no token."""
+    """What a forward says of rows: float [rows, width], 0 where there is no token; None for what it was not asked."""
 
-    logps: torch.Tensor
+    logps: Any = None
     """Log-probabilities at the training's temperature, in nats."""
-    entropies: torch.Tensor | None
+    entropies: torch.Tensor | None = None
     """None from a reference model, whose head makes none."""
     aux_loss: torch.Tensor | None = None
     """[]: of a mixture of experts' router."""
@@ -350,14 +351,14 @@ def pack(
     scored: dict[Reader, list[int]] = {"policy": []}
     for reader in readers:
         starts[reader] = len(ids)
-        own: dict[int, slice] = {}
+        spans: dict[int, slice] = {}
         for prompt in dict.fromkeys(row.prompt_ids for row in rows):
             prefix = add(prompt[:-1], 0)
             members = [index for index, row in enumerate(rows) if row.prompt_ids == prompt]
             for index in members:
-                own[index] = add([prompt[-1], *rows[index].token_ids], len(prompt) - 1)
-            groups.append(Group(prefix, [own[index] for index in members]))
-        scored[reader] = [place for index in range(len(rows)) for place in range(own[index].start, own[index].stop - 1)]
+                spans[index] = add([prompt[-1], *rows[index].token_ids], len(prompt) - 1)
+            groups.append(Group(prefix, [spans[index] for index in members]))
+        scored[reader] = [place for i in range(len(rows)) for place in range(spans[i].start, spans[i].stop - 1)]
 
     def tensor(values: Any) -> torch.Tensor:
         return device.to_device(torch.tensor(values, dtype=torch.long), where)

@@ -24,12 +24,13 @@ from perl.engines.scheduler import left_pad
 from perl.engines.torch_policy import evaluation_mode
 from perl.models.pixels import image_arguments
 from perl.runs.metrics import StepClock, Work, sequences
+from perl.training.batch import by_prompt, cut_by_tokens, piece_of
 from perl.training.packing import TokenOutputs, forward_arguments, pack, packed_work
 
 if TYPE_CHECKING:
     from perl.device import Kernel
     from perl.records import Trajectory
-    from perl.training.critic import Critic
+    from perl.training.packing import Reader
 
 PASS_TOKENS = 16_384
 """Tokens of a forward without a gradient, where max_tokens_per_microbatch does not say: its activations are freed layer
@@ -64,26 +65,25 @@ class Passes:
     image_inputs: Callable[[Trajectory], Any] = field(default=lambda row: None)
     """Of a row's images (perl.models.pixels.ImageInputs); None: it has none."""
 
-    def score(self, model: Any, rows: Sequence[Trajectory], width: int, critic: Critic | None = None) -> TokenOutputs:
-        """One forward over a micro-batch, of policy and critic together."""
+    def score(
+        self, model: Any, rows: Sequence[Trajectory], width: int, readers: Sequence[Reader] = ("policy",)
+    ) -> TokenOutputs:
+        """One forward over a micro-batch, of all its readers together."""
         with self.autocast():
-            if critic is not None:
-                outputs, work = critic.score(model, rows, width)
-            else:
-                outputs, work = self._forward(model, rows, width)
+            outputs, work = self.forward(model, rows, width, readers)
         self.clock.count_update(work)
         return outputs
 
     @torch.no_grad()
     def logps(self, model: Any, rows: Sequence[Trajectory], width: int) -> torch.Tensor:
         """float32 [rows, width], in nats: by `model` as it is, wrapped or not. Every process must come here."""
-        return self._by_chunks(rows, lambda chunk: self._forward(model, chunk, width), "logps")
+        return self._by_chunks(rows, lambda chunk: self.forward(model, chunk, width), "logps")
 
     @torch.no_grad()
-    def values(self, model: Any, rows: Sequence[Trajectory], width: int, critic: Critic) -> torch.Tensor:
-        """float32 [rows, width]: by the critic. Every process must come here."""
+    def values(self, model: Any, rows: Sequence[Trajectory], width: int) -> torch.Tensor:
+        """float32 [rows, width]: by the policy's critic. Every process must come here."""
         with evaluation_mode(model):
-            return self._by_chunks(rows, lambda chunk: critic.score(model, chunk, width, policy=False), "values")
+            return self._by_chunks(rows, lambda chunk: self.forward(model, chunk, width, ("critic",)), "values")
 
     def _by_chunks(
         self,
@@ -102,17 +102,24 @@ class Passes:
         order = torch.tensor(list(itertools.chain(*chunks)))
         return torch.cat(parts)[order.argsort().to(parts[0].device)]
 
-    def _forward(self, model: Any, rows: Sequence[Trajectory], width: int) -> tuple[TokenOutputs, Work]:
+    def forward(
+        self, model: Any, rows: Sequence[Trajectory], width: int, readers: Sequence[Reader] = ("policy",)
+    ) -> tuple[TokenOutputs, Work]:
+        """One over `rows`, for the critic always packed, and what it has computed."""
         prompt = max(len(row.prompt_ids) for row in rows)
         completion = max(1, *(len(row.token_ids) for row in rows))
-        if self.packed and packed_work(rows).tokens < len(rows) * (prompt + completion):
-            packed = pack(rows, width, self.device, self.kernel)
-            output = model(**forward_arguments(packed))
-            if not packed.packing.uses:
-                raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
-            entropies = None if output.entropy is None else packed.unpack(output.entropy)
-            return TokenOutputs(packed.unpack(output.log_probs), entropies), packed.work
-        return self._padded(model, rows, completion, width)
+        shorter = packed_work(rows).tokens < len(rows) * (prompt + completion)
+        if "critic" not in readers and not (self.packed and shorter):
+            return self._padded(model, rows, completion, width)
+        packed = pack(rows, width, self.device, self.kernel, readers)
+        output = model(**forward_arguments(packed))
+        if not packed.packing.uses:
+            raise RuntimeError("the model's attention was not given the layout of the packed micro-batch")
+        names = {"logps": "log_probs", "entropies": "entropy"} if "policy" in readers else {}
+        names |= {"values": "state_values"} if "critic" in readers else {}
+        given = {name: getattr(output, key) for name, key in names.items()}
+        columns = {name: packed.unpack(values) for name, values in given.items() if values is not None}
+        return TokenOutputs(**columns), packed.work
 
     def _padded(self, model: Any, rows: Sequence[Trajectory], completion: int, width: int) -> tuple[TokenOutputs, Work]:
         """TRL's forward: prompts are padded on the left, completions on the right."""
@@ -135,24 +142,11 @@ class Passes:
         return TokenOutputs(logps, entropies, output.aux_loss if self.aux_loss else None), work
 
 
-def by_tokens(rows: Sequence[Trajectory], max_tokens: int) -> Iterator[list[int]]:
+def by_tokens(rows: Sequence[Trajectory], max_tokens: int) -> list[list[int]]:
     """The places of `rows`, those of one prompt together, cut where one more row would make a packed sequence longer
     than `max_tokens`. A row that is longer by itself is alone; there is at least one chunk."""
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for place, row in enumerate(rows):
-        by_prompt.setdefault(row.prompt_ids, []).append(place)
-    chunk: list[int] = []
-    tokens = 0
-    for prompt, places in by_prompt.items():
-        fresh = True
-        for place in places:
-            more = len(rows[place].token_ids) + 1 + (len(prompt) if fresh else 0)
-            if chunk and tokens + more > max_tokens:
-                yield chunk
-                chunk, tokens, more = [], 0, len(rows[place].token_ids) + 1 + len(prompt)
-            chunk.append(place)
-            tokens, fresh = tokens + more, False
-    yield chunk
+    pieces = [piece_of(place, rows[place]) for place in by_prompt(rows, range(len(rows)))]
+    return cut_by_tokens(pieces, max_tokens) or [[]]
 
 
 def by_area(rows: Sequence[Trajectory], max_tokens: int) -> Iterator[list[int]]:

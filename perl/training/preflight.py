@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from perl import device
 from perl.adapters import ADAPTERS
@@ -22,7 +22,7 @@ from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.config.load import Config
 from perl.engines.sampling import validate
-from perl.engines.torch_policy import require_possible, sampling_of
+from perl.engines.torch_policy import require_possible
 from perl.engines.vllm import cannot_serve
 from perl.grading import Grader
 from perl.models.folders import resolve_model
@@ -39,6 +39,7 @@ from perl.runs.setup import (
 )
 from perl.runs.tracking import check_trackers
 from perl.runs.vision import check_images, check_mixed_rows, language_part
+from perl.training.collect import rollout_sampling
 from perl.training.loss import SURROGATES
 from perl.training.validation_setup import ValidationSetup, set_up_validation
 
@@ -136,11 +137,8 @@ def check_sampling(training: TrainingConfig) -> None:
     further: Any = training.generation_kwargs or {}
     if not training.use_vllm:  # vLLM has names of its own
         require_possible(further)
-    names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
-    values = {name: further.get(name, getattr(training, name)) for name in names}
-    length = further.get("max_new_tokens", training.max_completion_length)
     try:
-        validate(sampling_of(GenerationConfig(do_sample=True, max_new_tokens=length, **values)))
+        validate(rollout_sampling(training, further))
     except (UserError, ValueError) as error:  # GenerationConfig checks some itself
         raise UserError(f"--config.training.{' '.join(str(error).split())}") from error
 

@@ -11,22 +11,23 @@ clipping, the optimizer, schedules, checkpoints (perl.training.trainer).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from perl.algorithms.algorithm import Algorithm, Scored
-from perl.algorithms.grpo import group_relative, normalized_by_function, weighted_sum
+from perl.algorithms.grpo import equal_groups, group_relative, normalized_by_function, weighted_sum
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 from perl.algorithms.ppo import generalized
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import evaluation_mode
 from perl.noise.injector import NoiseInjector
-from perl.records import Weights
+from perl.records import Trajectory, Weights
 from perl.runs.metrics import StepClock
 from perl.runs.nonfinite import NonFinite
 from perl.training.batch import Batch, Dealer, MicroBatch
@@ -35,19 +36,22 @@ from perl.training.critic import Critic
 from perl.training.loss import (
     EntropyBonus,
     LossInputs,
+    LossOutputs,
     LossSettings,
     Update,
+    entropy_threshold,
     policy_loss,
-    with_entropy_threshold,
 )
 from perl.training.metrics import (
     TOLERANCE,
     Metrics,
+    completions_of,
     difference,
     logged_by_rewards,
     require_same_policy,
     rollout_metrics,
 )
+from perl.training.packing import Reader
 from perl.training.passes import Passes
 from perl.training.processes import Processes
 
@@ -70,7 +74,6 @@ class Step:
         reference: inside it the model that is the reference; None: nothing needs one.
         sigma: of this optimizer step's noise.
         noise: on the policy's norms, while it samples; None without noise.
-        note: what the trainer says of a generation batch, whose rows stand prompt by prompt. Every process calls it.
         noisy_old: the ratio refers to the policy with its noise (noise_injection.old_logps).
         stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
     """
@@ -92,7 +95,6 @@ class Step:
     model: Callable[[], Any]
     gathered: Callable[[], contextlib.AbstractContextManager[Any]]
     reference: Callable[[], contextlib.AbstractContextManager[Any]] | None
-    note: Callable[[Batch], None]
     noise: NoiseInjector | None
     sigma: Callable[[], float]
     noisy_old: bool
@@ -106,25 +108,27 @@ class Step:
 
     # A generation batch
 
-    def batch(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of the next generation batch, sampled by the policy after `step` optimizer steps. Every
-        process must come here."""
+    def batch(self, step: int) -> tuple[Batch, list[MicroBatch]]:
+        """The next generation batch, sampled by the policy after `step` optimizer steps: its rows prompt by prompt, and
+        as the micro-batches of its updates. Every process must come here."""
         weights = self._publish(step)
-        rows, metrics = self.collector.collect(weights)
+        rows, collect_metrics = self.collector.collect(weights)
         longest = self.processes.largest([max(len(row.token_ids) for row in rows)])[0]
         batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest)
         batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
-        rewards = self._usable(self.processes.rows(self.collector.rewards.of(rows).to(self.device)), rows, step)
+        rewards = self._finite_rewards(rows, step)
         self._compare_first(batch, weights)
         with self.clock("old_logps"):
-            clean = self._policy(batch) if self.kl_coefficient.value or (self.stale and not self.noisy_old) else None
+            needed = self.kl_coefficient.value or (self.stale and not self.noisy_old)
+            clean = self.passes.logps(self.model(), rows, batch.width) if needed else None
             batch.old = self._noisy(batch, weights) if self.noisy_old else clean if self.stale else None
             batch.reference = self._reference(batch)
             batch.values = self._values(batch)
         with self.clock("advantages"):
             batch.advantages = self._advantages(batch, rewards, self._kl_penalty(batch, clean))
-        self._log_rollout(batch, rewards, metrics)
-        return self.dealer.deal(self._shuffled(batch), self.processes.largest)
+        self._log_rollout(batch, rewards, collect_metrics)
+        shuffled = batch.select(torch.randperm(len(rows)).tolist())  # as TRL shuffles rows over updates
+        return batch, self.dealer.deal(shuffled, self.processes.largest)
 
     def _publish(self, step: int) -> Weights:
         """The policy as it is now, to the engine, with this step's noise: of each batch of a step another draw."""
@@ -134,13 +138,18 @@ class Step:
             self.engine.publish(self.weights)
         return self.weights
 
-    def _policy(self, batch: Batch) -> torch.Tensor:
-        """Log-probabilities by the policy, without noise, before its updates."""
-        return self.passes.logps(self.model(), batch.rows, batch.width)
+    def _finite_rewards(self, rows: list[Trajectory], step: int) -> torch.Tensor:
+        """float32 [rows of all processes, functions], infinite ones as NaN, which counts as none; whether an update can
+        be made of them stands in `nonfinite`."""
+        functions = self.collector.rewards
+        rewards = self.processes.rows(functions.of(rows).to(self.device))
+        shown = functools.partial(completions_of, rows, functions.names)
+        self.nonfinite.look_at(step + 1, rewards, functions.names, functions.infinite(rows), shown)
+        return rewards.masked_fill(rewards.isinf(), math.nan)
 
     @torch.no_grad()
     def _noisy(self, batch: Batch, weights: Weights) -> torch.Tensor:
-        """Those by the policy that has sampled, with its noise."""
+        """Log-probabilities by the policy that has sampled, with its noise."""
         with self._as_sampled(weights) as policy:
             return self.passes.logps(policy, batch.rows, batch.width)
 
@@ -159,7 +168,7 @@ class Step:
             return self.passes.logps(model, batch.rows, batch.width)
 
     def _values(self, batch: Batch) -> torch.Tensor | None:
-        return None if self.critic is None else self.passes.values(self.model(), batch.rows, batch.width, self.critic)
+        return None if self.critic is None else self.passes.values(self.model(), batch.rows, batch.width)
 
     @torch.no_grad()
     def _kl_penalty(self, batch: Batch, policy: torch.Tensor | None) -> torch.Tensor | None:
@@ -172,8 +181,8 @@ class Step:
         assert batch.reference is not None
         kl = kl_divergence(policy, batch.reference, self.config.kl_in_reward_estimator).masked_fill(~batch.mask, 0.0)
         penalty = coefficient.value * kl
-        of_row = kl.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)
-        mean = self.processes.rows(of_row).mean().item()
+        row_kl = kl.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)
+        mean = self.processes.rows(row_kl).mean().item()
         self.metrics.values({"kl_in_reward": mean, "kl_in_reward/coefficient": coefficient.value})
         coefficient.adapt(mean, len(kl) * self.processes.count)
         return penalty
@@ -208,24 +217,13 @@ class Step:
             scored = replace(scored, generalized=generalized(scored))
             batch.returns = self.critic.targets(scored)
         by_function = self.args.multi_objective_aggregation == "normalize_then_sum" and penalty is None
-        advantages = (self.algorithm.advantages or (normalized_by_function if by_function else group_relative))(scored)
+        estimate = self.algorithm.advantages or (normalized_by_function if by_function else group_relative)
+        advantages = estimate(scored)
         if scored.group_size > 1:
-            groups = scored.groups()
-            equal = groups.nan_to_num(nan=-math.inf).amax(dim=1) <= groups.nan_to_num(nan=math.inf).amin(dim=1)
-            self.metrics.value("frac_reward_zero_std", equal.float().mean().item())
+            self.metrics.value("frac_reward_zero_std", equal_groups(scored.groups()).float().mean().item())
         if self.nonfinite.unusable:
             advantages = torch.full_like(advantages, math.nan)  # and so the loss, of which no update is made
         return advantages if advantages.ndim == 2 else advantages[:, None]
-
-    def _usable(self, rewards: torch.Tensor, rows: list, step: int) -> torch.Tensor:
-        """The rewards, infinite ones as NaN, which counts as none; whether an update can be made of them stands in
-        `nonfinite`."""
-        self.nonfinite.look_at(step + 1, rewards, rows, self.collector.rewards.names)
-        return rewards.masked_fill(rewards.isinf(), math.nan)
-
-    def _shuffled(self, batch: Batch) -> Batch:
-        """As TRL shuffles the rows over the updates of a generation batch."""
-        return batch.select(torch.randperm(len(batch.rows)).tolist())
 
     @torch.no_grad()
     def _compare_first(self, batch: Batch, weights: Weights) -> None:
@@ -262,7 +260,6 @@ class Step:
         left_out = 1.0 - self.dealer.computed(batch).float().mean().item()
         share = self.processes.added_up([left_out])[0] / self.processes.count
         self.metrics.value("update/rows_left_out", share)
-        self.note(batch)
 
     # A micro-batch
 
@@ -277,7 +274,8 @@ class Step:
         """
         batch = micro_batch.batch
         assert batch is not None
-        outputs = self.passes.score(model, batch.rows, batch.width, self.critic)
+        readers: Sequence[Reader] = ("policy",) if self.critic is None else ("policy", "critic")
+        outputs = self.passes.score(model, batch.rows, batch.width, readers)
         if micro_batch.takes_part:
             return (outputs.logps * 0.0).sum() + (0.0 if outputs.values is None else (outputs.values * 0.0).sum())
         assert batch.advantages is not None
@@ -293,22 +291,22 @@ class Step:
             reference=batch.reference,
             entropies=outputs.entropies,
         )
-        if self.args.top_entropy_quantile < 1.0:
-            inputs = with_entropy_threshold(inputs, self.args.top_entropy_quantile, self.processes.rows)
-        result = policy_loss(inputs, self.settings, update)
-        self._measure(inputs, result, step)
-        loss = result.loss
+        if (share := self.args.top_entropy_quantile) < 1.0:
+            assert inputs.entropies is not None
+            threshold = entropy_threshold(inputs.entropies, inputs.mask, share, self.processes.rows)
+            inputs = replace(inputs, entropy_threshold=threshold)
+        policy = policy_loss(inputs, self.settings, update)
+        self._measure(inputs, policy, step)
+        loss = policy.loss
         if self.entropy_bonus is not None:
             assert inputs.entropies is not None
-            counted = inputs.mask
+            mask = inputs.mask
             if inputs.entropy_threshold is not None:
-                counted = counted & (inputs.entropies >= inputs.entropy_threshold)
-            loss = loss + self.entropy_bonus.loss(inputs.entropies, counted, accumulation)
+                mask = mask & (inputs.entropies >= inputs.entropy_threshold)
+            loss = loss + self.entropy_bonus.loss(inputs.entropies, mask, accumulation)
         if outputs.aux_loss is not None:
             loss = loss + self.router_coefficient * outputs.aux_loss / accumulation
-            self.metrics.mean(
-                "aux_loss", outputs.aux_loss.detach(), torch.ones((), dtype=torch.bool, device=self.device)
-            )
+            self.metrics.mean("aux_loss", outputs.aux_loss)
         if self.critic is not None:
             assert outputs.values is not None
             assert batch.values is not None
@@ -317,7 +315,7 @@ class Step:
             loss = loss * self.critic.policy_learns(step) + value_loss
         return loss
 
-    def _measure(self, inputs: LossInputs, outputs: Any, step: int) -> None:
+    def _measure(self, inputs: LossInputs, outputs: LossOutputs, step: int) -> None:
         """The numbers of a micro-batch, for the log; nothing is exchanged, nor waited for."""
         self.metrics.add_loss(inputs, outputs)
         if inputs.sampler is None:
@@ -330,5 +328,5 @@ class Step:
     def end_of_update(self) -> None:
         """Every process must come here."""
         if self.entropy_bonus is not None:
-            self.metrics.value("entropy_coef", self.entropy_bonus.coefficient)
+            self.metrics.mean("entropy_coef", torch.as_tensor(self.entropy_bonus.coefficient, device=self.device))
             self.entropy_bonus.end_of_update(self.processes.sum)

@@ -58,7 +58,7 @@ from perl.runs.metrics import StepClock, add_step, model_size
 from perl.runs.nonfinite import save_batch
 from perl.runs.process_state import RolloutState
 from perl.training.batch import Batch, Dealer, MicroBatch
-from perl.training.collect import Collector, DynamicSampling, Read, compared_reward, is_chat
+from perl.training.collect import Collector, Read, compared_reward, is_chat, rollout_sampling
 from perl.training.critic import Critic
 from perl.training.engines import open_engine
 from perl.training.loss import EntropyBonus, LossSettings, masked_mean
@@ -132,7 +132,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.pending: list[MicroBatch] | None = None
         """The micro-batches of the generation batch that is trained on."""
         self.args.eval_on_start = validation is not None  # `_evaluate` before the first step, of a resumed run too
-        ends = EndOfStream(self) if self.step.collector.dynamic else None
+        ends = EndOfStream(self) if algorithm.dynamic_sampling else None
         # In this order at each event: the noise's stage is read by none of the others; the clock stops before scores;
         # which step is the last is known to the validation.
         for callback in (self.noise_stage if self.noise else None, self.clock, ends, validation):
@@ -158,7 +158,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.window_done() or self.pending is None:
             self.model.train()
             with self.clock("prepare"):
-                self.pending = self.step.batch(self.state.global_step)
+                batch, self.pending = self.step.batch(self.state.global_step)
+                self._log_batch(batch)
         micro_batch = self.pending[self._step % per_generation]
         self.clock.count_trained(micro_batch.trained_tokens)
         return micro_batch
@@ -226,13 +227,13 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.ref_model is not None and plan.packed:
             plan_packing(self.accelerator.unwrap_model(self.ref_model), args, False, "no")  # it scores the same rows
         engine = open_engine(self, rollout, peft_config, engine_kwargs)
-        sampling = self._sampling(engine_kwargs)
+        sampling = rollout_sampling(args, engine_kwargs)
         if self.noise and self.noise_config.schedule == "target_kl" and (why := engine.not_comparable(sampling)):
             raise UserError(
                 f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
                 f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
             )
-        made_critic = self._make_critic(critic, algorithm.name, plan) if chosen.critic else None
+        made_critic = self._make_critic(critic, algorithm.name, plan, metrics) if chosen.critic else None
         window = (args.steps_per_generation or 1) * self.num_iterations
         return Step(
             args=args,
@@ -252,7 +253,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             model=lambda: self.model,
             gathered=self.gathered,
             reference=self._reference if refers else None,
-            note=self._note,
             noise=self.noise,
             sigma=lambda: self.noise_stage.stage.sigma if self.noise else 0.0,
             noisy_old=bool(self.noise) and self.noise_config.old_logps == "noisy",
@@ -312,7 +312,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     ) -> Collector:
         args = self.args
         per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
-        epochs = args.num_train_epochs if algorithm.dynamic_sampling and args.max_steps <= 0 else None
+        dynamic = algorithm.dynamic_sampling
+        epochs = args.num_train_epochs if dynamic and args.max_steps <= 0 else None
         return Collector(
             stream=PromptStream(len(self.train_dataset), per_batch, args.seed, epochs, self.shuffle_dataset),  # type: ignore[arg-type]
             rows=self.train_dataset,
@@ -328,12 +329,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             processes=processes,
             clock=self.clock,
             state=self.state,
-            dynamic=DynamicSampling(
-                max_resample_factor=algorithm.max_resample_factor,
-                equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names),
-            )
-            if algorithm.dynamic_sampling
-            else None,
+            max_resample_factor=algorithm.max_resample_factor if dynamic else None,
+            equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
         )
 
     def policy(self) -> Any:
@@ -348,29 +345,14 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         limit = self.truncate_prompts_to
         return Read(tuple(ids if limit is None else truncated(ids, limit, self.truncation)), images)
 
-    def _sampling(self, further: dict[str, Any]) -> Sampling:
-        """As the user's generation_kwargs leave it."""
-        args = self.args
-        names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
-        values: dict[str, Any] = {name: further.get(name, getattr(args, name)) for name in names}
-        greedy = further.get("do_sample") is False
-        return Sampling(
-            temperature=0.0 if greedy else 1.0 if values["temperature"] is None else float(values["temperature"]),
-            top_p=1.0 if greedy or values["top_p"] is None else float(values["top_p"]),
-            top_k=0 if greedy else int(values["top_k"] or 0),
-            min_p=0.0 if greedy else float(values["min_p"] or 0.0),
-            repetition_penalty=float(values["repetition_penalty"] or 1.0),
-            max_new_tokens=int(further.get("max_new_tokens") or args.max_completion_length or 256),
-        )
-
-    def _make_critic(self, config: CriticConfig, algorithm: str, plan: Any) -> Critic:
+    def _make_critic(self, config: CriticConfig, algorithm: str, plan: PackingPlan, metrics: Metrics) -> Critic:
         if not plan.packed:
             raise UserError(
                 f"--config.algorithm.name {algorithm}: the critic's values are computed in packed micro-batches, which"
                 " this model can't have (the log says why); use --config.algorithm.name grpo"
             )
         dtype = self.policy().dtype if is_deepspeed_zero3_enabled() else torch.float32
-        critic = Critic(self.policy(), config, plan.kernel, dtype, self.args.seed)
+        critic = Critic(self.policy(), config, metrics, dtype, self.args.seed)
         self.add_callback(critic.warm_up)
         return critic
 
@@ -451,7 +433,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     # Logging and checkpoints
 
-    def _note(self, batch: Batch) -> None:
+    def _log_batch(self, batch: Batch) -> None:
         """The tokens of all processes' generation batches, prompts included (transformers' count, and TRL's metric),
         and what TRL shows of the completions, where it is asked to. Every process must come here."""
         tokens = sum(len(row.prompt_ids) + len(row.token_ids) for row in batch.rows)
@@ -492,17 +474,14 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             logs |= size_metrics(self.noise.sigmas(stage.sigma), self.noise.rms)
             logs |= {} if stage.target_kl is None else {"aqn/target_kl": stage.target_kl}
         self.step.metrics.flush()
-        logs |= self.step.critic.take_metrics(self.accelerator) if self.step.critic else {}
         super().log(logs, start_time)
 
     def _run_state(self) -> dict[str, Any]:
         step = self.step
         state = super()._run_state() | {"measured": step.metrics.state(), "weights": asdict(step.weights)}
         state["merging"] = step.engine.merging
-        if step.critic:
-            state["critic"] = dict(vars(step.critic.measured))
         if step.entropy_bonus:
-            state["entropy"] = [step.entropy_bonus.coefficient, step.entropy_bonus.last]
+            state["entropy"] = step.entropy_bonus.state()
         if self.noise:
             state["rms"] = self.noise.rms
         return state
@@ -516,13 +495,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             step.metrics.restore(state["measured"])
             step.weights = Weights(**state["weights"])
         step.engine.merging = state.get("merging", False)
-        if step.critic and "critic" in state:
-            vars(step.critic.measured).update(state["critic"])
         if step.entropy_bonus and "entropy" in state:
             step.entropy_bonus.coefficient, step.entropy_bonus.last = state["entropy"]
 
     def _rollout_state(self) -> RolloutState:
-        pending = None if self.window_done() else [state_of(micro_batch) for micro_batch in self.pending or []]
+        pending = None if self.window_done() else [micro_batch.state() for micro_batch in self.pending or []]
         return RolloutState(
             step=self._step,
             buffered_inputs=pending,
@@ -535,7 +512,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _restore_rollout(self, state: RolloutState) -> None:
         self._step = state.step
         if state.buffered_inputs is not None:
-            self.pending = [restored(one) for one in state.buffered_inputs]
+            self.pending = [MicroBatch.restored(each) for each in state.buffered_inputs]
         coefficient = self.step.kl_coefficient
         if state.kl_coefficient is not None and coefficient.target is not None:
             coefficient.value = state.kl_coefficient
@@ -628,20 +605,3 @@ def correction_mode(args: TrainingConfig, rollout: RolloutConfig) -> Any:
         return args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else None
     level = rollout.importance_correction
     return None if level == "none" else f"{level}_truncate"
-
-
-def state_of(micro_batch: MicroBatch) -> dict[str, Any]:
-    """Tensors and plain values, for a checkpoint."""
-    batch = micro_batch.batch and micro_batch.batch.state()
-    return {"batch": batch, "takes_part": micro_batch.takes_part, "trained_tokens": micro_batch.trained_tokens}
-
-
-def restored(state: dict[str, Any]) -> MicroBatch:
-    """What `state_of` was given. A UserError for what a version before 0.13 has left."""
-    if "takes_part" not in state:
-        raise UserError(
-            "--config.training.resume_from_checkpoint: the checkpoint holds rollouts of a version before 0.13; resume"
-            " from one whose step is a multiple of steps_per_generation * num_iterations / gradient_accumulation_steps"
-        )
-    batch = None if state["batch"] is None else Batch.restored(state["batch"])
-    return MicroBatch(batch, state["takes_part"], state["trained_tokens"])

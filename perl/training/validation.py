@@ -55,7 +55,7 @@ from perl.scoring.results import (
 from perl.scoring.samples import record_of
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
-from perl.training.validation_setup import EvaluatorRules, ValidationSetup
+from perl.training.validation_setup import ValidationSetup
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class Validation(TrainerCallback):
         first = setup.problem_sets[0]
         self.chosen_by = f"val-core/{self.labels[first.name, first.sources[0]]}/acc/mean@{first.sampling.n}"
         """The metric of the best adapter."""
-        found = [logged_steps(run_dir / METRICS, self.chosen_by), best_so_far(run_dir, self.chosen_by)]
-        self.done, self.best = broadcast_object_list(found)  # rank 0 decides: other nodes may not see the folder
+        progress = [logged_steps(run_dir / METRICS, self.chosen_by), best_so_far(run_dir, self.chosen_by)]
+        self.done, self.best = broadcast_object_list(progress)  # rank 0 decides: others may not see the folder
         for problem_set in setup.problem_sets:
             count, sources = len(problem_set.samples), ", ".join(problem_set.sources)
             log.info("validation on %s: %d samples of %s", problem_set.spec, count, sources)
@@ -115,24 +115,23 @@ class Validation(TrainerCallback):
         """
         started = time.perf_counter()
         engine.publish(Weights(version=step))
-        rules = self.setup.rules
-        with contextlib.closing(engine.evaluating(rules.eos_token_ids, rules.context)) as evaluator:
+        with contextlib.closing(engine.evaluating(self.setup.eos_token_ids, self.setup.context)) as evaluator:
             records = {each.name: self._records(each, evaluator) for each in self.setup.problem_sets}
         seconds = time.perf_counter() - started
-        found = self.metrics(records)
+        scores = self.metrics(records)
         with failing_together("validation: what it leaves"):
             if self.rank == 0:
                 for each in self.setup.problem_sets:
                     self.write(step, each, records[each.name], seconds)
         if self.setup.config.save_best and (step > 0 or self.setup.start):  # a new adapter without a step is the base
             with failing_together("validation: what it leaves"):
-                self.keep_best(step, found, save_adapter)
+                self.keep_best(step, scores, save_adapter)
         self.done.add(step)
-        return found | {"timing/validation": time.perf_counter() - started}
+        return scores | {"timing/validation": time.perf_counter() - started}
 
     def _records(self, problem_set: ProblemSet, engine: Engine) -> list[SampleRecord]:
         """Every sample's, by whichever process, in the order of the samples."""
-        share = share_of(problem_set.samples, self.rank, self.world_size, self.setup.rules)
+        share = share_of(problem_set.samples, self.rank, self.world_size, self.setup.context)
         by_id = {(record["key"], record["sample"]): record for record in gather_object(self.complete(share, engine))}
         return [by_id[sample.key, sample.index] for sample in problem_set.samples]
 
@@ -154,19 +153,19 @@ class Validation(TrainerCallback):
         return [record_of(*row, self.engine) for row in zip(samples, completions, texts, grades, strict=True)]
 
     def _too_long(self, sample: Sample) -> str:
-        return f"the prompt has {len(sample.token_ids)} tokens, the context {self.setup.rules.context}"
+        return f"the prompt has {len(sample.token_ids)} tokens, the context {self.setup.context}"
 
     def metrics(self, records: dict[str, list[SampleRecord]]) -> dict[str, float]:
         """Of each data source, as verl names them. Metrics of all n samples of a problem stand under val-core, those
         of fewer under val-aux."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for problem_set in self.setup.problem_sets:
-            of_source: dict[str, list[SampleRecord]] = defaultdict(list)
+            by_source: dict[str, list[SampleRecord]] = defaultdict(list)
             for sample, record in zip(problem_set.samples, records[problem_set.name], strict=True):
-                of_source[sample.problem.data_source].append(record)
-            for source, own in of_source.items():
-                found |= metrics_of(self.labels[problem_set.name, source], own, problem_set.sampling.n)
-        return found
+                by_source[sample.problem.data_source].append(record)
+            for source, source_records in by_source.items():
+                metrics |= metrics_of(self.labels[problem_set.name, source], source_records, problem_set.sampling.n)
+        return metrics
 
     def write(self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float) -> None:
         """Leave the records where perl/eval.py's readers find them."""
@@ -249,20 +248,20 @@ class Share:
     """Its own samples whose prompt leaves no room for a completion."""
 
 
-def share_of(samples: Sequence[Sample], rank: int, world_size: int, rules: EvaluatorRules) -> Share:
+def share_of(samples: Sequence[Sample], rank: int, world_size: int, context: int | None) -> Share:
     """Problems go round the processes, the samples of one stay together: its prompt is computed once."""
     by_problem: dict[str, list[Sample]] = defaultdict(list)
     overlong: list[Sample] = []
     for sample in samples:
-        if rules.room(list(sample.token_ids), 1) < 1:
+        if context is not None and len(sample.token_ids) >= context:
             overlong.append(sample)
         else:
             by_problem[sample.key].append(sample)
     problems = list(by_problem.values())
-    mine = problems[rank::world_size]
-    own = [sample for problem in mine for sample in problem]
-    missing = -(-len(problems) // world_size) - len(mine)
-    return Share([*own, *(problems[0] if missing else [])], len(own), overlong if rank == 0 else [])
+    share = problems[rank::world_size]
+    asked = [sample for problem in share for sample in problem]
+    missing = -(-len(problems) // world_size) - len(share)
+    return Share([*asked, *(problems[0] if missing else [])], len(asked), overlong if rank == 0 else [])
 
 
 def labels(problem_sets: Sequence[ProblemSet]) -> dict[tuple[str, str], str]:
@@ -283,18 +282,18 @@ def metrics_of(label: str, records: Iterable[SampleRecord], n: int) -> dict[str,
     for record in records:
         by_problem[record["key"]].append(record)
     scores = problem_scores(by_problem)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in shown(scores):
         kind, _, k = name.partition("@")
         section = "val-core" if int(k) == n else "val-aux"
-        found[f"{section}/{label}/acc/{'mean' if kind == 'avg' else kind}@{k}"] = fmean(scores[name])
+        metrics[f"{section}/{label}/acc/{'mean' if kind == 'avg' else kind}@{k}"] = fmean(scores[name])
         if kind == "pass":
             best = [1 - (1 - share) ** int(k) for share in scores["accuracy"]]
-            found[f"{section}/{label}/acc/best@{k}/mean"] = fmean(best)
-    rows = [record for own in by_problem.values() for record in own]
-    found[f"val-aux/{label}/truncated"] = fmean([float(row["finish_reason"] == "length") for row in rows])
-    found[f"val-aux/{label}/mean_length"] = fmean([float(row["tokens"]) for row in rows])
-    return found
+            metrics[f"{section}/{label}/acc/best@{k}/mean"] = fmean(best)
+    rows = [record for problem_records in by_problem.values() for record in problem_records]
+    metrics[f"val-aux/{label}/truncated"] = fmean([float(row["finish_reason"] == "length") for row in rows])
+    metrics[f"val-aux/{label}/mean_length"] = fmean([float(row["tokens"]) for row in rows])
+    return metrics
 
 
 def logged_steps(metrics_file: Path, metric: str) -> set[int]:
@@ -307,10 +306,10 @@ def logged_steps(metrics_file: Path, metric: str) -> set[int]:
 def best_so_far(run_dir: Path, metric: str) -> float | None:
     """The score of RUN/best; None where there is none, or one by another metric."""
     try:
-        found = json.loads((run_dir / BEST / BEST_FILE).read_text(encoding="utf-8"))
+        best = json.loads((run_dir / BEST / BEST_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return float(found["value"]) if found.get("metric") == metric else None
+    return float(best["value"]) if best.get("metric") == metric else None
 
 
 @functools.cache

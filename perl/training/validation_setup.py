@@ -33,26 +33,15 @@ GIVEN = ("n", "temperature", "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatorRules:
-    """What a completion must keep to for being the evaluator's: nothing of TRL's generation config, or of the run's
-    generation_kwargs, is heeded."""
-
-    eos_token_ids: frozenset[int]
-    context: int | None
-    """Most tokens of prompt and completion together; None: the model names no limit."""
-
-    def room(self, prompt_ids: list[int], max_new_tokens: int) -> int:
-        """Most new tokens after this prompt."""
-        return max_new_tokens if self.context is None else min(max_new_tokens, self.context - len(prompt_ids))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationSetup:
-    """What a run validates on, and by which rules completions end."""
+    """What a run validates on, and where completions end: as the evaluator's do, whatever TRL's generation config and
+    the run's generation_kwargs say."""
 
     config: ValidationConfig
     problem_sets: tuple[ProblemSet, ...]
-    rules: EvaluatorRules
+    eos_token_ids: frozenset[int]
+    context: int | None
+    """Most tokens of prompt and completion together; None: the model names no limit."""
     model: Path
     """Folder of the base that is trained on; of one that holds an earlier adapter, before it is written."""
     start: str | None
@@ -88,12 +77,12 @@ def set_up_validation(
     problem_sets = [_problem_set(config, spec, name, tokenizer) for name, spec in specs.items()]
     for problem_set in problem_sets:
         _warn_of_trained(problem_set, trained)
-    eos_token_ids = folders.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
     merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationSetup(
         config=validation,
         problem_sets=tuple(problem_sets),
-        rules=EvaluatorRules(eos_token_ids=eos_token_ids, context=context),
+        eos_token_ids=folders.eos_token_ids(model, model_config, tokenizer_of(tokenizer)),
+        context=context,
         model=merged_base(config) if merges else model,
         start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.engines.base import warn_once
 from perl.prompts import row_seed
-from perl.records import Completion, Sampling, Weights
+from perl.records import Completion, Sampling, Trajectory, Weights
 from perl.rewards.score import Rewards
-from perl.training.collect import Collector, DynamicSampling, Read, to_draw
+from perl.training.batch import Batch
+from perl.training.collect import Collector, Read, to_draw
 from perl.training.preflight import check_dynamic_sampling
 from perl.training.stream import PromptStream
 from tests.trainers import kept_batches, make_trainer, question, reward_tokens, tokens_of
@@ -102,7 +104,7 @@ def by_hand(equal: str, needed: int, factor: float = 100.0, share: float = 0.0, 
         processes=processes or Alone(),
         clock=Clock(),  # type: ignore[arg-type]
         state=None,
-        dynamic=DynamicSampling(max_resample_factor=factor, equal_by=None),
+        max_resample_factor=factor,
     )
 
 
@@ -211,7 +213,7 @@ def test_what_must_differ(equal_by, equal):
 
 def judged(rewards, equal_by) -> bool:
     collector = by_hand("u", 1)
-    collector.dynamic = DynamicSampling(max_resample_factor=1.0, equal_by=equal_by)
+    collector.equal_by = equal_by
     collector.rewards = Rewards([print, print], ["a", "b"], torch.ones(2))
     return collector.is_equal([SimpleNamespace(rewards=row) for row in rewards])  # type: ignore[arg-type]
 
@@ -220,6 +222,29 @@ def test_a_group_without_the_reward_that_is_asked_for_is_judged_by_the_sum():
     nan = float("nan")
     assert judged([[nan, 0.0], [nan, -0.5]], 0) is False
     assert judged([[nan, -0.5], [nan, -0.5]], 0) is True
+
+
+def test_too_few_values_of_a_reward_functions_column_are_one_line():
+    def reward(completions, log_extra, **_):
+        log_extra("question", ["of the first"])
+        return [1.0] * len(completions)
+
+    rows = [Trajectory(row={"prompt": "a"}, position=0, sample=i, prompt_ids=(1,), completion="b") for i in range(2)]
+    with pytest.raises(UserError, match="log_extra\\('question', …\\) got 1 values for 2 completions"):
+        Rewards([reward], ["reward"], torch.ones(1)).score(rows, None)
+
+
+@pytest.mark.parametrize("known", [[True, False], [False, True], [False, True, False], [False, False]])
+def test_log_probabilities_stay_with_their_tokens(known):
+    """Of a turn whose engine gives none they are NaN."""
+    row = Trajectory(row={}, position=0, sample=0, prompt_ids=(1,))
+    for turn, given in enumerate(known):
+        row.add(Completion(token_ids=(turn, turn), logprobs=(-1.0, -2.0) if given else (), finish_reason="stop"))
+    expected = [logprob if given else math.nan for given in known for logprob in (-1.0, -2.0)]
+    assert row.logprobs == pytest.approx(expected if any(known) else [], nan_ok=True)
+    other = Trajectory(row={}, position=0, sample=1, prompt_ids=(1,), token_ids=[3], logprobs=[-3.0], sampled=[True])
+    batch = Batch.of([row, other], torch.device("cpu"), False, len(row.token_ids))
+    assert batch.sampler[0].isnan().tolist() == [not given for given in known for _ in range(2)]
 
 
 def test_a_group_whose_rewards_are_not_finite_is_kept_for_the_trainer_to_see():

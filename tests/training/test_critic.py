@@ -15,6 +15,7 @@ from perl.records import Trajectory
 from perl.runs.checkpoints import CRITIC, check_critic
 from perl.training.critic import SCALE, value_loss
 from perl.training.grpo import save_critic
+from perl.training.passes import Passes
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 
@@ -54,7 +55,7 @@ def rows():
 
 def values_of(trainer):
     """float32 [3, 3]."""
-    return trainer.step.passes.values(trainer.model, rows(), 3, trainer.step.critic)
+    return trainer.step.passes.values(trainer.model, rows(), 3)
 
 
 def test_value_loss_by_hand():
@@ -101,7 +102,7 @@ def test_one_pass_gives_the_policys_numbers_and_gradients_and_the_critics(tmp_pa
     trainer.model.train()
     move_adapter(trainer.model, 0.05)
     move_critic(trainer)
-    said, work = trainer.step.critic.score(trainer.model, rows(), 3)
+    said, work = trainer.step.passes.forward(trainer.model, rows(), 3, ("policy", "critic"))
     both = gradients(said.logps.square().sum() + said.values.square().sum(), trainer)
 
     plain = make_trainer(tmp_path / "plain", engine="fast")
@@ -117,7 +118,7 @@ def test_one_pass_gives_the_policys_numbers_and_gradients_and_the_critics(tmp_pa
 
     alone = ppo(tmp_path / "alone")
     move_critic(alone)
-    valued, half = alone.step.critic.score(alone.model, rows(), 3, policy=False)
+    valued, half = alone.step.passes.forward(alone.model, rows(), 3, ("critic",))
     torch.testing.assert_close(said.values, valued.values)
     critics = gradients(valued.values.square().sum(), alone)
     assert critics.keys() == {name for name in both if "lora_" not in name}
@@ -200,19 +201,18 @@ def test_the_critic_has_its_own_learning_rate_and_the_policys_schedule(tmp_path)
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.75e-3, 0.375}
 
 
-def test_noise_is_not_on_while_values_are_computed(tmp_path):
+def test_noise_is_not_on_while_values_are_computed(tmp_path, monkeypatch):
     from perl.config.schema import NoiseConfig
 
     trainer = ppo(tmp_path, noise=NoiseConfig(enabled=True, seed=3, sigma_start=0.5, sigma_end=0.1))
     norm = trainer.model.base_model.model.model.layers[0].post_attention_layernorm
-    clean, seen, score = norm.weight.detach().clone(), [], trainer.step.critic.score
+    clean, seen, values = norm.weight.detach().clone(), [], Passes.values
 
-    def look(model, rows, width, policy=True):
-        if not policy:
-            seen.append(norm.weight.detach().clone())
-        return score(model, rows, width, policy)
+    def look(passes, model, rows, width):
+        seen.append(norm.weight.detach().clone())
+        return values(passes, model, rows, width)
 
-    trainer.step.critic.score = look
+    monkeypatch.setattr(Passes, "values", look)
     trainer.train()
     assert len(seen) == 2  # two rollouts
     assert all(torch.equal(weight, clean) for weight in seen)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from perl.algorithms.grpo import equal_rewards
+from perl.algorithms.grpo import equal_groups, weighted_sum
 from perl.training.loss import (
     EntropyBonus,
     LossInputs,
@@ -126,7 +126,7 @@ def test_equal_rewards_are_found_exactly():
     nan = float("nan")
     rewards = torch.tensor([[1.0, 1.0]] * 8 + [[1.0, 1.0]] * 7 + [[1.0, 0.0]] + [[nan, nan]] * 8)
     weights = torch.tensor([1.0, 0.2])
-    assert equal_rewards(rewards, weights, 8).tolist() == [True] * 8 + [False] * 8 + [True] * 8
+    assert equal_groups(weighted_sum(rewards, weights).view(-1, 8)).tolist() == [True, False, True]
     # What it is for: in floating point the mean of eight 1.2 is not 1.2.
     total = (rewards[:8] * weights).sum(dim=1)
     assert ((total - total.mean()) / (total.std() + 1e-4)).abs().max() > 1e-3
@@ -141,6 +141,16 @@ def test_the_entropy_that_a_share_of_the_tokens_reaches():
     assert not (entropies >= nothing).any()
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.37, 0.8])
+def test_the_threshold_is_torchs_quantile_and_knows_no_limit(share):
+    entropies = torch.rand(3, 1001, generator=torch.Generator().manual_seed(2))
+    mask = torch.rand(3, 1001, generator=torch.Generator().manual_seed(3)) > 0.3
+    assert entropy_threshold(entropies, mask, share, lambda local: local) == torch.quantile(entropies[mask], 1 - share)
+    many = torch.arange(2**24 + 9, dtype=torch.float32).flip(0)[None]  # torch.quantile refuses so many
+    threshold = entropy_threshold(many, torch.ones_like(many, dtype=torch.bool), share, lambda local: local)
+    assert threshold == pytest.approx((1 - share) * (2**24 + 8), rel=1e-6)
+
+
 def test_the_entropy_bonus_follows_its_target():
     bonus = EntropyBonus(coefficient=0.1, target=0.5, delta=0.05, bounds=(0.0, 0.12))
     entropies, mask = torch.tensor([[0.2, 0.6]]), torch.tensor([[True, True]])
@@ -152,4 +162,14 @@ def test_the_entropy_bonus_follows_its_target():
     bonus.end_of_update(lambda sums: sums)
     assert (bonus.last, bonus.coefficient) == (pytest.approx(1.0), pytest.approx(0.07))
     assert bonus.loss(entropies, mask, 2).item() == 0.0
+    assert bonus.state() == [pytest.approx(1.0), pytest.approx(0.07)][::-1]
     assert EntropyBonus(coefficient=0.1).loss(entropies, mask, 1).item() == pytest.approx(-0.04)
+
+
+def test_the_entropy_bonus_waits_for_no_device():
+    """On a device without numbers any wait is an error."""
+    bonus = EntropyBonus(coefficient=0.1, target=0.5, delta=0.05, bounds=(0.0, 0.12))
+    entropies = torch.ones(1, 2, device="meta")
+    for _ in range(2):
+        bonus.loss(entropies, entropies > 0, 2)
+        bonus.end_of_update(lambda sums: sums)

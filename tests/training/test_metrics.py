@@ -140,6 +140,11 @@ def test_advantages_of_tokens_count_once_each():
     assert found["advantages/std"] == pytest.approx(((1 + 0.25 + 1 + 2.25) / 4 - 0.25) ** 0.5)
 
 
+def test_extremes_of_advantages_that_are_not_finite_are_no_numbers():
+    found = statistics([5, 7], [1, 3], [[math.nan], [math.nan]], [math.nan, math.nan])
+    assert all(math.isnan(found[f"advantages/{name}"]) for name in ("max", "min", "mean"))
+
+
 def test_a_rollout_without_a_token_or_a_reward_has_no_such_metric():
     found = statistics([5], [0], [[1.0]], [math.nan])
     assert not {"advantages/mean", "advantages/max", "reward/max", "reward/min"} & found.keys()

@@ -17,10 +17,10 @@ def rows(*lengths):
 
 def test_packed_rows_share_their_prompt():
     three = rows((1, 10, 4), (2, 10, 4), (1, 10, 4))
-    assert list(by_tokens(three, 20)) == [[0, 2], [1]]  # 10 + 2 * (1 + 4)
-    assert list(by_tokens(three, 19)) == [[0], [2], [1]]
-    assert list(by_tokens(three, 1)) == [[0], [2], [1]]
-    assert list(by_tokens([], 1)) == [[]]
+    assert by_tokens(three, 19) == [[0, 2], [1]]  # 9 + 2 * (1 + 4)
+    assert by_tokens(three, 18) == [[0], [2], [1]]
+    assert by_tokens(three, 1) == [[0], [2], [1]]
+    assert by_tokens([], 1) == [[]]
 
 
 def test_padded_rows_are_cut_by_their_rectangle():

@@ -8,7 +8,7 @@ from perl.runs import process_state
 from perl.runs.process_state import ProcessState, RolloutState
 
 NOW = {"gradient_accumulation_steps": 2, "num_iterations": 1}
-RUN = {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1, "loss": torch.tensor(0.5)}
+RUN = {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1, "entropy": [0.1, 2.0], "loss": torch.tensor(0.5)}
 
 
 def write(folder, processes, buffered):
@@ -37,7 +37,7 @@ def test_another_number_of_processes(tmp_path, processes):
     for rank in range(processes):
         state = process_state.load(tmp_path, rank, processes, NOW)
         assert state.rollout.step == 0
-        assert state.run == {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1}
+        assert state.run == {name: value for name, value in RUN.items() if name != "loss"}
     write(tmp_path, 2, [{}])
     for rank in range(processes):
         with pytest.raises(UserError, match=f"in the middle of a generation window, with 2 processes, now {processes}"):

@@ -62,6 +62,20 @@ def test_the_kl_divergence_of_the_noise_is_taken_by_itself():
     assert made.take_mean("aqn/kl") is None
 
 
+def test_what_a_critic_said_and_is_to_learn_by_hand():
+    made = metrics()
+    values, returns = torch.tensor([[0.0, 1.0, 9.0]]), torch.tensor([[1.0, 3.0, 9.0]])
+    made.add_returns(values, returns, mask_of([1, 1, 0]))
+    made.add_returns(values, values, mask_of([0, 0, 0]))
+    assert made.logged == {
+        "critic/values_mean": [0.5],
+        "critic/returns_mean": [2.0],
+        "critic/explained_variance": [0.75],  # errors 1 and 2, returns 1 and 3
+    }
+    made.add_returns(values, torch.ones(1, 3), mask_of([1, 1, 1]))
+    assert len(made.logged["critic/explained_variance"]) == 1  # equal returns leave nothing to explain
+
+
 def test_the_drift_of_the_policy_is_verls_ppo_kl():
     """Tokens 1 and 2 of the first row, and the only one of the second: 0.5, -0.25 and 30, which is cut at 20."""
     made, mask = metrics(), mask_of([1, 1, 0], [1, 0, 0])

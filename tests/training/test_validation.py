@@ -31,9 +31,9 @@ from perl.tasks.trained import problem_hash
 from perl.training import validation
 from perl.training.grpo import train
 from perl.training.validation import Validation, logged_steps, metrics_of, share_of
-from perl.training.validation_setup import EvaluatorRules, set_up_validation
+from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
-from tests.tiny import END, save_tiny, tiny_tokenizer
+from tests.tiny import save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu
 
 ROOT = Path(__file__).parents[2]
@@ -402,13 +402,10 @@ def sample(key: str, index: int = 0, tokens: int = 3) -> Sample:
     )
 
 
-ENDS = EvaluatorRules(eos_token_ids=frozenset([END]), context=8)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_every_sample_is_one_processs_and_all_ask_for_as_many(world_size):
     given = [sample(f"k{i}", j, tokens=8 if i == 3 else 3) for i in range(6) for j in range(2)]
-    shares = [share_of(given, rank, world_size, ENDS) for rank in range(world_size)]
+    shares = [share_of(given, rank, world_size, context=8) for rank in range(world_size)]
     own = [s.id for share in shares for s in [*share.asked[: share.local], *share.overlong]]
     assert sorted(own) == sorted(s.id for s in given)
     assert len({len(share.asked) for share in shares}) == 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from perl.algorithms.dapo import DAPO
+from perl.algorithms.grpo import DAPO
 from perl.base.errors import UserError, nearest
 from perl.base.redact import HIDDEN, drop_secrets, is_secret
 from perl.tools.from_verl.batch import Batch
