@@ -95,9 +95,9 @@ def _agree(gold: Any, answer: Any) -> bool:
         expression.xreplace({number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)})
         for expression in (gold, answer)
     )
-    if one == other:
-        return True
-    difference, size = (sympy.Abs(sympy.N(value, 20, maxn=400)) for value in (one - other, one))
+    if one == other or (one.is_Rational and other.is_Rational):
+        return one == other
+    difference, size = (sympy.Abs(sympy.N(value, 20, maxn=120)) for value in (one - other, one))
     return bool(difference <= size * sympy.Float(10) ** -50)
 
 
