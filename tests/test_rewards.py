@@ -26,7 +26,7 @@ def test_accuracy_grades_each_row_by_its_task(context):
     rewards = call(
         accuracy,
         ["#### 18", "Answer: 17", "\\boxed{\\frac12}", "\\boxed{9^{9^{9^{9}}}}", "no number"],
-        gold=["18", "18", "0.5", "18", "18"],
+        gold=["18", "18", "0.5", "\\sqrt{2}", "18"],
         task=["gsm8k", "dapo-math", "math500", "math500", "gsm8k"],
         trainer_state=None,
         log_metric=logged.__setitem__,

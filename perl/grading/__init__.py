@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from perl.base.errors import UserError, lookup
 from perl.base.provenance import text_hash
-from perl.grading.rules import RULES, Rule, is_number, is_unevaluated
+from perl.grading.rules import RULES, Rule, is_number, normalize_answer
+from perl.grading.stated import equal_as_written
 from perl.grading.verifier import MathVerifier, Question, Verdict
 from perl.records import Grade
 
@@ -67,6 +68,8 @@ class _Reading:
     normalized: str | None = None
     settled: bool = False
     """Whether the primary rule's verdict stands without algebra."""
+    number: str | None = None
+    """The gold, where only a number can be right: an expression that equals it is work left standing."""
 
 
 class Grader:
@@ -112,19 +115,24 @@ class Grader:
 
 
 def _read(rubric: Rubric, completion: str, gold: str) -> _Reading:
-    reading = _Reading({})
+    scores: dict[str, float] = {}
+    reference = RULES[rubric.primary].normalize(gold)
+    number = reference if rubric.math_verify != "parts" and is_number(reference) else None
+    written = normalized = None
+    settled = False
     for name in rubric.rules:
         rule = RULES[name]
-        reading.scores[name] = 0.0
-        if (written := rule.extract(completion)) is None or not (normalized := rule.normalize(written)):
-            continue
-        reference = rule.normalize(gold)
-        reading.scores[name] = float(normalized == reference)
-        if name == rubric.primary:
-            settled = normalized == reference or (is_number(normalized) and is_number(reference))
-            settled = settled or (rule.evaluated and is_unevaluated(written))
-            reading = _Reading(reading.scores, written, normalized, settled)
-    return reading
+        answer = rule.extract(completion)
+        form = rule.normalize(answer) if answer is not None else ""
+        same = form == rule.normalize(gold) if form else False
+        if form and name == rubric.primary:
+            written, normalized = answer, form
+            settled = same or number is not None
+            if not same and rubric.math_verify == "parts":
+                as_written = equal_as_written(gold, written or "")
+                same, settled = bool(as_written), as_written is not None
+        scores[name] = float(same)
+    return _Reading(scores, written, normalized, settled, number)
 
 
 def _needs_algebra(rubric: Rubric, reading: _Reading) -> bool:
@@ -145,10 +153,12 @@ def _question(rubric: Rubric, reading: _Reading, completion: str, gold: str) -> 
 def _verdict(rubric: Rubric, reading: _Reading, algebra: Verdict | None) -> Grade:
     scores = dict(reading.scores)
     if algebra is not None:
-        scores[MATH_VERIFY] = algebra.score
-        extracted = algebra.extracted or reading.normalized
-        reason = "wrong" if algebra.reason == "unextracted" and extracted is not None else algebra.reason
-        return Grade(score=algebra.score, scores=scores, extracted=_clip(extracted), reason=reason)
+        extracted, score, reason = algebra.extracted or reading.normalized, algebra.score, algebra.reason
+        left_standing = score and reading.number not in (None, normalize_answer(algebra.extracted or ""))
+        if left_standing or (reason == "unextracted" and extracted is not None):
+            score, reason = 0.0, "wrong"
+        scores[MATH_VERIFY] = score
+        return Grade(score=score, scores=scores, extracted=_clip(extracted), reason=reason)
     score = scores[rubric.primary]
     reason = "correct" if score else "unextracted" if reading.normalized is None else "wrong"
     return Grade(score=score, scores=scores, extracted=_clip(reading.normalized), reason=reason)

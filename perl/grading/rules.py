@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
+from perl.grading.stated import Equation, Scalar, listed, parse_answer, show, tidy
 from perl.grading.stated import extract as extract_stated
 from perl.grading.stated import normalize as normalize_stated
-from perl.grading.text import ASCII, LONGEST_ANSWER, last_box, last_match, plain
+from perl.grading.text import ASCII, LONGEST_ANSWER, find_boxes, last_box, last_match, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,6 @@ class Rule:
     """The form in which an extracted answer and a gold are equal as strings."""
     form: str
     """How an answer is stated for this rule; `{answer}` is replaced."""
-    evaluated: bool = False
-    """Whether an answer has to be worked out (see `is_unevaluated`)."""
 
     def state(self, answer: str) -> str:
         return self.form.replace("{answer}", answer)
@@ -49,17 +48,21 @@ _NUMBER = re.compile(
     rf"((?:(?<![)\]}}])-{_CURRENCY}|\\?[$€£¥]-?|)(?:{_UNSIGNED}))"
     r"(?!\s*\^|\s*/\s*\d|\d|\.\d|,\d{3})"  # a power or a fraction is more than the number it begins with
 )
-_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_OPERATION = (
-    r"[\s)\]}]*+\\(?:[dtc]?frac|sqrt|times|cdot|div|d?binom|pi\b)"
-    r"|(?<=\d)[\s)\]}]*+(?:[-+*/^×÷]\s*+[({\[$]*+-?[\d.\\]|[eE][-+]?\d)"  # 20 + 5, 7e4; not 20 - the rest
+_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
+_HEADING = re.compile(r"[*_\s]*+(?:step|part|case|method|question|solution|explanation|note)\b", re.IGNORECASE)
+_CONTRADICTION = re.compile(r"\b(?:or|not|any|every|either)\b|\\(?:neq?|text\{\s*or)\b|[<>≤≥≠]")
+# What a statement may hold around its number, in the notation of stated.tidy: words, a percent sign, an aside.
+_STATED_NUMBER = re.compile(
+    rf"(?P<before>(?:[A-Za-z']++[:,]?\s++)*+)(?:dollars!\s)?\(?(?P<number>-?\s?(?:{_UNSIGNED})(?:\s\d{{3}}\b)*+)\)?"
+    r"(?P<after>k?[.,:]?|-[A-Za-z].*|\s-\s[a-z].*|(?:k?[,.:]?\s|(?=[A-Za-z]{2}))(?:\(.*|[A-Za-z][A-Za-z'^]*+(?![!_]).*))"
 )
-_EXPRESSION = re.compile(rf"[(\[{{\s]*+-?{_CURRENCY}(?:{_UNSIGNED})?(?:{_OPERATION})")
-_ANY_OPERATION = re.compile(_OPERATION)
-_SCIENTIFIC = re.compile(r"(?<=\d)[eE]([-+]?\d++)")  # to TeX, e is Euler's number
-_POWER_OF_TEN = re.compile(r"\s*+(?:[*×]|\\times|\\cdot)\s*+10\s*+\^")
-_LEFT_STANDING = re.compile(r"(?<=[\d)\]}])\s*+(?:[-+*×÷]|\\(?:times|cdot|div))\s*+[({\[]*+-?[\d.\\]")
-_WORDS_BEHIND = re.compile(r"(?<=[\d)}\]])\s++(?!x\s*+\d)[A-Za-z].*+$")  # the dollars of 20 + 5 dollars
+_CHANGING_WORDS = re.compile(
+    r"\b(?:or|and|to|not|no|million|billion|trillion|hundred|dozen|half|over|plus|minus|times|than|least|most"
+    r"|between|under|maybe|possibly|divided|choose|base|percent of|squared|cubed|factorial|either|any|every"
+    r"|tenths|hundredths|(?:at|less|more|fewer) (?:least|most|than))\b",
+    re.IGNORECASE,
+)
+_SECOND_NUMBER = re.compile(r"\b(?:or|and|to|but|degrees)\b\D{0,12}\d", re.IGNORECASE)
 
 
 def normalize_number(text: str) -> str:
@@ -74,14 +77,8 @@ def normalize_number(text: str) -> str:
     return "0" if number in ("-0", "-", "") else number
 
 
-def is_unevaluated(text: str) -> bool:
-    """Whether a sum, difference, product or quotient is left standing, other than a fraction or a power of ten. As a
-    right answer it would teach a policy to leave the arithmetic out."""
-    return _LEFT_STANDING.search(_POWER_OF_TEN.sub("", text)) is not None
-
-
 def is_number(text: str) -> bool:
-    """Whether a normalized answer is a decimal number, so that comparing strings settles equality."""
+    """Whether a normalized answer is a number, a decimal or a fraction, so that comparing strings settles equality."""
     return _PLAIN_NUMBER.fullmatch(text) is not None
 
 
@@ -89,6 +86,7 @@ def is_number(text: str) -> bool:
 
 _STRICT = re.compile(r"#### (-?[0-9.,]++)")
 _MARKER = re.compile(r"####\s*+([^\n]*+)")
+_DIGIT = re.compile(r"\d")
 _ANSWER_LINE = re.compile(r"answer[*_\s]*+:[*_\s]*+([^\n]++)", re.IGNORECASE)
 
 
@@ -112,40 +110,49 @@ def _extract_verl_strict(completion: str) -> str | None:
 def _extract_flexible(completion: str) -> str | None:
     """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number.
 
-    `#### Step 2` is a heading: behind the marker the number comes first. An expression in either place (`20+5`,
-    `\\boxed{\\frac{36}{2}}`) is no number: it comes whole; algebra has to decide, or it is wrong (`is_unevaluated`).
+    `#### Step 2` is a heading. What is no form of a number (`20+5`, `5 or 6`) comes whole, and is no number's equal.
     """
     text = plain(completion)
-    marker, box = last_match(_MARKER, text), last_box(text)
-    if marker and (box is None or marker.start() > box[0]):
-        stated, expression, number = marker[1], _EXPRESSION.match, _NUMBER.match
-    elif box:
-        stated, expression, number = box[1], _ANY_OPERATION.search, _NUMBER.search
-    else:
-        stated, expression, number = "", _EXPRESSION.match, _NUMBER.match
-    stated = stated[:LONGEST_ANSWER].rsplit("=", 1)[-1].strip(" \t$*`")
-    if expression(stated):
-        written = _WORDS_BEHIND.sub("", stated.replace("\\$", "").replace("$", "")).rstrip(" .")
-        return _SCIENTIFIC.sub(r" \\times 10^{\1}", written)
-    match = number(stated.lstrip("(")) or last_match(_NUMBER, text)
+    markers = [m for m in _MARKER.finditer(text) if _DIGIT.search(m[1]) and not _HEADING.match(m[1])]
+    box = last_box(text)
+    if markers and (box is None or markers[-1].start() > box[0]):
+        return _stated_number(markers[-1][1])
+    if box and _DIGIT.search(box[1]):
+        return _stated_number(box[1])
+    match = last_match(_NUMBER, text)
     return match[1] if match else None
+
+
+def _stated_number(statement: str) -> str:
+    """The number in a statement with words around it ("18 dollars for 3 days"), else the whole statement."""
+    statement = statement[:LONGEST_ANSWER].strip(" \t$*`")
+    if _WHOLE_NUMBER.fullmatch(statement) or is_number(normalize_answer(statement)):
+        return statement
+    before, _, value = statement.rpartition("=")
+    before = before.rpartition("=")[2].strip()
+    if _CONTRADICTION.search(statement.removesuffix(value)) or _WHOLE_NUMBER.fullmatch(before):
+        return statement
+    match = _STATED_NUMBER.fullmatch(tidy(value).rstrip(". *"))
+    if match is None or _CHANGING_WORDS.search(match["before"]) or _SECOND_NUMBER.search(match["after"]):
+        return statement
+    first_words = match["after"].lstrip("k,.: ")[:20]
+    if _CHANGING_WORDS.match(first_words):
+        return statement
+    return match["number"] + (" thousand" if re.match(r"k\b| thousand\b", match["after"]) else "")
+
+
+@functools.lru_cache(maxsize=8192)
+def normalize_flexible(answer: str) -> str:
+    return normalize_number(answer) if _WHOLE_NUMBER.fullmatch(plain(answer).strip()) else normalize_answer(answer)
 
 
 # ------------------------------------------------------------------------------- answers that need not be numbers
 
-_WRAPPERS = re.compile(r"\\[()\[\]]|\\(?:left|right)(?![A-Za-z])|\\(?=\$)|[$`\"“”]|\*\*")
-_SPACES = re.compile(r"\\[!,; ]|~|\s+")
-_UNIT = re.compile(
-    r"(?<=[\d.}])\s*(?:\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?\d\}?)?|\^\{?\\circ\}?|\\?%|\\degree|°)"
-    r"|(?<=[\d.])\s++(?:[A-Za-z]{3,}+|cm|mm|km|kg|ft|mi)(?:\s++[A-Za-z]++)*+(?=\s*\.?\s*$)"
-)
-_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\{([^{}]*)\}")
-
 
 def _clean(answer: str) -> str | None:
     """An answer without the markup around it (`**$34$.**` gives `34`), or None when nothing is left."""
-    box = last_box(answer)
-    answer = (box[1] if box else answer)[:LONGEST_ANSWER]
+    boxes = find_boxes(answer)
+    answer = (listed(answer, boxes) if boxes else answer)[:LONGEST_ANSWER]
     return answer.strip().strip('$*`"“” ').removesuffix(".").removesuffix("。").strip('$*`"“” ') or None
 
 
@@ -173,24 +180,20 @@ def _extract_answer(completion: str) -> str | None:
 
 @functools.lru_cache(maxsize=8192)
 def normalize_answer(answer: str) -> str:
-    """Two answers written alike become equal: TeX markup, spacing, units and grouping of digits are dropped, the
-    right side of the last `=` counts, numbers become exact decimals. No algebra: 1/2 stays different from 0.5."""
-    text = _WRAPPERS.sub("", plain(answer[:LONGEST_ANSWER]))
-    text = _UNIT.sub("", _SPACES.sub(" ", text)).strip().removesuffix(".")
-    text = _TEXT.sub(r"\1", text).rsplit("=", 1)[-1]
-    text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)  # "3 4" is not 34
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
-    text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", text)
-    text = re.sub(r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}", text)
-    text = re.sub(r"\\sqrt(\d)", r"\\sqrt{\1}", text)
-    return normalize_number(text)
+    """Two answers that differ in notation only become equal: stated.normalize, but that units are dropped, a percent
+    sign among them, and that the right side of an equation counts."""
+    value = parse_answer(answer)
+    if isinstance(value, Equation):
+        value = value.right
+    if isinstance(value, Scalar) and (not value.unit.startswith("base") or value.unit == "base 10"):
+        value = Scalar(value.text)
+    return show(value)
 
 
 RULES: dict[str, Rule] = {
     "strict": Rule(_extract_strict, lambda answer: plain(answer).replace(",", "").strip(), "#### {answer}"),
     "verl_strict": Rule(_extract_verl_strict, lambda answer: answer.replace(",", ""), "#### {answer}"),
-    "flexible": Rule(_extract_flexible, normalize_number, "The answer is {answer}.", evaluated=True),
+    "flexible": Rule(_extract_flexible, normalize_flexible, "The answer is {answer}."),
     "answer_line": Rule(_extract_answer_line, normalize_answer, "Answer: {answer}"),
     "boxed": Rule(_extract_boxed, normalize_answer, "\\boxed{{answer}}"),
     "answer": Rule(_extract_answer, normalize_answer, "Answer: {answer}"),

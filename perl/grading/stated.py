@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
@@ -41,12 +42,19 @@ _LONGEST_SENTENCE = 300
 
 
 def extract(completion: str) -> str | None:
-    """What the completion states at its end, as it is written: its last box, with the boxes listed before it; without
+    """What the completion states behind its reasoning in <think></think>, or, where it states nothing there, as a
+    whole."""
+    behind = completion.rpartition("</think>")[2]
+    return _extract(behind) or (_extract(completion) if len(behind) < len(completion) else None)
+
+
+def _extract(completion: str) -> str | None:
+    """What a text states at its end, as it is written: its last box, with the boxes listed before it; without
     a box, what follows the last "answer is" or "Answer:"; else the formula of a whole sentence that concludes it
     ("Therefore, $x = 5$."), or a completion that is nothing but an answer. None for a completion without any of these:
     one that was cut off states nothing, whatever number it ends with."""
     if boxes := find_boxes(completion):
-        return _strip(_listed(completion, boxes))
+        return _strip(listed(completion, boxes))
     if (phrase := last_match(_PHRASE, completion)) is not None:
         return _strip(_sentence(completion[phrase.end() : phrase.end() + LONGEST_ANSWER]))
     text = completion.strip()
@@ -55,7 +63,7 @@ def extract(completion: str) -> str | None:
     return _strip(text) if len(text) <= 60 and "\n" not in text and "\\boxed" not in text else None
 
 
-def _listed(text: str, boxes: Sequence[Box]) -> str:
+def listed(text: str, boxes: Sequence[Box]) -> str:
     """The content of the last box, after those of the boxes that "and" or a comma joins to it."""
     last = boxes[-1]
     contents = [text[last.begin : last.end]]
@@ -100,6 +108,7 @@ _SIGNS = str.maketrans({
     "∪": "\\cup ", "∩": "\\cap ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "≈": "\\approx ",
     "∈": "\\in ", "⟨": "\\langle ", "⟩": "\\rangle ", "²": "^2", "³": "^3", "¢": " cents ", "θ": "\\theta ",
     "λ": "\\lambda ", "“": "", "”": "", '"': "", "`": "", "\u00a0": " ", "‘": "", "’": "'",
+    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}",
 })  # fmt: skip
 
 # Applied in this order: (what is written, what is meant).
@@ -123,6 +132,7 @@ NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ),
         (r"\\(?:text|mbox|mathrm|textbf|textrm|textit|operatorname|mathbf|hbox|bf|emph)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\[dtc]frac", r"\\frac"),
+        (r"\{\s*(-?\d+)\s*\\over\s*(-?\d+)\s*\}", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
@@ -143,7 +153,7 @@ NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:lbrace)(?![a-z])", r"\\{"),
         (r"\\(?:rbrace)(?![a-z])", r"\\}"),
         (r"\^\s*\{\s*\\?(?:top|T|intercal|prime)\s*\}|\^\s*\\top|\^\s*T(?![a-z])", r"^T"),
-        (r"(?<=\S)\s*\\times\s*10\s*\^\s*\{?\s*(-?\d{1,3})\s*\}?", r"e\1"),
+        (r"(?<=\d)\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*(-?\d{1,3})\s*\}?", r"e\1"),
         (r"(?<=[\d)])\s*(?:\\cdot\s*)?i(?![A-Za-z])", r" \\cdot i"),  # math-verify sees a number in a lone i only
         (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
         (r"\s+", " "),
@@ -151,9 +161,17 @@ NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
+_ESCAPED = re.compile(r"\\\\[A-Za-z{}%$,!;:()\[\]]")
+_SINGLE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\(?!\\)")
+"""LaTeX as JSON escapes it, `\\\\frac{1}{2}`, has doubled backslashes only; a matrix has others beside its rows'."""
+
+
 def tidy(answer: str) -> str:
     """The answer in one notation: no markup, no spacing commands, words bare, ASCII or LaTeX for every sign."""
-    text = plain(answer[:LONGEST_ANSWER]).translate(_SIGNS)
+    text = answer[:LONGEST_ANSWER]
+    if _ESCAPED.search(text) and not _SINGLE_BACKSLASH.search(text):
+        text = text.replace("\\\\", "\\")
+    text = plain(text).translate(_SIGNS)
     for written, meant in NOTATION:
         text = written.sub(meant, text)
     return text.strip().strip(",;").strip()
@@ -172,7 +190,10 @@ class Scalar:
 
     @property
     def number(self) -> Fraction | None:
-        return Fraction(self.text) if re.fullmatch(r"-?\d+(?:/[1-9]\d*)?", self.text) else None
+        if not re.fullmatch(r"-?\d+(?:/[1-9]\d*)?", self.text):
+            return None
+        number = Fraction(self.text)
+        return number if str(number) == self.text else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +246,7 @@ _IS_NAME = re.compile(
     rf"(?:[A-Za-z ]*\s)?{_NAME}'?|\\(?:mathbf|vec|overrightarrow|mathbb|mathcal)\s?\{{[A-Za-z]+\}}"
     r"|\\(?:sin|cos|tan|angle)\s?[A-Z]+"
 )
+_QUANTIFIER = re.compile(r"\b(?:any|every|either|not)\s")
 _OPEN, _CLOSE = re.compile(r"\\\{|\\langle|\\begin|[(\[{]"), re.compile(r"\\\}|\\rangle|\\end|[)\]}]")
 _TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
 _ORDER = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|\\ne(?![a-z])|<|>")
@@ -236,13 +258,22 @@ _UNIT_VECTORS = re.compile(r"(.*?)\\unit([ijk])\s?")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-z])\s?")
 _DEEPEST = 20
 """Brackets in brackets that are read; an answer has three or four."""
+_MOST_NODES = 500
+"""Parts of an answer that are read, those of parts included; the golds of MATH-500 have at most 20."""
+_nodes = threading.local()
+
+
+class _TooManyParts(Exception):
+    pass
+
+
 _NEGATIVE_WORDS = frozenset(
     ["not", "no", "none", "neither", "never", "except", "wrong", "incorrect", "but", "unless", "if"]
 )
 
 
 def read_answer(text: str) -> Answer:
-    """The parts of a tidied answer."""
+    """The parts of a tidied answer. Raises _TooManyParts."""
     text = _without_approximation(text).strip().rstrip(". ")
     if (members := _split(text, ("=",)))[1:]:
         return _chain([member.strip() for member in members])
@@ -263,6 +294,13 @@ def _chain(members: list[str]) -> Answer:
         members = members[::-1]
     value = _value(members[-1])
     left = tidy_scalar(members[0])
+    before = tidy_scalar(members[-2])
+    if isinstance(value, Scalar) and value.unit == "percent" and before.number is not None:  # 1/2 = 50%
+        value = before
+    if isinstance(value, Scalar) and _QUANTIFIER.search(members[0]):
+        return Unreadable(text)
+    if isinstance(value, Scalar) and _is_integer(value) and _is_integer(before) and value != before:
+        return Unreadable(text)
     if isinstance(value, Scalar) and len(members) == 2 and (_has_letters(left.text) or _has_letters(value.text)):
         return Equation(left, value)
     if isinstance(value, Scalar) and _IS_NAME.fullmatch(members[0]):
@@ -270,7 +308,13 @@ def _chain(members: list[str]) -> Answer:
     return value
 
 
+@functools.lru_cache(maxsize=4096)
 def _value(text: str) -> Answer:
+    """A value without `=`. Some forms are tried one after the other on the same parts, so what was read is remembered,
+    and the nodes of an answer are counted."""
+    _nodes.left -= 1
+    if _nodes.left < 0:
+        raise _TooManyParts
     text = text.strip()
     if match := re.fullmatch(r"(.*\S)\s*\(\s*or\s(.*)\)", text):
         return Many((_value(match[1]), _value(match[2])))
@@ -506,11 +550,12 @@ UNITS = {
     "days": "days day", "weeks": "weeks week", "g": "g! grams gram", "kg": "kg kilograms kilogram",
 }  # fmt: skip
 _UNIT_OF = {word: name for name, words in UNITS.items() for word in words.split()}
-_MULTIPLES = frozenset(
-    ["hundred", "thousand", "million", "billion", "trillion", "dozen", "half",
-     "times", "squared", "cubed", "factorial", "base"]
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_CHANGING = _NEGATIVE_WORDS | frozenset(
+    ["half", "halves", "thirds", "tenths", "hundredths", "thousandths", "times", "squared", "cubed", "factorial",
+     "base", "plus", "minus", "than", "least", "most", "maybe", "perhaps", "possibly"]
 )  # fmt: skip
-"""Words behind a number that change it."""
+"""Words behind a number that make another number of it, or none."""
 _FUNCTIONS = frozenset(
     ["sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
      "log", "ln", "exp", "mod", "gcd", "lcm", "det", "max", "min", "deg"]
@@ -518,6 +563,8 @@ _FUNCTIONS = frozenset(
 _TRAILING_WORDS = re.compile(
     r"(.*?[\d})\]a-zA-Z.|])\s([A-Za-z][A-Za-z./!-]*(?:\s[A-Za-z./!-]+)*)\s?(?:\^\s?\{?\s?([23])\s?\}?)?\.?"
 )
+_SCALED = re.compile(rf"(\S+) ({'|'.join(_SCALES)})((?: .*)?)", re.IGNORECASE)
+_IN_WORDS = re.compile(r"(?<=\d) \(([a-z]{3,})\)$")
 _BASE = re.compile(
     r"\(?\s?((?=[A-F]*\d)[0-9A-F]+)\s?\)?\s?(?:_\s?\{?\s?|\(?\s?(?:in )?base[- ]?\{?)\s?([a-z]+|\d+)\s?\}?\s?\)?"
 )
@@ -539,6 +586,8 @@ def tidy_scalar(text: str) -> Scalar:
         base = _BASES.get(match[2].lower(), match[2])
         if base.isdecimal():
             return Scalar(match[1].lstrip("0").upper() or "0", f"base {base}")
+    if (words := _IN_WORDS.search(text)) and words[1] not in _CHANGING:  # 5 (five)
+        text = text[: words.start()]
     text, unit = _without_unit(text)
     text = re.sub(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda match: match[1].replace(",", ""), text)
     number = _number(text)
@@ -551,11 +600,13 @@ def _without_unit(text: str) -> tuple[str, str]:
     unit = ""
     if text.lstrip("-").strip().startswith("dollars! "):
         text, unit = text.replace("dollars! ", "", 1).replace("- ", "-"), "dollars"
+    if (scaled := _SCALED.fullmatch(text)) and (number := _number(scaled[1].replace(",", ""))) is not None:
+        text = f"{number * _SCALES[scaled[2].lower()]}{scaled[3]}"
     match = _TRAILING_WORDS.fullmatch(text)
     if match is None or not re.search(r"[\d\\]", match[1]):
         return text, unit
     words, power = match[2].lower().split(), match[3] or ""
-    if _NEGATIVE_WORDS & set(words) or _MULTIPLES & set(words) or _FUNCTIONS & set(words):
+    if (_CHANGING | _FUNCTIONS) & set(words):
         return text, unit
     if len(words[0]) == 1 and words[0] not in _UNIT_OF:
         return text, unit
@@ -567,31 +618,50 @@ def _without_unit(text: str) -> tuple[str, str]:
     return match[1].strip(), known + (f"^{power}" if power else "") if known else unit
 
 
+_SIGN = r"([-+]|(?:negative|minus)\s)?\s?"
+_DECIMAL = re.compile(
+    rf"{_SIGN}(\d{{1,3}}(?: \d{{3}})+|\d*\.?\d+|\d+\.)(?:[eE](-?\d{{1,3}}))?"
+    rf"|{_SIGN}10\s?\^\s?\{{?\s?(-?\d{{1,3}})\s?\}}?"
+)
+_REPEATING = re.compile(rf"{_SIGN}(\d*)\.(\d*)\\(?:overline|bar)\s?\{{?(\d+)\}}?")
+_FRACTION = re.compile(
+    rf"{_SIGN}(?:(\d+)\s?(?=\\)|(\d+)\s)?(?:\\frac\{{\s?(-?\d+)\s?\}}\{{\s?(-?\d+)\s?\}}|(-?\d+)\s?/\s?(-?\d+))"
+)
+
+
 def _number(text: str) -> Fraction | None:
-    """The exact value of what is written as a number: 7, -3.50, .5, 1/2, \\frac{1}{2}, 1\\frac{4}{5}, 1 4/5, 2e-5."""
+    """The exact value of a form of a number: 7, -3.50, .5, 1 000, 0.\\overline{3}, 2e-5, 10^6, 1/2, 1\\frac{4}{5}.
+    Everything else is an expression, a fraction whose value is an integer too: 100/4 is a division left standing."""
     text = text.strip()
     while (inner := re.fullmatch(r"(-?)\s?(?:\(([^()]*)\)|\{([^{}]*)\})", text)) and not (
         inner[1] and (inner[2] or inner[3]).strip().startswith("-")
     ):
         text = inner[1] + (inner[2] or inner[3] or "").strip()
-    if match := re.fullmatch(r"([-+]?)\s?(\d*\.?\d+|\d+\.)(?:e(-?\d{1,3}))?", text):
-        value = Fraction(Decimal(f"{match[2]}e{match[3] or 0}"))
-    elif match := re.fullmatch(
-        r"([-+]?)\s?(?:(\d+)\s?(?=\\)|(\d+)\s)?(?:\\frac\{\s?(-?\d+)\s?\}\{\s?(-?\d+)\s?\}|(\d+)\s?/\s?(\d+))", text
-    ):
-        whole = int(match[2] or match[3] or 0)
+    if match := _DECIMAL.fullmatch(text):
+        sign, digits, exponent = match[1] or match[4], (match[2] or "1").replace(" ", ""), match[3] or match[5] or "0"
+        value = Fraction(Decimal(f"{digits}e{exponent}"))
+    elif match := _REPEATING.fullmatch(text):
+        sign, whole, fixed, repeated = match.groups()
+        nines = 10 ** len(repeated) - 1
+        value = Fraction(int(f"{whole}{fixed}{repeated}") - int(f"{whole}{fixed}" or 0), nines * 10 ** len(fixed))
+    elif match := _FRACTION.fullmatch(text):
+        sign, whole = match[1], int(match[2] or match[3] or 0)
         over, under = int(match[4] or match[6]), int(match[5] or match[7])
-        if under == 0 or (whole and (over < 0 or under < 0)):
+        if under == 0 or over % under == 0 or (whole and (over < 0 or under < 0)):
             return None
         value = whole + Fraction(over, under)
     else:
         return None
-    return -value if match[1] == "-" else value
+    return -value if sign and sign != "+" else value
 
 
 def _spaced(text: str) -> str:
     """An expression without the spaces that mean nothing."""
     return re.sub(r"(?<![A-Za-z\d]) | (?![A-Za-z\d])", "", text)
+
+
+def _is_integer(scalar: Scalar) -> bool:
+    return not scalar.unit and scalar.number is not None and scalar.number.denominator == 1
 
 
 def _has_letters(text: str) -> bool:
@@ -620,7 +690,11 @@ def _differ_in_case(one: str, other: str) -> bool:
 @functools.lru_cache(maxsize=8192)
 def parse_answer(answer: str) -> Answer:
     text = tidy(answer)
-    return read_answer(text) if _depth(text) <= _DEEPEST else Unreadable(text)
+    _nodes.left = _MOST_NODES
+    try:
+        return read_answer(text) if _depth(text) <= _DEEPEST else Unreadable(text)
+    except _TooManyParts:
+        return Unreadable(text)
 
 
 def _depth(text: str) -> int:
@@ -633,12 +707,28 @@ def _depth(text: str) -> int:
 
 def normalize(answer: str) -> str:
     """A text that is the same for two answers that differ in notation only; a decimal for a number that is one."""
-    return _print(parse_answer(answer))
+    return show(parse_answer(answer))
 
 
 def equal(gold: str, answer: str, same: Callable[[str, str], bool]) -> bool:
     """Whether `answer` is `gold`. `same` decides for two plain expressions, in LaTeX."""
     return _equal(parse_answer(gold), parse_answer(answer), same)
+
+
+class _Expressions(Exception):
+    pass
+
+
+def _undecided(gold: str, answer: str) -> bool:
+    raise _Expressions
+
+
+def equal_as_written(gold: str, answer: str) -> bool | None:
+    """Whether `answer` is `gold`; None where that depends on expressions, which algebra has to compare."""
+    try:
+        return equal(gold, answer, _undecided)
+    except _Expressions:
+        return None
 
 
 def _equal(gold: Answer, answer: Answer, same: Callable[[str, str], bool]) -> bool:
@@ -677,23 +767,16 @@ def _equal_scalars(gold: Scalar, answer: Scalar, same: Callable[[str, str], bool
     one, other = gold.number, answer.number
     if {gold.unit, answer.unit} == {"dollars", "cents"} and one is not None and other is not None:
         return one * (100 if gold.unit == "dollars" else 1) == other * (100 if answer.unit == "dollars" else 1)
-    if "percent" in (gold.unit, answer.unit) and gold.unit != answer.unit and one is not None and other is not None:
-        return (not gold.unit or not answer.unit) and (
-            one == other or one == (other * 100 if gold.unit else other / 100)
-        )
+    if gold.unit == "percent" and not answer.unit and one is not None:
+        return other in (one, one / 100)
     if gold.unit != answer.unit and gold.unit and answer.unit:
         return False
     if answer.unit.startswith("base ") and answer.unit != "base 10" and not gold.unit:
         return False
     if gold.text == answer.text:
         return True
-    if (
-        gold.unit.startswith("base ")
-        or gold.unit == "ratio"
-        or ":" in gold.text + answer.text
-        or (one is not None and other is not None)
-    ):
-        return False
+    if one is not None or ":" in gold.text + answer.text:
+        return False  # another number, or work that is left standing
     if _is_prose(gold.text) or _is_prose(answer.text) or not answer.text:
         return False
     if ("dots" in answer.text) != ("dots" in gold.text) or _differ_in_case(gold.text, answer.text):
@@ -712,7 +795,8 @@ def _equal_equation(gold: Equation, answer: Answer, same: Callable[[str, str], b
             or not _has_letters(answer.left.text)
             or answer.left.text.endswith(f" {gold.left.text}")
         )
-        return left and _equal(gold.right, answer.right, same)
+        if left or not _has_letters(gold.right.text):
+            return left and _equal(gold.right, answer.right, same)
     left = re.sub(r"^[A-Za-z ]+ (?=\S)", "", answer.left.text)
     one = f"({gold.left.text})-({gold.right.text})"
     return any(same(one, f"{sign}(({left})-({answer.right.text}))") for sign in ("", "-"))
@@ -723,6 +807,8 @@ def _equal_sets(gold: Answer, answer: Answer, same: Callable[[str, str], bool]) 
     if isinstance(gold, Many) and isinstance(answer, Many) and gold.union != answer.union:
         return False
     golds = gold.items if isinstance(gold, Many) else (gold,)
+    if isinstance(answer, Bracket) and answer.ends == "()" and len(answer.items) > 2:  # no interval: a list
+        answer = Many(answer.items)
     answers = answer.items if isinstance(answer, Many) else (answer,)
     if len(golds) > len(answers) or len(answers) > 2 * len(golds):
         return False
@@ -747,24 +833,25 @@ def _rows(answer: Answer) -> list[Sequence[Answer]]:
     )
 
 
-def _print(answer: Answer) -> str:
+def show(answer: Answer) -> str:
+    """An answer in one notation; a decimal for a number that is one."""
     match answer:
         case Scalar(text, unit):
             number = answer.number
             shown = text if number is None or not _terminates(number.denominator) else _decimal(number)
             return f"{shown} [{unit}]" if unit else shown
         case Words(text, meaning):
-            return text if meaning is None else f"{text} [{_print(meaning)}]"
+            return text if meaning is None else f"{text} [{show(meaning)}]"
         case Unreadable(text):
             return text
         case Bracket(ends, items):
-            return f"{ends[0]}{', '.join(map(_print, items))}{ends[-1]}"
+            return f"{ends[0]}{', '.join(map(show, items))}{ends[-1]}"
         case Many(items, union):
-            return (" \\cup " if union else ", ").join(sorted(map(_print, items)))
+            return (" \\cup " if union else ", ").join(sorted(map(show, items)))
         case Matrix(rows):
-            return f"[{'; '.join(', '.join(map(_print, row)) for row in rows)}]"
+            return f"[{'; '.join(', '.join(map(show, row)) for row in rows)}]"
         case Equation(left, right):
-            return f"{_print(left)} = {_print(right)}"
+            return f"{show(left)} = {show(right)}"
 
 
 def _terminates(denominator: int) -> bool:

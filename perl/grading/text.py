@@ -13,11 +13,14 @@ ASCII = str.maketrans(
 )
 """Look-alikes of the ASCII signs in numbers and answers."""
 _GROUPING = re.compile("(?<=\\d)(?:\\{,\\}|,?\\\\[!,; ]\\s?|[\u2009\u202f])(?=\\d{3}(?!\\d))")
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
+_BRACES = re.compile(
+    r"\\(?:boxed|fbox)\s*+\{|\\boxed\s++(?P<bare>-?\d++(?:,\d++)*+(?:\.\d++)?+)|\\(?!\\(?:boxed|fbox)).|[{}]", re.DOTALL
+)
 
 
 class Box(NamedTuple):
-    """A closed `\\boxed{}`: positions of its backslash, of its content, and of the brace that closes it."""
+    """A closed `\\boxed{}`: positions of its backslash, of its content, and of the brace that closes it; in
+    `\\boxed 18`, which has no braces, of what follows the number."""
 
     start: int
     begin: int
@@ -34,7 +37,8 @@ def plain(text: str) -> str:
 
 
 def find_boxes(text: str) -> list[Box]:
-    """The closed boxes of `text` in the order in which they begin. One pass, however deep the braces nest."""
+    """The closed boxes of `text` that hold anything, in the order in which they begin. One pass, however deep the
+    braces nest."""
     first = min((at for at in (text.find("\\boxed"), text.find("\\fbox")) if at >= 0), default=-1)
     if first < 0:
         return []
@@ -44,8 +48,10 @@ def find_boxes(text: str) -> list[Box]:
         if token[0] == "{":
             open_braces.append(None)
         elif token[0] == "}":
-            if open_braces and (opened := open_braces.pop()) is not None:
+            if open_braces and (opened := open_braces.pop()) is not None and text[opened[1] : token.start()].strip():
                 boxes.append(Box(*opened, token.start()))
+        elif token["bare"]:
+            boxes.append(Box(token.start(), *token.span("bare")))
         elif token[0].endswith("{") and token[0] != "\\{":
             open_braces.append((token.start(), token.end()))
     return sorted(boxes)

@@ -7,6 +7,7 @@ the rows behind it are sent again.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -18,8 +19,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+logger = logging.getLogger(__name__)
+
 CHUNK = 64
 """Rows in one message: enough to hide its cost, few enough to send again after a timeout."""
+LATE_ROWS = 4
+"""Rows of a batch that may take their whole deadline; what is left of the batch then counts as a timeout, unasked."""
+REMEMBERED = 4096
+"""Questions that took their deadline and are not asked again."""
 START_DEADLINE_S = 120.0
 """Importing sympy takes a second, and much longer on a machine that is busy loading a model."""
 
@@ -37,6 +44,9 @@ class Verdict(NamedTuple):
     reason: Literal["correct", "wrong", "unextracted", "timeout", "error"]
 
 
+_TIMEOUT = Verdict(0.0, None, "timeout")
+
+
 class MathVerifier:
     """Judges rows with math-verify. The worker starts with the first row and may be shared by threads.
 
@@ -52,6 +62,8 @@ class MathVerifier:
         self._owner = os.getpid()
         self._early = ThreadPoolExecutor(1, thread_name_prefix="math-verify")
         self._started: dict[Question, Future[list[Verdict]]] = {}
+        self._timeouts: dict[Question, None] = {}
+        self._late = 0  # rows since the last batch ended
 
     def start(self, row: Question) -> Future[Any]:
         """Begin to judge a row that `verify` will be asked for, while this process does something else; done when
@@ -64,22 +76,41 @@ class MathVerifier:
         """One Verdict per row, in order. A row that kills the worker twice (it may have been killed for another
         reason the first time) is an "error"."""
         early = {row: self._started.pop(row) for row in set(rows) & self._started.keys()}
-        verdicts = iter(self._ask([row for row in rows if row not in early]))
-        return [early[row].result()[0] if row in early else next(verdicts) for row in rows]
+        distinct = list(dict.fromkeys(row for row in rows if row not in early))
+        verdicts = dict(zip(distinct, self._ask(distinct), strict=True))
+        verdicts |= {row: future.result()[0] for row, future in early.items()}
+        if self._late > LATE_ROWS:
+            logger.warning(
+                "%d answers took math-verify's deadline of %g s; others of their batch count as timeouts, unasked",
+                LATE_ROWS,
+                self._deadline_s,
+            )
+        self._late = 0
+        return [verdicts[row] for row in rows]
 
     def _ask(self, rows: Sequence[Question]) -> list[Verdict]:
         verdicts: list[Verdict] = []
         died_at = -1
         with self._lock:
             while len(verdicts) < len(rows):
+                row = rows[len(verdicts)]
+                if row in self._timeouts:
+                    verdicts.append(_TIMEOUT)
+                    continue
+                if self._late >= LATE_ROWS:
+                    self._late += 1
+                    verdicts.append(_TIMEOUT)
+                    continue
                 connection = self._connect()
                 try:
                     chunk = rows[len(verdicts) : len(verdicts) + CHUNK]
-                    connection.send(chunk)
-                    for _ in chunk:
+                    known = next((at for at, other in enumerate(chunk) if other in self._timeouts), len(chunk))
+                    connection.send(chunk[:known])
+                    for row in chunk[:known]:
                         if not connection.poll(self._deadline_s):
                             self._kill()
-                            verdicts.append(Verdict(0.0, None, "timeout"))
+                            self._remember(row)
+                            verdicts.append(_TIMEOUT)
                             break
                         verdicts.append(Verdict(*connection.recv()))
                 except (EOFError, OSError):  # the worker is gone: crashed, out of memory, or killed from outside
@@ -88,6 +119,12 @@ class MathVerifier:
                         verdicts.append(Verdict(0.0, None, "error"))
                     died_at = len(verdicts)
         return verdicts
+
+    def _remember(self, row: Question) -> None:
+        self._late += 1
+        self._timeouts[row] = None
+        if len(self._timeouts) > REMEMBERED:
+            del self._timeouts[next(iter(self._timeouts))]
 
     def close(self) -> None:
         self._early.shutdown(wait=False, cancel_futures=True)

@@ -83,7 +83,7 @@ def integer(n: int, line: int) -> Forms:
     lead = f"{name} = " if name else ""
     right = [
         f"{lead}{n - 3} + 3 = {n}",
-        f"\\frac{{{2 * n}}}{{2}}" if n % 2 else f"2 \\cdot {n // 2}" if n >= 0 else f"-2 \\cdot {-n // 2}",
+        f"{n}.0",
         f"{n}.00" if n % 5 == 0 else f"\\mathbf{{{n}}}",
         f"\\text{{{n}}}",
         f"{3 * n} - {2 * n} = {n}" if n > 0 else f"{n - 1} + 1 = {n}",
@@ -128,6 +128,11 @@ def integer(n: int, line: int) -> Forms:
         f"x \\neq {n}",
         f"{n}.5",
         f"{n}^2" if abs(n) > 1 else f"{n - 1}",
+        # work that is left standing
+        f"\\frac{{{2 * n}}}{{2}}" if n % 2 else f"2 \\cdot {n // 2}" if n >= 0 else f"-2 \\cdot {-n // 2}",
+        f"{n - 2} + 2",
+        f"{n} \\text{{ million}}" if n else "1",
+        f"{n}\\text{{, or maybe }} {n + 1}",
         f"RAW The answer is not {n} but {n + 1}.",
         f"{n - 1}{(chr(92) + 'text{ ' + unit + '}') if unit and '^' not in unit else ''}",
     ]

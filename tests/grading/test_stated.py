@@ -1,6 +1,8 @@
 """Which stated answers are found, and which are the gold: the labelled set, and statements meant to mislead."""
 
 import json
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -164,7 +166,6 @@ RIGHT = [
     ("\\text{(C)}", "Answer: C"),
     ("\\text{(C)}", "The correct option is C."),
     ("\\frac{1}{2}", B("\\frac{1}{2} = 50\\%")),
-    ("\\frac{1}{2}", B("50\\%")),
     ("90^\\circ", B("\\angle ABC = 90^{\\circ}")),
     ("12", "The answer is 12 inches."),
     ("1000", B("1\\,000")),
@@ -199,7 +200,6 @@ RIGHT = [
     ("\\emptyset", B("\\varnothing")),
     ("5", B("\\$5")),
     ("120", B("5! = 120")),
-    ("120", B("5!")),
     ("\\binom{5}{2}", B("10")),
     ("x=5", B("x = 5")),
     ("x=2,3", B("x = 2, x = 3")),
@@ -211,6 +211,9 @@ RIGHT = [
     ("(-\\infty,\\infty)", B("\\mathbb{R}")),
 ]
 WRONG += [
+    ("\\frac{1}{2}", B("50\\%")),  # a percent sign is a unit
+    ("\\frac{3}{4}", B("75\\%")),
+    ("120", B("5!")),
     ("7", B("7 \\text{ or fewer}")),
     ("7", B("\\text{at most } 7")),
     ("7", B("7+\\sqrt{2}")),
@@ -339,7 +342,6 @@ RIGHT += [
     ("7", B("\\text{Area} = 7\\text{ square units}")),
     ("\\frac{3}{4}", B("{3 \\over 4}")),
     ("\\frac{3}{4}", B("\\cfrac{3}{4}")),
-    ("\\frac{3}{4}", B("75\\%")),
     ("\\frac{3}{4}", B("P = \\frac{3}{4} = 0.75")),
     ("\\frac{3}{4}", B("\\displaystyle\\frac{3}{4}")),
     ("\\text{(B)}", B("\\mathbf{B}")),
@@ -398,7 +400,7 @@ def test_of_the_labelled_set_the_right_are_accepted_and_none_of_the_wrong():
     right = [said for row, said in zip(labelled, accepted, strict=True) if row.right]
     assert len(right) >= 1500
     assert len(labelled) - len(right) >= 1500
-    assert sum(right) >= 0.99 * len(right)
+    assert sum(right) >= 0.995 * len(right)
     assert [row for row, said in zip(labelled, accepted, strict=True) if said and not row.right] == []
 
 
@@ -449,3 +451,30 @@ def test_what_a_completion_states(completion, answer):
 )
 def test_one_notation(answer, same):
     assert normalize(answer) == same
+
+
+NESTS = ["({0}) or {1}", "({0},{1}) or 2", "({0},{1}]", "[{0};{1})", "\\{{{0},{1}\\}}", "{0} \\cup {1}", "{0} = {1}",
+         "{0}, {1}", "{0} and {1}", "x < {0}", "|x| < {0}", "{0} \\le {1}", "{0} \\pm {1}", "x \\in {0}", "(A) {0}",
+         "\\begin{{pmatrix}}{0} & {1}\\end{{pmatrix}}", "\\frac{{{0}}}{{{1}}}", "({0})", "-{0}", "{0} \\approx {1}",
+         "\\text{{{0}}}", "{0} (or {1})", "\\{{x | {0}\\}}", "{0}\\%", "\\boxed{{{0}}}", "\\\\{0}"]  # fmt: skip
+
+
+def nested(rng: random.Random) -> str:
+    """Up to thirty forms in one another: one form over and over, or several."""
+    forms = rng.sample(NESTS, rng.choice([1, 1, 2, 3]))
+    text = "1"
+    for depth in range(rng.randint(3, 30)):
+        text = rng.choice(forms).format(*rng.choice([(text, depth % 7), (depth % 7, text), (text, text[:40])]))
+    return text[:1000]
+
+
+def test_no_nesting_of_forms_is_slow():
+    rng = random.Random(27)
+    bomb = "1"
+    for depth in range(19):
+        bomb = f"({bomb},{depth % 7}) or 2"
+    texts = [bomb, *(nested(rng) for _ in range(10_000))]
+    began = time.perf_counter()
+    for text in texts:
+        normalize(text)
+    assert time.perf_counter() - began < 60

@@ -25,7 +25,7 @@ def test_rows_come_back_with_their_grades(tmp_path):
     rows = [
         {"gold": "9*2 = 18\n#### 18", "output": "#### 18", "id": 7, "seconds": 0.25},
         {"gold": 1080, "output": "it is $1,080.00 a day"},
-        {"gold": "18", "output": "\\boxed{9^{9^{9^{9}}}}"},
+        {"gold": "\\sqrt{2}", "output": "\\boxed{9^{9^{9^{9}}}}"},
         {"gold": "18", "output": "no number \ud800 鸡蛋"},
     ]
     output = tmp_path / "out.jsonl"
