@@ -9,7 +9,7 @@ from pathlib import Path
 from perl.base.errors import UserError
 from perl.base.files import read_json
 from perl.reports.comparisons import Comparison, read_comparison
-from perl.scoring.results import SAMPLES, SWEEP, Scored, Sweep, is_scored, read_scored
+from perl.scoring.results import AGAIN, SAMPLES, SWEEP, Scored, Sweep, is_scored, read_scored
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,10 @@ def read_runs(result_dir: Path) -> list[Run]:
 def read_sweep(result_dir: Path) -> list[Run]:
     """The candidates of a sweep that were scored; a warning for each other one."""
     runs = []
-    sweep: Sweep = read_json(result_dir / SWEEP, hint="the same command of perl/eval.py writes it again")
+    sweep = read_json(result_dir / SWEEP, hint=AGAIN, kind=Sweep)
     for candidate in sweep["candidates"]:
         name, folder = candidate["name"], result_dir / candidate["name"]
-        if candidate["metrics"] is None or not (scored := scored_in(folder)):
+        if candidate["metrics"] is None or not folder.is_dir() or not (scored := scored_in(folder)):
             logger.warning("report: %s is left out: %s", name, candidate["error"] or "it is not scored yet")
             continue
         runs.append(Run.of(folder, scored, name, candidate["step"]))

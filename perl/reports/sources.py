@@ -34,7 +34,9 @@ class Material:
     def pairs(self) -> dict[int, int]:
         """Index of a run that was compared with another one of this page -> index of that one."""
         place = {folder.resolve(): index for index, folder in enumerate(self.folders)}
-        compared = {i: Path(run.comparison.folder).resolve() for i, run in enumerate(self.runs) if run.comparison}
+        compared = {
+            i: Path(run.comparison.other["folder"]).resolve() for i, run in enumerate(self.runs) if run.comparison
+        }
         return {i: place[folder] for i, folder in compared.items() if folder in place}
 
 

@@ -22,6 +22,7 @@ from perl.reports.page import SAMPLES_SCRIPTS, STEPS_SCRIPTS, adapter_name, asse
 from perl.reports.results import Run, read_runs
 from perl.reports.svg import Scale, ticks
 from tests.reports.conftest import record, write_results
+from tests.results import sweep
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "perl" / "reports" / "static"
@@ -194,8 +195,8 @@ def test_a_comparison_is_shown_with_what_it_counted(tmp_path):
     assert run.comparison is not None
     paired = run.comparison.datasets["gsm8k"]
     assert (paired.problems, paired.better, paired.worse, paired.equal) == (10, 8, 1, 1)
-    (found,) = paired.differences  # n is 1: all metrics say the same
-    assert (found.metric, found.other, found.this, found.value, found.verdict) == ("avg@1", 0.2, 0.9, 0.7, "better")
+    ((metric, found),) = paired.metrics.items()  # n is 1: all metrics say the same
+    assert (metric, found.other, found.this, found.value, found.verdict) == ("avg@1", 0.2, 0.9, 0.7, "better")
     text = write_report(folder).read_text()
     section = text[text.index('<section class="compared"') : text.index('<section aria-labelledby="samples-title"')]
     assert "Compared with &lt;script&gt;x with &lt;b&gt;" in section
@@ -222,8 +223,7 @@ def test_checkpoints_compared_with_the_same_run_share_a_section(tmp_path):
         own = [record(row["key"]) if i < right else row for i, row in enumerate(rows)]
         write_results(tmp_path / "sweep" / name / "gsm8k", own)
         assert main(["compare", str(tmp_path / "base"), str(tmp_path / "sweep" / name)]) == 0
-    candidates = [{"name": name, "step": 5, "error": None, "metrics": {}} for name in names]
-    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"candidates": candidates}))
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(sweep(*names)))
     text = write_report(tmp_path / "sweep").read_text()
     assert text.count('<section class="compared"') == 1
     (figure,) = figures.of_comparisons(read_runs(tmp_path / "sweep"))
