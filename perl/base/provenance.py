@@ -32,13 +32,13 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Versions of perl, of Python, and of each package of PACKAGES that is installed."""
-    found = {"perl": __version__, "python": platform.python_version()}
+    installed = {"perl": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_commit() -> str | None:

@@ -106,8 +106,8 @@ def _require_two(other: Path, this: Path, flags: tuple[str, str]) -> None:
 
 def _nothing_common(flag: str, keys: Mapping[Path, Mapping[str, Collection[str]]]) -> UserError:
     has = [
-        f"{folder} has {', '.join(f'{name} ({len(of_dataset)} problems)' for name, of_dataset in of_folder.items())}"
-        for folder, of_folder in keys.items()
+        f"{folder} has {', '.join(f'{name} ({len(problems)} problems)' for name, problems in datasets.items())}"
+        for folder, datasets in keys.items()
     ]
     return UserError(f"{flag}: no problem is in both: {'; '.join(has)}")
 

@@ -120,8 +120,7 @@ def read_comparison(folder: Path, records: Mapping[str, Sequence[SampleRecord]])
         return None
     try:
         comparison = typed(json.loads(file.read_text(encoding="utf-8")), Comparison)
-        # What neither a page can hold nor a path name:
-        comparison.rows, Path(comparison.other["folder"]).resolve()
+        _ = comparison.rows, Path(comparison.other["folder"]).resolve()  # what no page holds, and no path
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("report: %s is left out: not readable (%s)", file, error)
         return None

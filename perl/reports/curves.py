@@ -183,8 +183,8 @@ def is_known(name: str) -> bool:
 
 def score_name(name: str) -> str:
     """Our name of a validation's score, another name as it is."""
-    if found := OLD_SCORE.fullmatch(name):
-        return f"{SCORE}{found[1] or found[2]}/acc/{found[3] or 'mean@1'}"
+    if match := OLD_SCORE.fullmatch(name):
+        return f"{SCORE}{match[1] or match[2]}/acc/{match[3] or 'mean@1'}"
     return name
 
 
@@ -256,16 +256,16 @@ def read_tensorboard(path: Path) -> Curves | None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sizes = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1}
-    found = {}
+    runs = {}
     for source in [path] if path.is_file() else sorted({file.parent for file in files}):
         events = EventAccumulator(str(source), size_guidance=sizes).Reload()
         if events.Tags()["scalars"]:
-            found[source] = events
-    if len(found) > 1:
-        raise several(list(found))
-    if not found:
+            runs[source] = events
+    if len(runs) > 1:
+        raise several(list(runs))
+    if not runs:
         raise UserError("no scalars are logged there")
-    (events,) = found.values()
+    (events,) = runs.values()
     rows = ((event.step, {tag: event.value}) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
     updates = None
     if "args/text_summary" in events.Tags()["tensors"]:  # transformers' callback writes TrainingArguments there

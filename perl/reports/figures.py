@@ -195,8 +195,12 @@ def overview(runs: Sequence[Run]) -> list[Figure]:
 
 
 def bars_of(runs: Sequence[Run], dataset: str) -> list[Bar]:
-    found = [(run.label, scored) for run in runs for scored in run.scored if scored.dataset == dataset]
-    return [charts.estimate(label, accuracy(scored)) for label, scored in found]
+    return [
+        charts.estimate(run.label, accuracy(scored))
+        for run in runs
+        for scored in run.scored
+        if scored.dataset == dataset
+    ]
 
 
 def over_steps(runs: Sequence[Run], dataset: str) -> Figure:

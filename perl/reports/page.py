@@ -226,7 +226,6 @@ def comparisons(material: Material) -> list[dict[str, Any]]:
     made = []
     for (model, adapter), places in groups.items():
         compared = [material.runs[index] for index in places]
-        found = [run.comparison for run in compared if run.comparison]
         names = [Path(str(model)).name, *([adapter_name(adapter)] if adapter else [])]
         made.append(
             {
@@ -235,7 +234,9 @@ def comparisons(material: Material) -> list[dict[str, Any]]:
                 "runs": [(index, material.runs[index]) for index in places],
                 "figures": figures.of_comparisons(compared),
                 "same": [run.label or "both" for run in compared if run.comparison and run.comparison.same_model],
-                "differs": list(dict.fromkeys(row for comparison in found for row in comparison.rows)),
+                "differs": list(
+                    dict.fromkeys(row for run in compared if run.comparison for row in run.comparison.rows)
+                ),
             }
         )
     return made
@@ -257,7 +258,7 @@ def settings(runs: Sequence[Run], dataset: str) -> dict[str, Any]:
     each = [(label, settings_of(summary)) for label, summary in summaries]
     rows = {}
     for name in each[0][1]:
-        values = {label: found[name] for label, found in each if found[name] is not None}
+        values = {label: row[name] for label, row in each if row[name] is not None}
         if len(set(values.values())) > 1:
             rows[name] = "\n".join(f"{label}: {value}" for label, value in values.items())
         elif values:

@@ -45,7 +45,7 @@ def compared(material: Material) -> Material:
         before = untrained_like(run, runs)
         if before is None or run.comparison:
             continue
-        content = compare(material.folders[before], material.folders[index], flags=("DIR", "DIR"))
+        content = compare(runs[before].folder, run.folder, flags=("DIR", "DIR"))
         datasets = {scored.dataset for scored in run.scored}
         content["datasets"] = {name: entry for name, entry in content["datasets"].items() if name in datasets}
         runs[index] = replace(run, comparison=typed(content, Comparison))

@@ -8,6 +8,7 @@ import re
 import tomllib
 import xml.etree.ElementTree as ET
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from perl.reports import charts, embed, figures
 from perl.reports.charts import Bars, Line
 from perl.reports.comparisons import read_comparison
 from perl.reports.page import SAMPLES_SCRIPTS, STEPS_SCRIPTS, adapter_name, asset, document, write_report
-from perl.reports.results import Run, read_runs
+from perl.reports.results import read_runs
 from perl.reports.svg import Scale, ticks
 from tests.reports.conftest import record, write_results
 from tests.results import sweep
@@ -37,7 +38,7 @@ def test_pieces_hold_every_row_and_each_prompt_once(tmp_path, monkeypatch):
     rows = [record(f"{i}-0", sample, completion=f"{i} {sample} \ud800") for i in range(5) for sample in range(2)]
     write_results(tmp_path / "gsm8k", rows[::-1], 2)
     (run,) = read_runs(tmp_path)
-    found = [unpacked(piece) for piece in embed.pieces([run, Run(label="again", step=1, scored=run.scored)])]
+    found = [unpacked(piece) for piece in embed.pieces([run, replace(run, label="again", step=1)])]
     problems = [piece["problems"] for piece in found if "problems" in piece]
     samples = [piece["samples"] for piece in found if "samples" in piece]
     assert len(samples) > 4
@@ -209,9 +210,8 @@ def test_a_comparison_is_shown_with_what_it_counted(tmp_path):
     ]  # fmt: skip
     samples = next(p["samples"] for p in map(unpacked, embed.pieces([run])) if "samples" in p)
     assert samples["changed"] == [[1.0, 0.0], None, *[[0.0, 1.0]] * 8]
-    (scored,) = run.scored
     assert "changed" not in next(
-        p["samples"] for p in map(unpacked, embed.pieces([Run(label="", step=None, scored=[scored])])) if "samples" in p
+        p["samples"] for p in map(unpacked, embed.pieces([replace(run, comparison=None)])) if "samples" in p
     )
 
 
