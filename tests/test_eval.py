@@ -12,6 +12,7 @@ import pytest
 from perl.base.errors import UserError
 from perl.config.evaluation import parse
 from perl.eval import main
+from tests.results import record
 from tests.tiny import save_tiny, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,8 +137,7 @@ def test_mistakes_are_found_before_a_model_is_loaded(model, sums, tmp_path, monk
     if change.pop("template", None):
         model = without_template(tmp_path / "bare")
     (tmp_path / "differences" / "sums").mkdir(parents=True)
-    row = {"key": "0-0", "sample": 0, "score": 1.0, "extracted": "1"}
-    (tmp_path / "differences" / "sums" / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "differences" / "sums" / "samples.jsonl").write_text(json.dumps(record("0-0")) + "\n")
     change = {flag: value.replace("RESULTS", str(tmp_path)) for flag, value in change.items()}
     flags = {"--model": str(model), "--dataset": str(sums), "--result_dir": str(tmp_path / "out"), **change}
     monkeypatch.setattr("perl.evaluation.generate.WorkerPool", None)

@@ -12,22 +12,26 @@ from perl.base.errors import UserError
 from perl.base.files import atomic_write, read_json, write_json
 from perl.reports.training_run import read_training_run
 from perl.scoring.results import read_metrics, read_samples
+from tests.results import record
 
 
-def test_only_whole_lines_with_a_key_and_a_number_are_records(tmp_path, caplog):
+def line(key: str, **changes) -> bytes:
+    return json.dumps(record(key, **changes), ensure_ascii=False).encode() + b"\n"
+
+
+def test_only_whole_lines_with_every_field_are_records(tmp_path, caplog):
     """Of six lines two are records of different samples; the third is the second one again, and does not count."""
     file = tmp_path / "samples.jsonl"
-    file.write_bytes(
-        b'{"key": "a", "sample": 0, "text": "\xcf\x80"}\n{"key": "a", "sample": 1}\n{"key": "a", "sample": 0}\n'
-        b'{"key": "b"}\n\xff\xfe\n{"key": "c", "sample": 0}'
-    )
+    rows = [line("a", completion="π"), line("a", sample=1), line("a"), b'{"key": "b"}\n', b"\xff\xfe\n", line("c")[:-1]]
+    file.write_bytes(b"".join(rows))
     assert list(read_samples(file)) == [("a", 0), ("a", 1)]
-    assert read_samples(file)["a", 0]["text"] == "π"  # pyright: ignore
+    assert read_samples(file)["a", 0]["completion"] == "π"
     assert [record.getMessage().split(": ")[1].split(" left")[0] for record in caplog.records] == ["3 broken lines"] * 2
+    assert "(line 4: Object missing required field `sample`)" in caplog.records[0].getMessage()
 
 
 def test_whole_files_are_read_without_a_word(tmp_path, caplog):
-    (tmp_path / "samples.jsonl").write_text('{"key": "a", "sample": 0}\n')
+    (tmp_path / "samples.jsonl").write_bytes(line("a"))
     (tmp_path / "none.jsonl").write_text("")
     assert len(read_samples(tmp_path / "samples.jsonl")) == 1
     assert read_samples(tmp_path / "none.jsonl") == {}
@@ -65,13 +69,15 @@ def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path):
     assert [path.name for path in Path(tmp_path).iterdir()] == ["out.json"]
 
 
-def test_of_a_resumed_runs_metrics_the_last_attempt_counts(tmp_path):
+def test_of_a_resumed_runs_metrics_the_last_attempt_counts(tmp_path, caplog):
     """It went on from step 2 and has come to step 3; the first attempt had come to step 4, and tore a line."""
     logged = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 0.9)]
     lines = [json.dumps({"step": step, "reward": reward}) for step, reward in logged]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:4], '{"step": 5, "rew', lines[4]]))
-    rows, broken = read_metrics(tmp_path / "metrics.jsonl")
-    assert broken == 1
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record.getMessage().split(": ")[1].split(" (")[0] for record in caplog.records] == [
+        "1 broken lines left out"
+    ]
     assert [(step, row["reward"]) for step, row in rows] == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.9)]
     run = read_training_run(tmp_path)
     assert (run.steps, run.metrics["reward"]) == ([1, 2, 3], [0.1, 0.2, 0.9])

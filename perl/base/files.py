@@ -1,4 +1,4 @@
-"""Files of JSON, read and written whole."""
+"""Files of JSON, read and written whole, and the form of what they hold."""
 
 from __future__ import annotations
 
@@ -8,25 +8,33 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
+
+import msgspec
 
 from perl.base.errors import UserError
 
+T = TypeVar("T")
 
-def read_json(file: Path, flag: str = "", hint: str = "") -> Any:
-    """Raises a UserError, with the flag that named the file and with what to do about it, when it is not readable."""
+
+def typed(content: Any, kind: type[T]) -> T:
+    """What was read, as `kind` (a TypedDict, a dataclass, dict[str, int], …) describes it: fields that it does not name
+    are left out, whole numbers become floats where it says so. Raises a ValueError that names the field at fault."""
+    return msgspec.convert(content, kind)
+
+
+def read_json(file: Path, flag: str = "", hint: str = "", kind: type[T] = dict[str, Any]) -> T:
+    """What `file` holds, of the form `kind`. Raises a UserError, with the flag that named the file and with what to do
+    about it, when it is not readable or of another form."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no fields")
+        return typed(json.loads(file.read_text(encoding="utf-8")), kind)
     except (OSError, ValueError, RecursionError) as error:
         where, advice = f"{flag}: " if flag else "", f"; {hint}" if hint else ""
         raise UserError(f"{where}{file} is not readable ({error}){advice}") from error
-    return content
 
 
 def write_json(file: Path, content: Any) -> None:
-    with atomic_write(file) as handle:
+    with atomic_write(file, errors="backslashreplace") as handle:  # of a lone surrogate that is JSON's own escape
         handle.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from perl import __version__
 from perl.base.redact import redact
@@ -32,13 +32,13 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Versions of perl, of Python, and of each package of PACKAGES that is installed."""
-    found = {"perl": __version__, "python": platform.python_version()}
+    installed = {"perl": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_commit() -> str | None:
@@ -55,7 +55,19 @@ def git_commit() -> str | None:
         return None
 
 
-def provenance() -> dict[str, Any]:
+class Provenance(TypedDict):
+    """How a file of results was made."""
+
+    command: list[str]
+    folder: str
+    """That the command ran in."""
+    versions: dict[str, str]
+    git_commit: str | None
+    machine: str
+    """Kind of processor."""
+
+
+def provenance() -> Provenance:
     return {
         "command": redact(sys.argv),
         "folder": str(Path.cwd()),

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from perl.base.errors import UserError
+from perl.base.files import typed
 from perl.base.paths import user_path
 from perl.base.redact import hide, redact
 
@@ -48,9 +49,8 @@ class WandbRun:
         if not file.is_file():
             return None
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            return cls(id=found["id"], project=found["project"], entity=found["entity"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return typed(json.loads(file.read_text(encoding="utf-8")), cls)
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file}: names no W&B run ({error}); delete it to start a new one") from error
 
 

@@ -63,7 +63,7 @@ class CandidateRun:
         file = store.folder / SUMMARY
         generation = self.generation
         if generation is None and file.is_file():  # the speed of the time before stands
-            generation = read_json(file)["generation"]
+            generation = read_json(file, hint="remove it", kind=Summary)["generation"]
         summary: Summary = {
             **summarize([store.records[s.key, s.index] for s in problem_set.samples], problem_set.sampling.n),
             "generation": generation,

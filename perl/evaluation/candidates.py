@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perl.base.errors import UserError
+from perl.base.files import typed
 from perl.base.paths import user_path
 from perl.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, content_hash, require_adapter
 from perl.scoring.results import BEST_FILE
@@ -116,8 +117,8 @@ def _step(adapter: Path) -> int | None:
         return int(match[1])
     for name, field in (("trainer_state.json", "global_step"), (BEST_FILE, "step")):
         try:
-            return int(json.loads((adapter / name).read_text(encoding="utf-8"))[field])
-        except (OSError, ValueError, KeyError, TypeError):
+            return typed(json.loads((adapter / name).read_text(encoding="utf-8"))[field], int)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return None
 

@@ -26,7 +26,20 @@ from rich.table import Table
 from perl.base.errors import UserError
 from perl.base.files import read_json
 from perl.evaluation.store import differences, excerpt
-from perl.scoring.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord, read_samples, same_model, samples_hash
+from perl.scoring.results import (
+    AGAIN,
+    RUN,
+    SAMPLES,
+    SUMMARY,
+    SWEEP,
+    Identity,
+    SampleRecord,
+    Summary,
+    Sweep,
+    read_samples,
+    same_model,
+    samples_hash,
+)
 from perl.scoring.samples import cluster_of
 from perl.scoring.statistics import paired_difference
 from perl.scoring.summary import problem_scores, shown
@@ -54,7 +67,7 @@ def read_results(folder: Path, flag: str) -> dict[str, Results]:
     if not folder.is_dir():
         raise UserError(f"{flag} {folder}: no such folder; write the --result_dir of an evaluation")
     if (folder / SWEEP).is_file():
-        names = [entry["name"] for entry in read_json(folder / SWEEP, flag)["candidates"]]
+        names = [entry["name"] for entry in read_json(folder / SWEEP, flag, kind=Sweep)["candidates"]]
         raise UserError(f"{flag} {folder}: holds a sweep; write the folder of one of {', '.join(names)} in it")
     files = {path.parent.name: path for path in sorted(folder.glob(f"*/{SAMPLES}"))}
     if not files:
@@ -67,9 +80,9 @@ def _read(file: Path, flag: str) -> Results:
     samples: dict[str, dict[int, SampleRecord]] = defaultdict(dict)
     for (key, sample), record in read_samples(file).items():
         samples[key][sample] = record
-    for name in (SUMMARY, RUN):
+    for name, kind in ((SUMMARY, Summary), (RUN, Identity)):
         if (file.parent / name).is_file():
-            return Results(samples, read_json(file.parent / name, flag))
+            return Results(samples, dict(read_json(file.parent / name, flag, AGAIN, kind)))
     return Results(samples, {})
 
 
@@ -93,8 +106,8 @@ def _require_two(other: Path, this: Path, flags: tuple[str, str]) -> None:
 
 def _nothing_common(flag: str, keys: Mapping[Path, Mapping[str, Collection[str]]]) -> UserError:
     has = [
-        f"{folder} has {', '.join(f'{name} ({len(of_dataset)} problems)' for name, of_dataset in of_folder.items())}"
-        for folder, of_folder in keys.items()
+        f"{folder} has {', '.join(f'{name} ({len(problems)} problems)' for name, problems in datasets.items())}"
+        for folder, datasets in keys.items()
     ]
     return UserError(f"{flag}: no problem is in both: {'; '.join(has)}")
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from perl.base.errors import UserError
+from perl.scoring.results import TrainedOn
 from perl.scoring.samples import cluster_of
 from perl.tasks import source_of
 from perl.tasks.trained import read_trained
@@ -16,7 +16,7 @@ from perl.tasks.trained import read_trained
 logger = logging.getLogger(__name__)
 
 
-def trained_on(trained: Path, spec: str, split: str | None, keys: Collection[str]) -> dict[str, Any] | None:
+def trained_on(trained: Path, spec: str, split: str | None, keys: Collection[str]) -> TrainedOn | None:
     """What stands in summary.json.
 
     Args:

@@ -18,7 +18,7 @@ from perl.config.evaluation import EvalConfig
 from perl.evaluation.store import GRADING_HASH, Store, locked
 from perl.evaluation.tables import print_sweep, print_table
 from perl.grading import Grader, rules_hash
-from perl.scoring.results import RUN, SAMPLES, SUMMARY, SWEEP, SampleRecord
+from perl.scoring.results import AGAIN, RUN, SAMPLES, SUMMARY, SWEEP, Identity, SampleRecord, Summary, Sweep
 from perl.scoring.summary import grading_of, summarize
 from perl.tasks import TASKS
 
@@ -42,7 +42,7 @@ def rescore(config: EvalConfig) -> None:
         for folder in dict.fromkeys([result_dir, *(file.parent.parent for file in files)]):
             locks.enter_context(locked(folder))
         for file in files:
-            identity = read_json(file.parent / RUN) | {GRADING_HASH: rules_hash()}
+            identity = dict(read_json(file.parent / RUN, kind=Identity)) | {GRADING_HASH: rules_hash()}
             store = Store(file.parent, {name: value for name, value in identity.items() if name != GRADING_HASH})
             before = list(store.records.values())
             after = regrade(before, grader)
@@ -77,7 +77,7 @@ def refresh(folder: Path, records: list[SampleRecord], changed: int, console: Co
     if not file.is_file():
         console.print("  not finished, so without a summary; the command that began it goes on", highlight=False)
         return
-    before = read_json(file)
+    before = read_json(file, hint=AGAIN, kind=Summary)
     n = before["n"]
     by_key: dict[str, list[SampleRecord]] = defaultdict(list)
     for record in records:
@@ -89,7 +89,7 @@ def refresh(folder: Path, records: list[SampleRecord], changed: int, console: Co
         console.print(f"  the summary now covers {problems} problems, before {before['problems']}", highlight=False)
     grading = grading_of(before["tasks"])
     rescored = {"changed": changed, "provenance": provenance()}
-    summary = before | summarize(whole, n) | {"grading": grading, GRADING_HASH: rules_hash(), "rescored": rescored}
+    summary = {**before} | summarize(whole, n) | {"grading": grading, GRADING_HASH: rules_hash(), "rescored": rescored}
     write_json(file, summary)
 
 
@@ -110,15 +110,17 @@ def _refresh_tables(result_dir: Path, console: Console) -> None:
     for file in sorted([*result_dir.glob(SUMMARY), *result_dir.glob(f"*/{SUMMARY}")]):
         if not (file.parent / RUN).is_file():  # a dataset's own is done
             datasets = [(name, file.parent / name / SUMMARY) for name in read_json(file)]
-            summaries = {name: read_json(of_dataset) for name, of_dataset in datasets if of_dataset.is_file()}
+            summaries = {
+                name: read_json(inner, hint=AGAIN, kind=Summary) for name, inner in datasets if inner.is_file()
+            }
             write_json(file, summaries)
             if file.parent == result_dir and summaries:
                 print_table(summaries, console)
     if (result_dir / SWEEP).is_file():
-        sweep = read_json(result_dir / SWEEP)
+        sweep = read_json(result_dir / SWEEP, hint=AGAIN, kind=Sweep)
         for entry in sweep["candidates"]:
             if entry["metrics"] is not None:
-                summaries = read_json(result_dir / entry["name"] / SUMMARY)
+                summaries = read_json(result_dir / entry["name"] / SUMMARY, hint=AGAIN, kind=dict[str, Summary])
                 entry["metrics"] = {name: summary["metrics"] for name, summary in summaries.items()}
         write_json(result_dir / SWEEP, sweep)
         print_sweep(sweep["candidates"], console)

@@ -76,9 +76,9 @@ def evaluate(config: EvalConfig) -> Summaries:
             + "; ".join(f"{run.candidate.name}: {run.error}" for run in failed)
         )
     return {
-        f"{name}/{dataset}".lstrip("/"): s
-        for name, of_candidate in summaries.items()
-        for dataset, s in of_candidate.items()
+        f"{name}/{dataset}".lstrip("/"): summary
+        for name, datasets in summaries.items()
+        for dataset, summary in datasets.items()
     }
 
 

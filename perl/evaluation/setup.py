@@ -118,7 +118,7 @@ class Setup:
         if candidate.adapter is None or self.config.adapter_mode != "merge" or not file.is_file():
             return None
         report = read_json(file)
-        same = (report["base_hash"], report["adapter_hash"]) == (self.base_hash, candidate.adapter_hash)
+        same = (report.get("base_hash"), report.get("adapter_hash")) == (self.base_hash, candidate.adapter_hash)
         return report if same else None
 
 

@@ -83,7 +83,7 @@ class Store:
     def replace(self, records: Sequence[SampleRecord]) -> None:
         """Write the file again with `records`; the old one stays until the new one is whole on disk."""
         try:
-            with atomic_write(self.path) as file:
+            with atomic_write(self.path, errors="backslashreplace") as file:
                 file.writelines(map(json_line, records))
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}; it stays as it was") from error

@@ -53,14 +53,14 @@ def log_results(
     if not trained:  # a whole model lies in the folder of its training
         runs = {candidate.name: training_run(user_path(config.model)) for candidate in scored}
     only = next(iter(runs.values())) if len(set(runs.values())) == 1 else None
-    of_run: dict[WandbRun | None, list[Candidate]] = {}
+    members: dict[WandbRun | None, list[Candidate]] = {}
     for candidate in scored:  # the base belongs to the sweep's training, if that is one
-        of_run.setdefault(runs.get(candidate.name, only), []).append(candidate)
+        members.setdefault(runs.get(candidate.name, only), []).append(candidate)
     hide_from_wandb()
     wandb = importlib.import_module("wandb")  # not at the top: it takes a second, and few evaluations need it
-    for run, members in of_run.items():
+    for run, candidates_of_run in members.items():
         try:
-            log_to(wandb, run, config, members, summaries)
+            log_to(wandb, run, config, candidates_of_run, summaries)
         except wandb.Error as error:
             reason = " ".join(str(error).split())
             logger.error(

@@ -17,8 +17,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from perl.base.errors import UserError
 from perl.reports.curves import NAMES, Curves, spacing
@@ -85,15 +87,8 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """NaN becomes null."""
-        return _json({"within": self.within, "verdict": self.verdict} | asdict(self))
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_json(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        content = {"within": self.within, "verdict": self.verdict, "metrics": self.metrics, "notes": self.notes}
+        return msgspec.json.decode(msgspec.json.encode(content))
 
 
 def compare_runs(runs: Runs, limits: Mapping[str, float] = LIMITS, window: int = 1) -> Comparison:

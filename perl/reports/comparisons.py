@@ -7,66 +7,50 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
-from perl.scoring.results import COMPARE, same_model, samples_hash
+from msgspec import Meta
+
+from perl.base.files import typed
+from perl.scoring.results import COMPARE, Count, SampleRecord, Share, same_model, samples_hash
 
 logger = logging.getLogger(__name__)
 
-VERDICTS = {"better": "better", "worse": "worse", "none": "no difference"}
 LONGEST = 200
 """Characters of a setting that differs, such as a prompt's template; beyond them it is cut."""
+Points = Annotated[float, Meta(ge=-1, le=1)]
+"""A difference of two shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """One metric, paired problem by problem. All numbers are fractions."""
 
-    metric: str
-    other: float
-    this: float
-    value: float
+    other: Share
+    this: Share
+    value: Points
     """this − other, with its 95 % interval."""
-    low: float
-    high: float
-    detectable: float
+    low: Points
+    high: Points
+    detectable: Share
     """The true difference that so many problems would show four times out of five; 1 is more than there is."""
-    verdict: str
-    """A key of VERDICTS."""
-
-    @classmethod
-    def of(cls, metric: str, found: Mapping[str, Any]) -> Difference:
-        parts = {name: float(found[name]) for name in ("other", "this", "value", "low", "high", "detectable")}
-        if not all(-1 <= number <= 1 for number in parts.values()):
-            raise ValueError(f"{metric} is no share")
-        return cls(metric=metric, verdict=VERDICTS[found["verdict"]], **parts)
+    verdict: Literal["better", "worse", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
     """One dataset in both evaluations."""
 
-    problems: int
-    n: int
+    problems: Count
+    n: Count
     """Samples of each problem."""
-    left_out: int
+    left_out: Count
     """Problems that only one of the two has whole."""
     samples_hash: str
-    differences: list[Difference]
+    metrics: Annotated[dict[str, Difference], Meta(min_length=1)]
     """The first is the mean score's."""
-    changed: dict[str, tuple[float, float]]
+    changed: dict[str, tuple[Share, Share]]
     """(other, this) mean score of each problem in which they differ, by key."""
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Paired:
-        return cls(
-            problems=int(entry["problems"]),
-            n=int(entry["n"]),
-            left_out=int(entry["left_out"]),
-            samples_hash=entry["samples_hash"],
-            differences=[Difference.of(name, found) for name, found in entry["metrics"].items()],
-            changed={key: (float(other), float(this)) for key, (other, this) in entry["changed"].items()},
-        )
 
     @property
     def better(self) -> int:
@@ -81,31 +65,42 @@ class Paired:
         return self.problems - len(self.changed)
 
 
+class Scorer(TypedDict):
+    """Which model an evaluation scored; None for what its folder does not tell."""
+
+    folder: str
+    model: str | None
+    adapter: str | None
+    base_hash: str | None
+    adapter_hash: str | None
+
+
+class Setting(TypedDict):
+    """One that differs."""
+
+    name: str
+    other: Any
+    this: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """One run compared with another evaluation."""
 
-    folder: str
-    """Of the other evaluation."""
-    model: str | None
-    """The other's; None where its folder does not tell."""
-    adapter: str | None
-    same_model: bool
-    differs: list[tuple[str, str, str]]
-    """(name, there, here) of each setting besides the model that differs, as JSON."""
+    other: Scorer
+    this: Scorer
+    differs: list[Setting]
+    """What besides the model differs."""
     datasets: dict[str, Paired]
 
-    @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Comparison:
-        other, this = content["other"], content["this"]
-        return cls(
-            folder=str(other["folder"]),
-            model=other["model"],
-            adapter=other["adapter"],
-            same_model=same_model(other, this),
-            differs=[(str(d["name"]), short(d["other"]), short(d["this"])) for d in content["differs"]],
-            datasets={name: Paired.of(entry) for name, entry in content["datasets"].items()},
-        )
+    @property
+    def same_model(self) -> bool:
+        return same_model(self.other, self.this)
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(name, there, here) of each of `differs`, as JSON."""
+        return [(each["name"], short(each["other"]), short(each["this"])) for each in self.differs]
 
 
 def short(value: Any) -> str:
@@ -113,7 +108,7 @@ def short(value: Any) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-def read_comparison(folder: Path, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> Comparison | None:
+def read_comparison(folder: Path, records: Mapping[str, Sequence[SampleRecord]]) -> Comparison | None:
     """The comparison in `folder`, of those datasets of which it compared the very samples that lie there now; None if
     there is none such. What is not taken is told in one warning.
 
@@ -124,9 +119,10 @@ def read_comparison(folder: Path, records: Mapping[str, Sequence[Mapping[str, An
     if not file.is_file():
         return None
     try:
-        comparison = Comparison.of(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        logger.warning("report: %s is left out: not readable (%s: %s)", file, type(error).__name__, error)
+        comparison = typed(json.loads(file.read_text(encoding="utf-8")), Comparison)
+        _ = comparison.rows, Path(comparison.other["folder"]).resolve()  # what no page holds, and no path
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("report: %s is left out: not readable (%s)", file, error)
         return None
     datasets = comparison.datasets
     fitting = [name for name in datasets if datasets[name].samples_hash == samples_hash(records.get(name, ()))]

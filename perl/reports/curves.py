@@ -14,14 +14,21 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, TypedDict
 
 from perl.base.errors import UserError
+from perl.base.files import typed
 from perl.reports.sources import find
-from perl.reports.training_run import is_training_run
-from perl.scoring.results import METRICS, last_attempt, read_metrics
+from perl.reports.training_run import (
+    CONFIG,
+    Config,
+    Environment,
+    Training,
+    is_training_run,
+    number,
+    read_settings,
+)
+from perl.scoring.results import METRICS, Logged, last_attempt, read_metrics
 
 NAMES: dict[str, tuple[str, ...]] = {
     "reward": ("critic/score/mean", "critic/rewards/mean"),
@@ -63,6 +70,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "perf/max_memory_allocated_gb": (),
 }
 """Our name of a metric, which is TRL's where it has one -> verl's names, of which the first that is logged counts."""
+TRAINER_STATE = "trainer_state.json"
 VERLS = (
     "critic/score/", "critic/rewards/", "critic/advantages/", "actor/", "response_length/", "prompt_length/",
     "timing_s/",
@@ -77,6 +85,12 @@ TRAINED = ("reward", "loss", "timing/rollout")
 
 
 KNOWN = {name for ours, verls in NAMES.items() for name in (ours, *verls)}
+
+
+class TrainerState(TypedDict):
+    """What is read of trainer_state.json."""
+
+    log_history: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +159,8 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
     before = {score_name(name) for step, row in rows if step == 0 and not row.keys() & KNOWN for name in row}
     for step, row in rows:
         for name, value in row.items():
-            logged.setdefault(score_name(name.removeprefix("train/")), {})[step] = number(value)
+            known = number(value)
+            logged.setdefault(score_name(name.removeprefix("train/")), {})[step] = math.nan if known is None else known
     verl = any(name.startswith(VERLS) for name in logged)
     names = {ours: next((n for n in (ours, *verls) if n in logged), None) for ours, verls in NAMES.items()}
     metrics = {ours: dict(sorted(logged[name].items())) for ours, name in names.items() if name}
@@ -168,14 +183,9 @@ def is_known(name: str) -> bool:
 
 def score_name(name: str) -> str:
     """Our name of a validation's score, another name as it is."""
-    if found := OLD_SCORE.fullmatch(name):
-        return f"{SCORE}{found[1] or found[2]}/acc/{found[3] or 'mean@1'}"
+    if match := OLD_SCORE.fullmatch(name):
+        return f"{SCORE}{match[1] or match[2]}/acc/{match[3] or 'mean@1'}"
     return name
-
-
-def number(value: Any) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else math.nan
 
 
 def spacing(steps: Iterable[int]) -> int | None:
@@ -190,16 +200,16 @@ def observed_updates(metrics: Mapping[str, Mapping[int, float]]) -> int | None:
     return spacing(metrics.get("reward", ())) if spacing(metrics.get("loss", ())) == 1 else None
 
 
-def configured_updates(settings: Mapping[str, Any]) -> int | None:
+def configured_updates(settings: Training, processes: int | None) -> int | None:
     """Optimizer steps per rollout, GRPOConfig's steps_per_generation * num_iterations / gradient_accumulation_steps
     with its defaults; 1 where a step holds several rollouts. None where the settings do not tell."""
     accumulation, whole = settings.get("gradient_accumulation_steps"), settings.get("generation_batch_size")
     rollout = settings.get("steps_per_generation")
     if accumulation and not rollout and whole:
-        rows = [settings.get(name) for name in ("per_device_train_batch_size", "num_processes")]
-        if None in rows:
+        batch = settings.get("per_device_train_batch_size")
+        if batch is None or processes is None:
             return None
-        rollout = whole // math.prod(rows)  # type: ignore[arg-type]
+        rollout = whole // (batch * processes)
     if not accumulation:
         return None
     return max((rollout or accumulation) * (settings.get("num_iterations") or 1) // accumulation, 1)
@@ -218,10 +228,10 @@ def read_perl(path: Path) -> Curves | None:
         file = path
     else:
         return None
-    rows = read_metrics(file)[0]
+    rows = read_metrics(file)
     if not rows:
         raise UserError(f"no step is logged in {file.name} yet; write a training that has logged one")
-    return curves(path, "perl", rows, configured_updates(run_settings(file.parent)))
+    return curves(path, "perl", rows, run_updates(file.parent))
 
 
 def several(runs: Sequence[Path]) -> UserError:
@@ -229,14 +239,12 @@ def several(runs: Sequence[Path]) -> UserError:
     return UserError(f"holds {len(runs)} runs: {names}; write one of them")
 
 
-def run_settings(folder: Path) -> dict[str, Any]:
-    """What a run's config.yaml and environment.json tell of its batches."""
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        made = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-        return dict(config["training"]) | {"num_processes": made["num_processes"]}
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return {}
+def run_updates(folder: Path) -> int | None:
+    """Optimizer steps per rollout, as a run's config.yaml and environment.json tell; None without them."""
+    if not (folder / CONFIG).is_file():
+        return None
+    config, made = read_settings(folder / CONFIG, Config), read_settings(folder / "environment.json", Environment)
+    return configured_updates(config.get("training") or {}, made.get("num_processes"))
 
 
 def read_tensorboard(path: Path) -> Curves | None:
@@ -248,54 +256,65 @@ def read_tensorboard(path: Path) -> Curves | None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sizes = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1}
-    found = {}
+    runs = {}
     for source in [path] if path.is_file() else sorted({file.parent for file in files}):
         events = EventAccumulator(str(source), size_guidance=sizes).Reload()
         if events.Tags()["scalars"]:
-            found[source] = events
-    if len(found) > 1:
-        raise several(list(found))
-    if not found:
+            runs[source] = events
+    if len(runs) > 1:
+        raise several(list(runs))
+    if not runs:
         raise UserError("no scalars are logged there")
-    (events,) = found.values()
+    (events,) = runs.values()
     rows = ((event.step, {tag: event.value}) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
-    settings: dict[str, Any] = {}
+    updates = None
     if "args/text_summary" in events.Tags()["tensors"]:  # transformers' callback writes TrainingArguments there
-        settings = json.loads(events.Tensors("args/text_summary")[-1].tensor_proto.string_val[0])
-    return curves(path, "tensorboard", rows, configured_updates(settings))
+        text = events.Tensors("args/text_summary")[-1].tensor_proto.string_val[0]
+        try:
+            updates = configured_updates(typed(json.loads(text), Training), None)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"its args/text_summary is not readable ({error})") from error
+    return curves(path, "tensorboard", rows, updates)
 
 
 def read_trl(path: Path) -> Curves | None:
     """trainer_state.json of transformers, its checkpoint, or a folder of checkpoints, of which the last counts."""
     file = path
     if path.is_dir():
-        files = [path / "trainer_state.json", *path.glob("checkpoint-*/trainer_state.json")]
-        known = {
-            int(f.parent.name.rpartition("-")[2] or 0) if f.parent != path else -1: f for f in files if f.is_file()
-        }
+        files = [path / TRAINER_STATE, *path.glob(f"checkpoint-*/{TRAINER_STATE}")]
+        known = {step_of_checkpoint(f.parent): f for f in files if f.is_file()}
         if not known:
             return None
         file = known[max(known)]
     elif path.suffix != ".json":
         return None
     try:
-        history = json.loads(file.read_text(encoding="utf-8"))["log_history"]
-        rows = [(int(row["step"]), row) for row in history]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"is no trainer_state.json of transformers ({type(error).__name__}: {error})") from error
+        history = typed(json.loads(file.read_text(encoding="utf-8")), TrainerState)["log_history"]
+        rows = [(typed(row, Logged)["step"], row) for row in history]
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file.name} is no trainer_state.json of transformers ({error})") from error
     if not rows:
         raise UserError("no step is logged in its log_history")
-    return curves(path, "trl", rows, configured_updates(run_settings(file.parent.parent)))
+    return curves(path, "trl", rows, run_updates(file.parent.parent))
+
+
+def step_of_checkpoint(folder: Path) -> int:
+    """N of checkpoint-N; -1 of a folder of another name, such as checkpoint-best."""
+    number = folder.name.removeprefix("checkpoint-")
+    return int(number) if re.fullmatch(r"[0-9]{1,15}", number) else -1
 
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-RAY = re.compile(r"^\s*\([\w.:]+ pid=\d+[^)]*\) ?", re.MULTILINE)
+RAY = re.compile(r"^[ \t]*\([\w.:]+ pid=\d+[^)\n]*\) ?", re.MULTILINE)
 """(TaskRunner pid=123) or (main_task pid=123, ip=10.0.0.1) before each line of a worker."""
-BAR = re.compile(r"(?:[A-Z][\w ()]*:)?\s*\d+%\|[^|\n]*\|[^\n\[]*\[[^\]\n]*\]")
-"""A bar of tqdm with its title: on stderr, and so often in front of a step's line."""
-STEP = re.compile(r"(?<![\w/.-])step:(\d+)(?=\s*-\s)|(?<=\d)step:(\d+)(?=\s*-\s)")
+BAR = re.compile(r"(?:[A-Z][\w ()]{0,100}:)?\s{0,100}\d{1,3}%\|[^|\n]{0,400}\|[^\n\[]{0,100}\[[^\]\n]{0,400}\]")
+"""A bar of tqdm with its title: on stderr, and so often in front of a step's line. Bounded, so that the time to look
+for one grows with the length of a line and not with its square."""
+STEP = re.compile(r"(?<![\w/.-])step:(\d{1,15})(?=\s*-\s)|(?<=\d)step:(\d{1,15})(?=\s*-\s)")
 """The head of a step's line, also right after the last value of the step before, where the newline was lost."""
-VALUE = re.compile(r"-\s+([^\s:]+):(?:np\.\w+\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf))\)?(?=\s|step:|$)")
+VALUE = re.compile(
+    r"-\s+([^\s:]+):(?:np\.\w+\()?([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|nan|inf))\)?(?=\s|step:|$)"
+)
 
 
 def read_verl(path: Path) -> Curves | None:
@@ -323,9 +342,9 @@ def read_verl(path: Path) -> Curves | None:
 
 def read_verl_file(path: Path) -> Curves | None:
     """What verl's logger `file` writes (FileLogger in verl/utils/tracking.py): {"step": 1, "data": {…}} a line."""
-    if path.suffix != ".jsonl" or not path.is_file():
+    if path.suffix != ".jsonl" or not path.is_file() or b'"data":' not in path.read_bytes():
         return None
-    rows = [(step, row["data"]) for step, row in read_metrics(path)[0] if isinstance(row.get("data"), dict)]
+    rows = [(step, row["data"]) for step, row in read_metrics(path) if isinstance(row.get("data"), dict)]
     return curves(path, "verl_file", rows) if rows else None
 
 

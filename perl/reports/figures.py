@@ -195,8 +195,12 @@ def overview(runs: Sequence[Run]) -> list[Figure]:
 
 
 def bars_of(runs: Sequence[Run], dataset: str) -> list[Bar]:
-    found = [(run.label, scored) for run in runs for scored in run.scored if scored.dataset == dataset]
-    return [charts.estimate(label, accuracy(scored)) for label, scored in found]
+    return [
+        charts.estimate(run.label, accuracy(scored))
+        for run in runs
+        for scored in run.scored
+        if scored.dataset == dataset
+    ]
 
 
 def over_steps(runs: Sequence[Run], dataset: str) -> Figure:
@@ -221,7 +225,8 @@ def with_band(name: str, scores: Mapping[int, Mapping[str, Any]]) -> Line:
 
 def of_dataset(scored: Scored) -> list[Figure]:
     """Lengths, and what more samples would give."""
-    return [of_lengths(scored), *([of_samples(scored)] if scored.summary["n"] > 1 else [])]
+    samples = of_samples(scored) if scored.summary["n"] > 1 else None
+    return [of_lengths(scored), *([samples] if samples else [])]
 
 
 def of_lengths(scored: Scored) -> Figure:
@@ -242,12 +247,14 @@ def of_lengths(scored: Scored) -> Figure:
     return Figure("Completion lengths", note, chart, [("bar", "finished"), ("cut", "truncated")])
 
 
-def of_samples(scored: Scored) -> Figure:
+def of_samples(scored: Scored) -> Figure | None:
     def line(kind: str) -> Line:
-        metrics = scored.summary["metrics"].items()
-        return with_band(f"{kind}@k", {int(m[1]): e for name, e in metrics if (m := re.match(rf"{kind}@(\d+)$", name))})
+        places = [(re.match(rf"{kind}@(\d{{1,9}})$", name), score) for name, score in scored.summary["metrics"].items()]
+        return with_band(f"{kind}@k", {int(place[1]): score for place, score in places if place})
 
     lines = [line("pass"), line("maj")]
+    if not all(line.points for line in lines):
+        return None
     chart = charts.trend(
         lines, f"pass@k and maj@k on {scored.dataset}", unit="%", x_name="k", smooth=False, pointer=False
     )
@@ -260,8 +267,8 @@ def of_comparisons(runs: Sequence[Run]) -> list[Figure]:
     rows: dict[str, list[Bar]] = {}
     for run in runs:
         for dataset, paired in run.comparison.datasets.items() if run.comparison else ():
-            shown = paired.differences[:1] if run.label else paired.differences
-            bars = [charts.estimate(run.label or d.metric, asdict(d), difference=True) for d in shown]
+            shown = [*paired.metrics.items()][: 1 if run.label else None]
+            bars = [charts.estimate(run.label or metric, asdict(d), difference=True) for metric, d in shown]
             rows.setdefault(dataset, []).extend(bars)
     note = "Difference in percentage points, paired by problem, with its 95 % interval; to the right is better."
     what = "Differences in percentage points with 95 % intervals"

@@ -160,7 +160,7 @@ def compare(
             if all((folder / p.kind / p.dataset / "summary.json").is_file() for p in places)
         },
         settings=[setting(group, first, places, scores) for group in groups.values()],
-        runs={name: {p: statistics.fmean(own[p].values()) for p in places} for name, own in scores.items()},
+        runs={name: {p: statistics.fmean(by_place[p].values()) for p in places} for name, by_place in scores.items()},
     )
 
 
@@ -169,7 +169,7 @@ def read_scores(folder: Path, place: Place) -> Scores:
     problems: dict[str, list[float]] = {}
     for record in read_scored(folder / place.kind / place.dataset).records:
         problems.setdefault(record["key"], []).append(record["score"])
-    return {key: statistics.fmean(own) for key, own in problems.items()}
+    return {key: statistics.fmean(each) for key, each in problems.items()}
 
 
 def base_score(scores: Scores) -> Estimate:
@@ -180,19 +180,21 @@ def setting(
     runs: Sequence[Run], first: Sequence[Run], places: Sequence[Place], scores: Mapping[str, Mapping[Place, Scores]]
 ) -> Setting:
     """What is known of `runs`, which differ in the seed alone; they are compared with the runs of `first`."""
-    own = {run.seed: scores[run.name] for run in runs if run.name in scores}
-    other = {run.seed: scores[run.name] for run in first if run.name in scores}
-    common = [seed for seed in own if seed in other and runs is not first]
+    by_seed = {run.seed: scores[run.name] for run in runs if run.name in scores}
+    reference = {run.seed: scores[run.name] for run in first if run.name in scores}
+    common = [seed for seed in by_seed if seed in reference and runs is not first]
     trained = [read_training_run(run.train) for run in runs if run.name in scores and is_training_run(run.train)]
     times = [seconds for run in trained for _, seconds in run.points("timing/step")]
     return Setting(
         values=runs[0].values,
         model=runs[0].model,
         runs=runs,
-        finished=list(own),
-        scores={place: mean_over_seeds([own[seed][place] for seed in own]) for place in places if own},
+        finished=list(by_seed),
+        scores={place: mean_over_seeds([each[place] for each in by_seed.values()]) for place in places if by_seed},
         changes={
-            place: change([(own[seed][place], other[seed][place]) for seed in common]) for place in places if common
+            place: change([(by_seed[seed][place], reference[seed][place]) for seed in common])
+            for place in places
+            if common
         },
         curve=curve_of([run.points("reward") for run in trained], "reward")
         or curve_of([run.points("loss") for run in trained], "loss"),
@@ -202,7 +204,7 @@ def setting(
 
 def mean_over_seeds(scores: Sequence[Scores]) -> Estimate:
     keys = common_keys(scores)
-    return over_seeds([[own[key] for key in keys] for own in scores], list(map(cluster_of, keys)))
+    return over_seeds([[each[key] for key in keys] for each in scores], list(map(cluster_of, keys)))
 
 
 def change(pairs: Sequence[tuple[Scores, Scores]]) -> Change:
@@ -215,8 +217,8 @@ def change(pairs: Sequence[tuple[Scores, Scores]]) -> Change:
 def common_keys(scores: Sequence[Scores]) -> list[str]:
     """The problems that all of them have: all, unless a data set has changed between two runs."""
     first, *others = scores
-    keys = [key for key in first if all(key in own for own in others)]
-    if not keys or any(len(own) != len(keys) for own in scores):
+    keys = [key for key in first if all(key in each for each in others)]
+    if not keys or any(len(each) != len(keys) for each in scores):
         raise UserError("runs of this folder were scored on other problems: the data has changed; write a new folder")
     return keys
 
@@ -227,12 +229,12 @@ def curve_of(logs: Sequence[Sequence[tuple[int, float]]], metric: str) -> Curve 
         return None
     size = window(min(map(len, logs)))
     smooth = [
-        dict(zip([step for step, _ in own], running_mean([v for _, v in own], size), strict=True)) for own in logs
+        dict(zip([step for step, _ in log], running_mean([v for _, v in log], size), strict=True)) for log in logs
     ]
     steps = sorted(set.intersection(*map(set, smooth)))
     if not steps:
         return None
-    values = [[own[step] for own in smooth] for step in steps]
+    values = [[log[step] for log in smooth] for step in steps]
     return Curve(
         metric=metric,
         points=[(step, statistics.fmean(at)) for step, at in zip(steps, values, strict=True)],
@@ -250,9 +252,9 @@ def last_part(points: Sequence[tuple[int, float]]) -> float:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    def nested(found: Mapping[Place, Any]) -> dict[str, dict[str, Any]]:
+    def nested(values: Mapping[Place, Any]) -> dict[str, dict[str, Any]]:
         made: dict[str, dict[str, Any]] = {}
-        for place, value in found.items():
+        for place, value in values.items():
             plain = value._asdict() if isinstance(value, Estimate | Change) else round(value, 6)
             made.setdefault(place.dataset, {})[place.kind] = plain
         return made

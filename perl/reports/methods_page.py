@@ -70,11 +70,11 @@ def base_name(comparison: Comparison, model: str) -> str:
 
 def curves(comparison: Comparison) -> list[Line]:
     """The curve of each set of values; those of one metric alone, which is the first one's."""
-    found = [each for each in comparison.settings if each.curve]
-    metric = found[0].curve.metric if found and found[0].curve else None
+    drawn = [each for each in comparison.settings if each.curve]
+    metric = drawn[0].curve.metric if drawn and drawn[0].curve else None
     return [
         Line(f"{number}", label(each), each.curve.points, each.curve.band)
-        for number, each in enumerate(found)
+        for number, each in enumerate(drawn)
         if each.curve and each.curve.metric == metric
     ]
 

@@ -13,6 +13,7 @@ content security policy admits no script but the page's own (by hash) and no con
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import shlex
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 from markupsafe import Markup
 
 from perl.adapters import title_of as adapter_title
@@ -30,7 +30,7 @@ from perl.base.files import atomic_write
 from perl.reports import charts, embed, figures, training_run
 from perl.reports.results import Run
 from perl.reports.sources import Material, read_material
-from perl.reports.training_run import TrainingRun
+from perl.reports.training_run import CONFIG, TrainingRun
 from perl.scoring.results import Summary
 
 STYLES = ("palette.css", "charts.css", "report.css")
@@ -105,6 +105,11 @@ def document(title: str, kind: str, sections: Sequence[Markup], scripts: Sequenc
 
 def part(template: str, **content: Any) -> Markup:
     """static/`template`.html.j2 filled in; what is no Markup is escaped."""
+    return Markup(templates().get_template(f"{template}.html.j2").render(**content))
+
+
+@functools.cache
+def templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perl.reports", "static"),
         autoescape=True,
@@ -117,7 +122,7 @@ def part(template: str, **content: Any) -> Markup:
         "points": lambda share: f"{100 * share:+.2f}".replace("-", "−"),
         "count": lambda number: f"{number:,.0f}",
     }
-    return Markup(environment.get_template(f"{template}.html.j2").render(**content))
+    return environment
 
 
 def training_section(run: TrainingRun, reward: figures.Figure | None) -> Markup:
@@ -135,7 +140,7 @@ def training_section(run: TrainingRun, reward: figures.Figure | None) -> Markup:
 def settings_section(material: Material) -> Markup:
     made = [settings(material.runs, name) for name in figures.dataset_names(material.runs)]
     if run := material.training:
-        texts = {"config.yaml": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)} if run.config else {}
+        texts = {CONFIG: (run.folder / CONFIG).read_text(encoding="utf-8")} if run.config else {}
         made.insert(0, {"title": "Training", "rows": training_run.settings(run), "texts": texts})
     return part("made", settings=made)
 
@@ -215,12 +220,12 @@ def comparisons(material: Material) -> list[dict[str, Any]]:
     them says."""
     groups: dict[tuple[str | None, str | None], list[int]] = {}
     for index, run in enumerate(material.runs):
-        if other := run.comparison:
-            groups.setdefault((other.model or other.folder, other.adapter), []).append(index)
+        if run.comparison:
+            other = run.comparison.other
+            groups.setdefault((other["model"] or other["folder"], other["adapter"]), []).append(index)
     made = []
     for (model, adapter), places in groups.items():
         compared = [material.runs[index] for index in places]
-        found = [run.comparison for run in compared if run.comparison]
         names = [Path(str(model)).name, *([adapter_name(adapter)] if adapter else [])]
         made.append(
             {
@@ -229,7 +234,9 @@ def comparisons(material: Material) -> list[dict[str, Any]]:
                 "runs": [(index, material.runs[index]) for index in places],
                 "figures": figures.of_comparisons(compared),
                 "same": [run.label or "both" for run in compared if run.comparison and run.comparison.same_model],
-                "differs": list(dict.fromkeys(row for comparison in found for row in comparison.differs)),
+                "differs": list(
+                    dict.fromkeys(row for run in compared if run.comparison for row in run.comparison.rows)
+                ),
             }
         )
     return made
@@ -240,7 +247,7 @@ def pair_in_words(material: Material, index: int) -> str:
     run, before = material.runs[index], material.pairs.get(index)
     assert run.comparison is not None
     if before is None:
-        return f"with {run.comparison.folder}"
+        return f"with {run.comparison.other['folder']}"
     return f"{run.label} with {material.runs[before].label}"
 
 
@@ -251,7 +258,7 @@ def settings(runs: Sequence[Run], dataset: str) -> dict[str, Any]:
     each = [(label, settings_of(summary)) for label, summary in summaries]
     rows = {}
     for name in each[0][1]:
-        values = {label: found[name] for label, found in each if found[name] is not None}
+        values = {label: row[name] for label, row in each if row[name] is not None}
         if len(set(values.values())) > 1:
             rows[name] = "\n".join(f"{label}: {value}" for label, value in values.items())
         elif values:

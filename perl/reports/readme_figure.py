@@ -54,8 +54,8 @@ def write_figure(material: Material, file: Path) -> list[Path]:
 def palettes() -> dict[str, dict[str, str]]:
     """The page's colours and fonts by name, light and dark."""
     light, _, dark = asset("palette.css").partition("@media")
-    found = [dict(re.findall(r"--([\w-]+):\s*([^;]+);", part)) for part in (light, dark)]
-    return {"light": found[0], "dark": found[0] | found[1]}
+    light_colours, dark_colours = (dict(re.findall(r"--([\w-]+):\s*([^;]+);", part)) for part in (light, dark))
+    return {"light": light_colours, "dark": light_colours | dark_colours}
 
 
 def alone(drawn: Sequence[Figure], palette: dict[str, str]) -> Markup:
@@ -66,11 +66,11 @@ def alone(drawn: Sequence[Figure], palette: dict[str, str]) -> Markup:
     style = asset("charts.css") + STYLE
     style = re.sub(r"var\(--([\w-]+)\)", lambda match: " ".join(palette[match[1]].split()), style)
     parts = [element("style", Markup(style)), rect(0.5, 0.5, width - 1, height - 1, rx=8, class_="frame")]
-    for place, (figure, own) in enumerate(zip(drawn, heights, strict=True)):
+    for place, (figure, chart_height) in enumerate(zip(drawn, heights, strict=True)):
         x = place * (WIDTH + 2 * PAD) + PAD
         parts.append(text(figure.title, x, 28, class_="title"))
         parts.append(text(figure.note, x, 46, class_="note"))
-        box = f' x="{x}" y="{HEAD}" width="{WIDTH}" height="{own:g}"'
+        box = f' x="{x}" y="{HEAD}" width="{WIDTH}" height="{chart_height:g}"'
         parts.append(Markup(str(figure.chart).replace("<svg", "<svg" + box, 1)))
     label = "; ".join(figure.title for figure in drawn)
     return element(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perl.base.errors import UserError
 from perl.base.files import read_json
 from perl.reports.comparisons import Comparison, read_comparison
-from perl.scoring.results import SAMPLES, SWEEP, Scored, Sweep, is_scored, read_scored
+from perl.scoring.results import AGAIN, SAMPLES, SWEEP, Scored, Sweep, is_scored, read_scored
 
 logger = logging.getLogger(__name__)
 
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 class Run:
     """One model: the only one of an evaluation, or one checkpoint of a sweep."""
 
-    label: str
-    """The checkpoint's name in a sweep, else empty."""
-    step: int | None
+    folder: Path
+    """Where its datasets lie, each in a folder of its own, and compare.json."""
+    label: str = ""
+    """The checkpoint's name in a sweep, the folder's where a page shows several evaluations, else empty."""
+    step: int | None = None
     """Optimizer steps of a sweep's checkpoint, 0 for the base; None where that is not known."""
     scored: list[Scored]
     comparison: Comparison | None = None
     """With another evaluation, if one was made."""
 
-    @classmethod
-    def of(cls, folder: Path, scored: list[Scored], label: str = "", step: int | None = None) -> Run:
-        """`folder`: where compare.json lies."""
-        comparison = read_comparison(folder, {each.dataset: each.records for each in scored})
-        return cls(label=label, step=step, scored=scored, comparison=comparison)
+    @property
+    def is_trained(self) -> bool:
+        return any(scored.summary["adapter"] for scored in self.scored)
 
 
 def read_runs(result_dir: Path) -> list[Run]:
@@ -44,9 +44,10 @@ def read_runs(result_dir: Path) -> list[Run]:
         raise UserError(f"RESULT_DIR: no such folder {result_dir}; write what --result_dir of perl/eval.py was")
     if (result_dir / SWEEP).is_file():
         runs = read_sweep(result_dir)
+    elif is_scored(result_dir):
+        runs = [Run(folder=result_dir.parent, scored=[read_scored(result_dir)])]
     else:
-        scored = [read_scored(result_dir)] if is_scored(result_dir) else scored_in(result_dir)
-        runs = [Run.of(result_dir, scored)] if scored else []
+        runs = [run] if (run := read_run(result_dir)) else []
     if runs:
         return runs
     if any(result_dir.glob(f"**/{SAMPLES}")):
@@ -60,15 +61,20 @@ def read_runs(result_dir: Path) -> list[Run]:
 def read_sweep(result_dir: Path) -> list[Run]:
     """The candidates of a sweep that were scored; a warning for each other one."""
     runs = []
-    sweep: Sweep = read_json(result_dir / SWEEP, hint="the same command of perl/eval.py writes it again")
+    sweep = read_json(result_dir / SWEEP, hint=AGAIN, kind=Sweep)
     for candidate in sweep["candidates"]:
-        name, folder = candidate["name"], result_dir / candidate["name"]
-        if candidate["metrics"] is None or not (scored := scored_in(folder)):
+        name = candidate["name"]
+        if candidate["metrics"] is None or not (run := read_run(result_dir / name)):
             logger.warning("report: %s is left out: %s", name, candidate["error"] or "it is not scored yet")
             continue
-        runs.append(Run.of(folder, scored, name, candidate["step"]))
+        runs.append(replace(run, label=name, step=candidate["step"]))
     return runs
 
 
-def scored_in(folder: Path) -> list[Scored]:
-    return [read_scored(inner) for inner in sorted(folder.iterdir()) if is_scored(inner)]
+def read_run(folder: Path) -> Run | None:
+    """The datasets in `folder` and the comparison of them; None where there is none."""
+    if not folder.is_dir():
+        return None
+    scored = [read_scored(inner) for inner in sorted(folder.iterdir()) if is_scored(inner)]
+    comparison = read_comparison(folder, {each.dataset: each.records for each in scored})
+    return Run(folder=folder, scored=scored, comparison=comparison) if scored else None

@@ -25,16 +25,16 @@ class Material:
     training: TrainingRun | None
     runs: list[Run]
     """Scored models; with a label each where there are several."""
-    folders: list[Path]
-    """Of each of `runs`."""
     label: str = ""
     """What tells the runs apart: "checkpoint" in a sweep, "evaluation" where there are several, else empty."""
 
     @property
     def pairs(self) -> dict[int, int]:
         """Index of a run that was compared with another one of this page -> index of that one."""
-        place = {folder.resolve(): index for index, folder in enumerate(self.folders)}
-        compared = {i: Path(run.comparison.folder).resolve() for i, run in enumerate(self.runs) if run.comparison}
+        place = {run.folder.resolve(): index for index, run in enumerate(self.runs)}
+        compared = {
+            i: Path(run.comparison.other["folder"]).resolve() for i, run in enumerate(self.runs) if run.comparison
+        }
         return {i: place[folder] for i, folder in compared.items() if folder in place}
 
 
@@ -50,24 +50,22 @@ def read_material(folders: Sequence[Path]) -> Material:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"DIR: no such folder {folder}; write a run's folder, or the --result_dir of an evaluation")
-        found, trained = list(find(folder, is_result_dir)), list(find(folder, is_training_run))
-        if not found and not trained:
+        evaluated, trained = list(find(folder, is_result_dir)), list(find(folder, is_training_run))
+        if not evaluated and not trained:
             read_runs(folder)  # says what is missing there
-        results += found
+        results += evaluated
         trainings += trained
-    trainings = list({folder.resolve(): folder for folder in trainings}.values())
+    trainings = distinct(trainings)
     if len(trainings) > 1:
         names = ", ".join(map(str, trainings[:3])) + (", …" if len(trainings) > 3 else "")
         raise UserError(f"DIR: one page shows one training, and here are {len(trainings)}: {names}; write one of them")
     training = read_training_run(trainings[0]) if trainings else None
-    evaluated, label = read_evaluations(list({folder.resolve(): folder for folder in results}.values()))
-    return Material(
-        folder=folders[0],
-        training=training,
-        runs=[run for _, run in evaluated],
-        folders=[folder for folder, _ in evaluated],
-        label=label,
-    )
+    runs, label = read_evaluations(distinct(results))
+    return Material(folder=folders[0], training=training, runs=runs, label=label)
+
+
+def distinct(folders: Sequence[Path]) -> list[Path]:
+    return list({folder.resolve(): folder for folder in folders}.values())
 
 
 def find(folder: Path, wanted: Callable[[Path], bool], depth: int = DEPTH) -> Iterator[Path]:
@@ -85,33 +83,25 @@ def is_result_dir(folder: Path) -> bool:
     return (folder / SWEEP).is_file() or is_scored(folder) or any(map(is_scored, folder.glob("*/")))
 
 
-def read_evaluations(folders: Sequence[Path]) -> tuple[list[tuple[Path, Run]], str]:
-    """The runs of these result folders, each with its own folder, and what their labels name. Where there are several
-    folders a label is the folder's path below what is common to all, and models without an adapter stand first."""
-    found = [(folder, run) for folder in folders for run in read_runs(folder)]
+def read_evaluations(folders: Sequence[Path]) -> tuple[list[Run], str]:
+    """The runs of these result folders, and what their labels name. Where there are several folders a label is the
+    folder's path below what is common to all, and models without an adapter stand first."""
     if len(folders) <= 1:
-        return [(home(folder, run), run) for folder, run in found], "checkpoint" if found and found[0][1].label else ""
+        runs = [run for folder in folders for run in read_runs(folder)]
+        return runs, "checkpoint" if runs and runs[0].label else ""
     common = os.path.commonpath([folder.resolve() for folder in folders])
-    named = [
-        (home(folder, run), replace(run, label=str(Path(os.path.relpath(folder.resolve(), common)) / run.label)))
-        for folder, run in found
+    runs = [
+        replace(run, label=str(Path(os.path.relpath(folder.resolve(), common)) / run.label))
+        for folder in folders
+        for run in read_runs(folder)
     ]
-    return sorted(named, key=lambda pair: is_trained(pair[1])), "evaluation"
-
-
-def home(folder: Path, run: Run) -> Path:
-    """Where the run's datasets lie: a candidate of a sweep has a folder of its own, named like it."""
-    return folder.parent if is_scored(folder) else folder / run.label
-
-
-def is_trained(run: Run) -> bool:
-    return any(scored.summary["adapter"] for scored in run.scored)
+    return sorted(runs, key=lambda run: run.is_trained), "evaluation"
 
 
 def untrained_like(after: Run, runs: Sequence[Run]) -> int | None:
     """Index of the first of `runs` that scored the base of `after` alone, sampled in the same way on a common dataset;
     None where there is none, or where `after` itself has no adapter."""
-    if not is_trained(after):
+    if not after.is_trained:
         return None
     for index, run in enumerate(runs):
         other = {scored.dataset: scored.summary for scored in run.scored}

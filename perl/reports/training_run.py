@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import yaml
+from msgspec import Meta
 
 from perl.algorithms.titles import algorithm_of, title_of
 from perl.base.errors import UserError
+from perl.base.files import typed
 from perl.records import clock
 from perl.scoring.results import METRICS, read_metrics
 
@@ -22,6 +23,74 @@ logger = logging.getLogger(__name__)
 
 OF_A_STEP = ("reward", "loss", "eval_loss")
 """A row that has one of these is of a step, and not another evaluation's or the summary at the end."""
+
+
+CONFIG = "config.yaml"
+LARGEST = 1e300
+"""Of what charts hold: beyond it stand infinity and whole numbers that no float is."""
+
+T = TypeVar("T")
+Size = Annotated[int, Meta(ge=1, le=2**31)]
+
+
+class Common(TypedDict, total=False):
+    seed: int | None
+
+
+class Model(TypedDict, total=False):
+    model_name_or_path: str | None
+
+
+class Dataset(TypedDict, total=False):
+    dataset_name_or_path: str | list[str] | None
+
+
+class Named(TypedDict, total=False):
+    name: str
+
+
+class Peft(TypedDict, total=False):
+    type: str | None
+
+
+class Noise(TypedDict, total=False):
+    enabled: bool | None
+
+
+class Training(TypedDict, total=False):
+    """Fields of TRL's GRPOConfig and SFTConfig."""
+
+    max_steps: Annotated[int, Meta(ge=-1, le=2**53)]
+    per_device_train_batch_size: Size
+    gradient_accumulation_steps: Size
+    steps_per_generation: Size | None
+    generation_batch_size: Size | None
+    num_iterations: Size | None
+
+
+class Config(TypedDict, total=False):
+    """What is read of config.yaml (perl.config)."""
+
+    common: Common | None
+    model: Model | None
+    dataset: Dataset | None
+    peft: Peft | None
+    noise_injection: Noise | None
+    algorithm: Named | None
+    reward: dict[str, Any] | None
+    training: Training | None
+
+
+class Environment(TypedDict, total=False):
+    """What is read of environment.json (perl.runs.rundir)."""
+
+    command: list[str]
+    folder: str
+    git_commit: str | None
+    machine: str
+    device: str
+    num_processes: Size
+    packages: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +102,9 @@ class TrainingRun:
     """Optimizer steps that were logged or validated, ascending, each once; 0 is before the first."""
     metrics: dict[str, list[float | None]]
     """By name, a value for each of `steps`; None where a step did not log it, or logged NaN or infinity."""
-    config: dict[str, Any]
-    """config.yaml, empty without one."""
-    environment: dict[str, Any]
-    """environment.json, empty without one."""
+    config: Config
+    """Empty without one that can be read, as is `environment`."""
+    environment: Environment
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of one metric where it was logged."""
@@ -59,15 +127,12 @@ def read_training_run(folder: Path) -> TrainingRun:
         UserError: metrics.jsonl has no step yet.
     """
     rows, scores = {}, {}
-    logged, broken = read_metrics(folder / METRICS)
-    for step, row in logged:
+    for step, row in read_metrics(folder / METRICS):
         if validated := {name: value for name, value in row.items() if name.startswith("val-")}:
             scores[step] = validated
         if any(name in row for name in OF_A_STEP):  # else the summary at the end
             evaluated = {name: value for name, value in (rows.get(step) or {}).items() if name.startswith("eval_")}
             rows[step] = rows.get(step, {}) | row if "eval_loss" in row else evaluated | row
-    if broken:
-        logger.warning("%s: %d broken lines left out", folder / METRICS, broken)
     if not rows:
         raise UserError(f"{folder / METRICS}: no step is logged there yet; wait for --config.training.logging_steps")
     for step, validated in scores.items():
@@ -78,27 +143,27 @@ def read_training_run(folder: Path) -> TrainingRun:
         folder=folder,
         steps=steps,
         metrics={name: [number(rows[step].get(name)) for step in steps] for name in names},
-        config=_mapping(folder / "config.yaml"),
-        environment=_mapping(folder / "environment.json"),
+        config=read_settings(folder / CONFIG, Config),
+        environment=read_settings(folder / "environment.json", Environment),
     )
 
 
 def number(value: Any) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known and abs(value) < LARGEST else None
 
 
-def _mapping(file: Path) -> dict[str, Any]:
-    """A YAML or JSON file; empty, with a line, where it is missing or is no mapping."""
+def read_settings(file: Path, kind: type[T]) -> T:
+    """config.yaml or environment.json; empty, with a line, where it is missing or of another form."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("no mapping")
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return typed(content, kind)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         logger.warning("report: %s is left out: %s", file, reason)
-        return {}
-    return content
+        return kind()
 
 
 def facts(run: TrainingRun) -> dict[str, str]:
@@ -151,7 +216,7 @@ def settings(run: TrainingRun) -> dict[str, str]:
         "command": shlex.join(map(str, made["command"])) if "command" in made else None,
         "folder": made.get("folder"),
         "commit": made.get("git_commit"),
-        "versions": ", ".join(f"{name} {version}" for name, version in (made.get("packages") or {}).items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in made.get("packages", {}).items()),
         "machine": made.get("machine"),
     }
     return {name: str(value) for name, value in shown.items() if value not in (None, "")}

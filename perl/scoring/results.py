@@ -19,10 +19,13 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from msgspec import Meta
 
 from perl.base.errors import UserError
-from perl.base.files import read_json
+from perl.base.files import read_json, typed
+from perl.base.provenance import Provenance
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,15 @@ RUN, SAMPLES, SUMMARY = "run.json", "samples.jsonl", "summary.json"
 SWEEP, COMPARE = "sweep.json", "compare.json"
 METRICS, VALIDATION = "metrics.jsonl", "validation"
 BEST, BEST_FILE = "best", "best.json"
+
+AGAIN = "the same command of perl/eval.py writes it again"
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Amount = Annotated[float, Meta(ge=0, le=1e15)]
+"""Seconds, tokens and means of them: NaN and what no chart could hold are neither."""
+Plain = str | int | float | bool | None
 
 Row = dict[str, Any]
 """What a step of a training logged: value by the metric's name."""
@@ -40,9 +52,9 @@ class SampleRecord(TypedDict):
 
     key: str
     """The problem: a hash of its content, and its occurrence among equal ones ("9f0c…-0")."""
-    sample: int
+    sample: Count
     """Which of the problem's n completions, from 0."""
-    seed: int
+    seed: Seed
     """Seed of this completion alone."""
     task: str
     """The task that graded it, a key of TASKS."""
@@ -53,19 +65,19 @@ class SampleRecord(TypedDict):
     gold: str
     """The reference answer."""
     completion: str
-    score: float
+    score: Share
     """The primary rule's, 0.0 or 1.0."""
-    scores: dict[str, float]
+    scores: dict[str, Share]
     """Each rule's, by its name."""
     extracted: str | None
     """The answer that was read; None: none was found."""
     reason: Literal["correct", "wrong", "unextracted", "timeout", "error"]
-    prompt_tokens: int
-    tokens: int
+    prompt_tokens: Count
+    tokens: Count
     """Generated, without the end-of-sequence token."""
     finish_reason: Literal["stop", "length"]
     """"length": cut off."""
-    time: float
+    time: Amount
     """Seconds in the engine; 0 where nothing was generated."""
     engine: str
     """A key of ENGINES."""
@@ -76,16 +88,16 @@ class SampleRecord(TypedDict):
 class MetricRecord(TypedDict):
     """A mean over problems, as a fraction, with its 95 % interval."""
 
-    value: float
-    low: float
-    high: float
+    value: Share
+    low: Share
+    high: Share
 
 
 class RuleRecord(TypedDict):
     """What one grading rule says of the samples that it was asked about."""
 
-    mean: float
-    scored: int
+    mean: Share
+    scored: Count
     """A fallback is not asked about all."""
 
 
@@ -94,22 +106,47 @@ class Generation(TypedDict):
 
     engine: str
     executor: str
-    dp_size: int
-    tp_size: int
+    dp_size: Count
+    tp_size: Count
     gpu_memory_utilization: NotRequired[float]
     """vLLM's, as far as the user has set it, as is `enforce_eager`."""
     enforce_eager: NotRequired[bool]
     device: str
     """Kind of device: cpu, cuda, npu."""
-    rows: int
+    rows: Count
     """Samples completed in that run."""
-    tokens: int
-    start_s: float
+    tokens: Count
+    start_s: Amount
     """Until the first engine was ready."""
-    wall_s: float
+    wall_s: Amount
     """From then to the last completion."""
-    tokens_per_s: float
-    worker_restarts: int
+    tokens_per_s: Amount
+    worker_restarts: Count
+
+
+class Style(TypedDict):
+    """A PromptStyle."""
+
+    template: str
+    system_prompt: str | None
+    few_shot: list[tuple[str, str]]
+
+
+class TrainedOn(TypedDict):
+    """What the adapter's run has seen of a dataset (perl.evaluation.contamination)."""
+
+    run: str
+    """Its folder."""
+    problems: Count | None
+    """How many of them it trained on; None: it has not written them down, and trained on this data set and split."""
+
+
+class Rescored(TypedDict):
+    """The last --rescore."""
+
+    changed: Count
+    """Verdicts."""
+    provenance: Provenance
 
 
 class Identity(TypedDict):
@@ -124,11 +161,12 @@ class Identity(TypedDict):
     adapter_hash: str | None
     adapter_mode: str | None
     dtype: str
-    max_model_len: int | None
+    max_model_len: Count | None
     chat_template_hash: str
-    styles: dict[str, Any]
+    styles: dict[str, Style]
     """How prompts are built, by task."""
-    sampling: dict[str, Any]
+    sampling: dict[str, int | float]
+    """A Sampling but for `n`."""
     grading_hash: str | None
     """Hash of the code that graded (perl.grading.rules_hash). It alone may differ between the command that began a
     folder and the one that goes on."""
@@ -137,24 +175,24 @@ class Identity(TypedDict):
 class Statistics(TypedDict):
     """What is computed from a dataset's records."""
 
-    problems: int
-    samples: int
-    n: int
+    problems: Count
+    samples: Count
+    n: Annotated[int, Meta(ge=1, le=2**31)]
     """Samples of each problem."""
     metrics: dict[str, MetricRecord]
     """accuracy, avg@n, pass@k, maj@k."""
     rules: dict[str, RuleRecord]
-    truncated: float
+    truncated: Share
     """Share of the samples, as is `unextracted`."""
-    unextracted: float
-    timeouts: int
-    grading_errors: int
-    not_generated: int
+    unextracted: Share
+    timeouts: Count
+    grading_errors: Count
+    not_generated: Count
     """Samples with an `error`."""
-    mean_tokens: float
-    max_tokens: int
-    mean_prompt_tokens: float
-    tokens: int
+    mean_tokens: Amount
+    max_tokens: Count
+    mean_prompt_tokens: Amount
+    tokens: Count
     engines: list[str]
 
 
@@ -166,18 +204,16 @@ class Summary(Statistics, Identity):
     """Those that grade the problems, the commonest first."""
     model: str
     adapter: str | None
-    step: int | None
+    step: Count | None
     """Optimizer steps of training; 0 for the base of a sweep, None where nothing tells."""
-    trained_on: NotRequired[dict[str, Any] | None]
-    """{"run", "problems"}: how many of these the adapter's run trained on (perl.evaluation.contamination)."""
-    chat_template: str | None
-    grading: dict[str, Any]
+    trained_on: NotRequired[TrainedOn | None]
+    chat_template: str | dict[str, str] | None
+    grading: dict[str, dict[str, Plain | list[str]]]
     """Each task's rubric."""
     merge: dict[str, Any] | None
     """merge.json."""
-    rescored: NotRequired[dict[str, Any]]
-    """After --rescore: how many verdicts changed, and the versions."""
-    provenance: dict[str, Any]
+    rescored: NotRequired[Rescored]
+    provenance: Provenance
 
 
 class SweepEntry(TypedDict):
@@ -188,7 +224,7 @@ class SweepEntry(TypedDict):
     adapter: str | None
     """Folder of the adapter; None for the base."""
     adapter_hash: str | None
-    step: int | None
+    step: Count | None
     """As in Summary."""
     error: str | None
     """Why it was not scored."""
@@ -202,7 +238,13 @@ class Sweep(TypedDict):
     model: str
     candidates: list[SweepEntry]
     """In the order of the command."""
-    provenance: dict[str, Any]
+    provenance: Provenance
+
+
+class Logged(TypedDict):
+    """A line of metrics.jsonl, or of the log_history in trainer_state.json: a step, and any metrics."""
+
+    step: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +262,13 @@ def is_scored(folder: Path) -> bool:
 
 
 def read_scored(folder: Path) -> Scored:
-    """The dataset in `folder`. A UserError where summary.json is not readable."""
-    summary: Summary = read_json(folder / SUMMARY, hint="the same command of perl/eval.py writes it again")
+    """The dataset in `folder`. A UserError where summary.json is not readable, or no sample is."""
+    summary = read_json(folder / SUMMARY, hint=AGAIN, kind=Summary)
+    if "accuracy" not in summary["metrics"] or "temperature" not in summary["sampling"]:
+        raise UserError(f"{folder / SUMMARY} lacks metrics.accuracy or sampling.temperature; {AGAIN}")
     records = list(read_samples(folder / SAMPLES).values())
+    if not records:
+        raise UserError(f"{folder / SAMPLES}: holds no whole sample; {AGAIN}")
     place = {key: i for i, key in enumerate(dict.fromkeys(record["key"] for record in records))}
     records.sort(key=lambda record: (place[record["key"]], record["sample"]))
     if len(records) != summary["samples"]:
@@ -235,35 +281,44 @@ def read_scored(folder: Path) -> Scored:
 
 def read_samples(file: Path) -> dict[tuple[str, int], SampleRecord]:
     """The records of a samples.jsonl by (key, sample), in the file's order; of two of one sample the first counts. A
-    line that is no record, or has no end (its writer was killed), is left out: one warning tells how many."""
+    line that is no record, or has no end (its writer was killed), is left out: one warning tells how many, and what is
+    wrong with the first."""
     try:
         *lines, torn = file.read_bytes().split(b"\n")
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from error
     records: dict[tuple[str, int], SampleRecord] = {}
-    broken = bool(torn)
-    for line in lines:
+    broken = []
+    for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = typed(json.loads(line), SampleRecord)
             records.setdefault((record["key"], record["sample"]), record)
-        except (ValueError, KeyError, TypeError):
-            broken += 1
+        except (ValueError, RecursionError) as error:
+            broken.append(f"line {number}: {error}")
+    if torn:
+        broken.append(f"line {len(lines) + 1} has no end")
     if broken:
-        logger.warning("%s: %d broken lines left out; the same command of perl/eval.py makes them again", file, broken)
+        logger.warning(
+            "%s: %d broken lines left out (%s); the same command of perl/eval.py makes them again",
+            file, len(broken), broken[0],
+        )  # fmt: skip
     return records
 
 
-def read_metrics(file: Path) -> tuple[list[tuple[int, Row]], int]:
-    """(step, what was logged) of each line of a run's metrics.jsonl that is of its last attempt, and how many lines are
-    broken, as the last one is where the run was killed while it was written."""
-    rows, broken = [], 0
-    for line in file.read_bytes().splitlines():
+def read_metrics(file: Path) -> list[tuple[int, Row]]:
+    """(step, what was logged) of each line of a run's metrics.jsonl that is of its last attempt. Broken lines, as the
+    last one is where the run was killed while it was written, are left out: one warning tells how many."""
+    rows: list[tuple[int, Row]] = []
+    broken = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             row = json.loads(line)
-            rows.append((int(row.pop("step")), row))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            broken += 1
-    return last_attempt(rows), broken
+            rows.append((typed(row, Logged)["step"], {name: row[name] for name in row if name != "step"}))
+        except (ValueError, RecursionError) as error:
+            broken.append(f"line {number}: {error}")
+    if broken:
+        logger.warning("%s: %d broken lines left out (%s)", file, len(broken), broken[0])
+    return last_attempt(rows)
 
 
 def last_attempt(rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:

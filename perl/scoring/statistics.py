@@ -175,7 +175,7 @@ def over_seeds(scores: Sequence[Sequence[float]], clusters: Sequence[Hashable]) 
         clusters: the cluster of each problem.
     """
     problems = clustered_bootstrap(np.mean(scores, axis=0).tolist(), clusters)
-    low, high = _widened(problems, seeds_reach([float(np.mean(of_seed)) for of_seed in scores]))
+    low, high = _widened(problems, seeds_reach([float(np.mean(seed)) for seed in scores]))
     return Estimate(problems.value, max(low, 0.0), min(high, 1.0))
 
 
@@ -189,7 +189,7 @@ def paired_over_seeds(differences: Sequence[Sequence[float]], clusters: Sequence
         clusters: the cluster of each problem.
     """
     problems = paired_difference(np.mean(differences, axis=0).tolist(), clusters)
-    low, high = _widened(problems, seeds_reach([float(np.mean(of_seed)) for of_seed in differences]))
+    low, high = _widened(problems, seeds_reach([float(np.mean(seed)) for seed in differences]))
     shown = problems.verdict != "none" and not low <= 0 <= high
     return Change(problems.value, max(low, -1.0), min(high, 1.0), problems.verdict if shown else "none")
 

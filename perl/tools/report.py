@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from perl.base.files import typed
 from perl.base.paths import user_path
 from perl.evaluation.compare import compare
 from perl.reports.comparisons import Comparison
@@ -44,8 +45,8 @@ def compared(material: Material) -> Material:
         before = untrained_like(run, runs)
         if before is None or run.comparison:
             continue
-        content = compare(material.folders[before], material.folders[index], flags=("DIR", "DIR"))
+        content = compare(runs[before].folder, run.folder, flags=("DIR", "DIR"))
         datasets = {scored.dataset for scored in run.scored}
         content["datasets"] = {name: entry for name, entry in content["datasets"].items() if name in datasets}
-        runs[index] = replace(run, comparison=Comparison.of(content))
+        runs[index] = replace(run, comparison=typed(content, Comparison))
     return replace(material, runs=runs)

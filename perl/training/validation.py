@@ -24,14 +24,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 
 from perl import device
 from perl.base.files import atomic_write, json_line, write_json
-from perl.base.provenance import provenance, text_hash
+from perl.base.provenance import Provenance, provenance, text_hash
 from perl.engines.base import Engine, PolicyEngine
 from perl.grading import Grader, rules_hash
 from perl.models import folders
@@ -300,7 +299,7 @@ def logged_steps(metrics_file: Path, metric: str) -> set[int]:
     """The steps whose validation stands in metrics.jsonl."""
     if not metrics_file.is_file():
         return set()
-    return {step for step, row in read_metrics(metrics_file)[0] if metric in row}
+    return {step for step, row in read_metrics(metrics_file) if metric in row}
 
 
 def best_so_far(run_dir: Path, metric: str) -> float | None:
@@ -313,7 +312,7 @@ def best_so_far(run_dir: Path, metric: str) -> float | None:
 
 
 @functools.cache
-def _provenance() -> dict[str, Any]:
+def _provenance() -> Provenance:
     return provenance()  # asks git
 
 

@@ -9,22 +9,22 @@ import pytest
 
 from perl.__main__ import main
 from perl.base.errors import UserError
+from perl.base.provenance import provenance
 from perl.evaluation.compare import compare, verdict
 from perl.scoring.statistics import paired_difference
+from tests.results import record, summary, sweep
 
 
-def write_results(folder: Path, scores: dict[str, list[float]], dataset: str = "gsm8k", **summary) -> Path:
+def write_results(folder: Path, scores: dict[str, list[float]], dataset: str = "gsm8k", **changes) -> Path:
     """A dataset's folder with these scores by key."""
     target = folder / dataset
     target.mkdir(parents=True)
     lines = [
-        {"key": key, "sample": i, "score": score, "extracted": str(score)}
-        for key, own in scores.items()
-        for i, score in enumerate(own)
+        record(key, i, score=score, extracted=str(score)) for key, own in scores.items() for i, score in enumerate(own)
     ]
     (target / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    made = {"model": folder.name, "base_hash": folder.name, "sampling": {"temperature": 1.0}, **summary}
-    (target / "summary.json").write_text(json.dumps(made))
+    made = {"n": max(map(len, scores.values())), "model": folder.name, "base_hash": folder.name, **changes}
+    (target / "summary.json").write_text(json.dumps(summary(lines, 1) | made))
     return folder
 
 
@@ -98,17 +98,23 @@ def test_a_base_serves_no_adapter_and_so_does_not_differ_in_how(tmp_path):
 
 def test_what_differs_besides_the_model_is_named(tmp_path, capsys):
     scores = {f"{i:016x}-0": [1.0] for i in range(3)}
-    style = {"gsm8k": {"template": "{question}"}}
+    style = {"template": "{question}", "system_prompt": None, "few_shot": []}
+    made = provenance()
     before = write_results(
-        tmp_path / "a", scores, styles=style, grading_hash="1", provenance={"versions": {"vllm": "1"}}
+        tmp_path / "a",
+        scores,
+        styles={"gsm8k": style},
+        sampling={"temperature": 1.0},
+        grading_hash="1",
+        provenance={**made, "versions": {"vllm": "1"}},
     )
     after = write_results(
         tmp_path / "b",
         scores,
-        styles={"gsm8k": {"template": "{question} Think."}},
+        styles={"gsm8k": {**style, "template": "{question} Think."}},
         sampling={"temperature": 0.6},
         grading_hash="2",
-        provenance={"versions": {"vllm": "2"}},
+        provenance={**made, "versions": {"vllm": "2"}},
     )
     assert main(["compare", str(before), str(after)]) == 0
     shown = " ".join((printed := capsys.readouterr().out).split())
@@ -140,7 +146,7 @@ def test_nothing_in_common_is_refused(tmp_path):
         main(["compare", str(a), str(tmp_path / "nowhere")])
     with pytest.raises(UserError, match=r"A .*a: is the folder of B itself"):
         main(["compare", str(a), f"{a}/../a"])
-    (b / "sweep.json").write_text(json.dumps({"candidates": [{"name": "checkpoint-4"}]}))
+    (b / "sweep.json").write_text(json.dumps(sweep("checkpoint-4")))
     with pytest.raises(UserError, match="holds a sweep; write the folder of one of checkpoint-4"):
         compare(a, b)
     (a / "gsm8k" / "summary.json").write_text("{")

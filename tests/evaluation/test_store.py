@@ -4,39 +4,40 @@ import pytest
 
 from perl.base.errors import UserError
 from perl.evaluation.store import Store, differences, locked
+from tests.results import record
 
 IDENTITY = {"base_hash": "b1", "sampling": {"temperature": 1.0, "top_p": 1.0}}
 
 
-def row(key: str, sample: int = 0, **more) -> dict:
-    return {"key": key, "sample": sample, **more}
+def line(key: str) -> str:
+    return json.dumps(record(key), ensure_ascii=False) + "\n"
 
 
 def test_rows_come_back(tmp_path):
     store = Store(tmp_path, IDENTITY)
-    store.append([row("a"), row("a", 1)])
-    store.append([row("b", text="π\n")])
+    store.append([record("a"), record("a", 1)])
+    store.append([record("b", completion="π\n")])
     again = Store(tmp_path, IDENTITY)
     assert list(again.records) == [("a", 0), ("a", 1), ("b", 0)]
-    assert again.records["b", 0]["text"] == "π\n"
+    assert again.records["b", 0]["completion"] == "π\n"
     assert ("a", 1) in again
     assert ("b", 1) not in again
 
 
 @pytest.mark.parametrize("torn", ['{"key": "c", "sam', '{"key": "c", "sample": 0}', "\x00\x00"])
 def test_a_torn_last_line_is_pending_again(tmp_path, torn, caplog):
-    Store(tmp_path, IDENTITY).append([row("a"), row("b")])
+    Store(tmp_path, IDENTITY).append([record("a"), record("b")])
     whole = (tmp_path / "samples.jsonl").read_bytes()
     (tmp_path / "samples.jsonl").write_bytes(whole + torn.encode())
     store = Store(tmp_path, IDENTITY)
     assert list(store.records) == [("a", 0), ("b", 0)]
     assert "1 broken line" in caplog.text
-    store.append([row("c", text="new")])
-    assert (tmp_path / "samples.jsonl").read_bytes() == whole + b'{"key": "c", "sample": 0, "text": "new"}\n'
+    store.append([record("c")])
+    assert (tmp_path / "samples.jsonl").read_bytes() == whole + line("c").encode()
 
 
 def test_a_line_broken_in_the_middle_is_pending_again(tmp_path):
-    (tmp_path / "samples.jsonl").write_text('{"key": "a", "sample": 0}\n{"key": \n{"key": "b", "sample": 0}\n')
+    (tmp_path / "samples.jsonl").write_text(line("a") + '{"key": \n' + line("b"))
     assert list(Store(tmp_path, IDENTITY).records) == [("a", 0), ("b", 0)]
 
 
@@ -69,5 +70,5 @@ def test_a_full_disk_is_one_line(tmp_path):
     store = Store(tmp_path, IDENTITY)
     store.path = type(store.path)("/dev/full")
     with pytest.raises(UserError, match="No space left"):
-        store.append([row("a")])
+        store.append([record("a")])
     assert ("a", 0) not in store

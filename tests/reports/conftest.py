@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from perl.base.provenance import provenance
 from perl.tasks import TASKS
+from tests.results import record, summary
+
+__all__ = ["record"]
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
@@ -21,43 +23,12 @@ FLAGS = (
 )  # fmt: skip
 
 
-def record(key: str, sample: int = 0, **changes: Any) -> dict[str, Any]:
-    """A row of samples.jsonl: a correct answer to GSM8K unless `changes` say otherwise."""
-    made = {
-        "key": key, "sample": sample, "seed": 7, "task": "gsm8k", "source": f"test.jsonl:{key}",
-        "prompt": f"<|user|>\nQuestion {key}?\nAnswer with ####.<|end|>\n<|model|>\n", "gold": "18",
-        "completion": "so it is\n#### 18", "score": 1.0, "scores": {"flexible": 1.0, "strict": 1.0},
-        "extracted": "18", "reason": "correct", "prompt_tokens": 20, "tokens": 10, "finish_reason": "stop",
-        "time": 0.5, "engine": "hf", "error": None,
-    }  # fmt: skip
-    assert changes.keys() <= made.keys()
-    return made | changes
-
-
 def write_results(folder: Path, records: Sequence[dict[str, Any]], n: int = 1, **changes: Any) -> None:
-    """samples.jsonl and summary.json of a dataset; the metrics are as wide as they may be, not the evaluator's."""
+    """samples.jsonl and summary.json of a dataset."""
     folder.mkdir(parents=True)
     (folder / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    sampling = asdict(TASKS["gsm8k"].sampling)
-    sampling.pop("n")
-    count, accuracy = len(records), sum(r["score"] for r in records) / len(records)
-    names = ["accuracy", f"avg@{n}", *(f"{kind}@{k}" for kind in ("pass", "maj") for k in dict.fromkeys((1, n)))]
-    rules = dict.fromkeys(rule for r in records for rule in r["scores"])
-    asked = {rule: [r["scores"][rule] for r in records if rule in r["scores"]] for rule in rules}
-    summary = {
-        "problems": count // n, "samples": count, "n": n,
-        "metrics": {name: {"value": accuracy, "low": 0.0, "high": 1.0} for name in names},
-        "rules": {rule: {"mean": sum(scores) / len(scores), "scored": len(scores)} for rule, scores in asked.items()},
-        "truncated": sum(r["finish_reason"] == "length" for r in records) / count,
-        "unextracted": sum(r["extracted"] is None for r in records) / count,
-        "timeouts": 0, "grading_errors": 0, "not_generated": 0, "engines": ["hf"],
-        "mean_tokens": sum(r["tokens"] for r in records) / count, "max_tokens": max(r["tokens"] for r in records),
-        "generation": None, "tasks": ["gsm8k"], "model": "models/tiny", "adapter": None, "adapter_mode": "merge",
-        "base_hash": "0123", "adapter_hash": None, "dtype": "float32", "max_model_len": None, "dataset": "gsm8k",
-        "styles": {"gsm8k": asdict(TASKS["gsm8k"].style)}, "sampling": sampling, "merge": None,
-        "chat_template": "{{ messages }}", "chat_template_hash": "4567", "provenance": provenance(),
-    }  # fmt: skip
-    (folder / "summary.json").write_text(json.dumps(summary | changes), encoding="utf-8")
+    style = {"styles": {"gsm8k": asdict(TASKS["gsm8k"].style)}}
+    (folder / "summary.json").write_text(json.dumps(summary(list(records), n, **style | changes)), encoding="utf-8")
 
 
 CONFIG = {

@@ -8,6 +8,7 @@ import re
 import tomllib
 import xml.etree.ElementTree as ET
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from perl.reports import charts, embed, figures
 from perl.reports.charts import Bars, Line
 from perl.reports.comparisons import read_comparison
 from perl.reports.page import SAMPLES_SCRIPTS, STEPS_SCRIPTS, adapter_name, asset, document, write_report
-from perl.reports.results import Run, read_runs
+from perl.reports.results import read_runs
 from perl.reports.svg import Scale, ticks
 from tests.reports.conftest import record, write_results
+from tests.results import sweep
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "perl" / "reports" / "static"
@@ -36,7 +38,7 @@ def test_pieces_hold_every_row_and_each_prompt_once(tmp_path, monkeypatch):
     rows = [record(f"{i}-0", sample, completion=f"{i} {sample} \ud800") for i in range(5) for sample in range(2)]
     write_results(tmp_path / "gsm8k", rows[::-1], 2)
     (run,) = read_runs(tmp_path)
-    found = [unpacked(piece) for piece in embed.pieces([run, Run(label="again", step=1, scored=run.scored)])]
+    found = [unpacked(piece) for piece in embed.pieces([run, replace(run, label="again", step=1)])]
     problems = [piece["problems"] for piece in found if "problems" in piece]
     samples = [piece["samples"] for piece in found if "samples" in piece]
     assert len(samples) > 4
@@ -194,8 +196,8 @@ def test_a_comparison_is_shown_with_what_it_counted(tmp_path):
     assert run.comparison is not None
     paired = run.comparison.datasets["gsm8k"]
     assert (paired.problems, paired.better, paired.worse, paired.equal) == (10, 8, 1, 1)
-    (found,) = paired.differences  # n is 1: all metrics say the same
-    assert (found.metric, found.other, found.this, found.value, found.verdict) == ("avg@1", 0.2, 0.9, 0.7, "better")
+    ((metric, found),) = paired.metrics.items()  # n is 1: all metrics say the same
+    assert (metric, found.other, found.this, found.value, found.verdict) == ("avg@1", 0.2, 0.9, 0.7, "better")
     text = write_report(folder).read_text()
     section = text[text.index('<section class="compared"') : text.index('<section aria-labelledby="samples-title"')]
     assert "Compared with &lt;script&gt;x with &lt;b&gt;" in section
@@ -208,9 +210,8 @@ def test_a_comparison_is_shown_with_what_it_counted(tmp_path):
     ]  # fmt: skip
     samples = next(p["samples"] for p in map(unpacked, embed.pieces([run])) if "samples" in p)
     assert samples["changed"] == [[1.0, 0.0], None, *[[0.0, 1.0]] * 8]
-    (scored,) = run.scored
     assert "changed" not in next(
-        p["samples"] for p in map(unpacked, embed.pieces([Run(label="", step=None, scored=[scored])])) if "samples" in p
+        p["samples"] for p in map(unpacked, embed.pieces([replace(run, comparison=None)])) if "samples" in p
     )
 
 
@@ -222,8 +223,7 @@ def test_checkpoints_compared_with_the_same_run_share_a_section(tmp_path):
         own = [record(row["key"]) if i < right else row for i, row in enumerate(rows)]
         write_results(tmp_path / "sweep" / name / "gsm8k", own)
         assert main(["compare", str(tmp_path / "base"), str(tmp_path / "sweep" / name)]) == 0
-    candidates = [{"name": name, "step": 5, "error": None, "metrics": {}} for name in names]
-    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"candidates": candidates}))
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(sweep(*names)))
     text = write_report(tmp_path / "sweep").read_text()
     assert text.count('<section class="compared"') == 1
     (figure,) = figures.of_comparisons(read_runs(tmp_path / "sweep"))

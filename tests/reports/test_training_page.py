@@ -250,7 +250,7 @@ def test_the_quickstarts_folder_is_one_page(tmp_path):
         assert after.comparison is not None
         paired = after.comparison.datasets["test"]
         assert (paired.problems, paired.better, paired.worse, paired.equal) == (10, 8, 1, 1)
-        assert paired.differences[0].value == pytest.approx(0.7)
+        assert next(iter(paired.metrics.values())).value == pytest.approx(0.7)
     text = render(material)
     assert "<h1>tiny: GRPO with DoRA and AQN</h1>" in text
     assert '<p class="kind">Training and evaluations · run</p>' in text
