@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from perl import device
 from perl.base.errors import UserError
 from perl.base.provenance import git_commit, versions
-from perl.base.redact import hide, redact
+from perl.base.redact import hide, is_secret_name, redact
 from perl.config.load import Parsed
 from perl.scoring.results import METRICS
 
@@ -31,7 +31,6 @@ APPLIED = "peft.json"
 """What is trained, of which layers (perl.adapters.applied.Applied)."""
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "MALLOC_", "PYTORCH_", "VLLM_", "ACCELERATE_",
                      "PERL_")  # fmt: skip
-SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 
 
 def model_slug(model: str) -> str:
@@ -113,6 +112,6 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "variables": {
             name: hide(value)
             for name, value in sorted(os.environ.items())
-            if name.startswith(VARIABLE_PREFIXES) and not SECRET.search(name)
+            if name.startswith(VARIABLE_PREFIXES) and not is_secret_name(name)
         },
     }
