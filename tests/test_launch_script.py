@@ -210,6 +210,30 @@ def test_the_exit_code_is_the_training_processs_and_nothing_is_said_of_the_launc
     assert "CalledProcessError" not in (tmp_path / "run" / "output.log").read_text()
 
 
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_of_the_log_ends_the_log_alone(tmp_path, model, sums):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "output.log").symlink_to("/dev/full")
+    done = launch(flags(model, sums, **{"training.output_dir": "run"}), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = f"error: {tmp_path}/run/output.log: No space left on device; the training goes on, and its log ends here\n"
+    assert done.stdout.count(told) == 1
+    assert "step 2/2" in done.stdout
+    assert (tmp_path / "run" / "adapter").is_dir()
+    assert left_over(tmp_path / "run") == []
+
+
+def test_a_log_that_cannot_be_made_is_one_line_and_nothing_is_started(tmp_path):
+    (tmp_path / "output.log").mkdir()
+    command = [sys.executable, "-m", "perl.tools.supervise", str(tmp_path), "--num_processes", "1", "-m", "perl.train"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {tmp_path}/output.log: Is a directory; give another folder after --config.training.output_dir\n"
+    )
+    assert left_over(tmp_path) == []
+
+
 SLOW = """import time
 def slow(completions, **kwargs):
     print("grading now", flush=True)

@@ -87,3 +87,13 @@ def open_lock(file: Path) -> IO[bytes]:
         if error.errno == errno.ELOOP:
             raise OSError(error.errno, f"{file.name} is a link; delete it", str(file)) from error
         raise
+
+
+def holder_of(lock: IO[bytes]) -> str:
+    """Who holds the flock on this file, as far as this machine's kernel knows."""
+    inode = f":{os.fstat(lock.fileno()).st_ino}"
+    with contextlib.suppress(OSError):
+        for entry in map(str.split, Path("/proc/locks").read_text().splitlines()):
+            if entry[1] == "FLOCK" and entry[5].endswith(inode) and entry[4] != "0":
+                return f"process {entry[4]}"
+    return "a process of another machine or container"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from perl.base.errors import EXIT_USER_ERROR
+from perl.base.errors import EXIT_USER_ERROR, UserError, report_errors
 from perl.base.redact import hide
 from perl.records import PROGRESS
 
@@ -66,6 +66,31 @@ class Screen:
             except BrokenPipeError:
                 self.open = False
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Log:
+    """output.log, without secrets. A disk that takes no more of it ends the log, with one line, not the training."""
+
+    def __init__(self, path: Path, screen: Screen):
+        self.path, self.screen = path, screen
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("ab")
+        except OSError as error:
+            raise UserError(
+                f"{path}: {error.strerror}; give another folder after --config.training.output_dir"
+            ) from error
+
+    def write(self, text: str) -> None:
+        if self.file.closed:
+            return
+        try:
+            self.file.write(text.encode(errors="surrogateescape"))
+            self.file.flush()
+        except OSError as error:
+            self.screen.show(f"error: {self.path}: {error.strerror}; the training goes on, and its log ends here")
+            with contextlib.suppress(OSError):
+                self.file.close()
 
 
 class Launcher:
@@ -139,26 +164,29 @@ def same_command(run_dir: Path, argv: list[str]) -> str:
 
 
 def main(run_dir: Path, argv: list[str]) -> int:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    screen, log = Screen(), run_dir / "output.log"
+    screen = Screen()
+    log = Log(run_dir / "output.log", screen)
     launcher = Launcher(argv)
-    with log.open("ab") as file:
+    try:
         for line in launcher.lines():
             text = hide(line.decode(errors="surrogateescape"))
-            file.write(text.encode(errors="surrogateescape"))
-            file.flush()
+            log.write(text)
             screen.show(text.encode(errors="replace").decode(errors="replace").rstrip("\n"))
+    except BaseException:
+        launcher.kill()
+        raise
     code = launcher.wait()
     screen.end_progress()
     if code == 0:
         name = "model" if (run_dir / "model").is_dir() else "adapter"
         screen.write(f"{name}: {run_dir}/{name}\n")
     elif not launcher.received:
-        print(f"training ended with exit code {code}; the whole log is in {log}", file=sys.stderr)
+        print(f"training ended with exit code {code}; the whole log is in {log.path}", file=sys.stderr)
         if code != EXIT_USER_ERROR and any(run_dir.glob("checkpoint-*")):
             print(f"run again to go on from its last checkpoint: {same_command(run_dir, argv)}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    with report_errors():
+        sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
