@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -195,6 +196,21 @@ def report_errors() -> Iterator[None]:
         sys.stderr.write(f"error: {hide(refused)}\n")
         sys.stderr.flush()
         sys.exit(EXIT_WHILE_RUNNING)
+
+
+@contextlib.contextmanager
+def stopped_by_sigterm(message: str) -> Iterator[None]:
+    """SIGTERM, as a scheduler sends it, ends the work inside as Ctrl-C does, with one line: what cleans up behind it
+    does so."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise Stopped(f"SIGTERM; {message}", number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
