@@ -3,16 +3,19 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from perl import device
+from perl.runs import rundir
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -314,6 +317,41 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
     assert again.wait(timeout=120) == 0, again.stdout.read()
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "reward" in row] == [*range(1, step + 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["rank", "launcher"])
+def test_sigkill_of_any_process_ends_all_and_frees_the_folder(tmp_path, start, killed):
+    script = start(0.3, processes=2)
+    folder = tmp_path / "run"
+    wait_for("progress: step 2/", folder / "output.log", script)
+    (launcher,) = psutil.Process(script.pid).children()
+    ranks = launcher.children()
+    assert len(ranks) == 2
+    {"rank": ranks[1], "launcher": launcher}[killed].kill()
+    shown, _ = script.communicate(timeout=60)
+    assert script.returncode == 137
+    assert "Traceback" not in shown
+    who = "the process of rank 1" if killed == "rank" else "the launcher"
+    assert next(line for line in shown.splitlines() if "SIGKILL" in line).startswith(f"error: {who} was ended by")
+    assert left_over(folder) == []
+    rundir.check_folder(folder, resuming=True)
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_folder_is_one_line_while_the_first_works(tmp_path, start):
+    first = start(0.3)
+    wait_for("progress: step 2/", tmp_path / "run" / "output.log", first)
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    second = start(0.3, **{"common.seed": 7})
+    shown, _ = second.communicate(timeout=100)
+    assert second.returncode == 2
+    assert re.fullmatch(
+        r"error: --config.training.output_dir run: another training works in it \(process \d+\);.*\n", shown
+    )
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=60) == 143
 
 
 @pytest.mark.slow

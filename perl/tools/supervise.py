@@ -11,11 +11,13 @@ Nothing large is imported here: this process lives as long as the training.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -31,6 +33,7 @@ SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
 LAUNCHERS_OWN = ("ChildFailedError", "SignalException")
 """A failed training process is reported by its own line; the launcher's about it is no news."""
+PR_SET_CHILD_SUBREAPER = 36
 ONE_SIGNAL_S = 1.0
 """Signals within this time are one."""
 
@@ -50,7 +53,7 @@ class Screen:
             self.pending = self.terminal
             return
         matters = line.startswith(SHOWN_STARTS) or any(part in line for part in SHOWN_PARTS)
-        if matters and not any(own in line for own in LAUNCHERS_OWN):
+        if matters and not any(error in line for error in LAUNCHERS_OWN):
             self.end_progress()
             self.write(f"{line}\n")
 
@@ -94,9 +97,12 @@ class Log:
 
 
 class Launcher:
-    """accelerate in a session of its own, so that the terminal's Ctrl-C reaches this process alone."""
+    """accelerate in a session of its own, so that the terminal's Ctrl-C reaches this process alone. The processes of a
+    launcher that is killed become this one's children."""
 
     def __init__(self, argv: list[str]):
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.received, self._at, self.process = 0, 0.0, None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.receive)
@@ -109,6 +115,7 @@ class Launcher:
         )
         if self.received:
             self.kill()
+        threading.Thread(target=self._end_with_launcher, daemon=True).start()
 
     def receive(self, number: int, _frame: object) -> None:
         """Pass a signal on; the second one kills."""
@@ -133,10 +140,23 @@ class Launcher:
                 # torch's agent gives each rank a session of its own; else they are in the launcher's.
                 (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
 
+    def _end_with_launcher(self) -> None:
+        """The ranks hold the pipe that `lines` reads, and would train on."""
+        assert self.process is not None
+        if self.process.wait() < 0:
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+
     def lines(self) -> Iterator[bytes]:
         assert self.process is not None
         assert self.process.stdout is not None
         yield from self.process.stdout
+
+    def killed_by(self) -> str | None:
+        """The signal that has ended the launcher itself."""
+        code = self.process.returncode if self.process is not None else None
+        return signal.Signals(-code).name if code is not None and code < 0 else None
 
     def wait(self) -> int:
         """The exit code as a shell has it, once nothing of the run is left."""
@@ -181,6 +201,8 @@ def main(run_dir: Path, argv: list[str]) -> int:
         name = "model" if (run_dir / "model").is_dir() else "adapter"
         screen.write(f"{name}: {run_dir}/{name}\n")
     elif not launcher.received:
+        if (killed_by := launcher.killed_by()) is not None:
+            print(f"error: the launcher was ended by {killed_by}", file=sys.stderr)
         print(f"training ended with exit code {code}; the whole log is in {log.path}", file=sys.stderr)
         if code != EXIT_USER_ERROR and any(run_dir.glob("checkpoint-*")):
             print(f"run again to go on from its last checkpoint: {same_command(run_dir, argv)}", file=sys.stderr)
