@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 # `python perl/eval.py` puts perl/ first on sys.path; the repository's root belongs there, here and in spawned workers.
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() not in (_HERE, _HERE.parent))]
 
-from perl.base.errors import EXIT_NOT_ALL_GENERATED, Stopped, report_errors  # noqa: E402
+from perl.base.errors import EXIT_NOT_ALL_GENERATED, report_errors, stopped_by_sigterm  # noqa: E402
 
 with report_errors():  # without the environment, one line
     from perl.base.redact import hide, hide_secrets_in_logs
     from perl.config.evaluation import parse
-
-
-@contextlib.contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM, as a scheduler sends it, ends the work inside as Ctrl-C does: workers are ended, rows stay."""
-
-    def stop(number: int, _frame: object) -> None:
-        raise Stopped("SIGTERM; the rows that are done stay, and the same command goes on", number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +29,7 @@ def main(argv: list[str]) -> int:
 
     code, summaries = 0, {}
     try:
-        with stopped_by_sigterm():
+        with stopped_by_sigterm("the rows that are done stay, and the same command goes on"):
             if config.rescore:
                 rescore(config)
             else:

@@ -73,6 +73,11 @@ def test_another_broken_pipe_is_no_reason_to_be_quiet():
     assert "a worker is gone" in done.stderr
 
 
+def test_control_characters_of_a_message_do_not_reach_the_terminal():
+    error = UserError("no column \x1b]0;title\x07\x1b[2J of a\tb\nc, \u202eabc, π")
+    assert str(error) == r"no column \x1b]0;title\x07\x1b[2J of a b c, \u202eabc, π"
+
+
 def test_a_name_in_another_case_is_found():
     with pytest.raises(UserError, match="did you mean 'gsm8k'"):
         lookup({"gsm8k": 1, "math": 2}, "GSM8K", "task")

@@ -3,16 +3,19 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from perl import device
+from perl.runs import rundir
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -210,6 +213,30 @@ def test_the_exit_code_is_the_training_processs_and_nothing_is_said_of_the_launc
     assert "CalledProcessError" not in (tmp_path / "run" / "output.log").read_text()
 
 
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_of_the_log_ends_the_log_alone(tmp_path, model, sums):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "output.log").symlink_to("/dev/full")
+    done = launch(flags(model, sums, **{"training.output_dir": "run"}), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = f"error: {tmp_path}/run/output.log: No space left on device; the training goes on, and its log ends here\n"
+    assert done.stdout.count(told) == 1
+    assert "step 2/2" in done.stdout
+    assert (tmp_path / "run" / "adapter").is_dir()
+    assert left_over(tmp_path / "run") == []
+
+
+def test_a_log_that_cannot_be_made_is_one_line_and_nothing_is_started(tmp_path):
+    (tmp_path / "output.log").mkdir()
+    command = [sys.executable, "-m", "perl.tools.supervise", str(tmp_path), "--num_processes", "1", "-m", "perl.train"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {tmp_path}/output.log: Is a directory; give another folder after --config.training.output_dir\n"
+    )
+    assert left_over(tmp_path) == []
+
+
 SLOW = """import time
 def slow(completions, **kwargs):
     print("grading now", flush=True)
@@ -290,6 +317,41 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
     assert again.wait(timeout=120) == 0, again.stdout.read()
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "reward" in row] == [*range(1, step + 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["rank", "launcher"])
+def test_sigkill_of_any_process_ends_all_and_frees_the_folder(tmp_path, start, killed):
+    script = start(0.3, processes=2)
+    folder = tmp_path / "run"
+    wait_for("progress: step 2/", folder / "output.log", script)
+    (launcher,) = psutil.Process(script.pid).children()
+    ranks = launcher.children()
+    assert len(ranks) == 2
+    {"rank": ranks[1], "launcher": launcher}[killed].kill()
+    shown, _ = script.communicate(timeout=60)
+    assert script.returncode == 137
+    assert "Traceback" not in shown
+    who = "the process of rank 1" if killed == "rank" else "the launcher"
+    assert next(line for line in shown.splitlines() if "SIGKILL" in line).startswith(f"error: {who} was ended by")
+    assert left_over(folder) == []
+    rundir.check_folder(folder, resuming=True)
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_folder_is_one_line_while_the_first_works(tmp_path, start):
+    first = start(0.3)
+    wait_for("progress: step 2/", tmp_path / "run" / "output.log", first)
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    second = start(0.3, **{"common.seed": 7})
+    shown, _ = second.communicate(timeout=100)
+    assert second.returncode == 2
+    assert re.fullmatch(
+        r"error: --config.training.output_dir run: another training works in it \(process \d+\);.*\n", shown
+    )
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=60) == 143
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -19,15 +21,22 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     "name",
     ["hub_token", "token", "api_key", "apikey", "apiKey", "accessToken", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY",
-     "password", "db-passwd", "credentials", "Authorization", "training.hub_token", "client.secret"],
+     "password", "db-passwd", "credentials", "Authorization", "training.hub_token", "client.secret",
+     "PGPASSWORD", "MYSQL_PWD", "DB_PASS", "GITHUB_PAT", "HF_TOKEN_READ", "HF_TOKEN_2", "SLACK_WEBHOOK",
+     "SLACK_WEBHOOK_URL", "tokens", "access_tokens", "passwords", "pwd", "pass", "cookie", "private_key_pem",
+     "ACCESSTOKEN", "hubtoken"],
 )  # fmt: skip
 def test_names_of_secrets(name):
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["eos_token", "pad_token", "image_key", "data.prompt_key", "max_tokens", "monkey", "TOKENIZERS_PARALLELISM"]
-)
+    "name",
+    ["eos_token", "pad_token", "image_key", "data.prompt_key", "max_tokens", "monkey", "TOKENIZERS_PARALLELISM",
+     "tokens_per_second", "num_tokens", "num_tokens_2", "pass@8", "pass_at_k", "tokenizer", "PWD", "OLDPWD", "pattern",
+     "SSH_ASKPASS", "compass", "forward_pass", "num_key_value_heads", "max_tokens_per_microbatch", "SSH_AUTH_SOCK",
+     "completion_tokens", "token_type_ids", "keys", "author", "stop_token_ids", "secretary", "patience"],
+)  # fmt: skip
 def test_names_of_other_things(name):
     assert not is_secret_name(name)
 
@@ -44,6 +53,12 @@ def test_a_mapping_loses_its_secrets_at_any_depth():
         "kwargs": {"n": 2, "url": f"postgres://{HIDDEN}@host/db"},
         "list": [{"a": 1}, f"https://host/x.jsonl?split=a&token={HIDDEN}"],
     }  # fmt: skip
+
+
+def test_numbers_under_the_names_of_texts_stay():
+    given = {"tokens": [3, 4], "pass": 0.5, "key": 3, "pass@8": 0.25, "tokens_per_second": 12.0, "num_tokens": "12"}
+    assert drop_secrets(given) == given
+    assert drop_secrets({"tokens": ["s3cret"], "pass": "s3cret", "passwords": [12, 34]}) == {}
 
 
 def test_a_command_line_without_its_secrets():
@@ -73,6 +88,59 @@ def test_a_text_without_its_secrets(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "correct horse")
     monkeypatch.setenv("SOME_OTHER_KEY", "short")
     assert hide("it said correct horse, short") == f"it said {HIDDEN}, short"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Authorization: Basic dXNlcjpwYXNz", '"authorization": "basic dXNlcjpwYXNz"', "Basic dXNlcjpwYXNzd29yZA==",
+     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl", "AIzaSyAbCdEfGhIjKlMnOpQrStUvWxYz0123456",
+     "https://user:pa/ss@host/x", "https://host/?a=b&pass=hunter22", "https://hooks.slack.com/services/T0/B0/abc",
+     "-----BEGIN RSA PRIVATE KEY-----\nMIIabc\n-----END RSA PRIVATE KEY-----"],
+)  # fmt: skip
+def test_secrets_that_are_known_by_their_form(text):
+    shown = hide(f"a {text} b")
+    assert HIDDEN in shown
+    assert not any(part in shown for part in ("dXNl", "eyJz", "SyAb", "pa/ss", "hunter22", "B0/abc", "MIIabc"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["basic arithmetic with n=3", "Basic requirements: none", "https://host:8080/a@b", "http://[::1]:80/a@b",
+     "tokens_per_second=12 num_tokens=3 pass@8=0.25 max_tokens=7", "https://host/x?max_tokens=3&pass@8=1",
+     "the tokenizer is authoritative, a password is not", "eyJust.a.word", "step 3/9 reward 0.5 pass 2"],
+)  # fmt: skip
+def test_ordinary_words_stay(text):
+    assert hide(text) == text
+
+
+@pytest.mark.parametrize(
+    "name", ["PGPASSWORD", "MYSQL_PWD", "DB_PASS", "GITHUB_PAT", "HF_TOKEN_READ", "SLACK_WEBHOOK", "API_SECRET"]
+)
+def test_a_secret_of_the_environment_is_hidden_in_every_spelling(monkeypatch, name):
+    value = 'we"ird\\sec/ret é'
+    monkeypatch.setenv(name, value)
+    spellings = [value, json.dumps(value), json.dumps(value, ensure_ascii=False), repr({"k": value}), quote(value)]
+    for text in [*spellings, quote(value, safe=""), quote_plus(value)]:
+        assert "ird" not in hide(f"x {text} y"), text
+    monkeypatch.setenv(name, "first line\nand the second\n")
+    assert hide("x first line\n") == f"x {HIDDEN}\n"
+    assert hide(f"  and the second{json.dumps(os.environ[name])}") == f'  {HIDDEN}"{HIDDEN}"'
+
+
+@pytest.mark.parametrize("where", ["", "import threading; threading.Thread(target=fail).start()", "logging.exception"])
+def test_a_traceback_holds_no_secret(where):
+    code = "import logging\nfrom perl.base.errors import report_errors\nfrom perl.base.redact import *\n"
+    code += "def fail():\n    int(__import__('os').environ['HF_TOKEN'])\n"
+    body = where or "fail()"
+    if where == "logging.exception":
+        code += "logging.basicConfig(); hide_secrets_in_logs()\n"
+        body = "try: fail()\n    except ValueError: logging.exception('failed')"
+    code += f"with report_errors():\n    {body}\n"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_TOKEN": "correct-horse"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert "Traceback" in done.stderr
+    assert f"ValueError: invalid literal for int() with base 10: '{HIDDEN}'" in done.stderr
+    assert "horse" not in done.stderr
 
 
 @pytest.mark.parametrize("recipe", ["--recipe my.yaml", "--recipe=my.yaml"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perl.base.errors import UserError
-from perl.base.files import atomic_write, read_json, write_json
+from perl.base.files import atomic_write, open_lock, read_json, write_json
 from perl.reports.training_run import read_training_run
 from perl.scoring.results import read_metrics, read_samples
 from tests.results import record
@@ -93,3 +93,41 @@ def test_what_is_no_file_is_written_to_and_stays(tmp_path):
     assert os.read(reader, 100) == b"a row"
     os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_a_link_in_a_folder_of_results_from_others_overwrites_nothing(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for name in ("report.html", ".report.html.partial", ".lock"):
+        (folder / name).symlink_to(victim)
+    with atomic_write(folder / "report.html") as file:
+        file.write("a page")
+    with pytest.raises(OSError, match=r"\.lock is a link; delete it"):
+        open_lock(folder / ".lock")
+    assert victim.read_text() == "mine"
+    assert (folder / "report.html").read_text() == "a page"
+    assert not (folder / "report.html").is_symlink()
+
+
+def test_a_file_has_the_mode_that_the_umask_gives_and_a_lock_keeps_its_content(tmp_path):
+    with atomic_write(tmp_path / "page") as file:
+        file.write("a page")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "page").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "lock").write_text("kept")
+    open_lock(tmp_path / "lock").close()
+    assert (tmp_path / "lock").read_text() == "kept"
+
+
+def test_of_two_writers_of_one_file_the_last_one_counts_whole(tmp_path):
+    file = tmp_path / "row"
+    with atomic_write(file) as first:
+        first.write("A" * 20)
+        first.flush()
+        with atomic_write(file) as second:
+            second.write("B")
+        assert file.read_text() == "B"
+    assert file.read_text() == "A" * 20
+    assert [path.name for path in tmp_path.iterdir()] == ["row"]

@@ -13,12 +13,13 @@ import importlib.util
 import os
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from perl.base.redact import hide
+from perl.base.redact import hide, hide_secrets_in_tracebacks
 
 T = TypeVar("T")
 
@@ -48,6 +49,8 @@ LOST_PEER = (
 """Parts of what gloo, torch's store, NCCL and HCCL raise in the others when a process has ended. HCCL's first three
 are the texts of the codes below them, which differ between versions of CANN. (ERR02200 says that any call of HCCL has
 failed, the first one too, as where a port is taken.)"""
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Escape sequences begin with one; the last ones turn the direction of what follows."""
 
 
 class UserError(Exception):
@@ -56,7 +59,9 @@ class UserError(Exception):
     exit_code = EXIT_USER_ERROR
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().split())
+        """Control characters, which would reach the terminal, as escapes."""
+        line = " ".join(super().__str__().split())
+        return CONTROL.sub(lambda match: ascii(match[0])[1:-1], line)
 
 
 class RankError(UserError):
@@ -135,8 +140,9 @@ def report_errors() -> Iterator[None]:
     printed by the process that meets it, and later by a higher rank, so that the launcher ends those that meet it at
     the same time. A process that has lost another one waits for the launcher too: the other's error is the one to see,
     and its exit code that of the run. Where the reader of stdout has gone (`| head`) the process ends quietly, as with
-    SIGPIPE.
+    SIGPIPE. What is not caught keeps its traceback, without secrets.
     """
+    hide_secrets_in_tracebacks()
     try:
         try:
             yield
@@ -192,6 +198,21 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_WHILE_RUNNING)
 
 
+@contextlib.contextmanager
+def stopped_by_sigterm(message: str) -> Iterator[None]:
+    """SIGTERM, as a scheduler sends it, ends the work inside as Ctrl-C does, with one line: what cleans up behind it
+    does so."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise Stopped(f"SIGTERM; {message}", number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 """What a disk that is full, broken or not to be written to makes of a write."""
 
@@ -210,8 +231,8 @@ def _disk_refuses(error: Exception) -> str | None:
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error.filename or 'a file'}: {error.strerror}; {advice}"
-    if not isinstance(error, OSError) and (found := DISK_WORDS.search(text)):
-        return f"a file could not be written ({found[0]}); {advice}"
+    if not isinstance(error, OSError) and (refusal := DISK_WORDS.search(text)):
+        return f"a file could not be written ({refusal[0]}); {advice}"
     return None
 
 

@@ -1,11 +1,13 @@
-"""Files of JSON, read and written whole, and the form of what they hold."""
+"""Files that are read and written whole, the form of what they hold, and locks."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -15,6 +17,9 @@ import msgspec
 from perl.base.errors import UserError
 
 T = TypeVar("T")
+UMASK = os.umask(0o077)
+"""Of this process; the system gives it for another alone."""
+os.umask(UMASK)
 
 
 def typed(content: Any, kind: type[T]) -> T:
@@ -62,17 +67,40 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "strict") -> Iterator[IO[Any]]:
     """Open a file that takes the place of `file` when the block ends: whoever reads, finds the old content or the new
     one, whole. An exception leaves the old one. Text is UTF-8, `errors` as for `open`. Raises OSError."""
-    temporary = file.with_name(f".{file.name}.partial")
-    text = mode == "w"
+    text = {} if mode == "wb" else {"encoding": "utf-8", "errors": errors}
     if file.exists() and not file.is_file():  # /dev/null or a pipe, which no file may take the place of
-        with file.open(mode, encoding="utf-8" if text else None, errors=errors if text else None) as handle:
+        with file.open(mode, **text) as handle:
             yield handle
         return
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".partial", dir=file.parent)
     try:
-        with temporary.open(mode, encoding="utf-8" if text else None, errors=errors if text else None) as handle:
+        with os.fdopen(descriptor, mode, **text) as handle:
             yield handle
             handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+            os.fchmod(descriptor, 0o666 & ~UMASK)
+            os.fsync(descriptor)
+        os.replace(temporary, file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def open_lock(file: Path) -> IO[bytes]:
+    """Open a file to be locked by flock, making it if need be; what it holds stays. Raises OSError, for a link too:
+    it may lead to any file of the user's."""
+    try:
+        return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb+", buffering=0)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"{file.name} is a link; delete it", str(file)) from error
+        raise
+
+
+def holder_of(lock: IO[bytes]) -> str:
+    """Who holds the flock on this file, as far as this machine's kernel knows."""
+    inode = f":{os.fstat(lock.fileno()).st_ino}"
+    with contextlib.suppress(OSError):
+        for entry in map(str.split, Path("/proc/locks").read_text().splitlines()):
+            if entry[1] == "FLOCK" and entry[5].endswith(inode) and entry[4] != "0":
+                return f"process {entry[4]}"
+    return "a process of another machine or container"

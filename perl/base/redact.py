@@ -9,37 +9,55 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from types import TracebackType
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 HIDDEN = "<secret>"
 LEAST_LENGTH = 8
 """Characters of a value that is looked for in texts; a shorter one would be found everywhere."""
 SECRET_NAME = re.compile(
-    r"(^|[_\-. ])(token|key|api_?keys?|secrets?|password|passwd|passphrase|credentials?|auth|authorization|bearer)$",
+    r"(^(api|access|auth|bearer|hub|hf|github|refresh|secret|user)?_?tokens"
+    r"|token|secrets?|passwords?|passwd|passphrase|api[_\-. ]?keys?"
+    r"|(^|[_\-. ])(key|pass|pwd|pat|cred(ential)?s?|auth|authorization|bearer|cookies?|webhook(_url)?))"
+    r"([_\-](read|write|ro|rw|admin|prod|production|dev|test|staging|old|new|primary|secondary|base64|pem|\d+))*$",
     re.IGNORECASE,
 )
 """Ends of names of fields, variables and keys whose texts belong in no file of a run."""
 NO_SECRETS = re.compile(
-    r"(^|_)((bos|eos|pad|unk|sep|cls|mask|image|video|audio)_token"
-    r"|(image|video|audio|prompt|question|answer|response|label|text|data|reward_fn)_key)$",
+    r"(^|_)((bos|eos|pad|unk|sep|cls|mask|image|video|audio)_?token"
+    r"|(image|video|audio|prompt|question|answer|response|label|text|data|reward_fn)_key"
+    r"|(forward|backward|first|second|last|single)_pass)$|(?-i:^(OLD)?PWD$)",
     re.IGNORECASE,
 )
-"""Tokens of a vocabulary and names of columns."""
-NEVER_NUMBERS = re.compile(r"(secrets?|password|passwd|passphrase|api_?keys?)$", re.IGNORECASE)
+"""Tokens of a vocabulary, names of columns, passes of a model, and the shell's current folder."""
+NEVER_NUMBERS = re.compile(r"(secrets?|passwords?|passwd|passphrase|pwd|api_?keys?)$", re.IGNORECASE)
 """Names under which a number is a secret too: a `token` or a `key` may be an index."""
 HUMPS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-USER_OF_URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"<>]+@", re.IGNORECASE)
+USER_OF_URL = re.compile(
+    r"\b([a-z][a-z0-9+.-]*://)([^\s/?#'\"<>]+|[^\s/?#'\"<>:\[]+:(?!\d+[/?#])[^\s'\"<>@]+)@", re.IGNORECASE
+)
+"""A password may hold a slash; what follows a port is a path."""
 QUERY = re.compile(r"([?&;]([\w.~-]+)=)([^\s&#'\"<>]+)")
 SIGNATURES = ("sig", "signature", "x-amz-signature", "x-amz-credential", "x-goog-signature", "awsaccesskeyid")
-BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+BEARER = re.compile(
+    r"\b(bearer\s+)[\w.~+/=-]{8,}|\b(authorization[\"']?\s*[:=]\s*[\"']?basic\s+|basic\s+(?=[\w+/-]{8,}==?(?![\w=])))[\w+/=-]+",
+    re.IGNORECASE,
+)
 FORMS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|local-[0-9a-f]{32,})"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|local-[0-9a-f]{32,}|AIza[\w-]{30,}|hooks\.slack\.com/services/[\w/]+"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)|-----BEGIN [A-Z ]*PRIVATE KEY-----.+?-----END [A-Z ]*PRIVATE KEY-----",
+    re.DOTALL,
 )
 """Tokens that are known by their first letters."""
 
@@ -51,9 +69,13 @@ def is_secret_name(name: object) -> bool:
 
 def is_secret(name: object, value: object) -> bool:
     """Whether `value`, which stands under `name`, is a secret (or the place of one, None)."""
-    if not is_secret_name(name) or isinstance(value, (bool, float)):
+    if not is_secret_name(name):
         return False
-    return not isinstance(value, int) or NEVER_NUMBERS.search(HUMPS.sub("_", str(name))) is not None
+    items = value if isinstance(value, (list, tuple)) and value else [value]
+    if not all(isinstance(item, (int, float)) for item in items):
+        return True
+    never_a_number = NEVER_NUMBERS.search(HUMPS.sub("_", str(name))) is not None
+    return never_a_number and any(type(item) is int for item in items)
 
 
 def drop_secrets(value: Any) -> Any:
@@ -79,17 +101,19 @@ def hide(text: str) -> str:
         text = USER_OF_URL.sub(rf"\1{HIDDEN}@", text)
     if "=" in text:
         text = QUERY.sub(lambda m: m[1] + (HIDDEN if _is_secret_query(m[2]) else m[3]), text)
-    text = FORMS.sub(HIDDEN, BEARER.sub(rf"\1{HIDDEN}", text))
+    text = FORMS.sub(HIDDEN, BEARER.sub(rf"\1\2{HIDDEN}", text))
     known = _known()
     return known.sub(HIDDEN, text) if known is not None else text
 
 
 class HideSecrets(logging.Filter):
-    """Of a log's handler: no line of it holds a secret. Tracebacks are left to whoever writes the log's file."""
+    """Of a log's handler: no line of it holds a secret, nor does a traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit: logging itself says so
             record.msg, record.args = hide(record.getMessage()), None
+        if record.exc_info:
+            record.exc_text = hide(logging.Formatter().formatException(record.exc_info))
         return True
 
 
@@ -100,6 +124,20 @@ def hide_secrets_in_logs() -> None:
     """After logging.basicConfig: what this process logs holds no secret."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(HIDE_SECRETS)
+
+
+def hide_secrets_in_tracebacks() -> None:
+    """From here on a traceback that nothing catches, in any thread, holds no secret."""
+
+    def show(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        sys.stderr.write(hide("".join(traceback.format_exception(kind, error, trace))))
+        sys.stderr.flush()
+
+    def show_of_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit:
+            show(args.exc_type, args.exc_value, args.exc_traceback)
+
+    sys.excepthook, threading.excepthook = show, show_of_thread
 
 
 def hide_secrets_in_output() -> None:
@@ -143,8 +181,6 @@ def _redact_yaml(text: str) -> str:
     shown = hidden(mapping)
     if shown == mapping:
         return text
-    import json
-
     return json.dumps(shown, default=str, ensure_ascii=False)
 
 
@@ -157,10 +193,10 @@ def _mapping(text: str) -> Any:
     except ImportError:
         return None
     try:
-        found = yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except yaml.YAMLError:
         return None
-    return found if isinstance(found, (dict, list)) else None
+    return content if isinstance(content, (dict, list)) else None
 
 
 def _known() -> re.Pattern[str] | None:
@@ -172,17 +208,28 @@ def _known() -> re.Pattern[str] | None:
 
 @functools.lru_cache(maxsize=4)
 def _pattern(values: frozenset[str], argv: tuple[str, ...]) -> re.Pattern[str] | None:
-    said = [value for _, value, secret in _words(argv) if secret]
+    flags = [value for _, value, secret in _words(argv) if secret]
     mappings = [*map(_mapping, _recipes(argv)), *(_mapping(value) for _, value, _ in _words(argv))]
-    inside = [found for mapping in mappings for found in _secrets_in(mapping)]
-    wanted = {value for value in (*values, *said, *inside) if len(value) >= LEAST_LENGTH}
+    below = [value for mapping in mappings for value in _secrets_in(mapping)]
+    wanted = {spelling for value in (*values, *flags, *below) for spelling in _spellings(value)}
     longest_first = sorted(wanted, key=lambda value: (-len(value), value))
     return re.compile("|".join(map(re.escape, longest_first))) if wanted else None
 
 
+def _spellings(value: str) -> Iterator[str]:
+    """How a secret stands in a text: as it is, each of its lines (a log is redacted line by line), and as JSON, repr
+    and addresses write it."""
+    if len(value) < LEAST_LENGTH:
+        return
+    yield from (line for line in map(str.strip, value.splitlines()) if len(line) >= LEAST_LENGTH)
+    yield from (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
+    encoded = value.encode(errors="surrogateescape")
+    yield from (quote(encoded, safe=""), quote(encoded), quote_plus(encoded))
+
+
 def _recipes(argv: Sequence[str]) -> Iterator[str]:
     """The texts of the recipes that a command line names; what is wrong with one is said where it is taken."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name == "--recipe":
             with (

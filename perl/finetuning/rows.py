@@ -70,9 +70,9 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     check_length(training)
     check_trackers(training)
     model_dtype(config)
+    rundir.check_folder(run_dir, resuming=checkpoints.goes_on(training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(training.resume_from_checkpoint, run_dir)
     checkpoints.check_made(checkpoint, training)
-    rundir.check_folder(run_dir, resuming=checkpoints.goes_on(training.resume_from_checkpoint))
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     if has_images(tokenizer):
         raise UserError(

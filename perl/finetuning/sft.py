@@ -50,8 +50,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
     checked = check_rows(config, run_dir)
 
     trainer_class = import_trainer()
-    with StopOnSignal() as stop, explain_out_of_memory(config) as watch:
-        open_run(run_dir, config, parsed, checked)
+    with StopOnSignal() as stop, explain_out_of_memory(config) as watch, open_run(run_dir, config, parsed, checked):
         with users_error("--config"):  # TRL checks combinations of its own arguments
             trainer = trainer_class(
                 model=load_model(config),

@@ -90,26 +90,32 @@ def agree_on_folder(config: Config | SFTRunConfig, parsed: Parsed) -> Path:
     return Path(name[0])
 
 
-def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked) -> None:
-    """Make the folder with its config.yaml, environment.json and trained_problems.json, and settle where metrics go."""
+@contextlib.contextmanager
+def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked) -> Iterator[None]:
+    """Make the folder with its config.yaml, environment.json and trained_problems.json, keep others out of it inside,
+    and settle where metrics go."""
     agree_on_checkpoint(checked.checkpoint)
-    if config.training.process_index == 0:
-        if goes_on(config.training.resume_from_checkpoint):
-            leave_behind(run_dir, checked.checkpoint)
-        rundir.prepare(run_dir, parsed, config.training.world_size)
-        data = config.dataset
-        # What is trained has seen the problems of those runs too.
-        before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
-        with rundir.writable(run_dir):
-            write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
-        log.info("run folder: %s", run_dir.resolve())
-    if config.training.push_to_hub and config.training.process_index == 0:
-        make_repository(config.training)
-    tracking.configure(config, run_dir, device.detect().kind)
-    if config.training.hub_token:
-        # the hub reads the token from the environment too, and the arguments go to trackers and, pushed, to a pickle.
-        os.environ.setdefault("HF_TOKEN", config.training.hub_token)
-        config.training.hub_token = None
+    with contextlib.ExitStack() as run:
+        if config.training.process_index == 0:
+            resuming = goes_on(config.training.resume_from_checkpoint)
+            run.enter_context(rundir.held(run_dir, resuming))
+            if resuming:
+                leave_behind(run_dir, checked.checkpoint)
+            rundir.prepare(run_dir, parsed, config.training.world_size)
+            data = config.dataset
+            # What is trained has seen the problems of those runs too.
+            before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
+            with rundir.writable(run_dir):
+                write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
+            log.info("run folder: %s", run_dir.resolve())
+            if config.training.push_to_hub:
+                make_repository(config.training)
+        tracking.configure(config, run_dir, device.detect().kind)
+        if config.training.hub_token:
+            # the hub reads it from the environment too; the arguments go to trackers and, pushed, to a pickle
+            os.environ.setdefault("HF_TOKEN", config.training.hub_token)
+            config.training.hub_token = None
+        yield
 
 
 def agree_on_checkpoint(checkpoint: str | None) -> None:

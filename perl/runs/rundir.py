@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -13,12 +14,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from perl import device
 from perl.base.errors import UserError
+from perl.base.files import holder_of, open_lock
 from perl.base.provenance import git_commit, versions
-from perl.base.redact import hide, redact
+from perl.base.redact import hide, is_secret_name, redact
 from perl.config.load import Parsed
 from perl.scoring.results import METRICS
 
@@ -29,9 +31,14 @@ log = logging.getLogger(__name__)
 
 APPLIED = "peft.json"
 """What is trained, of which layers (perl.adapters.applied.Applied)."""
+LOCK = ".lock"
+"""Held by a training as long as it lives."""
+LAST_ATTEMPT_S = 30.0
+"""How long a run that goes on waits for its last attempt to end: processes that outlive a killed launcher, or save a
+checkpoint after a signal."""
+POLL_S = 0.2
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "MALLOC_", "PYTORCH_", "VLLM_", "ACCELERATE_",
                      "PERL_")  # fmt: skip
-SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
 
 
 def model_slug(model: str) -> str:
@@ -57,24 +64,67 @@ def default_run_dir(config: Any, kind: str, root: Path = Path("outputs")) -> Pat
 
 
 def check_folder(run_dir: Path, resuming: bool) -> None:
-    """Raise a UserError for a folder that can't be made or written to, or that already holds another run, whose
-    metrics would be mixed with this one's."""
-    if (run_dir / METRICS).exists() and not resuming:
-        raise UserError(
-            f"--config.training.output_dir {run_dir} already holds a run; give another folder,"
-            " or go on with --config.training.resume_from_checkpoint auto"
-        )
+    """Raise a UserError for a folder that can't be made or written to, in which another training works, or that
+    already holds another run, whose metrics would be mixed with this one's."""
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         why = "can't be written to" if there.is_dir() else "is no folder"
         raise UserError(f"--config.training.output_dir {run_dir}: {there} {why}; give another folder")
+    if (run_dir / LOCK).is_file():
+        with _opened_lock(run_dir) as lock:  # shared, so that all processes of a run can ask at once
+            _take(lock, fcntl.LOCK_SH, run_dir, LAST_ATTEMPT_S if resuming else 0.0)
+    if not resuming:
+        _require_new(run_dir)
+
+
+def _require_new(run_dir: Path) -> None:
+    if (run_dir / METRICS).exists():
+        raise UserError(
+            f"--config.training.output_dir {run_dir} already holds a run; give another folder,"
+            " or go on with --config.training.resume_from_checkpoint auto"
+        )
+
+
+@contextlib.contextmanager
+def held(run_dir: Path, resuming: bool) -> Iterator[None]:
+    """Make the folder, and keep every other training out of it inside (main process only). The lock ends with this
+    process, however it ends: a child that it has forked does not hold on to it. Raises as `check_folder`."""
+    with writable(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    with _opened_lock(run_dir) as lock:
+        os.register_at_fork(after_in_child=lock.close)
+        _take(lock, fcntl.LOCK_EX, run_dir)
+        if not resuming:
+            _require_new(run_dir)
+        yield
+
+
+def _opened_lock(run_dir: Path) -> IO[bytes]:
+    with writable(run_dir):
+        return open_lock(run_dir / LOCK)
+
+
+def _take(lock: IO[bytes], how: int, run_dir: Path, patience_s: float = 0.0) -> None:
+    """flock, or a UserError where another process has it for so long."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise UserError(
+                    f"--config.training.output_dir {run_dir}: another training works in it ({holder_of(lock)}); wait"
+                    " until it has ended, or give another folder"
+                ) from error
+            if left > patience_s - POLL_S:
+                log.warning("%s: waiting for its last attempt to end (%s)", run_dir, holder_of(lock))
+            time.sleep(POLL_S)
 
 
 def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:
-    """Make the folder and write config.yaml and environment.json (main process only)."""
+    """Write config.yaml and environment.json (main process only)."""
     environment = json.dumps(describe_environment(world_size), indent=2, ensure_ascii=False)
     with writable(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(parsed.dump(), encoding="utf-8")
         (run_dir / "environment.json").write_text(environment + "\n", encoding="utf-8")
 
@@ -113,6 +163,6 @@ def describe_environment(world_size: int) -> dict[str, Any]:
         "variables": {
             name: hide(value)
             for name, value in sorted(os.environ.items())
-            if name.startswith(VARIABLE_PREFIXES) and not SECRET.search(name)
+            if name.startswith(VARIABLE_PREFIXES) and not is_secret_name(name)
         },
     }

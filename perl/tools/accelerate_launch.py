@@ -13,8 +13,11 @@ import sys
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from perl.base.redact import hide_secrets_in_tracebacks
+
 
 def main(argv: list[str]) -> int:
+    hide_secrets_in_tracebacks()
     try:
         launch_command(launch_command_parser().parse_args(argv))
     except subprocess.CalledProcessError as error:

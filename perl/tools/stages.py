@@ -20,6 +20,7 @@ from rich.console import Console
 
 from perl import device
 from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError
+from perl.base.files import open_lock
 from perl.records import PROGRESS, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +186,7 @@ def alone(folder: Path, flag: str, console: Console) -> Iterator[int]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = (folder / LOCK).open("w"), (folder / STAGE_LOCK).open("w")
+        files = open_lock(folder / LOCK), open_lock(folder / STAGE_LOCK)
     except OSError as error:
         raise UserError(f"{flag} {folder}: {error.strerror}; write another folder") from error
     with files[0] as run_lock, files[1] as stage_lock:

@@ -11,11 +11,13 @@ Nothing large is imported here: this process lives as long as the training.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from perl.base.errors import EXIT_USER_ERROR
+from perl.base.errors import EXIT_USER_ERROR, UserError, report_errors
 from perl.base.redact import hide
 from perl.records import PROGRESS
 
@@ -31,6 +33,7 @@ SHOWN_STARTS = ("error: ", "stopped: ", "stopping: ")
 SHOWN_PARTS = (" WARNING ", "Error: ", "fall back to run on the CPU")
 LAUNCHERS_OWN = ("ChildFailedError", "SignalException")
 """A failed training process is reported by its own line; the launcher's about it is no news."""
+PR_SET_CHILD_SUBREAPER = 36
 ONE_SIGNAL_S = 1.0
 """Signals within this time are one."""
 
@@ -50,7 +53,7 @@ class Screen:
             self.pending = self.terminal
             return
         matters = line.startswith(SHOWN_STARTS) or any(part in line for part in SHOWN_PARTS)
-        if matters and not any(own in line for own in LAUNCHERS_OWN):
+        if matters and not any(error in line for error in LAUNCHERS_OWN):
             self.end_progress()
             self.write(f"{line}\n")
 
@@ -68,10 +71,38 @@ class Screen:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class Log:
+    """output.log, without secrets. A disk that takes no more of it ends the log, with one line, not the training."""
+
+    def __init__(self, path: Path, screen: Screen):
+        self.path, self.screen = path, screen
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("ab")
+        except OSError as error:
+            raise UserError(
+                f"{path}: {error.strerror}; give another folder after --config.training.output_dir"
+            ) from error
+
+    def write(self, text: str) -> None:
+        if self.file.closed:
+            return
+        try:
+            self.file.write(text.encode(errors="surrogateescape"))
+            self.file.flush()
+        except OSError as error:
+            self.screen.show(f"error: {self.path}: {error.strerror}; the training goes on, and its log ends here")
+            with contextlib.suppress(OSError):
+                self.file.close()
+
+
 class Launcher:
-    """accelerate in a session of its own, so that the terminal's Ctrl-C reaches this process alone."""
+    """accelerate in a session of its own, so that the terminal's Ctrl-C reaches this process alone. The processes of a
+    launcher that is killed become this one's children."""
 
     def __init__(self, argv: list[str]):
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.received, self._at, self.process = 0, 0.0, None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.receive)
@@ -84,6 +115,7 @@ class Launcher:
         )
         if self.received:
             self.kill()
+        threading.Thread(target=self._end_with_launcher, daemon=True).start()
 
     def receive(self, number: int, _frame: object) -> None:
         """Pass a signal on; the second one kills."""
@@ -108,10 +140,23 @@ class Launcher:
                 # torch's agent gives each rank a session of its own; else they are in the launcher's.
                 (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
 
+    def _end_with_launcher(self) -> None:
+        """The ranks hold the pipe that `lines` reads, and would train on."""
+        assert self.process is not None
+        if self.process.wait() < 0:
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+
     def lines(self) -> Iterator[bytes]:
         assert self.process is not None
         assert self.process.stdout is not None
         yield from self.process.stdout
+
+    def killed_by(self) -> str | None:
+        """The signal that has ended the launcher itself."""
+        code = self.process.returncode if self.process is not None else None
+        return signal.Signals(-code).name if code is not None and code < 0 else None
 
     def wait(self) -> int:
         """The exit code as a shell has it, once nothing of the run is left."""
@@ -139,26 +184,31 @@ def same_command(run_dir: Path, argv: list[str]) -> str:
 
 
 def main(run_dir: Path, argv: list[str]) -> int:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    screen, log = Screen(), run_dir / "output.log"
+    screen = Screen()
+    log = Log(run_dir / "output.log", screen)
     launcher = Launcher(argv)
-    with log.open("ab") as file:
+    try:
         for line in launcher.lines():
             text = hide(line.decode(errors="surrogateescape"))
-            file.write(text.encode(errors="surrogateescape"))
-            file.flush()
+            log.write(text)
             screen.show(text.encode(errors="replace").decode(errors="replace").rstrip("\n"))
+    except BaseException:
+        launcher.kill()
+        raise
     code = launcher.wait()
     screen.end_progress()
     if code == 0:
         name = "model" if (run_dir / "model").is_dir() else "adapter"
         screen.write(f"{name}: {run_dir}/{name}\n")
     elif not launcher.received:
-        print(f"training ended with exit code {code}; the whole log is in {log}", file=sys.stderr)
+        if (killed_by := launcher.killed_by()) is not None:
+            print(f"error: the launcher was ended by {killed_by}", file=sys.stderr)
+        print(f"training ended with exit code {code}; the whole log is in {log.path}", file=sys.stderr)
         if code != EXIT_USER_ERROR and any(run_dir.glob("checkpoint-*")):
             print(f"run again to go on from its last checkpoint: {same_command(run_dir, argv)}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    with report_errors():
+        sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -59,11 +59,11 @@ def train(argv: Sequence[str]) -> Path:
         StopOnSignal() as stop,
         explain_out_of_memory(config) as watch,
         Grader(deadline_s=config.reward.deadline_s) as grader,
+        open_run(run_dir, config, parsed, checked),
     ):
         context = reward_context(config, grader)
         functions = build_rewards(config.reward.functions, context)
         rewards = reward_deadline(config).over(config.reward.functions, functions)
-        open_run(run_dir, config, parsed, checked)
         with users_error("--config"):  # TRL checks combinations of its own arguments
             trainer = trainer_class(
                 model=load_model(config),

@@ -84,10 +84,10 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     model_dtype(config)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
         build_rewards(config.reward.functions, reward_context(config, grader))
+    rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
     checkpoints.check_made(checkpoint, config.training)
-    rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_images(config, tokenizer)
     check_layers(language_part(config.peft, tokenizer), resolve_model(config.model.model_name_or_path, MODEL_FLAG))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.base.redact import hide_secrets_in_logs
+from perl.base.redact import hide, hide_secrets_in_logs
 from perl.device import Kind
 from perl.records import Completion, Prompt
 
@@ -154,7 +154,7 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
             connection.send(event)
         engine.close()
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
-        traceback.print_exc()
+        sys.stderr.write(hide(traceback.format_exc()))
         text = str(error).strip() or type(error).__name__
         connection.send(Failed(text.splitlines()[0]))
         sys.exit(1)

@@ -8,9 +8,12 @@ import time
 
 import pytest
 
+from perl.__main__ import main as perl_command
+from perl.base.errors import report_errors
 from perl.runs.checkpoints import last_whole_checkpoint
+from perl.tools import fetch
 from perl.train import main
-from tests.reliability.place import Place
+from tests.reliability.place import Place, originals
 
 NUMBERS = {"SIGTERM": 143, "SIGINT": 130}
 PHASES = {
@@ -20,6 +23,9 @@ PHASES = {
     "validation": "perl.training.validation.Validation.complete",
 }
 """Phase -> a function that is called in it."""
+
+SAVES = {"merge": "copy_side_files", "fetch": "save"}
+"""Command -> a function that is called while its folder is written."""
 
 
 def run(monkeypatch, capfd, words):
@@ -123,3 +129,20 @@ def test_a_clock_that_is_set_back(tmp_path, monkeypatch, capfd):
     assert [folder.name for folder in tmp_path.glob("run/checkpoint-*")] == ["checkpoint-2"]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["timing/step"] > 0 for row in rows if "timing/step" in row)
+
+
+@pytest.mark.parametrize("command", ["merge", "fetch"])
+def test_a_model_that_is_written_at_sigterm_leaves_nothing(command, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    words = [f"--model={originals()}/model", f"--adapter={originals()}/adapter"]
+    if command == "fetch":
+        words = [next(iter(fetch.MODELS))]
+        monkeypatch.setattr(fetch, "require_tools", lambda: None)
+        monkeypatch.setattr(fetch, "download", lambda *_: None)
+        monkeypatch.setattr(fetch, "read_gguf", lambda *_: (None, None))
+    signalled(monkeypatch, f"perl.{'adapters' if command == 'merge' else 'tools'}.{command}.{SAVES[command]}", 15)
+    with pytest.raises(SystemExit) as end, report_errors():
+        sys.exit(perl_command([command, *words, "--output", "made"]))
+    assert end.value.code == 143
+    assert capfd.readouterr().err.endswith("stopped: SIGTERM; what was not finished is removed\n")
+    assert list(tmp_path.iterdir()) == []

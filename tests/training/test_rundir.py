@@ -1,12 +1,19 @@
 """The folder of a run: what cannot be written in it is one line that names it."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from perl.base.errors import UserError
 from perl.config.load import parse
-from perl.runs.rundir import prepare
+from perl.runs import rundir
+from perl.runs.rundir import check_folder, held, prepare
 from perl.runs.tracking import WandbRunWriter
 
 
@@ -20,7 +27,7 @@ def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path, name):
 def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(UserError, match=f"^--config.training.output_dir {tmp_path}/run: File exists; give another"):
-        prepare(tmp_path / "run", parse([]), 1)
+        held(tmp_path / "run", resuming=False).__enter__()
 
 
 def test_the_name_of_the_wandb_run_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
@@ -30,3 +37,73 @@ def test_the_name_of_the_wandb_run_that_cannot_be_written_is_one_line(tmp_path, 
     args, state = SimpleNamespace(report_to=["wandb"]), SimpleNamespace(is_world_process_zero=True)
     with pytest.raises(UserError, match=f"output_dir {tmp_path}: wandb_run.json: Is a directory"):
         WandbRunWriter(tmp_path).on_train_begin(args, state, None)
+
+
+def test_a_second_training_in_a_folder_is_one_line_that_names_the_first(tmp_path):
+    told = rf"output_dir {tmp_path}: another training works in it \(process {os.getpid()}\); wait"
+    with held(tmp_path, resuming=False):
+        with pytest.raises(UserError, match=told):
+            check_folder(tmp_path, resuming=False)
+        with pytest.raises(UserError, match=told):
+            held(tmp_path, resuming=False).__enter__()
+    check_folder(tmp_path, resuming=False)
+    with held(tmp_path, resuming=True):
+        (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="already holds a run"):  # has been made since it was looked for
+        held(tmp_path, resuming=False).__enter__()
+
+
+def test_a_lock_that_is_a_link_is_one_line(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".lock").symlink_to(tmp_path / "victim")
+    for look in (lambda: check_folder(tmp_path, resuming=True), held(tmp_path, resuming=True).__enter__):
+        with pytest.raises(UserError, match=r"\.lock is a link; delete it; give another folder"):
+            look()
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+HOLDS = """import os, sys, time
+from pathlib import Path
+from perl.runs.rundir import held
+with held(Path(sys.argv[1]), resuming=False):
+    if os.fork() == 0:
+        print("held", os.getpid(), flush=True)
+        time.sleep(600)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A training in the folder, whose forked child outlives it."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True, env=env)
+    assert process.stdout is not None
+    child = int(process.stdout.readline().removeprefix("held"))
+    yield process
+    process.kill()
+    os.kill(child, signal.SIGKILL)
+    process.wait()
+
+
+def test_after_sigkill_the_folder_is_free_while_forked_children_live(tmp_path, holder):
+    with pytest.raises(UserError, match=rf"\(process {holder.pid}\)"):
+        check_folder(tmp_path, resuming=False)
+    holder.kill()
+    holder.wait()
+    check_folder(tmp_path, resuming=False)
+    with held(tmp_path, resuming=False):
+        pass
+
+
+def test_a_run_that_goes_on_waits_for_its_last_attempt(tmp_path, holder, monkeypatch, caplog):
+    monkeypatch.setattr(rundir, "LAST_ATTEMPT_S", 0.5)
+    with pytest.raises(UserError, match="another training works in it"):
+        check_folder(tmp_path, resuming=True)
+    monkeypatch.setattr(rundir, "LAST_ATTEMPT_S", 60.0)
+    caplog.clear()
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (holder.kill(), sleep(seconds)))
+    check_folder(tmp_path, resuming=True)
+    (record,) = caplog.records
+    assert record.getMessage() == f"{tmp_path}: waiting for its last attempt to end (process {holder.pid})"
