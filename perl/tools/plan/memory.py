@@ -178,6 +178,10 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
         table.append(Item("vLLM's share", int(job.vllm_share * capacity), "rollout" if job.vllm_sleeps else "both"))
     elif job.engine is not None:
         free = capacity - peak(table, "rollout")
+        if not job.parallel.startswith(
+            "zero"
+        ):  # perl's cache leaves room for gradients too, which DeepSpeed has by then
+            free -= sum(item.bytes for item in table if item.name == "gradients")
         table += _rollout(shape, job, device, free)
         left = capacity - sum(item.bytes for item in table if item.phase != "update" and not item.moment)
         if job.engine == "fast" and not device.cpu and left >= CACHE_SHARE / 2 * capacity:
