@@ -68,7 +68,7 @@ class Start:
     model: str
     """Its name in the results."""
     recipe: Path
-    flags: tuple[str, ...]
+    flags: Sequence[str]
     how: Evaluation
     sigma: float
     """The first one; the last is a hundredth of it."""
@@ -88,7 +88,7 @@ def real_start(folder: Path) -> Start:
     """From a folder of `perl real` whose SFT has finished. Noise begins at 2 % of its norm weights, whose RMS is 0.23:
     the guides' 0.05 silences the reward."""
     settings = real.read_run(folder, "sft", "--real")
-    flags = (*real.grpo_flags(settings, folder), *real.mixed_precision())
+    flags = real.grpo_flags(settings, folder)
     name = Path(settings.model).name
     return Start(name, real.GRPO_RECIPE, flags, real.evaluation(settings, folder), 0.005, 0.02)
 

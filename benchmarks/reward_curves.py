@@ -100,7 +100,7 @@ def real_flags(folder: Path, noise: bool) -> list[str]:
     """The GRPO stage of a folder of `python -m perl real`, whose SFT has finished."""
     settings = real.read_run(folder, "sft", "--real")
     own = words_of(recipe=str(real.GRPO_RECIPE), noise=str(noise).lower())
-    return [*own, *real.grpo_flags(settings, folder.absolute()), *real.mixed_precision()]
+    return [*own, *real.grpo_flags(settings, folder.absolute())]
 
 
 def words_of(recipe: str, noise: str) -> list[str]:

@@ -39,3 +39,19 @@ def test_a_training_on_a_cpu_keeps_freed_memory_unless_the_user_has_set_it(monke
     monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
     found = device.start_environment("cpu")
     assert found == {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1099511627776"}
+
+
+def test_products_are_timed_in_both_dtypes_in_turn(monkeypatch):
+    """Medians: what runs beside for a moment does not count."""
+    clock = iter(
+        seconds
+        for repeat in range(5)
+        for float32, bfloat16 in [(9.0, 9.0) if repeat == 1 else (0.002, 0.001)]
+        for seconds in (0.0, float32, 0.0, bfloat16)
+    )
+    calls, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(device, "WARM_UP", 0)
+    monkeypatch.setattr(device.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *pair: calls.append((pair[0].dtype, linear(*pair).shape)))
+    assert device.time_products(4, 3, 2, repeats=5) == {"float32": 2.0, "bfloat16": 1.0}
+    assert calls == [(torch.float32, (4, 2)), (torch.bfloat16, (4, 2))] * 5

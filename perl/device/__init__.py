@@ -10,6 +10,8 @@ import functools
 import importlib.util
 import logging
 import os
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -51,6 +53,8 @@ START_VARIABLES: dict[Kind, dict[str, str]] = {
     },
 }
 """What a training is started with, unless the user has set it."""
+WARM_UP = 3
+"""Products that are not timed: the first ones make threads and kernels."""
 CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 
 RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
@@ -117,9 +121,27 @@ def _accelerator() -> ModuleType | None:
     return None if kind == "cpu" else _backend(kind)
 
 
+def time_products(rows: int, inputs: int, outputs: int, repeats: int = 15) -> dict[str, float]:
+    """Milliseconds of the product [rows, inputs] x [inputs, outputs] on this CPU, in "float32" and in "bfloat16":
+    medians over `repeats`, the two in turn, so that what else runs slows both."""
+    import torch
+
+    states, weight = torch.rand(rows, inputs), torch.rand(outputs, inputs)
+    matrices = {"float32": (states, weight), "bfloat16": (states.bfloat16(), weight.bfloat16())}
+    times: dict[str, list[float]] = {name: [] for name in matrices}
+    for repeat in range(WARM_UP + repeats):
+        for name, pair in matrices.items():
+            started = time.perf_counter()
+            torch.nn.functional.linear(*pair)
+            if repeat >= WARM_UP:
+                times[name].append(1e3 * (time.perf_counter() - started))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has units for products of bfloat16 matrices (AMX), which torch uses: without them float32 is
-    faster."""
+    """Whether this CPU has units for products of bfloat16 matrices (AMX), which torch uses: a rollout's products of
+    them are at least twice as fast as float32's. By name and not by `time_products`: a run that goes on draws the same
+    completions."""
     import torch
 
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # which older versions of torch have not

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -63,6 +63,8 @@ SAMPLED = Sampling(n=8, temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
 GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS)
 SETTINGS, STAGES = "real.json", "stages.jsonl"
 LOCKS = {LOCK, STAGE_LOCK}
+TOKENS, GAIN = 256, 1.25
+"""Rows of the product that is measured, and how much faster bfloat16 has to be: autocast casts weights too."""
 MOST_PROCESSES = 4
 """Of an evaluation: each has the model in its memory, 0.6 GB in float32 and as much for oneDNN's copy."""
 ONE_STEP = "gsm8k_one_step"
@@ -89,6 +91,8 @@ class Settings:
     sft_steps: int | None
     grpo_steps: int | None
     held_out: int | None
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """What a CPU trains in, measured before the first training. None: not yet, or the device decides."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -146,6 +150,7 @@ def stopped(signum: int, _: object) -> None:
 def real(settings: Settings, folder: Path, console: Console, where: Where) -> dict:
     """Run what is left of the stages and show the table; returns what the JSON line holds."""
     get_model(settings.model, folder, console, where)
+    settings = with_dtype(settings, folder, console)
     how = evaluation(settings, folder)
     each = threads(where, cores() // (how.dp_size + 1))  # the greedy process runs next to those of the sampled part
     sft, grpo = folder / "sft", folder / "grpo"
@@ -252,14 +257,15 @@ def grpo_flags(settings: Settings, folder: Path) -> list[str]:
 
 def common_flags(settings: Settings, folder: Path) -> list[str]:
     model = str(model_folder(settings, folder))
-    return ["--config.common.seed", str(settings.seed), "--config.model.model_name_or_path", model]
+    flags = ["--config.common.seed", str(settings.seed), "--config.model.model_name_or_path", model]
+    return [*flags, "--config.training.bf16", "true"] if settings.dtype == "bfloat16" else flags
 
 
 def train_on(module: str, recipe: Path, flags: list[str], folder: Path, console: Console, where: Where) -> Path:
     """Train from the start, or from the last checkpoint of an attempt that was interrupted. A thread for each core,
     unless the user has set another number: nothing else runs at that time."""
     where = where if os.environ.get("OMP_NUM_THREADS") else threads(where, cores())
-    flags = [*flags, *mixed_precision(), "--config.training.resume_from_checkpoint", "auto"]
+    flags = [*flags, "--config.training.resume_from_checkpoint", "auto"]
     return train(module, recipe, flags, folder, console, where)
 
 
@@ -272,9 +278,33 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def mixed_precision() -> list[str]:
-    """bf16 on a CPU that has units for it: an update takes half the time. Elsewhere the device decides."""
-    return ["--config.training.bf16", "true"] if device.detect().kind == "cpu" and device.multiplies_bfloat16() else []
+def with_dtype(settings: Settings, folder: Path, console: Console) -> Settings:
+    """`settings` with what a CPU trains in: float32, or bfloat16 where it multiplies that GAIN times as fast. A run
+    that goes on keeps what it began with."""
+    if device.detect().kind != "cpu":
+        return settings
+    if dtype := began_in(folder):
+        return replace(settings, dtype=dtype)
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(model_folder(settings, folder)).get_text_config()
+    size = (TOKENS, config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    times = device.time_products(*size)
+    chosen = "bfloat16" if GAIN * times["bfloat16"] <= times["float32"] else "float32"
+    measured = " and ".join(f"{each:.2f} ms in {name}" for name, each in times.items())
+    console.print(f"trains in {chosen}: a product of {' x '.join(map(str, size))} takes {measured}", soft_wrap=True)
+    settings = replace(settings, dtype=chosen)
+    write_json(folder / SETTINGS, asdict(settings))
+    return settings
+
+
+def began_in(folder: Path) -> Literal["bfloat16", "float32"] | None:
+    """What the run in `folder` trains in; None before its first training. 0.12 noted nothing and went by AMX."""
+    if dtype := json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("dtype"):
+        return dtype
+    if device.detect().kind != "cpu" or not (folder / "sft").exists():
+        return None
+    return "bfloat16" if device.multiplies_bfloat16() else "float32"
 
 
 def data_flags(folder: Path, name: str) -> list[str]:
@@ -359,7 +389,7 @@ def is_of_this_run(folder: Path, settings: Settings) -> bool:
     something else."""
     if (folder / SETTINGS).is_file():
         there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        wanted = asdict(settings).items()
+        wanted = [(name, value) for name, value in asdict(settings).items() if name != "dtype"]
         if other := [f"{name} {there.get(name)}, not {value}" for name, value in wanted if there.get(name) != value]:
             raise UserError(f"--output_dir {folder}: holds a run with {'; '.join(other)}; write another folder")
         return True
@@ -384,7 +414,8 @@ def read_run(folder: Path, stage: str, flag: str) -> Settings:
         raise UserError(f"{flag} {folder}: no {SETTINGS} in it; name a folder of `python -m perl real`")
     if not (folder / stage / "adapter").is_dir():
         raise UserError(f"{flag} {folder}: no {stage}/adapter in it; run `python -m perl real` to the end of {stage}")
-    return Settings(**json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+    settings = Settings(**json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+    return replace(settings, dtype=began_in(folder))
 
 
 def table(scores: dict[str, Scores]) -> Table:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,11 +205,66 @@ def test_a_finished_stage_is_not_repeated_and_a_failed_one_is(tmp_path):
 def test_a_training_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(real, "train", lambda *arguments: called.append(arguments))
+    real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet(), HERE)
+    assert called[-1][2] == ["--flag", "--config.training.resume_from_checkpoint", "auto"]
+
+
+BF16 = ["--config.training.bf16", "true"]
+
+
+def measured(monkeypatch, float32: float, bfloat16: float) -> list[tuple[int, ...]]:
+    """On a CPU without AMX that multiplies in so many milliseconds; returns what is measured, as it is."""
+    sizes: list[tuple[int, ...]] = []
+    times = {"float32": float32, "bfloat16": bfloat16}
     monkeypatch.setattr(real.device, "detect", lambda: SimpleNamespace(kind="cpu"))
-    for has_amx, more in ((False, []), (True, ["--config.training.bf16", "true"])):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has_amx=has_amx: {"amx_bf16": has_amx})
-        real.train_on("perl.sft", real.SFT_RECIPE, ["--flag"], tmp_path, quiet(), HERE)
-        assert called[-1][2] == ["--flag", *more, "--config.training.resume_from_checkpoint", "auto"]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setattr(real.device, "time_products", lambda *size: sizes.append(size) or times)
+    return sizes
+
+
+def test_a_cpu_trains_in_what_it_multiplies_faster_to_the_end_of_the_run(tmp_path, monkeypatch, capsys):
+    """AVX512_BF16 without AMX was float32, which took SFT 18 minutes for 11."""
+    base = settings(model=str(ROOT / "assets" / "quickstart-base"))
+    real.open_folder(tmp_path, base)
+    sizes = measured(monkeypatch, 1.19, 0.57)
+    chosen = real.with_dtype(base, tmp_path, Console(width=200))
+    assert sizes == [(256, 128, 256)]
+    said = "trains in bfloat16: a product of 256 x 128 x 256 takes 1.19 ms in float32 and 0.57 ms in bfloat16\n"
+    assert capsys.readouterr().out == said
+    assert real.sft_flags(chosen, tmp_path)[4:6] == real.grpo_flags(chosen, tmp_path)[4:6] == BF16
+    measured(monkeypatch, 0.57, 1.19)
+    assert real.with_dtype(base, tmp_path, quiet()) == chosen
+    assert real.is_of_this_run(tmp_path, base)
+    (tmp_path / "sft" / "adapter").mkdir(parents=True)
+    assert real.read_run(tmp_path, "sft", "--real") == chosen
+
+
+@pytest.mark.parametrize("bfloat16", [1.19, 1.0])
+def test_bfloat16_that_gains_too_little_is_float32(tmp_path, monkeypatch, bfloat16):
+    base = settings(model=str(ROOT / "assets" / "quickstart-base"))
+    real.open_folder(tmp_path, base)
+    measured(monkeypatch, 1.19, bfloat16)
+    chosen = real.with_dtype(base, tmp_path, quiet())
+    assert chosen.dtype == "float32"
+    assert "--config.training.bf16" not in real.sft_flags(chosen, tmp_path)
+
+
+@pytest.mark.parametrize(("amx", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_run_of_the_last_version_goes_on_in_its_dtype(tmp_path, monkeypatch, amx, dtype):
+    """It noted none: its trainings were in bfloat16 where the CPU has AMX."""
+    base = settings(model=str(ROOT / "assets" / "quickstart-base"))
+    there = {name: value for name, value in asdict(base).items() if name != "dtype"}
+    (tmp_path / real.SETTINGS).write_text(json.dumps(there))
+    (tmp_path / "sft").mkdir()
+    sizes = measured(monkeypatch, 1.0, 0.1)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
+    assert real.with_dtype(base, tmp_path, quiet()).dtype == dtype
+    assert sizes == []
+
+
+def test_an_accelerator_decides_for_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(real.device, "detect", lambda: SimpleNamespace(kind="npu"))
+    assert real.with_dtype(settings(), tmp_path, quiet()).dtype is None
 
 
 def test_other_sums_are_another_run(tmp_path, monkeypatch):
@@ -242,7 +298,9 @@ def test_a_process_of_an_evaluation_has_its_share_of_the_cores(tmp_path, monkeyp
         folder.mkdir()
         monkeypatch.setattr(real, "cores", lambda count=count: count)
         monkeypatch.setattr(real.device, "detect", lambda count=count: SimpleNamespace(kind="cpu", count=count))
-        real.real(settings(model=str(ROOT / "assets" / "quickstart-base")), folder, quiet(), HERE)
+        base = settings(model=str(ROOT / "assets" / "quickstart-base"))
+        real.open_folder(folder, base)
+        real.real(base, folder, quiet(), HERE)
         assert shares == dict.fromkeys(("base", "after_sft", "after_grpo"), share)
 
 
@@ -279,7 +337,7 @@ def test_a_run_that_a_benchmark_begins_with(tmp_path):
     with pytest.raises(UserError, match=r"no sft/adapter in it; run `python -m perl real` to the end of sft"):
         real.read_run(tmp_path, "sft", "--real")
     (tmp_path / "sft" / "adapter").mkdir(parents=True)
-    assert real.read_run(tmp_path, "sft", "--real") == settings(seed=2)
+    assert replace(real.read_run(tmp_path, "sft", "--real"), dtype=None) == settings(seed=2)
 
 
 @pytest.mark.slow

@@ -72,14 +72,10 @@ class Machine:
     """IPv4 address ("" when it has none) by network interface."""
     listening: list[int] = field(default_factory=list)
     """TCP ports that something listens on."""
-    hosts: dict[str, str] = field(default_factory=dict)
-    """"" when host:port accepted a connection, else the reason it did not."""
     free_gb: dict[str, float] = field(default_factory=dict)
     """Free disk space by what is stored there: "outputs", "models", "tmp"."""
     shm_gb: float | None = None
     """Size of /dev/shm."""
-    limits: dict[str, int] = field(default_factory=dict)
-    """Soft limits by name ("nofile", "nproc"); -1 is unlimited."""
     unfinished: list[str] = field(default_factory=list)
     """Probes that did not end in time."""
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from perl.base.redact import hide
-from perl.tools.doctor import libraries, netprobes
+from perl.tools.doctor import libraries
 from perl.tools.doctor.local import read, run
 from perl.tools.doctor.machine import Command, Device, Machine, Process
 
 DEADLINE_S = 8.0
 GRACE_S = 3.0
 """What a probe that ends its command at the deadline may take for that, on a machine under load."""
-COMMANDS = ("npu-smi info", "npu-smi info -l", "npu-smi info -t usages", "nvidia-smi -L", "ray status")
+COMMANDS = ("npu-smi info", "nvidia-smi -L", "ray status")
 TEXT_FILES = (
     "/usr/local/Ascend/driver/version.info",
     "/usr/local/Ascend/firmware/version.info",
@@ -35,8 +35,8 @@ OTHER_FILES = (
     "/usr/local/bin/npu-smi",
 )
 VARIABLES = re.compile(
-    r"^(ASCEND|ATB_HOME|HCCL|GLOO_|TP_SOCKET|NCCL|NPU_|PYTORCH_|TORCH_|VLLM_|RAY_|WANDB_|HF_|CUDA_VISIBLE|OMP_NUM"
-    r"|LD_LIBRARY_PATH$|(https?|all|no)_proxy$|PERL_USE|VERL_USE)",
+    r"^(ASCEND|ATB_HOME|HCCL|GLOO_|TP_SOCKET|NCCL|NPU_|PYTORCH_|TORCH_|VLLM_|RAY_|HF_HOME$|CUDA_VISIBLE|OMP_NUM"
+    r"|LD_LIBRARY_PATH$)",
     re.IGNORECASE,
 )
 SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
@@ -55,12 +55,10 @@ def gather(root: Path = Path("/"), deadline_s: float = DEADLINE_S) -> Machine:
         "devices": lambda: _devices(root),
         "pci_accelerators": lambda: _pci_accelerators(root),
         "processes": lambda: _processes(root),
-        "listening": lambda: netprobes.listening(root),
-        "interfaces": netprobes.interfaces,
-        "hosts": lambda: netprobes.hosts(facts["env"]),
+        "listening": lambda: _listening(root),
+        "interfaces": _interfaces,
         "free_gb": lambda: _free_gb(facts["env"]),
         "shm_gb": lambda: _shm_gb(root),
-        "limits": _limits,
         "missing_libraries": lambda: libraries.missing(facts["packages"], until),
         "torch": lambda: _torch(facts["packages"], until),
         **{name: partial(_command, name, until) for name in COMMANDS},
@@ -195,6 +193,32 @@ def _processes(root: Path) -> list[Process]:
     return found
 
 
+def _listening(root: Path) -> list[int]:
+    ports = set()
+    for name in ("tcp", "tcp6"):
+        for line in read(root / "proc/net" / name).splitlines()[1:]:
+            words = line.split()
+            if len(words) > 3 and words[3] == "0A":
+                ports.add(int(words[1].rsplit(":", 1)[1], 16))
+    return sorted(ports)
+
+
+def _interfaces() -> dict[str, str]:
+    import fcntl
+    import socket
+    import struct
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            try:
+                packed = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+                found[name] = socket.inet_ntoa(packed[20:24])
+            except OSError:
+                found[name] = ""
+    return found
+
+
 def _free_gb(env: dict[str, str]) -> dict[str, float]:
     places = {
         "outputs": Path("outputs") if Path("outputs").exists() else Path(),
@@ -213,13 +237,6 @@ def _free_gb(env: dict[str, str]) -> dict[str, float]:
 def _shm_gb(root: Path) -> float | None:
     path = root / "dev/shm"
     return shutil.disk_usage(path).total / 2**30 if path.is_dir() else None
-
-
-def _limits() -> dict[str, int]:
-    import resource
-
-    names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
-    return {name: resource.getrlimit(which)[0] for name, which in names.items()}
 
 
 def _torch(packages: dict[str, str], until: float) -> dict[str, Any]:

@@ -89,41 +89,6 @@ def _holder(cells: list[str]) -> Holder | None:
     return Holder(int(ids[1]), int(ids[2]), int(cells[1]), cells[2], memory, inside)
 
 
-def parse_list(text: str) -> dict[int, int]:
-    """`npu-smi info -l`: chips by NPU id. A card that prints no chip count has one."""
-    cards: dict[int, int] = {}
-    current: int | None = None
-    for key, value in _pairs(text):
-        if key == "NPU ID" and value.isdigit():
-            current = int(value)
-            cards[current] = 1
-        elif key == "Chip Count" and current is not None and value.isdigit():
-            cards[current] = int(value)
-    return cards
-
-
-def parse_usages(text: str) -> dict[tuple[int, int], int]:
-    """`npu-smi info -t usages`: percent of the HBM in use by (NPU, chip), which the line "Chip ID" ends; a chip whose
-    rate is not printed is left out."""
-    rates: dict[tuple[int, int], int] = {}
-    npu, percent = 0, ""
-    for key, value in _pairs(text):
-        if key == "NPU ID":
-            npu, percent = int(value), ""
-        elif key == "HBM Usage Rate(%)":
-            percent = value
-        elif key == "Chip ID":
-            if percent.isdigit():
-                rates[npu, int(value)] = int(percent)
-            percent = ""
-    return rates
-
-
-def _pairs(text: str) -> list[tuple[str, str]]:
-    """ "key : value" lines."""
-    return [(m[1], m[2]) for m in re.finditer(r"^\s*(\S.*?)\s+:\s+(\S+)\s*$", text, re.MULTILINE)]
-
-
 def dcmi_error(text: str) -> str:
     """The code ("-8020") with which npu-smi's library refused to start, or ""."""
     match = re.search(r"dcmi (?:module|model) initialized? ?(?:failed|fail).*?(-\d{4})", text, re.DOTALL)

@@ -178,6 +178,10 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
         table.append(Item("vLLM's share", int(job.vllm_share * capacity), "rollout" if job.vllm_sleeps else "both"))
     elif job.engine is not None:
         free = capacity - peak(table, "rollout")
+        if not job.parallel.startswith(
+            "zero"
+        ):  # perl's cache leaves room for gradients too, which DeepSpeed has by then
+            free -= sum(item.bytes for item in table if item.name == "gradients")
         table += _rollout(shape, job, device, free)
         left = capacity - sum(item.bytes for item in table if item.phase != "update" and not item.moment)
         if job.engine == "fast" and not device.cpu and left >= CACHE_SHARE / 2 * capacity:
@@ -209,18 +213,18 @@ def states(shape: Shape, job: Job) -> Iterator[Item]:
     """
     zero, size = job.parallel.startswith("zero"), job.trained_bytes
     stage = int(job.parallel[-1]) if zero else 3 if job.parallel == "fsdp2" else 0
-    of_weights, of_gradients, of_optimizer = (job.processes if stage >= least else 1 for least in (3, 2, 1))
+    weight_shards, gradient_shards, optimizer_shards = (job.processes if stage >= least else 1 for least in (3, 2, 1))
     trained, what = (shape.parameters, "weights") if job.full else (shape.adapter, "adapter")
     base = shape.parameters * (size if job.full else job.weight_bytes)
-    yield Item("weights", base // of_weights, "both")
+    yield Item("weights", base // weight_shards, "both")
     if not job.full:
-        yield Item("adapter", trained * size // of_weights, "both")
-    yield Item("gradients", trained * size // of_gradients, "update")
+        yield Item("adapter", trained * size // weight_shards, "both")
+    yield Item("gradients", trained * size // gradient_shards, "update")
     if zero:
-        yield Item(f"float32 copy of the {what}", 4 * trained // of_optimizer, "both")
-    yield Item("optimizer (AdamW)", (8 if zero else 2 * size) * trained // of_optimizer, "both")
+        yield Item(f"float32 copy of the {what}", 4 * trained // optimizer_shards, "both")
+    yield Item("optimizer (AdamW)", (8 if zero else 2 * size) * trained // optimizer_shards, "both")
     if job.reference:
-        yield Item("reference model", base // of_weights, "both")
+        yield Item("reference model", base // weight_shards, "both")
     if job.full and job.parallel in ("single", "ddp") and job.compute_bytes < job.weight_bytes:
         copies = shape.parameters * job.compute_bytes
         yield Item("copies of the weights for rollouts", 0 if job.engine in ("vllm", None) else copies, "both")
@@ -295,16 +299,16 @@ def micro_batch(job: Job) -> Micro:
     """The largest micro-batch. Padded it has rows (p + c) tokens; packed, all of a prompt but its last token are
     computed once for its rows: prompts (p - 1) + rows (1 + c), of which rows c are scored."""
     rows = job.micro_batch
-    shared, own, group = job.prompt - 1, 1 + job.completion, job.group
+    shared, unshared, group = job.prompt - 1, 1 + job.completion, job.group
     if job.max_tokens is not None and job.packed:
-        rows = min(job.update_rows, max(1, job.max_tokens * group // (shared + group * own)))
+        rows = min(job.update_rows, max(1, job.max_tokens * group // (shared + group * unshared)))
     prompts = -(-rows // group)
     if math.gcd(job.steps_per_generation, job.accumulation) < job.steps_per_generation:
         prompts = min(rows, -(-job.rows // group))  # several updates of a rollout: TRL has shuffled its rows
     if not job.critic and (not job.packed or prompts == rows):
         return Micro(rows * job.length, rows * job.length, rows * job.length)
     copies = 2 if job.critic else 1
-    tokens, keys = prompts * shared + rows * own, prompts * shared + rows * job.length
+    tokens, keys = prompts * shared + rows * unshared, prompts * shared + rows * job.length
     return Micro(copies * tokens, rows * job.completion, copies * keys)
 
 

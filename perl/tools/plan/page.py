@@ -125,13 +125,13 @@ def _sharing(plan: Plan) -> list[str]:
 
 def _advice(plan: Plan) -> list[str]:
     where = f"{plan.device.name}, {plan.device.memory / GB:.0f} GB"
-    found = plan.proposal()
-    if found is None:
+    proposal = plan.proposal()
+    if proposal is None:
         cure = "shorter rows" if plan.job.engine is None else "shorter prompts or completions"
         if plan.job.processes > 1 and plan.job.parallel not in ("zero3", "fsdp2"):
             cure = "ACCELERATE_CONFIG with ZeRO-3 or FSDP2, or " + cure
         return _wrapped(f"nothing fits on {where} with the same batch: {cure}, or more devices")
-    job, flags = found
+    job, flags = proposal
     same = "rows in each update" if job.engine is None else "completions in each rollout and update"
     peaks = ", ".join(f"{phase} {_gb(held)}" for phase, held in plan.peaks(job).items())
     lines = _wrapped(f"for {where}, with the same {same} ({peaks} GB):")
@@ -140,7 +140,7 @@ def _advice(plan: Plan) -> list[str]:
 
 def as_json(plan: Plan) -> str:
     """One object on one line; memory in bytes."""
-    found = plan.proposal()
+    proposal = plan.proposal()
     content: dict[str, Any] = {
         "model": plan.model,
         "device": plan.device.name,
@@ -160,8 +160,8 @@ def as_json(plan: Plan) -> str:
             for parallel, job in plan.by_parallel()
         },
         "fits": {f"{size / GB:.0f}": plan.fits(plan.job, size) for size in plan.sizes},
-        "proposal": {f"--config.{flag}": value for flag, value in found[1].items()} if found else None,
-        "proposal_peak": plan.peaks(found[0]) if found else None,
+        "proposal": {f"--config.{flag}": value for flag, value in proposal[1].items()} if proposal else None,
+        "proposal_peak": plan.peaks(proposal[0]) if proposal else None,
         "notes": plan.notes,
     }
     return json.dumps(content)

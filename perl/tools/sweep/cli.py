@@ -40,7 +40,7 @@ from perl.tools.stages import LOCK, STAGE_LOCK, StageError, alone
 from perl.tools.sweep.grid import Grid, check, make_grid, slug
 from perl.tools.sweep.work import Workshop, surroundings, work
 
-OWN_EVAL_FLAGS = ("model", "adapter", "dataset", "result_dir", "n", "temperature", "compare", "rescore")
+SET_EVAL_FLAGS = ("model", "adapter", "dataset", "result_dir", "n", "temperature", "compare", "rescore")
 AGAIN = "the same command goes on from here"
 
 
@@ -148,7 +148,7 @@ def read_command(args: Any) -> Sweep:
     settings = {
         "vary": list(grid.vary),
         "evaluation": {"flags": evaluator, "n": int(args.n)},
-        "config": {"program": program.name, **grid.said},
+        "config": {"program": program.name, **grid.settings},
     }
     check_output(output, settings)
     return Sweep(
@@ -219,26 +219,28 @@ def evaluated(
     Raises:
         UserError: one cannot be read, or none is named and none belongs to the training data.
     """
-    specs = [name.strip() for text in given or () for name in text.split(",") if name.strip()] or of_recipe(configs[0])
+    specs = [name.strip() for text in given or () for name in text.split(",") if name.strip()] or recipe_datasets(
+        configs[0]
+    )
     if not specs:
         raise UserError(
             "--evaluate: the recipe names no validation.datasets, and its training data has no test split of its own;"
             " name what to score on, such as gsm8k or data/test.jsonl"
         )
-    found = named(specs, "--evaluate", "score on one of them alone")
-    for spec in found.values():
+    datasets = named(specs, "--evaluate", "score on one of them alone")
+    for spec in datasets.values():
         try:
             load_problems(spec, further.split, further.max_samples, further.task)
         except UserError as error:
             raise UserError(f"--evaluate {error}") from error
-    return found
+    return datasets
 
 
-def of_recipe(config: Config | SFTRunConfig) -> list[str]:
+def recipe_datasets(config: Config | SFTRunConfig) -> list[str]:
     """validation.datasets, else what belongs to the training data: nothing that is trained on."""
     if isinstance(config, Config) and config.validation.datasets:
         return list(config.validation.datasets)
-    return [found for name in data_sets(config.dataset.dataset_name_or_path) if (found := held_out(name))]
+    return [dataset for name in data_sets(config.dataset.dataset_name_or_path) if (dataset := held_out(name))]
 
 
 def held_out(dataset: str) -> str | None:
@@ -270,7 +272,7 @@ def read_eval_flags(further: str) -> EvalConfig:
     """--eval_flags. A UserError for flags that perl/eval.py does not know, or that the sweep sets itself."""
     try:
         words = shlex.split(further)
-        for name in OWN_EVAL_FLAGS:
+        for name in SET_EVAL_FLAGS:
             if any(word.partition("=")[0] == f"--{name}" for word in words):
                 raise UserError(f"--{name}: the sweep sets it; leave it out")
         return parse_evaluation(["--model", "base", "--dataset", "any", *words])
@@ -293,11 +295,11 @@ def check_output(folder: Path, settings: Mapping[str, Any]) -> None:
         if folder.is_dir() and {entry.name for entry in folder.iterdir()} - {LOCK, STAGE_LOCK}:
             raise UserError(f"--output {folder}: holds something else; write a new folder")
         return
-    there, wanted = flat(read_json(folder / SETTINGS, "--output")), flat(settings)
+    stored, wanted = flat(read_json(folder / SETTINGS, "--output")), flat(settings)
     other = [
-        f"{name} {there.get(name, 'left open')}, not {wanted.get(name, 'left open')}"
-        for name in sorted({*there, *wanted})
-        if there.get(name) != wanted.get(name)
+        f"{name} {stored.get(name, 'left open')}, not {wanted.get(name, 'left open')}"
+        for name in sorted({*stored, *wanted})
+        if stored.get(name) != wanted.get(name)
     ]
     if other:
         raise UserError(f"--output {folder}: holds a sweep with {'; '.join(other)}; write another folder")
@@ -362,12 +364,12 @@ def table(comparison: Comparison, dataset: str) -> Table:
     return shown
 
 
-def estimate(found: Estimate | None) -> str:
-    return escape(f"{100 * found.value:.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]") if found else "–"
+def estimate(score: Estimate | None) -> str:
+    return escape(f"{100 * score.value:.1f} [{100 * score.low:.1f}, {100 * score.high:.1f}]") if score else "–"
 
 
-def difference(found: Change | None) -> str:
-    if found is None:
+def difference(change: Change | None) -> str:
+    if change is None:
         return "–"
-    verdict = {"none": ""}.get(found.verdict, f" {found.verdict}")
-    return escape(f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]{verdict}")
+    verdict = {"none": ""}.get(change.verdict, f" {change.verdict}")
+    return escape(f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]{verdict}")

@@ -33,15 +33,15 @@ class Grid:
     """Of all runs."""
     vary: Mapping[str, Sequence[str]]
     """Values by field."""
-    said: Mapping[str, Any]
-    """What recipe and flags say, by field, without secrets and seeds: what all runs have in common."""
+    settings: Mapping[str, Any]
+    """Of recipe and flags, by field, without secrets and seeds: what all runs have in common."""
     runs: Sequence[Run]
     """All seeds of the first values first."""
 
     def argv(self, run: Run) -> list[str]:
         """Flags of one run's training, without those that say where it is written."""
-        own = [word for name, value in run.values.items() for word in (f"--config.{name}", value)]
-        return ["--recipe", self.recipe, *self.flags, *own, "--config.common.seed", str(run.seed)]
+        varied = [word for name, value in run.values.items() for word in (f"--config.{name}", value)]
+        return ["--recipe", self.recipe, *self.flags, *varied, "--config.common.seed", str(run.seed)]
 
 
 def make_grid(
@@ -61,19 +61,19 @@ def make_grid(
     for name in fields:
         if f"--config.{name}" in flags:
             raise UserError(f"--config.{name}: --vary {name} has its values; leave the flag out")
-    said = what_is_said(parser, program, recipe, flags)
-    seed = int(said.get("common.seed", program.groups["common"]().seed))
-    of_seeds = [f"--config.{name}" for name in SEEDS]
+    settings = read_settings(parser, program, recipe, flags)
+    seed = int(settings.get("common.seed", program.groups["common"]().seed))
+    seed_flags = [f"--config.{name}" for name in SEEDS]
     pairs = zip(flags[::2], flags[1::2], strict=True)
-    common = [word for pair in pairs if pair[0] not in of_seeds for word in pair]
+    common = [word for pair in pairs if pair[0] not in seed_flags for word in pair]
     runs = []
     for values in itertools.product(*fields.values()):
         chosen = dict(zip(fields, values, strict=True))
         for number in range(seed, seed + seeds):
             folder = output / "runs" / folder_of(chosen) / f"seed_{number}"
             runs.append(Run(values=chosen, seed=number, model="", folder=folder))
-    kept = drop_secrets({name: said[name] for name in sorted(said) if name not in (*SEEDS, *ONE_RUN)})
-    return Grid(program=program, recipe=recipe, flags=common, vary=fields, said=kept, runs=runs)
+    kept = drop_secrets({name: settings[name] for name in sorted(settings) if name not in (*SEEDS, *ONE_RUN)})
+    return Grid(program=program, recipe=recipe, flags=common, vary=fields, settings=kept, runs=runs)
 
 
 def read_vary(vary: Sequence[str], known: Sequence[str]) -> dict[str, list[str]]:
@@ -114,14 +114,14 @@ def split_values(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
-def what_is_said(parser: Parser, program: Program, recipe: str, flags: Sequence[str]) -> dict[str, Any]:
-    """What the flags say, and else the recipe, by field: as plain values."""
+def read_settings(parser: Parser, program: Program, recipe: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Those of the flags, and else of the recipe, by field: as plain values."""
     given = parser.parse_args(list(flags), defaults=False).get("config")
     written = read_recipe(recipe, parser, program).get("config")
-    found = {name: value for source in (written, given) if source for name, value in source.items()}
+    settings = {name: value for source in (written, given) if source for name, value in source.items()}
     if seeds := [source[name] for source in (given, written) if source for name in SEEDS if name in source]:
-        found["common.seed"] = seeds[0]
-    return json.loads(json.dumps(found, default=str))
+        settings["common.seed"] = seeds[0]
+    return json.loads(json.dumps(settings, default=str))
 
 
 def folder_of(values: Mapping[str, str]) -> str:

@@ -96,7 +96,7 @@ def train(shop: Workshop, run: Run) -> None:
         for line in process.stdout:
             file.write(line)
             file.flush()
-            if (found := STEP.match(line)) and (int(found[1]) % SHOWN_STEPS == 0 or found[1] == found[2]):
+            if (step := STEP.match(line)) and (int(step[1]) % SHOWN_STEPS == 0 or step[1] == step[2]):
                 shop.say(f"      {line.strip()}")
         with explained(shop, log):
             finish(process, log, "training")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perl.tools.doctor import netprobes, probes
+from perl.tools.doctor import probes
 from perl.tools.doctor.checks import diagnose
 
 ROOT = Path(__file__).parents[3]
@@ -21,8 +21,8 @@ PACKAGE = ROOT / "perl" / "tools" / "doctor"
 
 
 def check(*arguments, cwd=ROOT, **env):
-    """Run the script with this Python; HF_HUB_OFFLINE keeps the network out of the test."""
-    settings = {"PYTHON": sys.executable, "HF_HUB_OFFLINE": "1", **env}
+    """Run the script with this Python."""
+    settings = {"PYTHON": sys.executable, **env}
     return subprocess.run(
         [shutil.which("bash"), str(SCRIPT), *arguments],
         cwd=cwd,
@@ -40,7 +40,7 @@ def fake_command(folder, name, body):
 
 
 def test_script_reports_this_machine(tmp_path):
-    done = check("--json", cwd=tmp_path, WANDB_API_KEY="0123456789secret")
+    done = check("--json", cwd=tmp_path, HCCL_API_KEY="0123456789secret")
     report = json.loads(done.stdout)
     assert done.returncode == report["exit_code"], done.stderr
     assert report["checks"]["architecture"]["found"].startswith(os.uname().machine)
@@ -49,15 +49,14 @@ def test_script_reports_this_machine(tmp_path):
     assert "secret" not in done.stdout
 
 
-def test_what_a_proxy_wants_is_not_shown(monkeypatch):
-    monkeypatch.setenv("https_proxy", "http://me:Pl4nted0123@proxy:8080")
-    assert probes.environment()["https_proxy"] == "http://<secret>@proxy:8080"
+def test_what_an_address_wants_is_not_shown(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://me:Pl4nted0123@head:8080")
+    assert probes.environment()["RAY_ADDRESS"] == "http://<secret>@head:8080"
 
 
 def test_is_a_command_of_perl():
     command = [sys.executable, "-m", "perl", "doctor", "--json", "--fix-hints"]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     report = json.loads(done.stdout)
     assert done.returncode == report["exit_code"], done.stderr
     assert "fixes" in report
@@ -100,21 +99,18 @@ def test_script_refuses_an_unknown_argument(bare_path):
 def test_a_hanging_npu_smi_is_left_behind(tmp_path, monkeypatch):
     fake_command(tmp_path, "npu-smi", "exec sleep 600")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     machine = probes.gather(deadline_s=0.5)
     assert machine.commands["npu-smi info"].code == 124
     assert diagnose(machine)["npu-smi"].found == "npu-smi info did not end in time"
 
 
-def test_a_slow_import_of_torch_is_named(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_slow_import_of_torch_is_named():
     machine = probes.gather(deadline_s=0.2)
     assert "timeout" in machine.torch
     assert diagnose(machine)["torch"].status == "warning"
 
 
-def test_files_devices_and_processes_are_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_files_devices_and_processes_are_read(tmp_path):
     for name in ("davinci0", "davinci1", "davinci_manager", "devmm_svm", "hisi_hdc"):
         (tmp_path / "dev").mkdir(exist_ok=True)
         (tmp_path / "dev" / name).write_text("")
@@ -145,21 +141,9 @@ def test_files_devices_and_processes_are_read(tmp_path, monkeypatch):
     assert findings["device-files"].found == "/dev/davinci0 … davinci1, 2 in all"
 
 
-def test_listening_ports_are_seen(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_listening_ports_are_seen():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert server.getsockname()[1] in probes.gather(deadline_s=0.3).listening
-
-
-def test_hosts_answer_refuse_or_do_not_exist(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        answers = netprobes.hosts({"HF_ENDPOINT": f"http://127.0.0.1:{port}"})
-        assert answers[f"127.0.0.1:{port}"] == ""
-    assert netprobes.hosts({"HF_ENDPOINT": f"http://127.0.0.1:{port}"})[f"127.0.0.1:{port}"] == "Connection refused"
-    proxied = netprobes.hosts({"https_proxy": f"http://127.0.0.1:{port}"})
-    assert proxied["huggingface.co:443"] == "proxy: Connection refused"
-    assert netprobes.hosts({"HF_HUB_OFFLINE": "1"}) == {}
 
 
 def test_only_the_standard_library_is_imported():

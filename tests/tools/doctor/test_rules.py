@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perl.tools.doctor import versions
-from perl.tools.doctor.checks.network import hccl_ports, host_of, matching_interfaces
+from perl.tools.doctor.checks.network import hccl_ports, matching_interfaces
 from perl.tools.doctor.checks.runtime import ids_that_cann_reads
 from perl.tools.doctor.checks.software import TRAINING_BOUNDS
 
@@ -111,19 +111,6 @@ def test_hccl_socket_ifname(rule, names):
 )
 def test_hccl_ports(env, ports):
     assert hccl_ports(env) == ports
-
-
-@pytest.mark.parametrize(
-    ("url", "host"),
-    [
-        ("https://hf-mirror.com", "hf-mirror.com:443"),
-        ("http://user:secret@proxy.example:3128/", "proxy.example:3128"),
-        ("proxy.example:3128", "proxy.example:3128"),
-        ("http://proxy.example", "proxy.example:80"),
-    ],
-)
-def test_host_of(url, host):
-    assert host_of(url) == host
 
 
 def test_bounds_are_those_of_pyproject():

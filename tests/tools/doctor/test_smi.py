@@ -55,15 +55,3 @@ def test_error_instead_of_a_table(name):
     assert smi.parse_info(text(name)) == smi.Table()
     assert smi.dcmi_error(text(name)) == "-" + name.removeprefix("info_")
     assert smi.dcmi_error(text("info_910b3_25.5.0")) == ""
-
-
-def test_list():
-    assert smi.parse_list(text("list_910b")) == dict.fromkeys(range(8), 1)
-    assert smi.parse_list(text("list_910c")) == dict.fromkeys(range(8), 2)
-    assert smi.parse_list(text("list_910b_one")) == {5: 1}
-    assert smi.parse_list(text("list_without_chip_count")) == {0: 1, 3: 1}
-
-
-def test_usages_of_one_and_two_chips():
-    assert smi.parse_usages(text("usages_910b")) == {(0, 0): 2, (1, 0): 91}
-    assert smi.parse_usages(text("usages_910c")) == {(0, 0): 16, (1, 0): 16, (1, 1): 16}

@@ -147,6 +147,16 @@ def test_the_cache_is_half_of_what_is_free():
     assert memory.kv_cache(shape, JOB, DEVICES["cpu"], free=0) == 8 * 12 * a_token  # the pages written to
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "zero2"])
+def test_the_cache_leaves_room_for_what_the_update_allocates(parallel):
+    """As `update_memory` of perl.engines has it: gradients and Adam's moments, but not DeepSpeed's, which are there."""
+    job = replace(JOB, parallel=parallel, completion=10**8)  # more than there is
+    table = {(item.name, item.phase): item.bytes for item in items(replace(SHAPE, adapter=10**6), job, DEVICE, GB)}
+    there = sum(size for (name, phase), size in table.items() if phase == "both")
+    reserved = 0 if parallel == "zero2" else table["gradients", "update"]
+    assert table["KV cache", "rollout"] == pytest.approx((GB - there - reserved) / 2, abs=memory.a_token(SHAPE, JOB))
+
+
 @pytest.mark.parametrize(("rows", "completion", "bound"), [(8, 400, 10**6), (64, 200, 10**6), (64, 200, 4096)])
 def test_the_cache_is_as_large_as_perls_own(rows, completion, bound):
     """On an accelerator but for the block of rows without a sequence; on a CPU to the byte."""

@@ -36,9 +36,6 @@ CHECKS: dict[str, Callable[[Machine], Finding | None]] = {
     "processes": runtime.processes,
     "disk": hardware.disk,
     "shm": hardware.shm,
-    "limits": hardware.limits,
-    "wandb": network.wandb,
-    "hub": network.hub,
 }
 ASCEND = {"npu-smi", "driver", "firmware", "device-files", "cann", "nnal", "set-env", "hccl"}
 

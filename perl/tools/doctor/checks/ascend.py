@@ -103,10 +103,9 @@ def device_files(machine: Machine) -> Finding | None:
         found = f"{', '.join(closed)} not readable and writable ({device.mode} {device.owner})"
         group = device.owner.split(":")[-1]
         return failure(found, "this user cannot open the devices", f"usermod -aG {group} $USER && newgrp {group}")
-    cards = smi.parse_list(machine.output("npu-smi info -l"))
-    listed = sum(cards.values())
+    listed = len(machine.table.chips)
     if listed and listed != len(devices):
-        found = f"{len(devices)} device files, but npu-smi info -l counts {listed} chips on {len(cards)} NPUs"
+        found = f"{len(devices)} device files, but npu-smi info lists {listed} chips"
         why = (
             "only the devices with a file can be used" if listed > len(devices) else "a device has dropped off the bus"
         )
@@ -135,11 +134,7 @@ def device_memory(machine: Machine) -> Finding | None:
     chips = machine.table.chips
     if not chips:
         return None
-    rates = smi.parse_usages(machine.output("npu-smi info -t usages"))
-    percents = {}
-    for chip in chips:
-        table = 100 * chip.memory_used_mb // chip.memory_total_mb if chip.memory_total_mb else 0
-        percents[chip.index] = max(table, rates.get((chip.npu, chip.chip), 0))
+    percents = {chip.index: 100 * chip.memory_used_mb // max(1, chip.memory_total_mb) for chip in chips}
     busy = {index: percent for index, percent in percents.items() if percent > BUSY_PERCENT}
     if not busy:
         return ok(f"{max(percents.values())} % in use at most")

@@ -1,4 +1,4 @@
-"""Machine, Python, accelerator, disk, shared memory and limits: what every kind of machine has."""
+"""Machine, Python, accelerator, disk and shared memory: what every kind of machine has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from perl.tools.doctor.versions import satisfies
 FULL_DISK_GB, SMALL_DISK_GB = 5, 50
 """A 7B checkpoint is 15 GB in bf16; the merged model is as large again."""
 SMALL_SHM_GB = 1
-FEW_FILES = 4096
 
 
 def architecture(machine: Machine) -> Finding | None:
@@ -98,18 +97,3 @@ def shm(machine: Machine) -> Finding | None:
         return ok(found)
     fix = "docker run --shm-size 16g …" if machine.container else "mount -o remount,size=16G /dev/shm"
     return warning(found, "vLLM's workers and data loaders share tensors there; a full one ends in a bus error", fix)
-
-
-def limits(machine: Machine) -> Finding | None:
-    if not machine.limits:
-        return None
-    found = ", ".join(f"{name} {'unlimited' if n < 0 else n}" for name, n in machine.limits.items())
-    low = [name for name, n in machine.limits.items() if 0 <= n < FEW_FILES]
-    if not low:
-        return ok(found)
-    flags = {"nofile": "ulimit -n 65535", "nproc": "ulimit -u 65535"}
-    return warning(
-        found,
-        "several processes with data loaders run out: 'Too many open files' or 'can't start new thread'",
-        " && ".join(flags[name] for name in low),
-    )

@@ -1,10 +1,9 @@
-"""HCCL's variables, ports and network interface; W&B and the hub."""
+"""HCCL's variables, ports and network interface."""
 
 from __future__ import annotations
 
 import re
 
-from perl.models.folders import MODELSCOPE_VARIABLES, modelscope_variable
 from perl.tools.doctor.findings import Finding, failure, ok, warning
 from perl.tools.doctor.machine import Machine
 
@@ -22,7 +21,6 @@ RECOMMENDED = {
     "HCCL_WHITELIST_DISABLE": "1",
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
-HUBS = {"huggingface": "huggingface.co:443", "modelscope": "modelscope.cn:443"}
 
 
 def hccl(machine: Machine) -> Finding | None:
@@ -113,55 +111,3 @@ def matching_interfaces(rule: str, names: list[str]) -> list[str]:
     parts = [part for part in rule.split(",") if part]
     hit = {n for n in names for part in parts if (n == part if exact else n.startswith(part))}
     return [n for n in names if (n not in hit and n != "lo" if exclude else n in hit)]
-
-
-def wandb(machine: Machine) -> Finding | None:
-    env = machine.env
-    mode = env.get("WANDB_MODE", "")
-    if env.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes") or mode == "disabled":
-        return ok("off")
-    key = "WANDB_API_KEY" in env
-    if mode == "online" and not key:
-        why = "W&B asks for a key and the run waits, or fails under a launcher"
-        return failure(
-            "WANDB_MODE=online without WANDB_API_KEY", why, "export WANDB_API_KEY=…  # or WANDB_MODE=offline"
-        )
-    if key and "wandb" not in machine.packages:
-        return warning("WANDB_API_KEY is set, but wandb is not installed", "nothing is uploaded", "pip install wandb")
-    if key and mode != "offline":
-        if machine.hosts.get("api.wandb.ai:443"):
-            why = f"api.wandb.ai cannot be reached ({machine.hosts['api.wandb.ai:443']})"
-            return warning(
-                "WANDB_API_KEY is set", why, "export WANDB_MODE=offline  # later: wandb sync outputs/*/wandb/*"
-            )
-        return ok("online (WANDB_API_KEY is set)")
-    return ok("offline: wandb sync uploads a run later")
-
-
-def hub(machine: Machine) -> Finding | None:
-    """Whether models and datasets can be fetched by name."""
-    if machine.env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true"):
-        return ok("offline by choice (HF_HUB_OFFLINE): paths on disk only")
-    targets = {host: reason for host, reason in machine.hosts.items() if "wandb" not in host}
-    if not targets:
-        return None
-    reached = [host for host, reason in targets.items() if not reason]
-    modelscope = modelscope_variable(machine.env) is not None
-    chosen = [host for host in targets if ("modelscope" in host) == modelscope]
-    if any(host in reached for host in chosen):
-        return ok(f"{', '.join(reached)} reached")
-    reasons = ", ".join(f"{host} ({targets[host]})" for host in targets if host not in reached)
-    why = "a model or a dataset given by name cannot be fetched; one on disk works"
-    if reached:
-        fix = f"unset {' '.join(MODELSCOPE_VARIABLES)}" if modelscope else "export PERL_USE_MODELSCOPE=1"
-        return warning(f"{reasons} not reached, {', '.join(reached)} is", why, fix)
-    fix = "export HF_ENDPOINT=https://hf-mirror.com  # or give paths: --config.model.model_name_or_path /path/to/model"
-    return warning(f"not reached: {reasons}", why, fix)
-
-
-def host_of(url: str) -> str:
-    """ "host:port" of a URL, also of a proxy's."""
-    match = re.match(r"(?:(\w+)://)?(?:[^@/]*@)?([^:/]+)(?::(\d+))?", url)
-    if not match:
-        return ""
-    return f"{match[2]}:{match[3] or ('80' if match[1] == 'http' else '443')}"
