@@ -42,14 +42,14 @@ def main(argv: list[str]) -> int:
 def judge(packages: list[dict]) -> int:
     """Print what is known of the packages; 1 where something is not accepted."""
     left_out = [package["name"] for package in packages if "skip_reason" in package]
-    found = [(package, vuln) for package in packages for vuln in package.get("vulns", [])]
+    advisories = [(package, vuln) for package in packages for vuln in package.get("vulns", [])]
     refused = 0
-    for package, vuln in found:
+    for package, vuln in advisories:
         reason = next((ACCEPTED[name] for name in (vuln["id"], *vuln["aliases"]) if name in ACCEPTED), None)
         refused += reason is None
         remedy = f"fixed in {', '.join(vuln['fix_versions'])}" if vuln["fix_versions"] else "not fixed yet"
         print(f"{package['name']} {package['version']}: {vuln['id']}, {f'accepted: {reason}' if reason else remedy}")
-    print(f"audit: {len(packages) - len(left_out)} packages, {len(found)} advisories, {refused} not accepted")
+    print(f"audit: {len(packages) - len(left_out)} packages, {len(advisories)} advisories, {refused} not accepted")
     if left_out:
         print(f"audit: not known to the service: {', '.join(left_out)}")
     return int(refused > 0)

@@ -132,8 +132,8 @@ def _index_versions(name: str, *flags: str) -> list[Version]:
     command = [sys.executable, "-m", "pip", "index", "versions", name, "--pre", "--retries", "1", *flags]
     command += ["--disable-pip-version-check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found := re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE):
-        return [Version(version) for version in found[1].split(", ")]
+    if available := re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE):
+        return [Version(version) for version in available[1].split(", ")]
     if broken := BROKEN.search(done.stderr):
         why = broken[1] or broken[0]
         raise UserError(f"pip's package registry does not answer ({why}); look at `pip config list`")
@@ -207,8 +207,8 @@ def _table_bounds(name: str, pinned: Mapping[str, str]) -> Iterator[SpecifierSet
 
 
 def _exact(specifier: SpecifierSet) -> str | None:
-    found = [spec.version for spec in specifier if spec.operator == "==" and not spec.version.endswith("*")]
-    return found[0] if found else None
+    versions = [spec.version for spec in specifier if spec.operator == "==" and not spec.version.endswith("*")]
+    return versions[0] if versions else None
 
 
 def _as_text(rows: list[Row]) -> str:

@@ -320,20 +320,24 @@ def test_a_signal_saves_a_checkpoint_and_ends_every_process(tmp_path, start, pro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["rank", "launcher"])
+@pytest.mark.parametrize("killed", ["rank", "launcher", "supervisor"])
 def test_sigkill_of_any_process_ends_all_and_frees_the_folder(tmp_path, start, killed):
     script = start(0.3, processes=2)
     folder = tmp_path / "run"
     wait_for("progress: step 2/", folder / "output.log", script)
-    (launcher,) = psutil.Process(script.pid).children()
+    supervisor = psutil.Process(script.pid)
+    (launcher,) = supervisor.children()
     ranks = launcher.children()
     assert len(ranks) == 2
-    {"rank": ranks[1], "launcher": launcher}[killed].kill()
+    {"rank": ranks[1], "launcher": launcher, "supervisor": supervisor}[killed].kill()
     shown, _ = script.communicate(timeout=60)
-    assert script.returncode == 137
+    assert script.returncode == (-9 if killed == "supervisor" else 137)
     assert "Traceback" not in shown
-    who = "the process of rank 1" if killed == "rank" else "the launcher"
-    assert next(line for line in shown.splitlines() if "SIGKILL" in line).startswith(f"error: {who} was ended by")
+    if killed != "supervisor":
+        who = "the process of rank 1" if killed == "rank" else "the launcher"
+        assert next(line for line in shown.splitlines() if "SIGKILL" in line).startswith(f"error: {who} was ended by")
+        assert left_over(folder) == []
+    psutil.wait_procs([launcher, *ranks], timeout=30)
     assert left_over(folder) == []
     rundir.check_folder(folder, resuming=True)
 

@@ -49,17 +49,17 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
             f"{FLAG} {peft.adapter}: trains more than LoRA's matrices ({', '.join(further)}), and is not trained"
             f" further; write {FLAG}_mode merge for a new adapter on top of it"
         )
-    own = {name: adapter.get(name) for name in OWN[1:]} | {"type": _type(adapter, peft.type)}
-    for name, value in own.items():
+    trained = {name: adapter.get(name) for name in OWN[1:]} | {"type": _type(adapter, peft.type)}
+    for name, value in trained.items():
         if f"peft.{name}" in flags and not _same(flags[f"peft.{name}"], value):
-            said = f"--config.peft.{name} {flags[f'peft.{name}']}"
-            raise UserError(f"{said}: the adapter in {peft.adapter} has {name} {value}, and {HINT}")
-    other = [name for name, value in own.items() if f"peft.{name}" in recipe and not _same(peft[name], value)]
-    for name, value in own.items():
+            flag = f"--config.peft.{name} {flags[f'peft.{name}']}"
+            raise UserError(f"{flag}: the adapter in {peft.adapter} has {name} {value}, and {HINT}")
+    other = [name for name, value in trained.items() if f"peft.{name}" in recipe and not _same(peft[name], value)]
+    for name, value in trained.items():
         peft[name] = value
     if not other:
         return []
-    taken = ", ".join(f"{name} {own[name]}" for name in other)
+    taken = ", ".join(f"{name} {trained[name]}" for name in other)
     return [f"{FLAG}: the adapter's own {taken} go before the recipe's"]
 
 

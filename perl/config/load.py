@@ -219,11 +219,11 @@ def resolve_algorithm(values: Namespace, flags: Namespace, recipe: Namespace) ->
     """Set what the algorithm sets and neither recipe nor flags say; a line for each that they say otherwise."""
     name, lines = values.algorithm.name, []
     for field, value in settings_of(name).items():
-        said = next((source[field] for source in (flags, recipe) if field in source), value)
-        values[field] = said
-        if said != value:
+        chosen = next((source[field] for source in (flags, recipe) if field in source), value)
+        values[field] = chosen
+        if chosen != value:
             who = "--config." if field in flags else "the recipe's "
-            lines.append(f"{who}{field} {said} goes before algorithm {name}, which sets {value}")
+            lines.append(f"{who}{field} {chosen} goes before algorithm {name}, which sets {value}")
     return lines
 
 

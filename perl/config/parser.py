@@ -73,26 +73,26 @@ class Parser(ArgumentParser):
         return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
 
     def _explain(self, message: str) -> str:
-        if found := re.search(r"[Uu]nrecognized arguments?: (.*)", message, flags=re.DOTALL):
-            words = found[1].split()
+        if match := re.search(r"[Uu]nrecognized arguments?: (.*)", message, flags=re.DOTALL):
+            words = match[1].split()
             flag = next((word for word in words if word.startswith("-")), None)
             if flag is None:
                 return f"unexpected argument {words[0]!r}: every value follows its flag"
             return self._unknown(flag.split("=")[0])
-        if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
-            return self._unknown(f"--{found[1]}.{found[2]}")
-        if found := re.search(r"[Pp]arser key \"([\w.]+)\": Unable to load config \"(.*?)\"", message):
-            return self._no_field(found[1], found[2])
-        if found := re.search(r"Parser key \"([\w.]+)\":\s*(.*)", message, flags=re.DOTALL):
-            if one := re.match(r"Expected a <class 'list'>. Got value: (.*)", found[2], flags=re.DOTALL):
-                return f"--{found[1]}: expected a list, not {one[1]}{_as_list(one[1])}"
-            return f"--{found[1]}: {_expected(found[2]) or found[2].replace('<class ', '').replace('>.', '.')}"
+        if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
+            return self._unknown(f"--{match[1]}.{match[2]}")
+        if match := re.search(r"[Pp]arser key \"([\w.]+)\": Unable to load config \"(.*?)\"", message):
+            return self._no_field(match[1], match[2])
+        if match := re.search(r"Parser key \"([\w.]+)\":\s*(.*)", message, flags=re.DOTALL):
+            if expected := re.match(r"Expected a <class 'list'>. Got value: (.*)", match[2], flags=re.DOTALL):
+                return f"--{match[1]}: expected a list, not {expected[1]}{_as_list(expected[1])}"
+            return f"--{match[1]}: {_expected(match[2]) or match[2].replace('<class ', '').replace('>.', '.')}"
         return message
 
     def _no_field(self, group: str, value: str) -> str:
         """--config.algorithm ppo: the group of --config.algorithm.name."""
-        own = [known for known in self.known_flags() if known.startswith(f"--{group}.")]
-        first = next((known for known in own if _last(known) in ("name", "type", "enabled")), own[0])
+        fields = [known for known in self.known_flags() if known.startswith(f"--{group}.")]
+        first = next((known for known in fields if _last(known) in ("name", "type", "enabled")), fields[0])
         return f"--{group} {value}: is a group of fields; write --{group}.FIELD VALUE, such as {first}"
 
     def _unknown(self, flag: str) -> str:
@@ -122,13 +122,13 @@ def _expected(complaint: str) -> str | None:
         return f"expected {' or '.join((one[2] or WORDS.get(one[1], one[1])).split(', '))}, not {one[3].strip()}"
     if one := re.match(r"Not of type (\w+): (?:(.*) does not conform|.*: '(.*)'$)", complaint, flags=re.DOTALL):
         return f"expected {WORDS.get(one[1], one[1])}, not {one[2] or one[3]}"
-    found = re.search(r"Subtypes: [\[(](.*)[\])]\s+Errors:.*Given value: (.*)", complaint, flags=re.DOTALL)
-    if found is None:
+    union = re.search(r"Subtypes: [\[(](.*)[\])]\s+Errors:.*Given value: (.*)", complaint, flags=re.DOTALL)
+    if union is None:
         return None
-    kinds = re.findall(r"<class '([\w.]+)'>|(?:typing\.)?Literal\[(.*?)\]|([\w.]+\[[^<]*?\])", found[1])
+    kinds = re.findall(r"<class '([\w.]+)'>|(?:typing\.)?Literal\[(.*?)\]|([\w.]+\[[^<]*?\])", union[1])
     last = [(kind.rpartition(".")[2], literal or other) for kind, literal, other in kinds]
     names = [WORDS.get(kind, kind) or other for kind, other in last]
-    value = found[2].strip()
+    value = union[2].strip()
     as_list = _as_list(value) if names[0].startswith("list[") else ""
     return f"expected {' or '.join(names)}, not {value}{as_list}"
 

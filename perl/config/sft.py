@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from perl.base.errors import UserError
 from perl.config.load import Parsed, Program, parse_for, resolve_aliases
 from perl.config.schema import SFTGroups
-from perl.config.unused_flags import OF_ANY_TRAINING, Rule, never
+from perl.config.unused_flags import OF_ANY_TRAINING, Rule, never, only_with
 
 if TYPE_CHECKING:
     from perl.config.training import SFTTrainingConfig
@@ -24,7 +24,7 @@ RULES = (
         lambda v: v.dataset.eval_dataset is not None,
         "dataset.eval_dataset names no rows",
     ),
-    Rule(("training.packing_strategy",), lambda v: v.training.packing, "training.packing is false"),
+    only_with("training.packing_strategy", "training.packing", True),
     Rule(("training.dataset_text_field",), never, "rows of plain text are not read"),
 )
 

@@ -45,8 +45,8 @@ class OnThisDevice:
         checkpoint of several CPU processes could be resumed."""
         import torch
 
-        own = super().device  # type: ignore[misc]
-        return torch.device("cpu") if own.type == "cpu" else own
+        chosen = super().device  # type: ignore[misc]
+        return torch.device("cpu") if chosen.type == "cpu" else chosen
 
 
 @dataclass

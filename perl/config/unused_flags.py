@@ -22,6 +22,13 @@ class Rule:
     """Fields with such a prefix that always have an effect."""
 
 
+def only_with(fields: str, name: str, *values: str | bool, keep: tuple[str, ...] = ()) -> Rule:
+    """Fields, their prefixes between spaces, that have an effect where the field `name` has one of `values` alone."""
+    alone = "is false" if values[0] is True else f"is not {values[0]}"
+    because = alone if len(values) == 1 else f"is neither {' nor '.join(map(str, values))}"
+    return Rule(tuple(fields.split()), lambda v: v[name] in values, f"{name} {because}", keep)
+
+
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses of TRL with PPO's clip of the ratio at 1 - epsilon and 1 + epsilon_high."""
 IS_BOUNDS = ("training.vllm_importance_sampling_clip_min", "training.vllm_importance_sampling_clip_max")
@@ -38,8 +45,8 @@ def advantages_of_trl(v: Namespace) -> bool:
 
 def scaled(v: Namespace) -> bool:
     """Advantages are GRPO's own, or scaled as GRPO's are."""
-    own = advantages_of_trl(v) and v.training.multi_objective_aggregation == "sum_then_normalize"
-    return own or uses(v, "training.scale_rewards")
+    of_grpo = advantages_of_trl(v) and v.training.multi_objective_aggregation == "sum_then_normalize"
+    return of_grpo or uses(v, "training.scale_rewards")
 
 
 def never(v: Namespace) -> bool:
@@ -48,7 +55,7 @@ def never(v: Namespace) -> bool:
 
 OF_ANY_TRAINING: tuple[Rule, ...] = (
     Rule(("peft.adapter_mode",), lambda v: v.peft.adapter is not None, "peft.adapter names no adapter"),
-    Rule(("peft.lora_plus_lr_ratio",), lambda v: v.peft.type == "lora_plus", "peft.type is not lora_plus"),
+    only_with("peft.lora_plus_lr_ratio", "peft.type", "lora_plus"),
     Rule(
         ("peft.r", "peft.lora_alpha", "peft.lora_dropout", "peft.target_modules", "peft.exclude_modules"),
         lambda v: v.peft.type != "none",
@@ -88,17 +95,8 @@ RULES: tuple[Rule, ...] = (
         "training.beta is 0: no KL is in the loss",
     ),
     Rule(("critic.",), lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
-    Rule(
-        ("algorithm.dynamic_sampling_metric", "algorithm.max_resample_factor"),
-        lambda v: v.algorithm.dynamic_sampling,
-        "algorithm.dynamic_sampling is false",
-    ),
-    Rule(
-        ("noise_injection.",),
-        lambda v: v.noise_injection.enabled,
-        "noise_injection.enabled is false",
-        keep=("noise_injection.enabled",),
-    ),
+    only_with("algorithm.dynamic_sampling_metric algorithm.max_resample_factor", "algorithm.dynamic_sampling", True),
+    only_with("noise_injection.", "noise_injection.enabled", True, keep=("noise_injection.enabled",)),
     Rule(
         ("noise_injection.sigma_end",),
         lambda v: not v.noise_injection.enabled or v.noise_injection.schedule != "target_kl",
@@ -114,25 +112,15 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.training.use_vllm or v.rollout.importance_correction != "none",
         "rollout.importance_correction is none and rollout.engine is not vllm",
     ),
-    Rule(("training.vllm_",), lambda v: v.training.use_vllm, "rollout.engine is not vllm", keep=IS_BOUNDS),
+    only_with("training.vllm_", "rollout.engine", "vllm", keep=IS_BOUNDS),
     Rule(
         ("rollout.importance_correction",),
         lambda v: v.rollout.engine != "vllm",
         "rollout.engine is vllm: there it is training.vllm_importance_sampling_correction",
     ),
-    Rule(
-        ("training.cache_implementation",), lambda v: v.rollout.engine == "generate", "rollout.engine is not generate"
-    ),
-    Rule(
-        ("rollout.max_batch_tokens", "rollout.capture_graphs"),
-        lambda v: v.rollout.engine == "fast",
-        "rollout.engine is not fast",
-    ),
-    Rule(
-        ("rollout.merge_adapter",),
-        lambda v: v.rollout.engine in ("fast", "generate"),
-        "rollout.engine is neither fast nor generate",
-    ),
+    only_with("training.cache_implementation", "rollout.engine", "generate"),
+    only_with("rollout.max_batch_tokens rollout.capture_graphs", "rollout.engine", "fast"),
+    only_with("rollout.merge_adapter", "rollout.engine", "fast", "generate"),
     Rule(("rollout.merge_adapter",), lambda v: v.peft.type != "none", "peft.type none has no adapter"),
     Rule(
         ("reward.overlong_cache_length",),
@@ -163,11 +151,7 @@ RULES: tuple[Rule, ...] = (
         f"it clips the losses {', '.join(CLIPPED)}",
         keep=("training.epsilon_high",),
     ),
-    Rule(
-        ("training.entropy_coef_", "training.entropy_target"),
-        lambda v: v.training.use_adaptive_entropy,
-        "training.use_adaptive_entropy is false",
-    ),
+    only_with("training.entropy_coef_ training.entropy_target", "training.use_adaptive_entropy", True),
     Rule(
         ("validation.",),
         lambda v: bool(v.validation.datasets),

@@ -89,8 +89,8 @@ def cut(path: Path, step: int) -> None:
 
 def _stays(row: bytes, step: int) -> bool:
     try:
-        found = json.loads(row)
-        return row.endswith(b"\n") and found["step"] <= step and "train_runtime" not in found
+        metrics = json.loads(row)
+        return row.endswith(b"\n") and metrics["step"] <= step and "train_runtime" not in metrics
     except (ValueError, KeyError, TypeError):
         return False
 
@@ -133,8 +133,8 @@ class ProgressLine(TrainerCallback):
 
 def validation_scores(logs: dict[str, Any]) -> list[str]:
     """`openai/gsm8k mean@1 0.452` of each data source that a validation has logged (perl.training.validation)."""
-    found = (re.fullmatch(r"val-core/(.+)/acc/(mean@\d+)", name) for name in logs)
-    return [f"{match[1]} {match[2]} {logs[match[0]]:.3f}" for match in found if match]
+    matches = (re.fullmatch(r"val-core/(.+)/acc/(mean@\d+)", name) for name in logs)
+    return [f"{match[1]} {match[2]} {logs[match[0]]:.3f}" for match in matches if match]
 
 
 class StopOnSignal(TrainerCallback):

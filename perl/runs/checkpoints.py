@@ -46,13 +46,13 @@ Made = dict[str, int]
 
 def made_by(training: TrainingArguments) -> Made:
     """Processes, and the rows of all of them: of an optimizer step, and with GRPO of a rollout and of a prompt."""
-    own: Any = training
-    rows = own.per_device_train_batch_size * own.world_size
-    made = {"processes": own.world_size, "rows of an optimizer step": rows * own.gradient_accumulation_steps}
-    if hasattr(own, "num_generations"):
-        made["completions of a generation batch"] = own.generation_batch_size
-        made["num_generations"] = own.num_generations
-        made["num_iterations"] = own.num_iterations
+    args: Any = training
+    rows = args.per_device_train_batch_size * args.world_size
+    made = {"processes": args.world_size, "rows of an optimizer step": rows * args.gradient_accumulation_steps}
+    if hasattr(args, "num_generations"):
+        made["completions of a generation batch"] = args.generation_batch_size
+        made["num_generations"] = args.num_generations
+        made["num_iterations"] = args.num_iterations
     return made
 
 
@@ -139,8 +139,8 @@ def torn(checkpoint: Path) -> str | None:
     for name, size in files.items():
         if not (checkpoint / name).is_file():
             return f"{name} is missing"
-        if (found := (checkpoint / name).stat().st_size) != size:
-            return f"{name} has {found} bytes of {size}"
+        if (actual := (checkpoint / name).stat().st_size) != size:
+            return f"{name} has {actual} bytes of {size}"
     return None
 
 

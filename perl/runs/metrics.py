@@ -116,16 +116,16 @@ def step_metrics(ranks: Sequence[RankStep], peak_flops: float | None, has_memory
     known has no entry: perf/mfu without `peak_flops` (of one device) or countable FLOPs, memory on a CPU.
     """
     seconds = max(rank.step for rank in ranks)
-    found = {f"timing/{phase}": max(getattr(rank, phase) for rank in ranks) for phase in PHASES}
-    found["timing/step"] = seconds
-    found["perf/throughput"] = sum(rank.tokens for rank in ranks) / seconds / len(ranks)
+    metrics = {f"timing/{phase}": max(getattr(rank, phase) for rank in ranks) for phase in PHASES}
+    metrics["timing/step"] = seconds
+    metrics["perf/throughput"] = sum(rank.tokens for rank in ranks) / seconds / len(ranks)
     flops = sum(rank.flops for rank in ranks)
     if peak_flops and flops:
-        found["perf/mfu"] = flops / seconds / (peak_flops * len(ranks))
+        metrics["perf/mfu"] = flops / seconds / (peak_flops * len(ranks))
     if has_memory:
-        found["perf/max_memory_allocated_gb"] = max(rank.memory_gb for rank in ranks)
-        found["perf/hbm_utilization"] = max(rank.hbm_utilization for rank in ranks)
-    return found
+        metrics["perf/max_memory_allocated_gb"] = max(rank.memory_gb for rank in ranks)
+        metrics["perf/hbm_utilization"] = max(rank.hbm_utilization for rank in ranks)
+    return metrics
 
 
 def add_step(logged: dict[str, list[float]], metrics: dict[str, float]) -> None:
@@ -226,7 +226,7 @@ class StepClock(TrainerCallback):
 
         self._charge()
         memory = device.peak_memory()
-        mine = (
+        measured = (
             sum(self._seconds.values()),
             *(self._seconds[phase] for phase in PHASES),
             self._tokens,
@@ -234,5 +234,5 @@ class StepClock(TrainerCallback):
             *((memory.allocated / 1e9, memory.reserved / memory.total) if memory else (0.0, 0.0)),
         )
         # float32: HCCL takes no float64. Tokens are exact up to 2^24 a process and step.
-        rows: Any = self.gather(torch.tensor([mine], dtype=torch.float32, device=args.device)).tolist()
+        rows: Any = self.gather(torch.tensor([measured], dtype=torch.float32, device=args.device)).tolist()
         self.report(step_metrics([RankStep(*row) for row in rows], self.peak_flops, memory is not None))

@@ -171,16 +171,16 @@ def read_summaries(folder: Path, own_hash: str, adapter: Path) -> list[dict[str,
     for file in [file for file in files if not file.is_file()]:
         log.warning("%s is left out: its evaluation has not ended", file.parent)
     summaries = [read_json(file) for file in files if file.is_file()]
-    own = [summary for summary in summaries if scored_hash(summary) == own_hash]
-    bases = {hash_of_base(adapter)} if is_whole(adapter) else {summary["base_hash"] for summary in own}
+    of_adapter = [summary for summary in summaries if scored_hash(summary) == own_hash]
+    bases = {hash_of_base(adapter)} if is_whole(adapter) else {summary["base_hash"] for summary in of_adapter}
     of_base = [s for s in summaries if s["adapter_hash"] is None and s["base_hash"] in bases]
-    if not own and not of_base:
+    if not of_adapter and not of_base:
         flag = "--model" if is_whole(adapter) else "--adapter"
         raise UserError(
             f"--results {folder}: holds no results of {adapter}; score it with python perl/eval.py {flag} {adapter}"
             f" --result_dir {folder}"
         )
-    return of_base + own
+    return of_base + of_adapter
 
 
 def eval_results(summary: Mapping[str, Any]) -> list[EvalResult]:
@@ -212,8 +212,8 @@ def results_text(summaries: Sequence[Mapping[str, Any]], own_hash: str) -> str:
     """A table of the scores, and below it how they were made."""
     lines = ["| dataset | model | metric | value, % | 95 % interval |", "|---|---|---|---:|---:|"]
     for summary in summaries:
-        own = "this adapter" if summary["adapter_hash"] else "this model"
-        who = own if scored_hash(summary) == own_hash else "the base"
+        trained = "this adapter" if summary["adapter_hash"] else "this model"
+        who = trained if scored_hash(summary) == own_hash else "the base"
         for result in eval_results(summary):
             low, high = (result.metric_args or {})["interval_95"]
             scores = f"{result.metric_value:.2f} | {low:.2f} – {high:.2f}"

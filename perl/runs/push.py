@@ -83,5 +83,5 @@ def _why(error: Exception) -> str | None:
     if not isinstance(error, OSError | httpx.HTTPError | httpx.InvalidURL | HfHubHTTPError | HFValidationError):
         return None
     log.debug("what the hub's client raised", exc_info=error)
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -120,11 +120,11 @@ def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, check
 
 def agree_on_checkpoint(checkpoint: str | None) -> None:
     """A UserError of every process where they would go on from different ones: each may see a disk of its own."""
-    found = gather_object([checkpoint])
-    if len(set(found)) > 1:
-        said = ", ".join(f"process {rank} {each or 'none'}" for rank, each in enumerate(found))
+    checkpoints = gather_object([checkpoint])
+    if len(set(checkpoints)) > 1:
+        listed = ", ".join(f"process {rank} {each or 'none'}" for rank, each in enumerate(checkpoints))
         raise UserError(
-            f"--config.training.resume_from_checkpoint: the processes find different checkpoints ({said}); name one"
+            f"--config.training.resume_from_checkpoint: the processes find different checkpoints ({listed}); name one"
             " that all of them see"
         )
 

@@ -83,8 +83,8 @@ def limits_of(model: str) -> Limits:
 
 def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
     """Of the base's weights. A UserError where two flags say different things."""
-    own = trained_dtype(config.training) if config.peft.type == "none" else device.default_dtype()
-    dtype = getattr(torch, config.model.dtype) if config.model.dtype else own
+    default = trained_dtype(config.training) if config.peft.type == "none" else device.default_dtype()
+    dtype = getattr(torch, config.model.dtype) if config.model.dtype else default
     given: Any = (config.training.model_init_kwargs or {}).get("dtype", dtype)  # type: ignore[union-attr]
     if given not in (dtype, str(dtype).removeprefix("torch.")):
         raise UserError(

@@ -36,12 +36,12 @@ def fail_with_rank_0(failure: str | None, where: torch.device) -> None:
         failure: what it says; on the other processes anything.
         where: the device of collectives.
     """
-    said = [failure]
+    failures = [failure]
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         failed = torch.tensor(int(failure is not None), device=where)
         torch.distributed.broadcast(failed, src=0)
         if not failed.item():
             return
-        broadcast_object_list(said)
-    if said[0] is not None:
-        raise RunError(said[0])
+        broadcast_object_list(failures)
+    if failures[0] is not None:
+        raise RunError(failures[0])

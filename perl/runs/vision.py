@@ -95,5 +95,5 @@ def with_images(rows: Sequence[dict[str, Any]], problems: Sequence[Problem]) -> 
         return Dataset.from_list(list(rows))
     features = Dataset.from_list(list(rows)).features | {"images": List(Image(decode=False))}
     files = ([{"bytes": file, "path": None} for file in problem.images] for problem in problems)
-    found = [row | {"images": images} for row, images in zip(rows, files, strict=True)]
-    return Dataset.from_list(found, features=Features(features))
+    rows_with_images = [row | {"images": images} for row, images in zip(rows, files, strict=True)]
+    return Dataset.from_list(rows_with_images, features=Features(features))

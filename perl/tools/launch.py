@@ -103,9 +103,9 @@ def accelerate_config(kind: str, processes: int) -> str:
 
 def main() -> None:
     with report_errors():
-        found = plan(sys.argv[1:])
-        lines = [f"{name}={shlex.quote(value)}\n" for name, value in found.items()]
-        started_with = start_environment(device.detect().kind, int(found["NUM_PROCESSES"]))
+        planned = plan(sys.argv[1:])
+        lines = [f"{name}={shlex.quote(value)}\n" for name, value in planned.items()]
+        started_with = start_environment(device.detect().kind, int(planned["NUM_PROCESSES"]))
         lines += [f"export {name}={shlex.quote(value)}\n" for name, value in started_with.items()]
         with os.fdopen(STDOUT, "w", errors="surrogateescape", closefd=False) as stdout:
             stdout.writelines(lines)
