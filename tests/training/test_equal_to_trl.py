@@ -18,6 +18,8 @@ from tests.tiny import save_tiny
 from tests.trainers import reward_tokens
 from tests.training.injected import LONGEST, completion, learn
 
+pytestmark = pytest.mark.numeric
+
 ROOT = Path(__file__).parents[2]
 LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 ONE_ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
