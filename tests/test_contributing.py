@@ -100,6 +100,14 @@ def test_the_page_names_what_an_engine_has():
     assert members == set(re.findall(r"`(\w+)`", section)) - {"LoadedEngine", "ENGINES", *ENGINES}
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CONTRIBUTING_zh.md"])
+def test_the_tables_that_the_page_names_are_there(page):
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "perl").rglob("*.py"))
+    names = set(re.findall(r"`([A-Z][A-Z_]+)`", (ROOT / page).read_text(encoding="utf-8")))
+    assert names > PLACES.keys()
+    assert [name for name in names if not re.search(rf"^{name}\b", code, re.MULTILINE)] == []
+
+
 def test_the_changelog_begins_with_the_version_and_counts_down():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## \[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d$", text, re.MULTILINE)

@@ -67,7 +67,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "strict") -> Iterator[IO[Any]]:
     """Open a file that takes the place of `file` when the block ends: whoever reads, finds the old content or the new
     one, whole. An exception leaves the old one. Text is UTF-8, `errors` as for `open`. Raises OSError."""
-    text = {} if mode == "wb" else {"encoding": "utf-8", "errors": errors}
+    text: dict[str, Any] = {} if mode == "wb" else {"encoding": "utf-8", "errors": errors}
     if file.exists() and not file.is_file():  # /dev/null or a pipe, which no file may take the place of
         with file.open(mode, **text) as handle:
             yield handle

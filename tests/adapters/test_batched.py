@@ -9,6 +9,8 @@ from perl.adapters.layers import adapted_layers
 from perl.adapters.rollout_merge import RolloutMerge
 from tests.adapters.test_rollout_merge import logits, make
 
+pytestmark = pytest.mark.numeric
+
 
 class Products:
     """The shapes of the weights that linear products are made with."""

@@ -27,6 +27,8 @@ from perl.tools.plan.inputs import shape_of
 from tests.tiny import save_tiny, tiny_model
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 
+pytestmark = pytest.mark.numeric
+
 METHODS = [name for name in ADAPTERS if name != "none"]
 LIKE_LORA = ("rslora", "lora_plus", "dora", "milora")
 """Trained by other tests too, or as another method."""

@@ -15,6 +15,8 @@ from perl.config.schema import PeftConfig
 from perl.noise.injector import NoiseInjector
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.numeric
+
 TOKENS = torch.tensor([[7, 9, 11, 8, 20, 3]])
 
 

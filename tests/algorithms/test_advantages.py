@@ -18,6 +18,8 @@ from perl.algorithms.kl import token_rewards
 from perl.algorithms.reinforce_plus_plus import whitened_baseline, whitened_returns
 from perl.algorithms.rloo import by_share_rewarded, leave_one_out, length_weighted
 
+pytestmark = pytest.mark.numeric
+
 NAN = math.nan
 REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, -1.0]
 LENGTHS = torch.tensor([3, 2, 1, 3, 2, 3])

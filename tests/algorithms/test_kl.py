@@ -7,6 +7,8 @@ import torch
 
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 
+pytestmark = pytest.mark.numeric
+
 MASK = torch.tensor([[True, True, False], [True, False, True]])
 
 

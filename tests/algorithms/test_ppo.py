@@ -6,6 +6,8 @@ import torch
 from perl.algorithms.ppo import gae
 from perl.algorithms.whitening import whiten
 
+pytestmark = pytest.mark.numeric
+
 
 def test_gae_by_hand():
     """Two completions of three tokens, gamma 0.5 and lambda 0.5: each step counts a quarter of the next one's."""

@@ -9,6 +9,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from perl.engines import attention
 from tests.engines.models import decode, make_sequences, prompts, tiny
 
+pytestmark = pytest.mark.numeric
+
 VISIBLE = (torch.arange(9) < torch.tensor([[9], [4], [1]]))[:, None, None]
 MASKS = {"none": None, "bool": VISIBLE, "float": torch.zeros(3, 1, 1, 9).masked_fill(~VISIBLE, float("-inf"))}
 

@@ -15,6 +15,8 @@ from perl.records import Prompt, Sampling
 from tests.engines.models import completions, decode, make_sequences, prompts, tiny
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 40])

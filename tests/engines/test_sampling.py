@@ -10,6 +10,8 @@ from perl.base.errors import UserError
 from perl.engines.sampling import NUCLEUS_GUESS, filter_logits, sample, uniforms, validate
 from perl.records import Sampling
 
+pytestmark = pytest.mark.numeric
+
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     """Pearson's statistic; cells of probability 0 must be empty."""

@@ -8,6 +8,8 @@ from perl.base.errors import UserError
 from perl.noise.injector import NoiseInjector, find_targets
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.numeric
+
 
 def guide_injector(model, seed=0):
     return NoiseInjector(model, ["post_attention_layernorm"], ["input_layernorm"], seed)

@@ -9,6 +9,8 @@ from perl.noise.injector import NoiseInjector
 from perl.noise.size import size_metrics, size_warning
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.numeric
+
 NAMES = ["model.layers.0.post_attention_layernorm", "model.layers.1.post_attention_layernorm"]
 
 

@@ -1,24 +1,18 @@
-"""One rank of a tiny GRPO run with noise on every norm layer: python -m tests.npu.noise_worker OUT_FOLDER SETTINGS.
+"""One rank of a tiny GRPO run with noise on every norm layer, for tests.npu.runs_worker."""
 
-SETTINGS is JSON for make_trainer. Writes OUT_FOLDER/rank<N>.json: for every norm layer, whether its weight was another
-one in a rollout's first forward, and whether each forward of the loss saw the clean bits; the same for the adapted
-weights, which hold the adapter in the rollout.
-"""
-
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from perl.config.schema import NoiseConfig
 from perl.noise.injector import is_norm
-from tests.ranks import leave
 from tests.trainers import make_trainer
 
 
-def main() -> None:
-    out, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+def run(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """For every norm layer, whether its weight was another one in a rollout's first forward, and whether each forward
+    of the loss saw the clean bits; the same for the adapted weights, which hold the adapter in the rollout."""
     noise = NoiseConfig(
         enabled=True, seed=3, sigma_start=0.5, sigma_end=0.1, target_modules=["norm"], exclude_patterns=[]
     )
@@ -43,14 +37,9 @@ def main() -> None:
     for name, module in base.items():
         module.register_forward_pre_hook(look(name))
     trainer.train()
-    report = {
+    return {
         "norms": [name for name, module in base.items() if is_norm(module)],
         "in_rollout": {name: all(seen) for name, seen in noisy.items()},
         "last_in_rollout": {name: seen[-1] for name, seen in noisy.items()},
         "exact_in_loss": {name: (len(seen), all(seen)) for name, seen in exact.items()},
     }
-    leave(out, trainer.args.process_index, report)
-
-
-if __name__ == "__main__":
-    main()

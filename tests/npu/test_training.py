@@ -52,25 +52,57 @@ def fsdp2_without_resharding(folder: Path) -> Path:
     return folder / "fsdp2.yaml"
 
 
-def launch(run_npu, folder, config, settings=None, processes=2, worker="train_worker", **variables):
+FLOAT32 = {"bf16": False, "per_device_train_batch_size": 2}
+"""Two devices must then agree with a CPU to rounding."""
+
+
+def start(run_npu, folder, config, content, processes=2, worker="train_worker", **variables):
+    """A module of this folder as the program of each process, given `folder` and `content` as JSON."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command = [*launcher, "--num_processes", str(processes), "-m", f"tests.npu.{worker}", str(folder)]
-    # float32: two devices must then agree with a CPU to rounding
-    settings = {"bf16": False, "per_device_train_batch_size": 2} | (settings or {})
-    run_npu([*command, json.dumps(settings)], devices=processes, timeout=400, **variables)
+    run_npu([*command, json.dumps(content)], devices=processes, timeout=400, **variables)
+
+
+def launch(run_npu, folder, config, settings=None, processes=2, **options):
+    start(run_npu, folder, config, FLOAT32 | (settings or {}), processes, **options)
     return reports(folder, processes)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "engine"),
-    [
-        *(("npu_ddp", "generate"), ("npu_4", "generate"), ("zero3", "generate"), ("npu_fsdp2", "generate")),
-        *(("zero3", "fast"), ("npu_fsdp2", "fast")),
-    ],
-)
-def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path, strategy, engine):
-    config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
-    ranks = launch(run_npu, tmp_path, config, {"engine": engine})
+KL = {"schedule": "target_kl", "relative": True, "target_kl_start": 1e-4, "target_kl_end": 1e-4}
+RUNS = {
+    "generate": ("train_worker", {"engine": "generate"}),
+    "fast": ("train_worker", {"engine": "fast"}),
+    "target_kl": ("train_worker", {"engine": "fast", "max_steps": 3, "noise": KL}),
+    "norms": ("noise_worker", {"engine": "fast"}),
+}
+"""(module, settings) of what both ranks train one after the other: a start takes longer than a run."""
+MADE = {"zero3": zero3_with_nothing_persistent, "fsdp2": fsdp2_without_resharding}
+STRATEGIES = ("npu_ddp", "npu_4", "zero3", "npu_fsdp2")  # npu_4: ZeRO-2
+
+
+@pytest.fixture(scope="module")
+def folder_of(run_npu, tmp_path_factory):
+    """`folder_of(strategy)`: in which each of RUNS has left its folder, for "fsdp2" "norms" alone."""
+    done: dict[str, Path] = {}
+
+    def run(strategy):
+        if strategy not in done:
+            folder = tmp_path_factory.mktemp(strategy)
+            config = MADE[strategy](folder) if strategy in MADE else CONFIGS / f"{strategy}.yaml"
+            names = RUNS if strategy in STRATEGIES else ["norms"]
+            runs = {name: (RUNS[name][0], FLOAT32 | RUNS[name][1]) for name in names}
+            start(run_npu, folder, config, runs, worker="runs_worker")
+            done[strategy] = folder
+        return done[strategy]
+
+    return run
+
+
+@pytest.mark.parametrize("engine", ["generate", "fast"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(folder_of, strategy, engine):
+    folder = folder_of(strategy) / engine
+    ranks = reports(folder)
     assert [rank["world_size"] for rank in ranks] == [2, 2]
     assert [rank["device"] for rank in ranks] == ["npu:0", "npu:1"]
     for rank in ranks:
@@ -85,17 +117,15 @@ def test_noise_is_the_same_on_both_ranks_and_gone_in_the_loss(run_npu, tmp_path,
         assert rank["merged"] == [[True], [True]]
         assert rank["tolerance"] == 1e-3  # sampler and trainer agreed
     assert ranks[0]["generate"] == ranks[1]["generate"]
-    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     moved = [tensor.abs().max().item() for name, tensor in adapter.items() if "lora_B" in name]
     assert len(moved) == 14  # 7 linears in each of 2 layers
     assert all(value > 0 for value in moved)
 
 
-@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2"])
-def test_relative_noise_that_holds_a_kl_divergence_is_the_same_on_both_ranks(run_npu, tmp_path, strategy):
-    config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
-    noise = {"schedule": "target_kl", "relative": True, "target_kl_start": 1e-4, "target_kl_end": 1e-4}
-    first, second = launch(run_npu, tmp_path, config, {"engine": "fast", "max_steps": 3, "noise": noise})
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_relative_noise_that_holds_a_kl_divergence_is_the_same_on_both_ranks(folder_of, strategy):
+    first, second = reports(folder_of(strategy) / "target_kl")
     assert first["rms"] == second["rms"] == [1.0, 1.0]  # of the whole weights, which are 1
     assert first["sigma"][:2] == [0.5, 0.25]  # far above the target: halved
     for name in ("sigma", "kl", "adapted", "generate"):
@@ -110,14 +140,10 @@ def test_relative_noise_that_holds_a_kl_divergence_is_the_same_on_both_ranks(run
         assert all(torch.equal(torch.tensor(weights), torch.ones(64)) for weights in rank["loss"])
 
 
-@pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2", "fsdp2"])
-def test_noise_and_merge_are_in_every_module_while_sampling_and_gone_bit_for_bit_in_the_loss(
-    run_npu, tmp_path, strategy
-):
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsdp2"])
+def test_noise_and_merge_are_in_every_module_while_sampling_and_gone_bit_for_bit_in_the_loss(folder_of, strategy):
     """The final norm included, which FSDP2 keeps gathered after a forward, as it does everything without resharding."""
-    made = {"zero3": zero3_with_nothing_persistent, "fsdp2": fsdp2_without_resharding}
-    config = made[strategy](tmp_path) if strategy in made else CONFIGS / f"{strategy}.yaml"
-    for rank in launch(run_npu, tmp_path, config, {"engine": "fast"}, worker="noise_worker"):
+    for rank in reports(folder_of(strategy) / "norms"):
         assert len(rank["norms"]) == 5  # two in each of two layers, and the final one
         assert len(rank["in_rollout"]) == 5 + 14
         for name in rank["in_rollout"]:
@@ -132,7 +158,7 @@ def test_noise_and_merge_are_in_every_module_while_sampling_and_gone_bit_for_bit
 def cpu(folder, settings):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "cpu.yaml")]
     command = [*launcher, "--num_processes", "2", "-m", "tests.npu.train_worker", str(folder)]
-    settings = {"bf16": False, "per_device_train_batch_size": 2} | settings
+    settings = FLOAT32 | settings
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*command, json.dumps(settings)], check=True, env=env, cwd=ROOT, timeout=400)
     return json.loads((folder / "rank0.json").read_text())

@@ -1,7 +1,7 @@
-"""One rank of a tiny GRPO run, started by accelerate: python -m tests.npu.train_worker OUT_FOLDER [JSON settings].
+"""One rank of a tiny GRPO run, started by accelerate: python -m tests.npu.train_worker OUT_FOLDER SETTINGS.
 
-Writes OUT_FOLDER/rank<N>.json: what the ranks' norm weights held while completions were generated and while the loss
-was computed, the losses, and how far the adapter moved.
+SETTINGS is JSON for make_trainer. Writes OUT_FOLDER/rank<N>.json: what the ranks' norm weights held while completions
+were generated and while the loss was computed, the losses, and how far the adapter moved.
 """
 
 import contextlib
@@ -9,8 +9,11 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from accelerate import PartialState
 
 from perl import device
 from perl.config.schema import NoiseConfig
@@ -22,7 +25,7 @@ def full(weight: torch.Tensor) -> list[float]:
     return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().float().cpu().tolist()
 
 
-def sample_on_cpu() -> None:
+def sampling_on_cpu():
     """Every device has its own random stream. To compare two devices, both sample from the CPU's."""
     multinomial = torch.multinomial
     generator = torch.Generator().manual_seed(5)
@@ -30,12 +33,11 @@ def sample_on_cpu() -> None:
     def on_cpu(probabilities, num_samples):
         return multinomial(probabilities.cpu(), num_samples, generator=generator).to(probabilities.device)
 
-    torch.multinomial = on_cpu
+    return mock.patch.object(torch, "multinomial", on_cpu)
 
 
-def main() -> None:
-    sample_on_cpu()
-    out, settings = Path(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+def run(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The report."""
     fixed = {"enabled": True, "seed": 3, "sigma_start": 0.5, "sigma_end": 0.1, "num_stages": 2}
     noise = NoiseConfig(**(fixed | settings.pop("noise", {})))
     trainer = make_trainer(out / "run", noise=noise, **settings)
@@ -82,12 +84,16 @@ def main() -> None:
             module.register_forward_pre_hook(look)
     captured: list[object] = []
     capture = device.capture
-    device.capture = lambda *args, **kwargs: captured.append(args) or capture(*args, **kwargs)
-    trainer.train()
-    adapter_file = out / "adapter"
-    trainer.save_model(str(adapter_file))
+
+    def captures(*args, **kwargs):
+        captured.append(args)
+        return capture(*args, **kwargs)
+
+    with sampling_on_cpu(), mock.patch.object(device, "capture", captures):
+        trainer.train()
+    trainer.save_model(str(out / "adapter"))
     logs = [row for row in trainer.state.log_history if "loss" in row]
-    report = {
+    return {
         "world_size": trainer.args.world_size,
         "device": str(trainer.args.device),
         "distributed_type": str(trainer.accelerator.distributed_type),
@@ -103,7 +109,12 @@ def main() -> None:
         "tolerance": trainer.step.metrics.tolerance,
         "graphs": len(captured),
     }
-    leave(out, trainer.args.process_index, report)
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    report = run(out, json.loads(sys.argv[2]))
+    leave(out, PartialState().process_index, report)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ from huggingface_hub import ModelCard
 from wandb.proto.wandb_internal_pb2 import Record
 
 from perl import __version__
+from perl.__main__ import main
+from perl.base.errors import report_errors
 from perl.base.tracking import WandbRun
 from perl.models.folders import content_hash
 from tests.training.local_hub import local_hub
 from tests.training.small_run import ROOT, small_run
 
 
-def perl(words, cwd, **variables):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    env = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | variables
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+def card_command(adapter: Path, results: Path) -> int:
+    """The exit code."""
+    return main(["card", str(adapter), "--results", str(results)])
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,12 @@ def results(folder) -> Path:
     """results/: the base, both checkpoints, the last of which is the adapter, scored on the sums, four samples each."""
     sampling = ["--n", "4", "--temperature", "1", "--max_new_tokens", "8", "--result_dir", "results"]
     adapters = ["--adapter", "base", "run", "--report_to", "wandb"]
-    words = [ROOT / "perl" / "eval.py", "--model", "model", "--dataset", "sums.jsonl", *sampling, *adapters]
-    done = perl(words, folder)
+    words = [str(ROOT / "perl" / "eval.py"), "--model", "model", "--dataset", "sums.jsonl", *sampling, *adapters]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    env = clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "evaluation.log").write_text(done.stderr)
     return folder / "results"
@@ -78,11 +82,11 @@ def test_a_training_leaves_a_card_of_what_was_measured_in_the_adapter_and_each_c
     assert not (run / "README.md").exists()  # nothing is pushed from the run's folder
 
 
-def test_the_scores_of_an_adapter_enter_its_card(folder, results, tmp_path):
+def test_the_scores_of_an_adapter_enter_its_card(folder, results, tmp_path, capsys):
     adapter = shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "copy")
     before = content_hash(adapter)
-    done = perl(["-m", "perl", "card", adapter, "--results", results], folder)
-    assert (done.returncode, done.stdout) == (0, f"{adapter / 'README.md'}: 4 results\n"), done.stderr
+    assert card_command(adapter, results) == 0
+    assert capsys.readouterr().out == f"{adapter / 'README.md'}: 4 results\n"
     card = ModelCard.load(adapter / "README.md")
     scored = {
         name: json.loads((results / name / "sums" / "summary.json").read_text()) for name in ("base", "checkpoint-2")
@@ -116,26 +120,26 @@ def test_the_scores_of_an_adapter_enter_its_card(folder, results, tmp_path):
     assert content_hash(adapter) == before  # an evaluation of it still knows it
 
     once = card.content
-    assert perl(["-m", "perl", "card", adapter, "--results", results], folder).returncode == 0
+    assert card_command(adapter, results) == 0
     assert ModelCard.load(adapter / "README.md").content == once
 
 
-def test_results_of_another_adapter_are_refused_in_one_line_and_nothing_is_written(folder, results):
+def test_results_of_another_adapter_are_refused_in_one_line_and_nothing_is_written(folder, results, capsys):
     adapter = folder / "run" / "checkpoint-1"
     before = (adapter / "README.md").read_text()
-    done = perl(["-m", "perl", "card", adapter, "--results", results / "checkpoint-2"], folder)
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        f"error: --results {results / 'checkpoint-2'}: holds no results of {adapter}; score it"
-    )
-    assert done.stderr.count("\n") == 1
+    with pytest.raises(SystemExit) as done, report_errors():
+        card_command(adapter, results / "checkpoint-2")
+    assert done.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --results {results / 'checkpoint-2'}: holds no results of {adapter}; score it")
+    assert said.count("\n") == 1
     assert (adapter / "README.md").read_text() == before
 
 
 def test_a_card_of_someone_else_keeps_its_text(folder, results, tmp_path):
     adapter = shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "copy")
     (adapter / "README.md").write_text("---\nlicense: mit\ntags:\n- mine\n---\n# My adapter\n\nMade with care.\n")
-    assert perl(["-m", "perl", "card", adapter, "--results", results], folder).returncode == 0
+    assert card_command(adapter, results) == 0
     card = ModelCard.load(adapter / "README.md")
     assert card.text.startswith("# My adapter\n\nMade with care.\n\n## Results\n")
     assert (card.data.license, card.data.tags, card.data.library_name) == ("mit", ["mine"], "peft")

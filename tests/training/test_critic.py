@@ -19,6 +19,8 @@ from perl.training.passes import Passes
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer, move_adapter, reward_tokens
 
+pytestmark = pytest.mark.numeric
+
 PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "rewards": (reward_tokens,), "loss_type": "dapo", "engine": "fast"}
 
 

@@ -13,10 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
+from perl.training.loss import policy_loss
 from perl.training.trainer import PerlGRPOTrainer
 from tests.tiny import save_tiny
 from tests.trainers import reward_tokens
 from tests.training.injected import LONGEST, completion, learn
+
+pytestmark = pytest.mark.numeric
 
 ROOT = Path(__file__).parents[2]
 LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -30,7 +33,7 @@ VARIANTS = {
     "truncated completions masked": {"mask_truncated_completions": True},
     "scaled over the batch": {"scale_rewards": "batch"},
     "unscaled": {"scale_rewards": "none"},
-    "two-sided clipping": {"delta": 1.5, "num_iterations": 2, "epsilon": 1e-4},
+    "two-sided clipping": {"delta": 1.5, "num_iterations": 2, "epsilon": 5.22e-4},
     "off-policy mask": {"off_policy_mask_threshold": 1e-5, "num_iterations": 2},
     "top entropies": {"top_entropy_quantile": 0.608},
     "entropy bonus": {"entropy_coef": 0.1},
@@ -204,6 +207,22 @@ def test_no_entropy_stands_at_the_quantile(monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "get_high_entropy_mask", measured)
     learn(GRPOTrainer, **VARIANTS["top entropies"])
     assert min(distances) > 1e-4
+
+
+def test_no_ratio_stands_at_a_bound_of_the_clipping(monkeypatch):
+    """Rounding would choose whether its token has a gradient."""
+    variant, ratios = VARIANTS["two-sided clipping"], []
+
+    def measured(inputs, settings, update):
+        ratios.append((inputs.policy - inputs.old).detach().exp()[inputs.mask])
+        return policy_loss(inputs, settings, update)
+
+    monkeypatch.setattr("perl.training.step.policy_loss", measured)
+    learn(PerlGRPOTrainer, **variant)
+    difference = torch.cat(ratios) - 1
+    assert (difference < -variant["epsilon"]).any()
+    assert (difference > variant["epsilon"]).any()
+    assert (difference.abs() - variant["epsilon"]).abs().min() > 5e-6  # rounding is below 5e-7
 
 
 def test_the_injected_groups_differ_in_reward_and_length():

@@ -19,6 +19,8 @@ from perl.training.loss import (
     vespo,
 )
 
+pytestmark = pytest.mark.numeric
+
 LOG = math.log
 
 

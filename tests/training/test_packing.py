@@ -13,6 +13,8 @@ from perl.runs.metrics import Work
 from perl.training.packing import enable_packing, forward_arguments, pack, packed_work
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.numeric
+
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 64,
