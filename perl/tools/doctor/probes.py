@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from perl.base.redact import hide
+from perl.base.redact import hide, is_secret_name
 from perl.tools.doctor import libraries
 from perl.tools.doctor.local import read, run
 from perl.tools.doctor.machine import Command, Device, Machine, Process
@@ -39,7 +39,6 @@ VARIABLES = re.compile(
     r"|LD_LIBRARY_PATH$)",
     re.IGNORECASE,
 )
-SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 
 
 def gather(root: Path = Path("/"), deadline_s: float = DEADLINE_S) -> Machine:
@@ -105,7 +104,7 @@ def _in_container() -> bool:
 def environment() -> dict[str, str]:
     """The variables that some check reads, without secrets."""
     return {
-        name: "(set)" if SECRETS.search(name) else hide(value)
+        name: "(set)" if is_secret_name(name) else hide(value)
         for name, value in os.environ.items()
         if VARIABLES.match(name)
     }
