@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import logging
+import random
 import re
 import subprocess
 import sys
@@ -266,6 +267,32 @@ def test_folders_that_are_named_like_checkpoints(tmp_path):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "trainer_state.json", {"log_history": [{"step": 1, "reward": reward}]})
     assert read_curves(tmp_path, "A").metrics["reward"] == {1: 0.5}
+
+
+def test_tensorboards_files(tmp_path):
+    """Cut off, bytes changed, bytes put in: a curve of what is whole, or one line."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_text("args", '{"gradient_accumulation_steps": 2}')
+        for step in range(1, 4):
+            writer.add_scalar("train/reward", 0.5, step)
+    (file,) = tmp_path.iterdir()
+    whole, draw = file.read_bytes(), random.Random(0)
+    for _ in range(40):
+        place, junk = draw.randrange(len(whole)), draw.randbytes(draw.randrange(20))
+        for content in (
+            whole[:place],
+            whole[:place] + junk + whole[place:],
+            whole[:place] + junk + whole[place + 20 :],
+        ):
+            file.write_bytes(content)
+            with contextlib.suppress(UserError):
+                assert set(read_curves(tmp_path, "A").metrics) == {"reward"}
+    (tmp_path / "x.wandb").write_bytes(b":W&B" + draw.randbytes(500))
+    file.unlink()
+    with pytest.raises(UserError, match="W&B has no reader"):
+        read_curves(tmp_path, "A")
 
 
 LONG = """
