@@ -28,7 +28,7 @@ LEAST_LENGTH = 8
 SECRET_NAME = re.compile(
     r"(^(api|access|auth|bearer|hub|hf|github|refresh|secret|user)?_?tokens"
     r"|token|secrets?|passwords?|passwd|passphrase|api[_\-. ]?keys?"
-    r"|(^|[_\-. ])(key|pass|pwd|pat|cred(ential)?s?|auth|authorization|bearer|cookies?|webhook(_url)?))"
+    r"|(^|[_\-. ])(key|pass|pwd|pat|cred(ential)?s?|auth|authorization|bearer|cookies?|webhook(_url)?))\d*"
     r"([_\-](read|write|ro|rw|admin|prod|production|dev|test|staging|old|new|primary|secondary|base64|pem|\d+))*$",
     re.IGNORECASE,
 )
@@ -44,9 +44,9 @@ NEVER_NUMBERS = re.compile(r"(secrets?|passwords?|passwd|passphrase|pwd|api_?key
 """Names under which a number is a secret too: a `token` or a `key` may be an index."""
 HUMPS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 USER_OF_URL = re.compile(
-    r"\b([a-z][a-z0-9+.-]*://)([^\s/?#'\"<>]+|[^\s/?#'\"<>:\[]+:(?!\d+[/?#])[^\s'\"<>@]+)@", re.IGNORECASE
+    r"\b([a-z][a-z0-9+.-]{0,20}://)([^\s/?#'\"<>]+|[^\s/?#'\"<>:\[]+:(?!\d+[/?#])[^\s'\"<>@]{1,300})@", re.IGNORECASE
 )
-"""A password may hold a slash; what follows a port is a path."""
+"""A password may hold a slash; what follows a port is a path. The bounds keep a line of many addresses linear."""
 QUERY = re.compile(r"([?&;]([\w.~-]+)=)([^\s&#'\"<>]+)")
 SIGNATURES = ("sig", "signature", "x-amz-signature", "x-amz-credential", "x-goog-signature", "awsaccesskeyid")
 BEARER = re.compile(
@@ -56,7 +56,8 @@ BEARER = re.compile(
 FORMS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|local-[0-9a-f]{32,}|AIza[\w-]{30,}|hooks\.slack\.com/services/[\w/]+"
-    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)|-----BEGIN [A-Z ]*PRIVATE KEY-----.+?-----END [A-Z ]*PRIVATE KEY-----",
+    r"|(?<!-)eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----((?!-----BEGIN ).)+?-----END [A-Z ]{0,40}PRIVATE KEY-----",
     re.DOTALL,
 )
 """Tokens that are known by their first letters."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,21 +14,18 @@ from perl.runs.callbacks import StopOnSignal
 from perl.runs.model_card import write_training_card
 from perl.runs.out_of_memory import explain_out_of_memory
 from perl.runs.run import (
-    agree_on_folder,
+    begin,
     fit,
     hide_vllm,
     log_writers,
     open_run,
     push_result,
-    set_up_logging,
     users_error,
 )
 from perl.runs.setup import check_processes, load_model
 
 if TYPE_CHECKING:
     from perl.finetuning.trainer import PerlSFTTrainer
-
-log = logging.getLogger(__name__)
 
 
 def fine_tune(argv: Sequence[str]) -> Path:
@@ -43,10 +39,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
     parsed = parse(argv)
     check_processes("perl.sft")
     config = parsed.build()
-    set_up_logging(config)
-    for warning in parsed.warnings:
-        log.warning(warning)
-    run_dir = agree_on_folder(config, parsed)
+    run_dir = begin(config, parsed)
     checked = check_rows(config, run_dir)
 
     trainer_class = import_trainer()

@@ -52,6 +52,14 @@ class Checked(Protocol):
         ...
 
 
+def begin(config: Config | SFTRunConfig, parsed: Parsed) -> Path:
+    """Set up logging, log the command line's warnings, and return the run's folder, the same on every process."""
+    set_up_logging(config)
+    for warning in parsed.warnings:
+        log.warning(warning)
+    return agree_on_folder(config, parsed)
+
+
 def set_up_logging(config: Config | SFTRunConfig) -> None:
     """Log lines on stdout from the main process, warnings of the others; the world size checked and shown."""
     main = config.training.process_index == 0

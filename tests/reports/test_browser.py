@@ -15,6 +15,7 @@ from perl.base.provenance import provenance
 from perl.prompts import PromptStyle
 from perl.reports.page import write_report
 from tests.reports.conftest import record, write_results
+from tests.results import sweep as whole_sweep
 
 pytestmark = pytest.mark.browser
 
@@ -210,22 +211,22 @@ def test_a_script_that_gets_in_all_the_same_does_not_run(mixed, visit, tmp_path)
 
 
 def test_a_sweep_by_checkpoint(tmp_path, visit, caplog):
-    candidates = []
+    sweep = whole_sweep()
     for name, step, right in (
         ("checkpoint-10", 10, 7),
         ("base", 0, 2),
         ("checkpoint-5", 5, 4),
         ("checkpoint-7", 7, None),
     ):
-        candidates.append({"name": name, "step": step, "error": None, "metrics": {}})
+        sweep["candidates"] += whole_sweep(name, step=step)["candidates"]
         if right is None:
-            candidates[-1] |= {"error": "does not fit the base", "metrics": None}
+            sweep["candidates"][-1] |= {"error": "does not fit the base", "metrics": None}
             continue
         wrong = {"score": 0.0, "reason": "wrong", "extracted": "1"}
         rows = [record(f"{i}-0", **({} if i < right else wrong)) for i in range(10)]
         write_results(tmp_path / name / "gsm8k", rows, step=step, adapter=f"runs/a/{name}" if step else None)
         (tmp_path / name / "summary.json").write_text("{}")
-    (tmp_path / "sweep.json").write_text(json.dumps({"candidates": candidates}))
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
     page = visit(write_report(tmp_path))
     assert "checkpoint-7 is left out: does not fit the base" in caplog.text
     assert page.shown() == 30
