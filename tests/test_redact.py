@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
      "password", "db-passwd", "credentials", "Authorization", "training.hub_token", "client.secret",
      "PGPASSWORD", "MYSQL_PWD", "DB_PASS", "GITHUB_PAT", "HF_TOKEN_READ", "HF_TOKEN_2", "SLACK_WEBHOOK",
      "SLACK_WEBHOOK_URL", "tokens", "access_tokens", "passwords", "pwd", "pass", "cookie", "private_key_pem",
-     "ACCESSTOKEN", "hubtoken"],
+     "ACCESSTOKEN", "hubtoken", "MYTOKEN2"],
 )  # fmt: skip
 def test_names_of_secrets(name):
     assert is_secret_name(name)
@@ -164,3 +164,10 @@ def test_errors_and_log_lines_hold_no_secret(monkeypatch, capsys):
     record = logging.LogRecord("perl", logging.INFO, "f", 1, "from %s, %d rows", ("https://me:pw@host", 3), None)
     HideSecrets().filter(record)
     assert record.getMessage() == f"from https://{HIDDEN}@host, 3 rows"
+
+
+@pytest.mark.parametrize("word", ["https://", "https://a:", "a.", "-----BEGIN RSA PRIVATE KEY-----\n", "-eyJaaaaaaaa."])
+def test_a_long_line_takes_time_by_its_length_and_not_by_its_square(word):
+    """A completion may be such a line: 128 kB of addresses took 35 s, and 640 kB a quarter of an hour."""
+    program = "import sys; from perl.base.redact import hide; hide(sys.argv[1] * (640_000 // len(sys.argv[1])))"
+    subprocess.run([sys.executable, "-c", program, word], cwd=ROOT, check=True, timeout=120)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -10,8 +12,11 @@ import pytest
 
 from perl.base.errors import UserError
 from perl.base.files import atomic_write, open_lock, read_json, write_json
+from perl.evaluation.store import locked
 from perl.reports.training_run import read_training_run
+from perl.runs.rundir import held
 from perl.scoring.results import read_metrics, read_samples
+from perl.tools.stages import alone
 from tests.results import record
 
 
@@ -131,3 +136,18 @@ def test_of_two_writers_of_one_file_the_last_one_counts_whole(tmp_path):
         assert file.read_text() == "B"
     assert file.read_text() == "A" * 20
     assert [path.name for path in tmp_path.iterdir()] == ["row"]
+
+
+@pytest.mark.parametrize(
+    "hold", [locked, lambda folder: held(folder, False), lambda folder: alone(folder, "--out", None)]
+)
+def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch, hold):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        pytest.raises(UserError, match=r"lock: it can't be locked \(No locks available\); name a folder"),
+        hold(tmp_path),
+    ):
+        pass

@@ -85,15 +85,32 @@ def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "stri
         raise
 
 
+def _open_lock(path: str, _: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
 def open_lock(file: Path) -> IO[bytes]:
     """Open a file to be locked by flock, making it if need be; what it holds stays. Raises OSError, for a link too:
     it may lead to any file of the user's."""
     try:
-        return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb+", buffering=0)
+        return open(file, "rb+", buffering=0, opener=_open_lock)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(error.errno, f"{file.name} is a link; delete it", str(file)) from error
         raise
+
+
+def lock_now(lock: IO[bytes], how: int = fcntl.LOCK_EX) -> None:
+    """flock, without waiting. Raises BlockingIOError where another process has it, and a UserError where the folder's
+    file system has no locks, as some network mounts."""
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"{lock.name}: it can't be locked ({error.strerror}); name a folder on a disk whose file system has locks"
+        ) from error
 
 
 def holder_of(lock: IO[bytes]) -> str:

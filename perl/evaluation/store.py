@@ -7,7 +7,6 @@ torn is cut off, and its sample is pending again. Nothing else is ever rewritten
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perl.base.errors import RankError, UserError
-from perl.base.files import atomic_write, json_line, open_lock, read_json, write_json
+from perl.base.files import atomic_write, json_line, lock_now, open_lock, read_json, write_json
 from perl.scoring.results import RUN, SAMPLES, SampleRecord, read_samples
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ def locked(folder: Path) -> Iterator[None]:
         raise UserError(f"--result_dir {folder}: {error.strerror}") from error
     with handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            lock_now(handle)
+        except BlockingIOError as error:
             raise UserError(
                 f"--result_dir {folder}: another evaluation is writing here; wait, or name another"
             ) from error

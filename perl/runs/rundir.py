@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.base.files import holder_of, open_lock
+from perl.base.files import holder_of, lock_now, open_lock
 from perl.base.provenance import git_commit, versions
 from perl.base.redact import hide, is_secret_name, redact
 from perl.config.load import Parsed
@@ -109,7 +109,7 @@ def _take(lock: IO[bytes], how: int, run_dir: Path, patience_s: float = 0.0) -> 
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return fcntl.flock(lock, how | fcntl.LOCK_NB)
+            return lock_now(lock, how)
         except BlockingIOError as error:
             if (left := deadline - time.monotonic()) <= 0:
                 raise UserError(

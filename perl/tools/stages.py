@@ -20,7 +20,7 @@ from rich.console import Console
 
 from perl import device
 from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError
-from perl.base.files import open_lock
+from perl.base.files import lock_now, open_lock
 from perl.records import PROGRESS, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,11 +191,11 @@ def alone(folder: Path, flag: str, console: Console) -> Iterator[int]:
         raise UserError(f"{flag} {folder}: {error.strerror}; write another folder") from error
     with files[0] as run_lock, files[1] as stage_lock:
         try:
-            fcntl.flock(run_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_now(run_lock)
         except BlockingIOError as error:
             raise UserError(f"{flag} {folder}: another command works in it; wait until it has ended") from error
         try:
-            fcntl.flock(stage_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_now(stage_lock)
         except BlockingIOError:
             console.print("waiting for what an interrupted command has left running ...")
             fcntl.flock(stage_lock, fcntl.LOCK_EX)
