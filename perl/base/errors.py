@@ -49,8 +49,13 @@ LOST_PEER = (
 """Parts of what gloo, torch's store, NCCL and HCCL raise in the others when a process has ended. HCCL's first three
 are the texts of the codes below them, which differ between versions of CANN. (ERR02200 says that any call of HCCL has
 failed, the first one too, as where a port is taken.)"""
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Escape sequences begin with one; the last ones turn the direction of what follows."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Escape sequences begin with one; others turn the direction of what follows, and no encoding has the last ones."""
+
+
+def one_line(text: str) -> str:
+    """A text from elsewhere as a line for a terminal: control characters as escapes."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], " ".join(text.split()))
 
 
 class UserError(Exception):
@@ -59,9 +64,7 @@ class UserError(Exception):
     exit_code = EXIT_USER_ERROR
 
     def __str__(self) -> str:
-        """Control characters, which would reach the terminal, as escapes."""
-        line = " ".join(super().__str__().split())
-        return CONTROL.sub(lambda match: ascii(match[0])[1:-1], line)
+        return one_line(super().__str__())
 
 
 class RankError(UserError):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
+from perl.base.errors import one_line
 from perl.base.files import typed
 from perl.scoring.results import COMPARE, Count, SampleRecord, Share, same_model, samples_hash
 
@@ -122,14 +123,14 @@ def read_comparison(folder: Path, records: Mapping[str, Sequence[SampleRecord]])
         comparison = typed(json.loads(file.read_text(encoding="utf-8")), Comparison)
         _ = comparison.rows, Path(comparison.other["folder"]).resolve()  # what no page holds, and no path
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("report: %s is left out: not readable (%s)", file, error)
+        logger.warning("report: %s is left out: not readable (%s)", file, one_line(str(error)))
         return None
     datasets = comparison.datasets
     fitting = [name for name in datasets if datasets[name].samples_hash == samples_hash(records.get(name, ()))]
     if other := [name for name in datasets if name not in fitting]:
         logger.warning(
             "report: %s is left out for %s: made from other samples than lie there now; python -m perl compare makes it"
-            " again", file, ", ".join(other),
+            " again", file, one_line(", ".join(other)),
         )  # fmt: skip
     if not fitting:
         return None

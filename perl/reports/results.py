@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perl.base.errors import UserError
+from perl.base.errors import UserError, one_line
 from perl.base.files import read_json
 from perl.reports.comparisons import Comparison, read_comparison
 from perl.scoring.results import AGAIN, SAMPLES, SWEEP, Scored, Sweep, is_scored, read_scored
@@ -65,7 +65,8 @@ def read_sweep(result_dir: Path) -> list[Run]:
     for candidate in sweep["candidates"]:
         name = candidate["name"]
         if candidate["metrics"] is None or not (run := read_run(result_dir / name)):
-            logger.warning("report: %s is left out: %s", name, candidate["error"] or "it is not scored yet")
+            why = candidate["error"] or "it is not scored yet"
+            logger.warning("report: %s is left out: %s", one_line(name), one_line(why))
             continue
         runs.append(replace(run, label=name, step=candidate["step"]))
     return runs

@@ -14,7 +14,7 @@ import yaml
 from msgspec import Meta
 
 from perl.algorithms.titles import algorithm_of, title_of
-from perl.base.errors import UserError
+from perl.base.errors import UserError, one_line
 from perl.base.files import typed
 from perl.records import clock
 from perl.scoring.results import METRICS, read_metrics
@@ -161,7 +161,7 @@ def read_settings(file: Path, kind: type[T]) -> T:
             raise ValueError("no mapping")
         return typed(content, kind)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        reason = error.strerror if isinstance(error, OSError) else one_line(str(error))
         logger.warning("report: %s is left out: %s", file, reason)
         return kind()
 

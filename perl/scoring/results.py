@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from perl.base.errors import UserError
+from perl.base.errors import UserError, one_line
 from perl.base.files import read_json, typed
 from perl.base.provenance import Provenance
 
@@ -294,7 +294,7 @@ def read_samples(file: Path) -> dict[tuple[str, int], SampleRecord]:
             record = typed(json.loads(line), SampleRecord)
             records.setdefault((record["key"], record["sample"]), record)
         except (ValueError, RecursionError) as error:
-            broken.append(f"line {number}: {error}")
+            broken.append(f"line {number}: {one_line(str(error))}")
     if torn:
         broken.append(f"line {len(lines) + 1} has no end")
     if broken:
@@ -315,7 +315,7 @@ def read_metrics(file: Path) -> list[tuple[int, Row]]:
             row = json.loads(line)
             rows.append((typed(row, Logged)["step"], {name: row[name] for name in row if name != "step"}))
         except (ValueError, RecursionError) as error:
-            broken.append(f"line {number}: {error}")
+            broken.append(f"line {number}: {one_line(str(error))}")
     if broken:
         logger.warning("%s: %d broken lines left out (%s)", file, len(broken), broken[0])
     return last_attempt(rows)
