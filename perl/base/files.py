@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,11 @@ import msgspec
 
 from perl.base.errors import UserError
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""How flock fails on a file system that has none: Lustre mounted without them, NFS without its lock daemon."""
 UMASK = os.umask(0o077)
 """Of this process; the system gives it for another alone."""
 os.umask(UMASK)
@@ -101,16 +106,15 @@ def open_lock(file: Path) -> IO[bytes]:
 
 
 def lock_now(lock: IO[bytes], how: int = fcntl.LOCK_EX) -> None:
-    """flock, without waiting. Raises BlockingIOError where another process has it, and a UserError where the folder's
-    file system has no locks, as some network mounts."""
+    """flock, without waiting; where the file system has no locks, a line in the log instead. Raises BlockingIOError
+    where another process has it."""
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
     except OSError as error:
-        raise UserError(
-            f"{lock.name}: it can't be locked ({error.strerror}); name a folder on a disk whose file system has locks"
-        ) from error
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        why = f"its file system has no locks ({error.strerror})"
+        log.warning("%s: nothing keeps another process out of it: %s", Path(lock.name).parent, why)
 
 
 def holder_of(lock: IO[bytes]) -> str:
