@@ -116,7 +116,7 @@ class MicroBatch:
 
     batch: Batch | None
     """None: nothing, on any process."""
-    takes_part: bool = False
+    padding: bool = False
     """The rows are there as every process must run as many forwards; their loss counts nothing."""
     trained_tokens: int = 0
     """Tokens of all rows of the window, prompts too and rows left out too, in its first micro-batch; 0 in others."""
@@ -125,14 +125,16 @@ class MicroBatch:
         """Tensors and plain values, for a checkpoint."""
         return {
             "batch": self.batch and self.batch.state(),
-            "takes_part": self.takes_part,
+            "padding": self.padding,
             "trained_tokens": self.trained_tokens,
         }
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> MicroBatch:
         """What `state` was of. A UserError for what a version before 0.13 has left."""
-        if "takes_part" not in state:
+        if "takes_part" in state:  # as checkpoints call it that 0.13 wrote at first
+            state = {"padding" if name == "takes_part" else name: value for name, value in state.items()}
+        if "padding" not in state:
             raise UserError(
                 "--config.training.resume_from_checkpoint: the checkpoint holds rollouts of a version before 0.13;"
                 " resume from one whose step is a multiple of steps_per_generation * num_iterations /"
@@ -207,7 +209,7 @@ class Dealer:
         one = batch.select([0])
         (row,) = one.rows
         one.rows = [replace(row, prompt_ids=row.prompt_ids[-1:], token_ids=[], sampled=[], logprobs=[], images=())]
-        return MicroBatch(one, takes_part=True, trained_tokens=tokens)
+        return MicroBatch(one, padding=True, trained_tokens=tokens)
 
     def _order(self, rows: Sequence[Trajectory], places: Sequence[int]) -> list[int]:
         """Longest completion first; with `group`, prompts with the longest completions first, and the rows of a prompt

@@ -232,7 +232,8 @@ class Step:
         if self.metrics.tolerance is not None:
             return
         why = self.engine.not_comparable(self.collector.sampling)
-        if why or batch.sampler is None:
+        given = self.processes.largest([int(batch.sampler is not None)])[0]
+        if why or not given:
             why = why or "not given"
             log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
             self.metrics.tolerance = math.inf
@@ -245,8 +246,8 @@ class Step:
         drawn = torch.tensor(
             [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=self.device
         )
-        assert few.sampler is not None
-        apart, known = difference(few.sampler, trainer, drawn)
+        sampler = torch.full_like(trainer, math.nan) if few.sampler is None else few.sampler
+        apart, known = difference(sampler, trainer, drawn)
         total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
         require_same_policy(total / count if count else None, tolerance)
         self.metrics.tolerance = tolerance
@@ -276,7 +277,7 @@ class Step:
         assert batch is not None
         readers: Sequence[Reader] = ("policy",) if self.critic is None else ("policy", "critic")
         outputs = self.passes.score(model, batch.rows, batch.width, readers)
-        if micro_batch.takes_part:
+        if micro_batch.padding:
             return (outputs.logps * 0.0).sum() + (0.0 if outputs.values is None else (outputs.values * 0.0).sum())
         assert batch.advantages is not None
         rows = self.args.per_device_train_batch_size * accumulation
