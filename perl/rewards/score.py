@@ -95,9 +95,9 @@ class Rewards:
 
     def infinite(self, rows: Sequence[Trajectory]) -> list[str]:
         """The infinite ones of `of`, each as its function and row."""
-        return [
-            f"{name} on {row_name(place, row.completion, row.row['prompt'], row.row.get(ROW))}"
-            for place, row in enumerate(rows)
-            for name, reward in zip(self.names, row.rewards, strict=True)
-            if math.isinf(reward)
-        ]
+        named = []
+        for place, function in self.of(rows).isinf().nonzero().tolist():
+            row = rows[place]
+            where = row_name(place, row.completion, row.row["prompt"], row.row.get(ROW))
+            named.append(f"{self.names[function]} on {where}")
+        return named

@@ -39,7 +39,8 @@ class Batch:
     mask: torch.Tensor
     """bool: tokens that the policy drew and that are trained on."""
     sampler: torch.Tensor | None
-    """Log-probabilities by what has drawn the tokens, NaN where it gave none for a token; None: it gives none."""
+    """Log-probabilities by what has drawn the tokens, NaN where it gave none for a token; None: it gives none, on any
+    process."""
     tokens: float = 0.0
     """Tokens of `mask` in the generation batch, of all processes."""
     advantages: torch.Tensor | None = None
@@ -53,11 +54,14 @@ class Batch:
     """What the critic learns, NaN where a token has none."""
 
     @classmethod
-    def of(cls, rows: list[Trajectory], device: torch.device, mask_truncated: bool, longest: int) -> Batch:
+    def of(
+        cls, rows: list[Trajectory], device: torch.device, mask_truncated: bool, longest: int, logprobs: bool
+    ) -> Batch:
         """
         Args:
             mask_truncated: completions that were cut off are not trained on.
             longest: tokens of the longest completion of all processes.
+            logprobs: what has drawn the tokens gave log-probabilities, on some process.
         """
         width = max(1, longest)
 
@@ -74,7 +78,7 @@ class Batch:
         return cls(
             rows=rows,
             mask=column(trained_on, False, torch.bool),
-            sampler=column(sampler, 0.0, torch.float32) if any(row.logprobs for row in rows) else None,
+            sampler=column(sampler, 0.0, torch.float32) if logprobs else None,
         )
 
     @property

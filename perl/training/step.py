@@ -113,8 +113,10 @@ class Step:
         as the micro-batches of its updates. Every process must come here."""
         weights = self._publish(step)
         rows, collect_metrics = self.collector.collect(weights)
-        longest = self.processes.largest([max(len(row.token_ids) for row in rows)])[0]
-        batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest)
+        longest, logprobs = self.processes.largest(
+            [max(len(row.token_ids) for row in rows), int(any(row.logprobs for row in rows))]
+        )
+        batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest, bool(logprobs))
         batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
         rewards = self._finite_rewards(rows, step)
         self._compare_first(batch, weights)
@@ -232,8 +234,7 @@ class Step:
         if self.metrics.tolerance is not None:
             return
         why = self.engine.not_comparable(self.collector.sampling)
-        given = self.processes.largest([int(batch.sampler is not None)])[0]
-        if why or not given:
+        if why or batch.sampler is None:
             why = why or "not given"
             log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
             self.metrics.tolerance = math.inf
@@ -246,8 +247,8 @@ class Step:
         drawn = torch.tensor(
             [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=self.device
         )
-        sampler = torch.full_like(trainer, math.nan) if few.sampler is None else few.sampler
-        apart, known = difference(sampler, trainer, drawn)
+        assert few.sampler is not None
+        apart, known = difference(few.sampler, trainer, drawn)
         total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
         require_same_policy(total / count if count else None, tolerance)
         self.metrics.tolerance = tolerance

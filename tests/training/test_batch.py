@@ -23,7 +23,7 @@ def batch(prompts, lengths, advantages, **changes):
         )
         for place, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    made = Batch.of(rows, torch.device("cpu"), False, max(lengths))
+    made = Batch.of(rows, torch.device("cpu"), False, max(lengths), logprobs=False)
     advantages = torch.tensor(advantages)
     made.advantages = advantages[:, None] if advantages.ndim == 1 else advantages
     return dataclasses.replace(made, **changes)
@@ -56,10 +56,10 @@ def test_columns_of_rows_that_are_lists():
         Trajectory(sample=1, token_ids=[9], sampled=[True], logprobs=[-0.25], finish="stop", **of_row),
     ]
     rows[0].extras = {"logged": object()}
-    made = Batch.of(rows, torch.device("cpu"), mask_truncated=False, longest=3)
+    made = Batch.of(rows, torch.device("cpu"), mask_truncated=False, longest=3, logprobs=True)
     assert made.mask.tolist() == [[True, False, True], [True, False, False]]
     assert made.sampler.tolist() == [[-0.5, -1.0, -2.0], [-0.25, 0.0, 0.0]]
-    masked = Batch.of(rows, torch.device("cpu"), mask_truncated=True, longest=4).mask
+    masked = Batch.of(rows, torch.device("cpu"), mask_truncated=True, longest=4, logprobs=False).mask
     assert masked.tolist() == [[False] * 4, [True, False, False, False]]
     again = Batch.restored(made.state())
     assert [(row.prompt_ids, row.token_ids, row.sampled) for row in again.rows] == [

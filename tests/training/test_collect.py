@@ -243,8 +243,17 @@ def test_log_probabilities_stay_with_their_tokens(known):
     expected = [logprob if given else math.nan for given in known for logprob in (-1.0, -2.0)]
     assert row.logprobs == pytest.approx(expected if any(known) else [], nan_ok=True)
     other = Trajectory(row={}, position=0, sample=1, prompt_ids=(1,), token_ids=[3], logprobs=[-3.0], sampled=[True])
-    batch = Batch.of([row, other], torch.device("cpu"), False, len(row.token_ids))
+    batch = Batch.of([row, other], torch.device("cpu"), False, len(row.token_ids), logprobs=True)
     assert batch.sampler[0].isnan().tolist() == [not given for given in known for _ in range(2)]
+
+
+def test_a_reward_that_is_infinite_in_float32_is_named():
+    """As the advantages are, which are made of it."""
+    row = Trajectory(
+        row={"prompt": "1 + 1"}, position=0, sample=0, prompt_ids=(1,), completion="2", rewards=[0.5, 1e39]
+    )
+    (named,) = Rewards([print, print], ["a", "b"], torch.ones(2)).infinite([row])
+    assert named == "b on completion 0 (prompt '1 + 1', completion '2')"
 
 
 def test_a_group_whose_rewards_are_not_finite_is_kept_for_the_trainer_to_see():
