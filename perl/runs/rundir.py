@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -37,6 +38,8 @@ LAST_ATTEMPT_S = 30.0
 """How long a run that goes on waits for its last attempt to end: processes that outlive a killed launcher, or save a
 checkpoint after a signal."""
 POLL_S = 0.2
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""How flock fails on a file system that has none: Lustre mounted without them, NFS without its lock daemon."""
 VARIABLE_PREFIXES = ("ASCEND_", "HCCL_", "NCCL_", "CUDA_VISIBLE", "OMP_", "MALLOC_", "PYTORCH_", "VLLM_", "ACCELERATE_",
                      "PERL_")  # fmt: skip
 
@@ -105,11 +108,13 @@ def _opened_lock(run_dir: Path) -> IO[bytes]:
 
 
 def _take(lock: IO[bytes], how: int, run_dir: Path, patience_s: float = 0.0) -> None:
-    """flock, or a UserError where another process has it for so long."""
+    """flock, or a UserError where another process has it for so long. Where the file system has no locks, a line in the
+    log instead."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return fcntl.flock(lock, how | fcntl.LOCK_NB)
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+            return
         except BlockingIOError as error:
             if (left := deadline - time.monotonic()) <= 0:
                 raise UserError(
@@ -119,6 +124,12 @@ def _take(lock: IO[bytes], how: int, run_dir: Path, patience_s: float = 0.0) -> 
             if left > patience_s - POLL_S:
                 log.warning("%s: waiting for its last attempt to end (%s)", run_dir, holder_of(lock))
             time.sleep(POLL_S)
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+            why = f"its file system has no locks ({error.strerror})"
+            log.warning("%s: nothing keeps another training out of it: %s", run_dir, why)
+            return
 
 
 def prepare(run_dir: Path, parsed: Parsed, world_size: int) -> None:

@@ -1,5 +1,6 @@
 """The folder of a run: what cannot be written in it is one line that names it."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -51,6 +52,18 @@ def test_a_second_training_in_a_folder_is_one_line_that_names_the_first(tmp_path
         (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="already holds a run"):  # has been made since it was looked for
         held(tmp_path, resuming=False).__enter__()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_a_line_in_the_log(tmp_path, monkeypatch, caplog, number):
+    def flock(lock, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(rundir.fcntl, "flock", flock)
+    with held(tmp_path, resuming=False):
+        check_folder(tmp_path, resuming=True)
+    line = f"{tmp_path}: nothing keeps another training out of it: its file system has no locks ({os.strerror(number)})"
+    assert caplog.messages == [line] * 2
 
 
 def test_a_lock_that_is_a_link_is_one_line(tmp_path):
