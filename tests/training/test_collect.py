@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from perl.base.errors import UserError
+from perl.base.errors import RankError, UserError
 from perl.config.load import parse
 from perl.engines.base import warn_once
 from perl.prompts import row_seed
@@ -230,7 +230,7 @@ def test_too_few_values_of_a_reward_functions_column_are_one_line():
         return [1.0] * len(completions)
 
     rows = [Trajectory(row={"prompt": "a"}, position=0, sample=i, prompt_ids=(1,), completion="b") for i in range(2)]
-    with pytest.raises(UserError, match="log_extra\\('question', …\\) got 1 values for 2 completions"):
+    with pytest.raises(RankError, match="log_extra\\('question', …\\) got 1 values for 2 completions"):
         Rewards([reward], ["reward"], torch.ones(1)).score(rows, None)
 
 
