@@ -102,6 +102,14 @@ def test_a_process_with_fewer_rows_takes_part_with_a_token():
     assert [(row.prompt_ids, row.token_ids) for row in local[1].batch.rows] == [((7,), [])]
 
 
+def test_padding_of_a_row_with_images_has_them():
+    """Where weights are split, other processes wait in the vision tower for one that skips it."""
+    rows = [dataclasses.replace(row, images=(b"image",)) for row in WINDOW.rows]
+    quiet = dataclasses.replace(WINDOW, rows=rows, advantages=torch.zeros(4, 1))
+    (row,) = dealer(leave_out_zero=True).deal(quiet, alone)[1].batch.rows
+    assert (row.prompt_ids, row.token_ids, row.images) == ((1, 7), [], (b"image",))
+
+
 def test_a_window_without_any_gradient_makes_its_step_all_the_same():
     """The optimizer's momentum and decay go on: one micro-batch, of one token."""
     quiet = dealer(leave_out_zero=True).deal(dataclasses.replace(WINDOW, advantages=torch.zeros(4, 1)), alone)
