@@ -41,21 +41,24 @@ def _batches(
     model: Any, source: Iterable[Sequence | None], pad_token_id: int, size: Callable[[list[Sequence]], int]
 ) -> Iterator[list[Sequence]]:
     """The sequences of `source`, batch by batch. Every process that holds a part of a sharded model must call
-    `generate` equally often: one that is through gives it a sequence without an index, for nothing.
+    `generate` equally often: one that is through gives it a sequence without an index, for nothing; of a prompt with
+    images, if it had one, as the vision tower may be split too.
 
     Args:
         size: of those that wait, the next batch are so many; it may order them.
     """
     source, waiting, read = iter(source), list[Sequence](), 0
-    sharded = is_sharded(model)
+    sharded, filler = is_sharded(model), Sequence((pad_token_id,), 0, 1)
     while True:
         for sequence in iter(lambda: next(source, None), None):
             sequence.index, read = read, read + 1
+            if sequence.images is not None:
+                filler = Sequence(sequence.prompt_ids, 0, 1, images=sequence.images)
             waiting.append(sequence)
         if not (any_rank(bool(waiting), model.device) if sharded else waiting):
             return
         count = size(waiting) if waiting else 0
-        yield waiting[:count] or [Sequence((pad_token_id,), 0, 1)]
+        yield waiting[:count] or [filler]
         del waiting[:count]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from perl.base.errors import UserError
+from perl.base.errors import RankError
 from perl.records import Trajectory
 from perl.rewards.files import ROW, row_name
 
@@ -41,7 +41,7 @@ class Rewards:
             state: the trainer's.
 
         Raises:
-            UserError: a function gives another number of rewards, or logs too few values.
+            RankError: a function gives another number of rewards, or logs too few values.
         """
         if not rows:
             return
@@ -59,7 +59,7 @@ class Rewards:
         scores = [self._checked(*pair, len(rows)) for pair in zip(self.names, self._call(arguments), strict=True)]
         for column, values in extras.items():
             if len(values) < len(rows):
-                raise UserError(
+                raise RankError(
                     f"--config.reward.functions: log_extra({column!r}, …) got {len(values)} values for {len(rows)}"
                     " completions; give one for each"
                 )
@@ -83,7 +83,7 @@ class Rewards:
 
     def _checked(self, name: str, rewards: Sequence[float | None], count: int) -> list[float]:
         if len(rewards) != count:
-            raise UserError(
+            raise RankError(
                 f"--config.reward.functions {name}: it returned {len(rewards)} rewards for {count} completions; return"
                 " one for each"
             )
@@ -95,9 +95,9 @@ class Rewards:
 
     def infinite(self, rows: Sequence[Trajectory]) -> list[str]:
         """The infinite ones of `of`, each as its function and row."""
-        return [
-            f"{name} on {row_name(place, row.completion, row.row['prompt'], row.row.get(ROW))}"
-            for place, row in enumerate(rows)
-            for name, reward in zip(self.names, row.rewards, strict=True)
-            if math.isinf(reward)
-        ]
+        named = []
+        for place, function in self.of(rows).isinf().nonzero().tolist():
+            row = rows[place]
+            where = row_name(place, row.completion, row.row["prompt"], row.row.get(ROW))
+            named.append(f"{self.names[function]} on {where}")
+        return named

@@ -39,7 +39,8 @@ class Batch:
     mask: torch.Tensor
     """bool: tokens that the policy drew and that are trained on."""
     sampler: torch.Tensor | None
-    """Log-probabilities by what has drawn the tokens, NaN where it gave none for a token; None: it gives none."""
+    """Log-probabilities by what has drawn the tokens, NaN where it gave none for a token; None: it gives none, on any
+    process."""
     tokens: float = 0.0
     """Tokens of `mask` in the generation batch, of all processes."""
     advantages: torch.Tensor | None = None
@@ -53,11 +54,14 @@ class Batch:
     """What the critic learns, NaN where a token has none."""
 
     @classmethod
-    def of(cls, rows: list[Trajectory], device: torch.device, mask_truncated: bool, longest: int) -> Batch:
+    def of(
+        cls, rows: list[Trajectory], device: torch.device, mask_truncated: bool, longest: int, logprobs: bool
+    ) -> Batch:
         """
         Args:
             mask_truncated: completions that were cut off are not trained on.
             longest: tokens of the longest completion of all processes.
+            logprobs: what has drawn the tokens gave log-probabilities, on some process.
         """
         width = max(1, longest)
 
@@ -74,7 +78,7 @@ class Batch:
         return cls(
             rows=rows,
             mask=column(trained_on, False, torch.bool),
-            sampler=column(sampler, 0.0, torch.float32) if any(row.logprobs for row in rows) else None,
+            sampler=column(sampler, 0.0, torch.float32) if logprobs else None,
         )
 
     @property
@@ -116,7 +120,7 @@ class MicroBatch:
 
     batch: Batch | None
     """None: nothing, on any process."""
-    takes_part: bool = False
+    padding: bool = False
     """The rows are there as every process must run as many forwards; their loss counts nothing."""
     trained_tokens: int = 0
     """Tokens of all rows of the window, prompts too and rows left out too, in its first micro-batch; 0 in others."""
@@ -125,14 +129,16 @@ class MicroBatch:
         """Tensors and plain values, for a checkpoint."""
         return {
             "batch": self.batch and self.batch.state(),
-            "takes_part": self.takes_part,
+            "padding": self.padding,
             "trained_tokens": self.trained_tokens,
         }
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> MicroBatch:
         """What `state` was of. A UserError for what a version before 0.13 has left."""
-        if "takes_part" not in state:
+        if "takes_part" in state:  # as checkpoints call it that 0.13 wrote at first
+            state = {"padding" if name == "takes_part" else name: value for name, value in state.items()}
+        if "padding" not in state:
             raise UserError(
                 "--config.training.resume_from_checkpoint: the checkpoint holds rollouts of a version before 0.13;"
                 " resume from one whose step is a multiple of steps_per_generation * num_iterations /"
@@ -201,13 +207,15 @@ class Dealer:
         return rows & ((batch.advantages != 0) & batch.mask).any(dim=1)
 
     def _micro_batch(self, batch: Batch, places: Sequence[int], tokens: int = 0) -> MicroBatch:
-        """With no places: one token of the first row, which takes part and counts nothing."""
+        """With no places: one token of the first row, which takes part and counts nothing. With images its whole
+        prompt: where weights are split, the vision tower's are gathered by all processes together."""
         if places:
             return MicroBatch(batch.select(places), trained_tokens=tokens)
         one = batch.select([0])
         (row,) = one.rows
-        one.rows = [replace(row, prompt_ids=row.prompt_ids[-1:], token_ids=[], sampled=[], logprobs=[], images=())]
-        return MicroBatch(one, takes_part=True, trained_tokens=tokens)
+        prompt = row.prompt_ids if row.images else row.prompt_ids[-1:]
+        one.rows = [replace(row, prompt_ids=prompt, token_ids=[], sampled=[], logprobs=[])]
+        return MicroBatch(one, padding=True, trained_tokens=tokens)
 
     def _order(self, rows: Sequence[Trajectory], places: Sequence[int]) -> list[int]:
         """Longest completion first; with `group`, prompts with the longest completions first, and the rows of a prompt

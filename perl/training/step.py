@@ -113,8 +113,10 @@ class Step:
         as the micro-batches of its updates. Every process must come here."""
         weights = self._publish(step)
         rows, collect_metrics = self.collector.collect(weights)
-        longest = self.processes.largest([max(len(row.token_ids) for row in rows)])[0]
-        batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest)
+        longest, logprobs = self.processes.largest(
+            [max(len(row.token_ids) for row in rows), int(any(row.logprobs for row in rows))]
+        )
+        batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest, bool(logprobs))
         batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
         rewards = self._finite_rewards(rows, step)
         self._compare_first(batch, weights)
@@ -276,7 +278,7 @@ class Step:
         assert batch is not None
         readers: Sequence[Reader] = ("policy",) if self.critic is None else ("policy", "critic")
         outputs = self.passes.score(model, batch.rows, batch.width, readers)
-        if micro_batch.takes_part:
+        if micro_batch.padding:
             return (outputs.logps * 0.0).sum() + (0.0 if outputs.values is None else (outputs.values * 0.0).sum())
         assert batch.advantages is not None
         rows = self.args.per_device_train_batch_size * accumulation

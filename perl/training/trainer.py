@@ -455,7 +455,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
 
     def _save_batch(self, folder: Path) -> None:
         """The rows that the update is of: what is shown of each completion, and the columns of each micro-batch."""
-        batches = [micro.batch for micro in self.pending or [] if micro.batch and not micro.takes_part]
+        batches = [micro.batch for micro in self.pending or [] if micro.batch and not micro.padding]
         rows = completions_of([row for batch in batches for row in batch.rows], self.reward_func_names)
         tensors = {f"{i}.{name}": column for i, batch in enumerate(batches) for name, column in batch.columns().items()}
         save_batch(folder, self.args.process_index, rows, tensors)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from perl.engines import stock
+from perl.engines.scheduler import Sequence
+
 SCRIPT = """
 import datetime, json, sys
 import torch, torch.distributed as dist
@@ -47,6 +50,21 @@ print(json.dumps(sum(len(row.token_ids) for row in alone)))
 dist.barrier()  # a rank that leaves early can have gloo end the other one with "terminate called"
 dist.destroy_process_group()
 """
+
+
+@pytest.mark.parametrize("images", [None, object])
+def test_a_process_that_is_through_goes_on_with_the_images_that_it_had(images, monkeypatch):
+    """The others, whose prompts have images, meet it in the vision tower."""
+    more = iter([True, True, False])
+    monkeypatch.setattr(stock, "is_sharded", lambda model: True)
+    monkeypatch.setattr(stock, "any_rank", lambda mine, where: next(more))
+    own = Sequence((5, 6), 7, 20, images=images)
+    model = type("Model", (), {"device": None})
+    first, second = list(stock._batches(model, [own], 0, len))
+    assert first == [own]
+    (filler,) = second
+    assert (filler.index, filler.max_new_tokens, filler.images) == (-1, 1, images)
+    assert filler.prompt_ids == ((0,) if images is None else (5, 6))
 
 
 @pytest.mark.slow

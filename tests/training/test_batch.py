@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perl.records import Trajectory
-from perl.training.batch import Batch, Dealer, Piece, cut_by_tokens, smallest_limit, spread
+from perl.training.batch import Batch, Dealer, MicroBatch, Piece, cut_by_tokens, smallest_limit, spread
 
 
 def batch(prompts, lengths, advantages, **changes):
@@ -23,7 +23,7 @@ def batch(prompts, lengths, advantages, **changes):
         )
         for place, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    made = Batch.of(rows, torch.device("cpu"), False, max(lengths))
+    made = Batch.of(rows, torch.device("cpu"), False, max(lengths), logprobs=False)
     advantages = torch.tensor(advantages)
     made.advantages = advantages[:, None] if advantages.ndim == 1 else advantages
     return dataclasses.replace(made, **changes)
@@ -36,7 +36,7 @@ def alone(counts):
 
 def first_ids(micro_batches):
     return [
-        [] if each.batch is None or each.takes_part else [row.token_ids[0] for row in each.batch.rows]
+        [] if each.batch is None or each.padding else [row.token_ids[0] for row in each.batch.rows]
         for each in micro_batches
     ]
 
@@ -56,10 +56,10 @@ def test_columns_of_rows_that_are_lists():
         Trajectory(sample=1, token_ids=[9], sampled=[True], logprobs=[-0.25], finish="stop", **of_row),
     ]
     rows[0].extras = {"logged": object()}
-    made = Batch.of(rows, torch.device("cpu"), mask_truncated=False, longest=3)
+    made = Batch.of(rows, torch.device("cpu"), mask_truncated=False, longest=3, logprobs=True)
     assert made.mask.tolist() == [[True, False, True], [True, False, False]]
     assert made.sampler.tolist() == [[-0.5, -1.0, -2.0], [-0.25, 0.0, 0.0]]
-    masked = Batch.of(rows, torch.device("cpu"), mask_truncated=True, longest=4).mask
+    masked = Batch.of(rows, torch.device("cpu"), mask_truncated=True, longest=4, logprobs=False).mask
     assert masked.tolist() == [[False] * 4, [True, False, False, False]]
     again = Batch.restored(made.state())
     assert [(row.prompt_ids, row.token_ids, row.sampled) for row in again.rows] == [
@@ -98,15 +98,31 @@ def test_a_process_with_fewer_rows_takes_part_with_a_token():
     two = dataclasses.replace(WINDOW, advantages=torch.tensor([[0.0], [-1.0], [0.0], [1.0]]))
     local = dealer(leave_out_zero=True).deal(two, lambda counts: [2])
     assert first_ids(local) == [[40, 20], []]
-    assert local[1].takes_part
+    assert local[1].padding
     assert [(row.prompt_ids, row.token_ids) for row in local[1].batch.rows] == [((7,), [])]
+
+
+def test_padding_of_a_row_with_images_has_them():
+    """Where weights are split, other processes wait in the vision tower for one that skips it."""
+    rows = [dataclasses.replace(row, images=(b"image",)) for row in WINDOW.rows]
+    quiet = dataclasses.replace(WINDOW, rows=rows, advantages=torch.zeros(4, 1))
+    (row,) = dealer(leave_out_zero=True).deal(quiet, alone)[1].batch.rows
+    assert (row.prompt_ids, row.token_ids, row.images) == ((1, 7), [], (b"image",))
 
 
 def test_a_window_without_any_gradient_makes_its_step_all_the_same():
     """The optimizer's momentum and decay go on: one micro-batch, of one token."""
     quiet = dealer(leave_out_zero=True).deal(dataclasses.replace(WINDOW, advantages=torch.zeros(4, 1)), alone)
     assert [each.batch is None for each in quiet] == [True, False]
-    assert quiet[1].takes_part
+    assert quiet[1].padding
+
+
+@pytest.mark.parametrize("name", ["padding", "takes_part"])
+def test_a_checkpoint_says_which_micro_batch_is_padding(name):
+    """Under either name."""
+    state = MicroBatch(None, padding=True, trained_tokens=3).state()
+    state[name] = state.pop("padding")
+    assert MicroBatch.restored(state) == MicroBatch(None, padding=True, trained_tokens=3)
 
 
 @pytest.mark.parametrize("leave_out_zero", [False, True])

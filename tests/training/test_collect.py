@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from perl.base.errors import UserError
+from perl.base.errors import RankError, UserError
 from perl.config.load import parse
 from perl.engines.base import warn_once
 from perl.prompts import row_seed
@@ -230,7 +230,7 @@ def test_too_few_values_of_a_reward_functions_column_are_one_line():
         return [1.0] * len(completions)
 
     rows = [Trajectory(row={"prompt": "a"}, position=0, sample=i, prompt_ids=(1,), completion="b") for i in range(2)]
-    with pytest.raises(UserError, match="log_extra\\('question', …\\) got 1 values for 2 completions"):
+    with pytest.raises(RankError, match="log_extra\\('question', …\\) got 1 values for 2 completions"):
         Rewards([reward], ["reward"], torch.ones(1)).score(rows, None)
 
 
@@ -243,8 +243,17 @@ def test_log_probabilities_stay_with_their_tokens(known):
     expected = [logprob if given else math.nan for given in known for logprob in (-1.0, -2.0)]
     assert row.logprobs == pytest.approx(expected if any(known) else [], nan_ok=True)
     other = Trajectory(row={}, position=0, sample=1, prompt_ids=(1,), token_ids=[3], logprobs=[-3.0], sampled=[True])
-    batch = Batch.of([row, other], torch.device("cpu"), False, len(row.token_ids))
+    batch = Batch.of([row, other], torch.device("cpu"), False, len(row.token_ids), logprobs=True)
     assert batch.sampler[0].isnan().tolist() == [not given for given in known for _ in range(2)]
+
+
+def test_a_reward_that_is_infinite_in_float32_is_named():
+    """As the advantages are, which are made of it."""
+    row = Trajectory(
+        row={"prompt": "1 + 1"}, position=0, sample=0, prompt_ids=(1,), completion="2", rewards=[0.5, 1e39]
+    )
+    (named,) = Rewards([print, print], ["a", "b"], torch.ones(2)).infinite([row])
+    assert named == "b on completion 0 (prompt '1 + 1', completion '2')"
 
 
 def test_a_group_whose_rewards_are_not_finite_is_kept_for_the_trainer_to_see():

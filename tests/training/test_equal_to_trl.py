@@ -142,7 +142,7 @@ class Counting(PerlGRPOTrainer):
     computed = 0
 
     def _compute_loss(self, model, inputs):
-        if inputs.batch is not None and not inputs.takes_part:
+        if inputs.batch is not None and not inputs.padding:
             assert not tied([row.row for row in inputs.batch.rows]).any()
             Counting.computed += len(inputs.batch.rows)
         return super()._compute_loss(model, inputs)

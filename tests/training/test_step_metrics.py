@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from perl.base.errors import RankError
 from perl.engines.base import warn_once
+from perl.records import Trajectory, Weights
 from perl.training.loss import LossInputs, LossOutputs, Measured
 from perl.training.metrics import Metrics, require_same_policy
 from perl.training.processes import Processes
+from perl.training.step import Step
 
 
 def processes():
@@ -93,6 +96,50 @@ def test_another_policy_is_refused_and_rounding_is_not():
     for apart in (2e-3, math.nan):
         with pytest.raises(RankError, match="the sampler does not run the policy that is trained"):
             require_same_policy(apart, 1e-3)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhere):
+    """This process has none of the sampler's; where another has, both compare them, and both losses are corrected."""
+    batches, forwards = [], []
+
+    def logps(policy, rows, width):
+        forwards.append(len(rows))
+        return torch.full((len(rows), width), -1.0)
+
+    def compare_first(batch, weights):
+        batches.append(batch)
+        Step._compare_first(step, batch, weights)
+
+    def clock(name):
+        if name == "old_logps":
+            raise StopIteration
+        return nullcontext()
+
+    row = Trajectory(
+        row={}, position=0, sample=0, prompt_ids=(1,), token_ids=[2, 3], sampled=[True, True], finish="stop"
+    )
+    step = SimpleNamespace(
+        metrics=SimpleNamespace(tolerance=None),
+        engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4),
+        collector=SimpleNamespace(sampling=None, collect=lambda weights: ([row], {})),
+        processes=SimpleNamespace(
+            largest=lambda numbers: [max(n, int(elsewhere)) for n in numbers], added_up=lambda numbers: [0.0, 2.0]
+        ),
+        args=SimpleNamespace(bf16=False, fp16=False, mask_truncated_completions=False),
+        clock=clock,
+        _publish=lambda step: Weights(version=step),
+        _finite_rewards=lambda rows, step: None,
+        _compare_first=compare_first,
+        _as_sampled=lambda weights: nullcontext(SimpleNamespace(dtype=torch.float32)),
+        passes=SimpleNamespace(logps=logps),
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(StopIteration):
+        Step.batch(step, 0)
+    assert (batches[0].sampler is not None) is elsewhere
+    assert forwards == ([1] if elsewhere else [])
+    assert math.isfinite(step.metrics.tolerance) is elsewhere
 
 
 def add_apart(made, apart, noisy=False):
