@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def _source(dataset: str | list[str], split: str | None, run: Path) -> tuple[str
     if not isinstance(dataset, str):
         return None
     place = Path((_read(run / "environment.json") or {}).get("folder", "."), user_path(dataset))
-    spec = str(place) if place.exists() else dataset
+    spec = str(place) if os.path.exists(place) else dataset
     try:
         return source_of(spec, split or training_split(spec))
     except UserError:
