@@ -176,6 +176,11 @@ def test_a_name_that_is_too_long_for_a_file_is_one_line(name, says):
         require_adapter(Path(name))
 
 
+def test_a_name_that_the_hub_does_not_take_is_one_line():
+    with pytest.raises(UserError, match=r"^a/bbb.*: not a name that the hub gives a data set; write owner/name$"):
+        load_problems("a/" + "b" * 5000)
+
+
 def test_a_prepared_prompt_keeps_its_wording(tmp_path):
     problem = load_one(tmp_path, VERL)
     assert build_messages(problem, TASKS["gsm8k"].style) == VERL["prompt"]
