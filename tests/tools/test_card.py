@@ -13,9 +13,10 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from perl import __version__
 from perl.__main__ import main
-from perl.base.errors import report_errors
+from perl.base.errors import UserError, report_errors
 from perl.base.tracking import WandbRun
 from perl.models.folders import content_hash
+from perl.runs.model_card import read_summaries
 from tests.training.local_hub import local_hub
 from tests.training.small_run import ROOT, small_run
 
@@ -134,6 +135,15 @@ def test_results_of_another_adapter_are_refused_in_one_line_and_nothing_is_writt
     assert said.startswith(f"error: --results {results / 'checkpoint-2'}: holds no results of {adapter}; score it")
     assert said.count("\n") == 1
     assert (adapter / "README.md").read_text() == before
+
+
+@pytest.mark.parametrize("damaged", ["[1]", "{}", '{"adapter_hash": 5}', "[" * 100_000])
+def test_a_damaged_summary_is_one_line(tmp_path, damaged):
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "run.json").write_text("{}")
+    (tmp_path / "sums" / "summary.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"^.*/sums/summary\.json is not readable \(.*\); the same command of perl"):
+        read_summaries(tmp_path, "0" * 16, tmp_path)
 
 
 def test_a_card_of_someone_else_keeps_its_text(folder, results, tmp_path):
