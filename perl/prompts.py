@@ -3,8 +3,11 @@ text."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +17,10 @@ from perl.records import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+TEMPLATE_LIMIT_S = 20.0
+"""A chat template takes milliseconds; one whose loops never end is told after as long as this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +74,22 @@ def encode(
         tokenizer: for a model that takes images its processor (perl.models.processors): messages are of parts then.
         images: the files of the images in the messages.
         template_kwargs: what the chat template is given besides (training.chat_template_kwargs).
+
+    Raises a UserError where the chat template fails, makes nothing, or takes longer than TEMPLATE_LIMIT_S.
     """
     from jinja2 import TemplateError
 
     chat = filled(messages, images) if images else list(messages)
     try:
-        ids: Any = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=False, **(template_kwargs or {})
-        )
+        with _limited(TEMPLATE_LIMIT_S):
+            ids: Any = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=True, return_dict=False, **(template_kwargs or {})
+            )
+    except TimeoutError as error:
+        raise UserError(
+            f"{_name(tokenizer)}: the chat template takes more than {TEMPLATE_LIMIT_S:g} s for a prompt; correct"
+            " chat_template.jinja"
+        ) from error
     except (TemplateError, TypeError, KeyError) as error:  # what a template's own expressions raise
         raise UserError(f"{_name(tokenizer)}: the chat template fails: {error}; correct chat_template.jinja") from error
     ids = ids[0] if ids and isinstance(ids[0], list) else ids  # a processor gives a list of one
@@ -83,6 +98,26 @@ def encode(
             f"{_name(tokenizer)}: the chat template makes no tokens of a prompt; correct chat_template.jinja"
         )
     return list(ids)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise a TimeoutError in the block when it takes longer. Only the main thread, which builds the first prompts of
+    every run, can be interrupted; in another the block has no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def decode(tokenizer: Any, content_ids: Sequence[int]) -> str:

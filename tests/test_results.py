@@ -127,6 +127,17 @@ def test_a_file_has_the_mode_that_the_umask_gives_and_a_lock_keeps_its_content(t
     assert (tmp_path / "lock").read_text() == "kept"
 
 
+def test_what_a_killed_writer_left_goes_with_the_next_one_after_an_hour(tmp_path):
+    names = (".row.ab_12cd3.partial", ".row.new45678.partial", ".other.ab_12cd3.partial", ".row.notes.md.partial")
+    for name in names:
+        (tmp_path / name).touch()
+        if "new" not in name:
+            os.utime(tmp_path / name, times=(0, 0))
+    with atomic_write(tmp_path / "row") as file:
+        file.write("A")
+    assert {path.name for path in tmp_path.iterdir()} == {"row", *names[1:]}
+
+
 def test_of_two_writers_of_one_file_the_last_one_counts_whole(tmp_path):
     file = tmp_path / "row"
     with atomic_write(file) as first:

@@ -22,6 +22,7 @@ from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, Rounding
 from perl.adapters.other_methods import float32_norms
 from perl.adapters.probe import float32_logits, probe_tokens
 from perl.base.errors import UserError, lookup
+from perl.base.files import read_json
 from perl.engines.base import DTYPES
 from perl.models.folders import (
     ADAPTER_WEIGHTS,
@@ -149,8 +150,8 @@ def read_report(folder: Path) -> MergeReport | None:
     if not file.is_file():
         return None
     try:
-        return MergeReport(**json.loads(file.read_text()))
-    except (TypeError, ValueError) as error:
+        return read_json(file, kind=MergeReport)
+    except UserError as error:
         raise UserError(f"{file}: is not readable, or of an older version; merge again into a new folder") from error
 
 

@@ -8,7 +8,9 @@ import fcntl
 import json
 import logging
 import os
+import re
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -25,6 +27,8 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 UMASK = os.umask(0o077)
 """Of this process; the system gives it for another alone."""
 os.umask(UMASK)
+STALE_S = 3600
+"""Since the last change of a file that is being written: its writer has died."""
 
 
 def typed(content: Any, kind: type[T]) -> T:
@@ -71,7 +75,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "strict") -> Iterator[IO[Any]]:
     """Open a file that takes the place of `file` when the block ends: whoever reads, finds the old content or the new
-    one, whole. An exception leaves the old one. Text is UTF-8, `errors` as for `open`. Raises OSError."""
+    one, whole. An exception leaves the old one; what a killed writer of `file` left is removed after STALE_S. Text is
+    UTF-8, `errors` as for `open`. Raises OSError."""
     text: dict[str, Any] = {} if mode == "wb" else {"encoding": "utf-8", "errors": errors}
     if file.exists() and not file.is_file():  # /dev/null or a pipe, which no file may take the place of
         with file.open(mode, **text) as handle:
@@ -85,6 +90,7 @@ def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "stri
             os.fchmod(descriptor, 0o666 & ~UMASK)
             os.fsync(descriptor)
         os.replace(temporary, file)
+        _remove_stale(file)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -92,6 +98,14 @@ def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "stri
 
 def _open_lock(path: str, _: int) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+def _remove_stale(file: Path) -> None:
+    named = re.compile(rf"\.{re.escape(file.name)}\.[a-z0-9_]{{8}}\.partial")  # by mkstemp
+    with contextlib.suppress(OSError):  # a folder that cannot be listed, a file that another has removed
+        for entry in os.scandir(file.parent):
+            if named.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_S:
+                os.unlink(entry)
 
 
 def open_lock(file: Path) -> IO[bytes]:

@@ -31,7 +31,7 @@ from perl.runs import checkpoints, rundir
 from perl.runs.setup import MODEL_FLAG, PROBLEM, check_length, load_tokenizer, model_dtype
 from perl.runs.tracking import check_trackers
 from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
-from perl.tasks.files import Row, require_characters
+from perl.tasks.files import Row, json_mistake, require_characters
 from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _worked_answer(row: Row, where: str, task: str | None, system_prompt: str | 
     style = TASKS[problem.task].style
     if system_prompt is not None:
         style = replace(style, system_prompt=system_prompt)
-    answer = _answer(row)
+    answer = _answer(row, where)
     if answer is None:
         raise UserError(f"{where}: no text of an answer to learn; write it into a column answer or completion")
     return {
@@ -186,10 +186,10 @@ def _worked_answer(row: Row, where: str, task: str | None, system_prompt: str | 
     }
 
 
-def _answer(row: Row) -> str | None:
+def _answer(row: Row, where: str) -> str | None:
     """The text of the row's answer: its worked solution where it has one, else the answer, which verl keeps in
     extra_info."""
-    extra = _structure(row.get("extra_info"))
+    extra = _structure(row.get("extra_info"), where)
     columns = row.get("solution"), row.get("answer"), extra.get("answer") if isinstance(extra, dict) else None
     texts = (str(value).strip() for value in columns if isinstance(value, str | int | float | Decimal))
     return next((text for text in texts if text), None)
@@ -198,7 +198,7 @@ def _answer(row: Row) -> str | None:
 def _turns(value: Any, column: str, where: str, role: str | None = None) -> list[dict[str, Any]]:
     """The turns of a column; a text is one turn of `role`. What a turn has besides role and content (tool_calls, name,
     …) stays; a parquet file fills up what it lacks with nulls."""
-    value = _structure(value)
+    value = _structure(value, where)
     if isinstance(value, str) and role is not None and value.strip():
         return [{"role": role, "content": value}]
     allowed = "a list of {role, content} messages" if role is None else "a text or a list of {role, content} messages"
@@ -217,7 +217,7 @@ def _turns(value: Any, column: str, where: str, role: str | None = None) -> list
 
 def _tools(row: Row, where: str) -> Row:
     """The tools that the row's chat template is told of, as JSON: TRL reads it, and Arrow would mix their fields."""
-    tools = _structure(row.get("tools"))
+    tools = _structure(row.get("tools"), where)
     if tools is None or tools == "":
         return {}
     if not isinstance(tools, list):
@@ -225,13 +225,16 @@ def _tools(row: Row, where: str) -> Row:
     return {"tools": json.dumps(_plain(tools), ensure_ascii=False)}
 
 
-def _structure(value: Any) -> Any:
-    """A column that holds a list or a mapping; csv stores it as JSON."""
+def _structure(value: Any, where: str) -> Any:
+    """A column that holds a list or a mapping; csv stores it as JSON. A UserError for JSON of numbers too long, or
+    brackets too deep, to be read."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
             return json.loads(value)
         except json.JSONDecodeError:
             return value  # a text may begin with a bracket
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: {json_mistake(error)}") from error
     return value
 
 

@@ -66,14 +66,14 @@ def modelscope_variable(environment: Mapping[str, str] = os.environ) -> str | No
 def resolve_model(model: str, flag: str = "--model") -> Path:
     """The local folder of `model`, a path or a hub name; a hub name is downloaded unless it is in the cache."""
     folder = user_path(model)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         if not (folder / "config.json").is_file():
             hint = "; it holds an adapter, write it after --adapter" if (folder / ADAPTER_CONFIG).is_file() else ""
             raise UserError(f"{flag} {model}: no config.json in this folder{hint}")
         require_readable(folder, f"{flag} {model}")
         require_plain_data(folder, f"{flag} {model}")
         return folder
-    if model.count("/") != 1 or model.startswith((".", "~", "/")) or folder.exists():
+    if model.count("/") != 1 or model.startswith((".", "~", "/")) or os.path.exists(folder):
         raise UserError(
             f"{flag} {model}: no such folder; write the folder of a model, or a hub name such as Qwen/Qwen2.5-7B"
         )
@@ -286,7 +286,7 @@ def token_ids(named: int | Sequence[int] | None) -> list[int]:
 
 def require_adapter(adapter: Path, flag: str = "--adapter") -> dict:
     """The adapter's configuration (adapter_config.json), or a UserError when the folder holds no PEFT adapter."""
-    if not adapter.is_dir():
+    if not os.path.isdir(adapter):
         raise UserError(f"{flag} {adapter}: no such folder; write the folder that holds {ADAPTER_CONFIG}")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (adapter / name).is_file():

@@ -91,7 +91,7 @@ def _stays(row: bytes, step: int) -> bool:
     try:
         metrics = json.loads(row)
         return row.endswith(b"\n") and metrics["step"] <= step and "train_runtime" not in metrics
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl.base.errors import UserError
-from perl.base.files import atomic_write
+from perl.base.files import atomic_write, read_json, typed
 from perl.scoring.results import BEST, BEST_FILE, VALIDATION
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ SAVING, LEFT_BEHIND = ".saving", "_left_behind"
 BEFORE = "before-"
 """In SAVING: the folder in whose place another one is put."""
 CONTENTS = "checkpoint.json"
-"""{"made": Made, "files": size in bytes by path}; written last."""
+"""A Contents; written last."""
 TRAINER_STATE, CARD = "trainer_state.json", "README.md"
 CRITIC = Path("critic") / "critic.safetensors"
 """Where the critic lies in a checkpoint and in a run's folder, if there is one."""
@@ -39,6 +40,24 @@ AUTO = "auto"
 
 Made = dict[str, int]
 """What the place in the data is counted in, by name: `made_by`."""
+
+
+class Contents(TypedDict):
+    made: Made
+    files: dict[str, int]
+    """Size in bytes, by path."""
+
+
+class TrainerState(TypedDict):
+    """What is read of TRAINER_STATE."""
+
+    global_step: int
+
+
+class BestStep(TypedDict):
+    """What is read of BEST_FILE."""
+
+    step: int
 
 
 # Written
@@ -131,13 +150,15 @@ def last_whole_checkpoint(run_dir: Path) -> Path | None:
 def torn(checkpoint: Path) -> str | None:
     """What is missing in a checkpoint; None where it is whole, as CONTENTS lists it."""
     try:
-        files = json.loads((checkpoint / CONTENTS).read_text(encoding="utf-8"))["files"]
+        contents = typed(json.loads((checkpoint / CONTENTS).read_text(encoding="utf-8")), Contents)
     except FileNotFoundError:
         return f"it has no {CONTENTS}, which is written last"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{CONTENTS} is not readable ({type(error).__name__})"
-    for name, size in files.items():
-        if not (checkpoint / name).is_file():
+    if "processes" not in contents["made"]:
+        return f"{CONTENTS} does not say how many processes wrote it"
+    for name, size in contents["files"].items():
+        if not os.path.isfile(checkpoint / name):  # Path.is_file raises for a name that is too long
             return f"{name} is missing"
         if (actual := (checkpoint / name).stat().st_size) != size:
             return f"{name} has {actual} bytes of {size}"
@@ -161,7 +182,7 @@ def check_made(checkpoint: str | None, training: TrainingArguments) -> None:
     whose files belong to a process each. Other batches of as many processes are a warning: they were asked for."""
     if checkpoint is None:
         return
-    then = json.loads((Path(checkpoint) / CONTENTS).read_text(encoding="utf-8"))["made"]
+    then = read_json(Path(checkpoint) / CONTENTS, FLAG, kind=Contents)["made"]
     now = made_by(training)
     changed = [f"{name} {then[name]}, now {now.get(name)}" for name in then if now.get(name) != then[name]]
     if not changed:
@@ -205,11 +226,12 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     shutil.rmtree(run_dir / SAVING, ignore_errors=True)
     step = 0
     if checkpoint is not None:
-        step = json.loads((Path(checkpoint) / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
+        state = read_json(Path(checkpoint) / TRAINER_STATE, FLAG, "name an earlier checkpoint", TrainerState)
+        step = state["global_step"]
     made_at = {folder: step_of(folder) for folder in checkpoints_in(run_dir)}
     made_at |= {folder: step_of(folder) for folder in (run_dir / VALIDATION).glob("step-*")}
     if (best := run_dir / BEST / BEST_FILE).is_file():
-        made_at[best.parent] = json.loads(best.read_text(encoding="utf-8"))["step"]
+        made_at[best.parent] = read_json(best, hint=f"remove {best.parent}", kind=BestStep)["step"]
     for folder, made in made_at.items():
         if made > step:
             kept = run_dir / LEFT_BEHIND / folder.relative_to(run_dir)

@@ -30,6 +30,7 @@ from perl.config.peft_fields import reads_of
 from perl.config.schema import data_sets
 from perl.models.folders import ADAPTER_CONFIG, content_hash, require_adapter
 from perl.runs.rundir import APPLIED
+from perl.scoring.results import AGAIN, Summary
 from perl.tasks import TASKS
 from perl.tasks.files import SUFFIXES
 
@@ -163,14 +164,14 @@ def hash_of_base(model: Path) -> str | None:
     return content_hash(base) if base.is_dir() else None
 
 
-def read_summaries(folder: Path, own_hash: str, adapter: Path) -> list[dict[str, Any]]:
+def read_summaries(folder: Path, own_hash: str, adapter: Path) -> list[Summary]:
     """Each summary.json below `folder` that is of this adapter or whole model, after those of its base alone."""
     if not folder.is_dir():
         raise UserError(f"--results {folder}: no such folder; write what --result_dir of perl/eval.py was")
     files = [file.with_name("summary.json") for file in sorted(folder.glob("**/run.json"))]
     for file in [file for file in files if not file.is_file()]:
         log.warning("%s is left out: its evaluation has not ended", file.parent)
-    summaries = [read_json(file) for file in files if file.is_file()]
+    summaries = [read_json(file, hint=AGAIN, kind=Summary) for file in files if file.is_file()]
     of_adapter = [summary for summary in summaries if scored_hash(summary) == own_hash]
     bases = {hash_of_base(adapter)} if is_whole(adapter) else {summary["base_hash"] for summary in of_adapter}
     of_base = [s for s in summaries if s["adapter_hash"] is None and s["base_hash"] in bases]

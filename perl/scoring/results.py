@@ -216,6 +216,17 @@ class Summary(Statistics, Identity):
     provenance: Provenance
 
 
+class Best(TypedDict):
+    """best.json: the validation that the adapter, or model, in RUN/best has reached."""
+
+    step: Count
+    metric: str
+    """By which it is the best."""
+    value: float
+    metrics: dict[str, float]
+    """Of the same validation."""
+
+
 class SweepEntry(TypedDict):
     """One candidate of a sweep."""
 

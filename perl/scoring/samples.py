@@ -5,6 +5,7 @@ Evaluation and validation make theirs here, so that they ask, draw and write dow
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ def make_samples(
 def folder_name(spec: str) -> str:
     """gsm8k for gsm8k, open-r1_DAPO-Math-17k-Processed for the hub's name, test for data/test.parquet."""
     path = user_path(spec)
-    if spec not in TASKS and path.exists():
+    if spec not in TASKS and os.path.exists(path):  # Path.exists raises for a name that is too long
         spec = path.resolve().stem if path.is_file() else path.resolve().name
     return re.sub(r"[^\w.\-]+", "_", spec).strip("._") or "dataset"
 
@@ -75,7 +76,7 @@ def folder_names(specs: Sequence[str]) -> list[str]:
     names = [folder_name(spec) for spec in specs]
     count = Counter(names)
     return [
-        f"{folder_name(str(path.resolve().parent))}_{name}" if count[name] > 1 and path.exists() else name
+        f"{folder_name(str(path.resolve().parent))}_{name}" if count[name] > 1 and os.path.exists(path) else name
         for name, path in zip(names, (user_path(spec) for spec in specs), strict=True)
     ]
 

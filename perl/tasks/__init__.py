@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -39,7 +40,7 @@ def data_name(spec: str) -> str:
     """The name of a task or a known repository of the hub as it is written here, whatever its case and its hyphens in
     `spec` ("GSM8K", "MATH-500"); anything else, and what names an existing file or folder, as it stands."""
     repo, colon, config = spec.partition(":")
-    if spec in TASKS or repo in HUBS or user_path(spec).exists() or _looks_like_path(spec):
+    if spec in TASKS or repo in HUBS or _path_of(spec) is not None:
         return spec
     found = [name for name in (*TASKS, *HUBS) if _plain(name) == _plain(repo)]
     return f"{found[0]}{colon}{config}" if len(found) == 1 else spec
@@ -87,9 +88,8 @@ def training_split(spec: str) -> str | None:
     """The split to train on where the user names none: the data set's own training split, a folder's train files, and
     for a single file None. A UserError for a bench, which has none: what is trained on can no longer be scored on."""
     spec = data_name(spec)
-    path = user_path(spec)
-    if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
-        return "train" if path.is_dir() else None
+    if (path := _path_of(spec)) is not None:
+        return "train" if os.path.isdir(path) else None
     _, hub = _hub_of(spec)
     if hub.known and hub.train_split is None:
         raise UserError(f"{spec} is a bench without a training split; to train on it all the same, name its split")
@@ -100,8 +100,7 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
     """Yield (row, place, task or None) of whatever `spec` names; the task is known where `spec` or the caller says it.
     A task's name comes first, then an existing path, then the hub."""
     spec = data_name(spec)
-    path = user_path(spec)
-    if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
+    if (path := _path_of(spec)) is not None:
         for file in find_files(path, split):
             yield from ((row, where, task) for row, where in read_rows(file))
         return
@@ -112,8 +111,7 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
 
 def source_of(spec: str, split: str | None) -> tuple[str, ...]:
     """What `rows_of` would read: the files, or repository, configuration and split on the hub."""
-    path = user_path(spec)
-    if spec not in TASKS and (path.exists() or _looks_like_path(spec)):
+    if (path := _path_of(spec)) is not None:
         return tuple(str(file.resolve()) for file in find_files(path, split))
     _, hub = _hub_of(spec)
     return hub.repo, hub.config or "", split or hub.eval_split
@@ -239,8 +237,13 @@ def _hub_of(spec: str) -> tuple[str | None, Hub]:
     )
 
 
-def _looks_like_path(spec: str) -> bool:
-    return spec.endswith(SUFFIXES) or spec.startswith((".", "/", "~")) or spec.count("/") > 1
+def _path_of(spec: str) -> Path | None:
+    """The file or folder that `spec` names, there or not; None where it names a task or a place on the hub."""
+    if spec in TASKS:
+        return None
+    path = user_path(spec)
+    looks_like_path = spec.endswith(SUFFIXES) or spec.startswith((".", "/", "~")) or spec.count("/") > 1
+    return path if looks_like_path or os.path.exists(path) else None  # Path.exists raises for a name that is too long
 
 
 def _without_repeats(problems: Iterator[Problem], spec: str) -> Iterator[Problem]:

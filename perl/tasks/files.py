@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -30,11 +31,11 @@ _SUBFOLDERS = ("data", "main", "default")  # where a downloaded copy of a hub's 
 def find_files(path: Path, split: str | None) -> list[Path]:
     """The files of `path` that hold `split`: the file itself, or in a folder `<split>.parquet` and the like, or the
     shards `<split>-00000-of-00002.parquet`. Without a split, a folder's test files, else its train files."""
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+        raise UserError(f"{path}: no such file or folder")
     if path.is_file():
         check_suffix(path)
         return [path]
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder")
     if not path.is_dir():
         raise UserError(f"{path}: is a device or a pipe; write a file of rows ({', '.join(SUFFIXES)}), or a folder")
     for folder in (path, *(path / name for name in _SUBFOLDERS)):

@@ -50,7 +50,7 @@ def hub_rows(hub: Hub, split: str) -> Iterator[tuple[Row, str]]:
 
 def _huggingface_rows(hub: Hub, split: str) -> Iterator[Row]:
     import datasets
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     reachable, why = True, ""
     try:
@@ -60,6 +60,8 @@ def _huggingface_rows(hub: Hub, split: str) -> Iterator[Row]:
             f"{hub.repo}: the hub has no such data set (or it is private and HF_TOKEN is not set);"
             " give a local file instead, for example path/to/test.jsonl"
         ) from error
+    except HFValidationError as error:
+        raise UserError(f"{hub.repo}: not a name that the hub gives a data set; write owner/name") from error
     except ConnectionError as error:
         reachable, why = False, str(error)
     try:

@@ -7,20 +7,39 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import yaml
 
 from perl.base.errors import UserError
-from perl.base.files import atomic_write
+from perl.base.files import atomic_write, read_json
 from perl.base.paths import user_path
 from perl.records import Problem
 from perl.tasks import source_of, training_split
 
+log = logging.getLogger(__name__)
+
 TRAINED_PROBLEMS = "trained_problems.json"
+T = TypeVar("T")
+
+
+class Problems(TypedDict):
+    """What is read of trained_problems.json."""
+
+    problems: list[str]
+    """`problem_hash` of each."""
+
+
+class Environment(TypedDict):
+    """What is read of environment.json."""
+
+    folder: NotRequired[str]
+    """Where the training was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +72,7 @@ def write_trained(
     """
     found = set(problems)
     for folder in before:
-        if folder and (earlier := _read(Path(folder).parent / TRAINED_PROBLEMS)):
+        if folder and (earlier := _read(Path(folder).parent / TRAINED_PROBLEMS, Problems)):
             found |= set(earlier["problems"])
     text = json.dumps({"dataset": dataset, "split": split, "problems": sorted(found)}, ensure_ascii=False)
     with atomic_write(run_dir / TRAINED_PROBLEMS) as file:
@@ -71,7 +90,7 @@ def read_trained(folder: Path) -> Trained | None:
         dataset, split = config["dataset_name_or_path"], config["split"]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return None
-    written = _read(run / TRAINED_PROBLEMS)
+    written = _read(run / TRAINED_PROBLEMS, Problems)
     return Trained(
         run=run,
         problems=frozenset(written["problems"]) if written else None,
@@ -84,16 +103,19 @@ def _source(dataset: str | list[str], split: str | None, run: Path) -> tuple[str
     data sets has written its problems down."""
     if not isinstance(dataset, str):
         return None
-    place = Path((_read(run / "environment.json") or {}).get("folder", "."), user_path(dataset))
-    spec = str(place) if place.exists() else dataset
+    place = Path((_read(run / "environment.json", Environment) or {}).get("folder", "."), user_path(dataset))
+    spec = str(place) if os.path.exists(place) else dataset
     try:
         return source_of(spec, split or training_split(spec))
     except UserError:
         return None
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def _read(file: Path, kind: type[T]) -> T | None:
+    if not file.is_file():
+        return None
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(file, kind=kind)
+    except UserError as error:
+        log.warning("%s; it counts as not there", error)
         return None

@@ -29,7 +29,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 
 from perl import device
-from perl.base.files import atomic_write, json_line, write_json
+from perl.base.errors import UserError
+from perl.base.files import atomic_write, json_line, read_json, write_json
 from perl.base.provenance import Provenance, provenance, text_hash
 from perl.engines.base import Engine, PolicyEngine
 from perl.grading import Grader, rules_hash
@@ -47,6 +48,7 @@ from perl.scoring.results import (
     SAMPLES,
     SUMMARY,
     VALIDATION,
+    Best,
     SampleRecord,
     Summary,
     read_metrics,
@@ -227,7 +229,8 @@ class Validation(TrainerCallback):
         save_adapter(made)
         if self.rank == 0:
             core = {name: number for name, number in metrics.items() if name.startswith("val-")}
-            write_json(made / BEST_FILE, {"step": step, "metric": self.chosen_by, "value": value, "metrics": core})
+            best: Best = {"step": step, "metric": self.chosen_by, "value": value, "metrics": core}
+            write_json(made / BEST_FILE, best)
             put_in_place(made, folder)
         log.info(
             "validation: the best %s so far is that of step %d (%.4f): %s", self.setup.trained, step, value, folder
@@ -303,12 +306,15 @@ def logged_steps(metrics_file: Path, metric: str) -> set[int]:
 
 
 def best_so_far(run_dir: Path, metric: str) -> float | None:
-    """The score of RUN/best; None where there is none, or one by another metric."""
-    try:
-        best = json.loads((run_dir / BEST / BEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The score of RUN/best; None where there is none that can be read, or one by another metric."""
+    if not (file := run_dir / BEST / BEST_FILE).is_file():
         return None
-    return float(best["value"]) if best.get("metric") == metric else None
+    try:
+        best = read_json(file, kind=Best)
+    except UserError as error:
+        log.warning("%s; the next validation's score is the best", error)
+        return None
+    return best["value"] if best["metric"] == metric else None
 
 
 @functools.cache

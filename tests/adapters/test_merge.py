@@ -147,8 +147,16 @@ def test_a_report_of_another_version_is_one_line(base, tmp_path):
     merge_adapter(base, make_adapter(tmp_path / "adapter", base), tmp_path / "out")
     file = tmp_path / "out" / "merge.json"
     file.write_text(file.read_text().replace('"rounding_error"', '"share_lost"'))
-    with pytest.raises(UserError, match=r"merge\.json: .* of an older version; merge again into a new folder"):
-        read_report(tmp_path / "out")
+    for text in (
+        file.read_text(),
+        "[1]",
+        "[" * 100_000,
+        "\udcff",
+        file.read_text().replace('"effect": ', '"effect": "'),
+    ):
+        file.write_text(text, errors="surrogateescape")
+        with pytest.raises(UserError, match=r"merge\.json: .* of an older version; merge again into a new folder"):
+            read_report(tmp_path / "out")
 
 
 def test_the_asked_dtype_is_written_even_when_it_loses(base, tmp_path, caplog):

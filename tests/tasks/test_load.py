@@ -13,9 +13,11 @@ import pytest
 
 from perl.base.errors import UserError
 from perl.grading import Grader
+from perl.models.folders import require_adapter, resolve_model
 from perl.prompts import build_messages
 from perl.records import Problem
-from perl.tasks import TASKS, data_name, failing_references, load_problems, training_split
+from perl.scoring.samples import folder_names
+from perl.tasks import TASKS, data_name, failing_references, load_problems, source_of, training_split
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not there")
@@ -156,6 +158,27 @@ def test_training_never_takes_the_test_split_by_itself(tmp_path):
     for bench in ("math500", "aime24", "HuggingFaceH4/aime_2024"):
         with pytest.raises(UserError, match="bench without a training split"):
             training_split(bench)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("a" * 5000, "unknown data set 'aaa"), (f"./{'a' * 5000}", "aaa: no such file or folder")],
+)
+def test_a_name_that_is_too_long_for_a_file_is_one_line(name, says):
+    for read in (load_problems, lambda name: source_of(name, None), lambda name: load_problems(name, "train")):
+        with pytest.raises(UserError, match=says):
+            read(name)
+    assert training_split("./" + "a" * 5000) is None
+    assert folder_names([name, name]) == ["a" * 5000] * 2
+    with pytest.raises(UserError, match="no such folder"):
+        resolve_model(name)
+    with pytest.raises(UserError, match="no such folder"):
+        require_adapter(Path(name))
+
+
+def test_a_name_that_the_hub_does_not_take_is_one_line():
+    with pytest.raises(UserError, match=r"^a/bbb.*: not a name that the hub gives a data set; write owner/name$"):
+        load_problems("a/" + "b" * 5000)
 
 
 def test_a_prepared_prompt_keeps_its_wording(tmp_path):

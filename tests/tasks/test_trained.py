@@ -52,6 +52,23 @@ def test_a_relative_path_counts_from_where_the_training_was_started(tmp_path, mo
     assert len(load_problems("work/data")) == 1
 
 
+@pytest.mark.parametrize("damaged", ["[1]", '{"folder": 5, "problems": 5}', "[" * 100_000, '"a"', "{"])
+def test_files_that_are_damaged_count_as_not_there_with_one_line(tmp_path, caplog, damaged):
+    run, data = tmp_path / "run", tmp_path / "train.jsonl"
+    (run / "adapter").mkdir(parents=True)
+    data.write_text(json.dumps({"question": "1 + 2 ?", "answer": "#### 3"}) + "\n")
+    (run / "config.yaml").write_text(f"dataset: {{dataset_name_or_path: {data}, split: null}}\n")
+    for name in ("environment.json", TRAINED_PROBLEMS):
+        (run / name).write_text(damaged)
+    trained = read_trained(run / "adapter")
+    assert trained is not None
+    assert (trained.problems, trained.source) == (None, (str(data),))
+    for name in ("environment.json", TRAINED_PROBLEMS):
+        assert [line for line in caplog.messages if f"{name} is not readable" in line and "\n" not in line]
+    write_trained(tmp_path, "gsm8k", None, ["a"], str(run / "adapter"))
+    assert json.loads((tmp_path / TRAINED_PROBLEMS).read_text())["problems"] == ["a"]
+
+
 def test_the_source_of_a_task_is_its_place_on_the_hub():
     assert source_of("dapo-math", None) == source_of("open-r1/DAPO-Math-17k-Processed", "train")
     assert source_of("gsm8k", "train") != source_of("gsm8k", None) == source_of("openai/gsm8k", "test")

@@ -13,9 +13,10 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from perl import __version__
 from perl.__main__ import main
-from perl.base.errors import report_errors
+from perl.base.errors import UserError, report_errors
 from perl.base.tracking import WandbRun
 from perl.models.folders import content_hash
+from perl.runs.model_card import read_summaries
 from tests.training.local_hub import local_hub
 from tests.training.small_run import ROOT, small_run
 
@@ -136,6 +137,15 @@ def test_results_of_another_adapter_are_refused_in_one_line_and_nothing_is_writt
     assert (adapter / "README.md").read_text() == before
 
 
+@pytest.mark.parametrize("damaged", ["[1]", "{}", '{"adapter_hash": 5}', "[" * 100_000])
+def test_a_damaged_summary_is_one_line(tmp_path, damaged):
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "run.json").write_text("{}")
+    (tmp_path / "sums" / "summary.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"^.*/sums/summary\.json is not readable \(.*\); the same command of perl"):
+        read_summaries(tmp_path, "0" * 16, tmp_path)
+
+
 def test_a_card_of_someone_else_keeps_its_text(folder, results, tmp_path):
     adapter = shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "copy")
     (adapter / "README.md").write_text("---\nlicense: mit\ntags:\n- mine\n---\n# My adapter\n\nMade with care.\n")
@@ -157,6 +167,7 @@ def test_the_page_of_what_is_pushed_is_our_card_from_the_first_checkpoint_on(tmp
              if path.endswith("README.md")]  # fmt: skip
     assert {path for path, _ in pages} >= {"README.md", "last-checkpoint/README.md", "adapter/README.md"}
     assert "adapter_model.safetensors" in hub.commits[0]
+    assert [path for commit in hub.commits for path in commit if "/." in f"/{path}"] == []  # .lock
     steps = []
     for path, card in pages:
         assert (card.data.library_name, card.data.tags) == ("peft", ["transformers", "lora", "grpo", "trl", "perl"])

@@ -204,3 +204,9 @@ def test_a_torn_script_is_a_mistake_and_no_traceback(tmp_path):
         except UserError:
             refused += 1
     assert min(read, refused) > 50
+
+
+def test_a_configuration_that_is_too_large_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: [" + "1, " * 100_000 + "1]\n")
+    assert "config.yaml: 300,007 bytes; a configuration has 262,144 at most" in mistake(capsys, "config.yaml")

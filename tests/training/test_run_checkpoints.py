@@ -44,6 +44,14 @@ TEARS = {
     "pt": (lambda c: cut(c / "optimizer.pt"), "optimizer.pt has "),
     "state": (lambda c: (c / "trainer_state.json").write_text(""), "trainer_state.json has 0 bytes of 19"),
     "contents": (lambda c: cut(c / CONTENTS), "checkpoint.json is not readable"),
+    "a list": (lambda c: (c / CONTENTS).write_text("[1]"), "checkpoint.json is not readable (ValidationError)"),
+    "brackets": (lambda c: (c / CONTENTS).write_text("[" * 100_000), "checkpoint.json is not readable (RecursionErr"),
+    "sizes": (lambda c: (c / CONTENTS).write_text('{"made": {}, "files": {"a": "b"}}'), "checkpoint.json is not read"),
+    "processes": (lambda c: (c / CONTENTS).write_text('{"made": {}, "files": {}}'), "checkpoint.json does not say how"),
+    "names": (
+        lambda c: (c / CONTENTS).write_text(json.dumps({"made": {"processes": 1}, "files": {"a" * 5000: 1}})),
+        "aaaa",
+    ),
     "no contents": (lambda c: (c / CONTENTS).unlink(), "no checkpoint.json, which is written last"),
 }
 
@@ -61,6 +69,18 @@ def test_a_torn_checkpoint_is_passed_over_with_its_reason(tmp_path, caplog, kind
         assert f"checkpoint-10 is not whole: {why}" in said.replace("it has no", "no")
     with pytest.raises(UserError, match=r"it is not whole: .*; name an earlier one"):
         find_checkpoint(str(later), tmp_path)
+
+
+@pytest.mark.parametrize("damaged", ["[1]", '{"step": "a", "global_step": null}', "[" * 100_000, "9" * 5000, "{"])
+def test_a_damaged_state_is_one_line(tmp_path, damaged):
+    folder = checkpoint(tmp_path, 9)
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "best.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"best/best\.json is not readable \(.*\); remove .*/best$"):
+        leave_behind(tmp_path, str(folder))
+    (folder / "trainer_state.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"trainer_state\.json is not readable \(.*\); name an earlier checkpoint$"):
+        leave_behind(tmp_path, str(folder))
 
 
 def test_where_there_is_none(tmp_path):

@@ -1,13 +1,15 @@
 """What a training run reads before the model is loaded."""
 
 import json
+import signal
 from typing import Any
 
 import pytest
 
+from perl import prompts
 from perl.base.errors import UserError
 from perl.config.schema import DatasetConfig
-from perl.prompts import truncated
+from perl.prompts import encode, truncated
 from perl.runs.setup import build_dataset
 from tests.tiny import tiny_tokenizer
 
@@ -105,3 +107,13 @@ def test_rows_that_no_task_grades_keep_their_prompt(tmp_path):
 def test_where_a_prompt_is_cut(side, limit, left):
     """verl's postprocess_data, by hand: middle keeps limit // 2 at the left."""
     assert truncated([1, 2, 3, 4, 5], limit, side) == left
+
+
+def test_a_chat_template_that_never_ends_is_one_line_and_leaves_the_timer(monkeypatch):
+    monkeypatch.setattr(prompts, "TEMPLATE_LIMIT_S", 0.5)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(UserError, match=r": the chat template takes more than 0\.5 s for a prompt; correct chat_templ"):
+        encode(tiny_tokenizer(endless), [{"role": "user", "content": "1"}])
+    assert encode(tiny_tokenizer(), [{"role": "user", "content": "1"}])
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == (before, (0.0, 0.0))

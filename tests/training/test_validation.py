@@ -30,7 +30,7 @@ from perl.tasks import TASKS, load_problems
 from perl.tasks.trained import problem_hash
 from perl.training import validation
 from perl.training.grpo import train
-from perl.training.validation import Validation, logged_steps, metrics_of, share_of
+from perl.training.validation import Validation, best_so_far, logged_steps, metrics_of, share_of
 from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -503,3 +503,15 @@ def test_the_last_step_is_validated_unless_after_train_is_false(made, flags, tmp
     assert [step for step in range(5) if one.due(step, 4)] == [0, 3]
     setup.config.after_train = True
     assert [step for step in range(5) if one.due(step, 4)] == [0, 3, 4]
+
+
+@pytest.mark.parametrize("damaged", ["[1]", '{"metric": "a", "value": "b"}', "[" * 100_000, "5", "{"])
+def test_a_best_score_that_is_damaged_counts_as_none_with_one_line(tmp_path, caplog, damaged):
+    (tmp_path / "best").mkdir()
+    best = tmp_path / "best" / "best.json"
+    best.write_text(json.dumps({"step": 2, "metric": "a", "value": 1, "metrics": {"a": 1}}))
+    assert (best_so_far(tmp_path, "a"), best_so_far(tmp_path, "b")) == (1.0, None)
+    best.write_text(damaged)
+    assert best_so_far(tmp_path, "a") is None
+    (line,) = caplog.messages
+    assert "best.json is not readable (" in line

@@ -45,6 +45,8 @@ OPTIONS = {
     "-cd": "--config-path",
 }
 """Hydra's options that say where keys come from; the others do not train."""
+LARGEST_FILE = 1 << 18
+"""Bytes of a YAML file: a multiple of verl's own configuration, read in seconds."""
 MOST_CHARACTERS = 1 << 14
 """Of all settings: Hydra's parser takes seconds for as many."""
 
@@ -190,9 +192,13 @@ def _add_file(command: Command, file: Path, depth: int = 0) -> None:
     if depth > 20:
         raise UserError(f"{file}: its defaults lead back to itself")
     try:
+        if (size := file.stat().st_size) > LARGEST_FILE:
+            raise UserError(f"{file}: {size:,} bytes; a configuration has {LARGEST_FILE:,} at most")
         loaded = OmegaConf.load(file)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{file}: not YAML: {error}") from error
     if not isinstance(loaded, DictConfig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -249,9 +250,9 @@ def held_out(dataset: str) -> str | None:
     if name in TASKS:
         hub = TASKS[name].hub
         return name if hub and hub.train_split and hub.train_split != hub.eval_split else None
-    if path.is_file() and (test := path.with_name(f"test{path.suffix}")).is_file() and test != path:
+    if os.path.isfile(path) and (test := path.with_name(f"test{path.suffix}")).is_file() and test != path:
         return str(test)
-    if path.is_dir() and training_split(dataset) == "train" and any(path.glob("test*")):
+    if os.path.isdir(path) and training_split(dataset) == "train" and any(path.glob("test*")):
         return dataset
     return None
 
