@@ -48,6 +48,10 @@ _NUMBER = re.compile(
     rf"((?:(?<![)\]}}])-{_CURRENCY}|\\?[$€£¥]-?|)(?:{_UNSIGNED}))"
     r"(?!\s*\^|\s*/\s*\d|\d|\.\d|,\d{3})"  # a power or a fraction is more than the number it begins with
 )
+_GROUP = r"[^{}]*+(?:\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}[^{}]*+)*+"  # what braces hold, two further pairs deep
+_TEX_FRACTION = re.compile(
+    rf"\\[dtc]?frac(?:\s*+(?:\d|\{{{_GROUP}\}})){{2}}|\{{[^{{}}\\]*+\\over(?![A-Za-z])[^{{}}]*+\}}"
+)
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 _HEADING = re.compile(r"[*_\s]*+(?:step|part|case|method|question|solution|explanation|note)\b", re.IGNORECASE)
 _CONTRADICTION = re.compile(r"\b(?:or|not|any|every|either)\b|\\(?:neq?|text\{\s*or)\b|[<>≤≥≠]")
@@ -108,7 +112,8 @@ def _extract_verl_strict(completion: str) -> str | None:
 
 
 def _extract_flexible(completion: str) -> str | None:
-    """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number.
+    """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number
+    that is no part of a fraction, else the last fraction in TeX.
 
     `#### Step 2` is a heading. What is no form of a number (`20+5`, `5 or 6`) comes whole, and is no number's equal.
     """
@@ -119,8 +124,10 @@ def _extract_flexible(completion: str) -> str | None:
         return _stated_number(markers[-1][1])
     if box and _DIGIT.search(box[1]):
         return _stated_number(box[1])
-    match = last_match(_NUMBER, text)
-    return match[1] if match else None
+    if match := last_match(_NUMBER, _TEX_FRACTION.sub("1/1", text)):  # a fraction is passed over, in TeX as in a/b
+        return match[1]
+    match = last_match(_TEX_FRACTION, text)
+    return match[0] if match else None
 
 
 def _stated_number(statement: str) -> str:

@@ -124,6 +124,18 @@ def test_a_marker_of_gsm8k_is_read_with_the_words_around_its_number(accepted):
     assert accepted("gsm8k", wrong) == []
 
 
+def test_a_fraction_is_not_read_by_its_denominator(accepted):
+    fractions = [
+        "\\frac{4}{2}", "\\frac{36}{2}", "\\frac{4}{ 2 }", "\\frac{4}{2.0}", "\\frac 4 2", "\\frac42", "\\dfrac{4}{2}",
+        "{4 \\over 2}", "\\frac{\\frac{8}{2}}{2}", "\\frac{8}{\\frac{8}{2}}", "\\frac{1+3}{2}", "\\frac{x}{2}",
+        "\\frac{4 \\text{ eggs}}{2}", "\\frac{\\$4}{2}", "\\\\frac{4}{2}", "-\\frac{4}{-2}", "4/2", "2\\frac{1}{2}",
+    ]  # fmt: skip
+    rows = [("2", form.replace("{}", text)) for form in ("Answer: {}", "So it is ${}$.") for text in fractions]
+    assert accepted("gsm8k", rows) == []
+    right = [("0.75", "The answer is $\\frac{3}{4}$."), ("18", "There are 18 left, $\\frac{3}{4}$ of them blue.")]
+    assert accepted("gsm8k", right) == right
+
+
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_no_text_is_right_for_two_numbers(task, accepted):
     """A percent sign has one reading: it is a unit, 17% states 17."""
