@@ -57,15 +57,17 @@ _HEADING = re.compile(r"[*_\s]*+(?:step|part|case|method|question|solution|expla
 _CONTRADICTION = re.compile(r"\b(?:or|not|any|every|either)\b|\\(?:neq?|text\{\s*or)\b|[<>≤≥≠]")
 # What a statement may hold around its number, in the notation of stated.tidy: words, a percent sign, an aside.
 _STATED_NUMBER = re.compile(
-    rf"(?P<before>(?:[A-Za-z']++[:,]?\s++)*+)(?:dollars!\s)?\(?(?P<number>-?\s?(?:{_UNSIGNED})(?:\s\d{{3}}\b)*+)\)?"
-    r"(?P<after>k?[.,:]?|-[A-Za-z].*|\s-\s[a-z].*|(?:k?[,.:]?\s|(?=[A-Za-z]{2}))(?:\(.*|[A-Za-z][A-Za-z'^]*+(?![!_]).*))"
+    rf"(?P<before>(?:[A-Za-z']++[:,.]?\s++)*+)(?:dollars!\s)?[(\[]?(?P<number>-?\s?(?:{_UNSIGNED})(?:\s\d{{3}}\b)*+)[)\]]?"
+    r"(?P<after>k?[.,:]?|\s?[元个人天年岁米]|-[A-Za-z].*|\s-\s[a-z].*|/(?:h|[A-Za-z]{2,})\b.*"
+    r"|(?:k?[,.:]?\s|(?=[A-Za-z]{2}))(?:[(\[].*|[A-Za-z][A-Za-z'^]*+(?![!_]).*))"
 )
 _CHANGING_WORDS = re.compile(
-    r"\b(?:or|and|to|not|no|million|billion|trillion|hundred|dozen|half|over|plus|minus|times|than|least|most"
-    r"|between|under|maybe|possibly|divided|choose|base|percent of|squared|cubed|factorial|either|any|every"
-    r"|tenths|hundredths|(?:at|less|more|fewer) (?:least|most|than))\b",
+    r"\b(?:or|and|to|not|no|million|billion|trillion|hundred|dozen|half|over|plus|minus|than|least|most"
+    r"|between|under|maybe|possibly|divided|choose|base|percent of|squared|cubed|factorial|tenths|hundredths"
+    r"|at (?:least|most)|(?:less|more|fewer) than(?=.*\d)|times(?!\s(?:as|more|larger|longer|older|per|a)\b|$))\b",
     re.IGNORECASE,
 )
+_TAG = re.compile(r"</?(?:s|[a-z_]{2,20})>|<\|[^|<>]{1,40}\|>")
 _SECOND_NUMBER = re.compile(r"\b(?:or|and|to|but|degrees)\b\D{0,12}\d", re.IGNORECASE)
 
 
@@ -89,7 +91,7 @@ def is_number(text: str) -> bool:
 # ------------------------------------------------------------------------------------------------ where answers stand
 
 _STRICT = re.compile(r"#### (-?[0-9.,]++)")
-_MARKER = re.compile(r"####\s*+([^\n]*+)")
+_MARKER = re.compile(r"####\s*+((?:(?!####)[^\n])*+)")
 _DIGIT = re.compile(r"\d")
 _ANSWER_LINE = re.compile(r"answer[*_\s]*+:[*_\s]*+([^\n]++)", re.IGNORECASE)
 
@@ -132,7 +134,7 @@ def _extract_flexible(completion: str) -> str | None:
 
 def _stated_number(statement: str) -> str:
     """The number in a statement with words around it ("18 dollars for 3 days"), else the whole statement."""
-    statement = statement[:LONGEST_ANSWER].strip(" \t$*`")
+    statement = _TAG.sub(" ", statement[:LONGEST_ANSWER]).strip(" \t$*`_#✓✔✅。")
     if _WHOLE_NUMBER.fullmatch(statement) or is_number(normalize_answer(statement)):
         return statement
     before, _, value = statement.rpartition("=")
@@ -140,10 +142,11 @@ def _stated_number(statement: str) -> str:
     if _CONTRADICTION.search(statement.removesuffix(value)) or _WHOLE_NUMBER.fullmatch(before):
         return statement
     match = _STATED_NUMBER.fullmatch(tidy(value).rstrip(". *"))
-    if match is None or _CHANGING_WORDS.search(match["before"]) or _SECOND_NUMBER.search(match["after"]):
+    if match is None or _SECOND_NUMBER.search(match["after"]):
         return statement
-    first_words = match["after"].lstrip("k,.: ")[:20]
-    if _CHANGING_WORDS.match(first_words):
+    if any(words.search(match["before"]) for words in (_CHANGING_WORDS, _CONTRADICTION)):
+        return statement
+    if _CHANGING_WORDS.match(match["after"].lstrip("k,.: ")):
         return statement
     return match["number"] + (" thousand" if re.match(r"k\b| thousand\b", match["after"]) else "")
 

@@ -44,7 +44,7 @@ FIVE = [
     "5", "5.", "5.0", "05", "+5", "(5)", "{5}", "5\\;", "$5$", "\\$5", "$5", "\\(5\\)", "**5**", "`5`",
     "\\text{5}", "\\textbf{5}", "2+3=5", "n=5", "m+n = 2+3 = 5", "5 cm", "5°", "5\\%", "5%", "5 ways", "5 dollars",
     "5 (five)", "5e0", "0.5e1", "5 \\times 10^0", "50 \\cdot 10^{-1}", "5_{10}", "5\\text{ apples}", "٥", "５",
-    "5 \\text{ per hour}",
+    "5 \\text{ per hour}", "5 times", "5 times as many", "\\textbf{5 times}",
 ]  # fmt: skip
 # (gold, text) of other numbers.
 FORMS = [
@@ -53,7 +53,7 @@ FORMS = [
     ("1000000", "10^6"), ("36", "3 dozen"), ("5000000", "\\$5 million"), ("-5", "- 5"), ("-5", "negative 5"),
     ("-5", "minus 5"), ("3.5", "3½"), ("3.5", "3 1/2"), ("0.75", "\\frac{3}{4}"), ("0.75", "3/4"),
     ("0.75", "{3 \\over 4}"),
-    ("0.00012", "1.2 \\times 10^{-4}"), ("0.25", "\\\\frac{1}{4}"),
+    ("0.00012", "1.2 \\times 10^{-4}"), ("0.25", "\\\\frac{1}{4}"), ("0.75", "\\textbf{\\frac{3}{4}}"),
 ]  # fmt: skip
 
 
@@ -118,9 +118,25 @@ def test_a_marker_of_gsm8k_is_read_with_the_words_around_its_number(accepted):
         ("-5", "#### - 5"),
         ("50", "#### 50%"),
         ("3", "#### 3 more apples"),
+        ("3", "#### 3 more than Tom"),
+        ("18", "#### $18/day"),
+        ("18", "#### Rs. 18"),
+        ("18", "#### 18 times as many"),
+        ("18", "#### She makes $18 every day at the market."),
+        ("18", "#### 18 ✓"),
+        ("18", "#### 18元。"),
+        ("18", "#### __18__"),
+        ("18", "#### [18]"),
+        ("18", "#### 18<|im_end|>"),
+        ("18", "<answer>\n#### 18</answer>"),
+        ("18", "#### <answer>18</answer>"),
+        ("18", "#### 18 #### 18"),
+        ("18", "#### 18 ####"),
     ]
     assert accepted("gsm8k", right) == right
     wrong = [("1", "#### 1 million"), ("3", "#### 3 dozen"), ("1", "#### 18 dollars for 1 day"), ("0.5", "#### 50%")]
+    wrong += [("3", "#### 3 more than 4"), ("3", "#### 3 times 4"), ("3", "#### any 3"), ("3", "#### 4 #### 3 or 4")]
+    wrong += [("3", "#### 3/x"), ("3", "#### 3万"), ("3", "#### [3, 4]"), ("3", "#### either 3")]
     assert accepted("gsm8k", wrong) == []
 
 
@@ -165,6 +181,7 @@ def test_reasoning_is_not_the_answer(accepted):
 MORE_RIGHT = [
     ("\\frac{1}{3}", "0.\\overline{3}"), ("10080", "10 080"), ("3, 5, 7", "(3,5,7)"), ("y = 2x+3", "2x - y + 3 = 0"),
     ("3\\sqrt{13}", "3\\\\sqrt{13}"), ("\\frac{1}{4}", "\\\\frac{1}{4}"), ("\\frac{1}{2}", "\\frac{1}{2} = 50\\%"),
+    ("-\\frac{24}{25}", "\\textbf{-\\frac{24}{25}}"), ("2\\sqrt{3}", "\\boldsymbol{2\\sqrt{3}}"),
     ("10\\%", "0.1"), ("10\\%", "10"), ("10", "10 \\text{ percent}"),
     ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\\\begin{pmatrix} 1 \\\\\\\\ 2 \\\\end{pmatrix}"),
 ]  # fmt: skip
