@@ -67,7 +67,7 @@ _CHANGING_WORDS = re.compile(
     r"|at (?:least|most)|(?:less|more|fewer) than(?=.*\d)|times(?!\s(?:as|more|larger|longer|older|per|a)\b|$))\b",
     re.IGNORECASE,
 )
-_TAG = re.compile(r"</?(?:s|[a-z_]{2,20})>|<\|[^|<>]{1,40}\|>")
+_TAG = re.compile(r"</?(?:s|[a-z_]{2,20})>|<\|[a-z_]{1,40}\|>")
 _SECOND_NUMBER = re.compile(r"\b(?:or|and|to|but|degrees)\b\D{0,12}\d", re.IGNORECASE)
 
 
@@ -115,11 +115,13 @@ def _extract_verl_strict(completion: str) -> str | None:
 
 def _extract_flexible(completion: str) -> str | None:
     """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number
-    that is no part of a fraction, else the last fraction in TeX.
+    that is no part of a fraction, else the last fraction in TeX. What stands behind the reasoning in <think></think>
+    is looked at alone where it has a digit.
 
     `#### Step 2` is a heading. What is no form of a number (`20+5`, `5 or 6`) comes whole, and is no number's equal.
     """
-    text = plain(completion)
+    behind = completion.rpartition("</think>")[2]
+    text = plain(behind if _DIGIT.search(behind) else completion)
     markers = [m for m in _MARKER.finditer(text) if _DIGIT.search(m[1]) and not _HEADING.match(m[1])]
     box = last_box(text)
     if markers and (box is None or markers[-1].start() > box[0]):
@@ -178,6 +180,13 @@ def _extract_boxed(completion: str) -> str | None:
 
 
 def _extract_answer(completion: str) -> str | None:
+    """What the completion states behind its reasoning in <think></think>, or, where it states nothing there, as a
+    whole."""
+    behind = completion.rpartition("</think>")[2]
+    return _last_answer(behind) or (_last_answer(completion) if len(behind) < len(completion) else None)
+
+
+def _last_answer(completion: str) -> str | None:
     """The last `Answer:` line; a box where there is none, or where the line is prose and a box follows it."""
     line, box = _extract_answer_line(completion), last_box(completion)
     if box is None:

@@ -173,9 +173,16 @@ def test_no_text_is_right_for_two_numbers(task, accepted):
     assert {text for text in found if found.count(text) > 1} <= {number, stated(task, "0.17")}
 
 
-def test_reasoning_is_not_the_answer(accepted):
-    rows = [("18", "<think>\\boxed{3}</think> The answer is 18"), ("18", "<think>so \\boxed{18}</think>")]
-    assert accepted("math", rows) == rows
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_reasoning_is_not_the_answer(task, accepted):
+    rows = [("18", "<think>so \\boxed{18}</think>"), ("18", "<think>\nAnswer: 18\n</think>")]
+    rows += [
+        ("18", f"<think>{thought}</think>\n{stated(task, '18')}") for thought in ("\\boxed{3}", "Answer: 3", "#### 3")
+    ]
+    rows += [("18", "<think>Answer: 3</think> So \\boxed{18}"), ("18", "<think>Answer: 3</think> Answer: 18")]
+    rows += [] if task == "dapo-math" else [("18", "<think>\\boxed{3}</think> The answer is 18")]
+    assert accepted(task, rows) == rows
+    assert accepted(task, [("3", text) for _, text in rows]) == []
 
 
 MORE_RIGHT = [
