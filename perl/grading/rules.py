@@ -48,20 +48,26 @@ _NUMBER = re.compile(
     rf"((?:(?<![)\]}}])-{_CURRENCY}|\\?[$€£¥]-?|)(?:{_UNSIGNED}))"
     r"(?!\s*\^|\s*/\s*\d|\d|\.\d|,\d{3})"  # a power or a fraction is more than the number it begins with
 )
+_GROUP = r"[^{}]*+(?:\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}[^{}]*+)*+"  # what braces hold, two further pairs deep
+_TEX_FRACTION = re.compile(
+    rf"\\[dtc]?frac(?:\s*+(?:\d|\{{{_GROUP}\}})){{2}}|\{{[^{{}}\\]*+\\over(?![A-Za-z])[^{{}}]*+\}}"
+)
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 _HEADING = re.compile(r"[*_\s]*+(?:step|part|case|method|question|solution|explanation|note)\b", re.IGNORECASE)
 _CONTRADICTION = re.compile(r"\b(?:or|not|any|every|either)\b|\\(?:neq?|text\{\s*or)\b|[<>≤≥≠]")
 # What a statement may hold around its number, in the notation of stated.tidy: words, a percent sign, an aside.
 _STATED_NUMBER = re.compile(
-    rf"(?P<before>(?:[A-Za-z']++[:,]?\s++)*+)(?:dollars!\s)?\(?(?P<number>-?\s?(?:{_UNSIGNED})(?:\s\d{{3}}\b)*+)\)?"
-    r"(?P<after>k?[.,:]?|-[A-Za-z].*|\s-\s[a-z].*|(?:k?[,.:]?\s|(?=[A-Za-z]{2}))(?:\(.*|[A-Za-z][A-Za-z'^]*+(?![!_]).*))"
+    rf"(?P<before>(?:[A-Za-z']++[:,.]?\s++)*+)(?:dollars!\s)?[(\[]?(?P<number>-?\s?(?:{_UNSIGNED})(?:\s\d{{3}}\b)*+)[)\]]?"
+    r"(?P<after>k?[.,:]?|\s?[元个人天年岁米]|-[A-Za-z].*|\s-\s[a-z].*|/(?:h|[A-Za-z]{2,})\b.*"
+    r"|(?:k?[,.:]?\s|(?=[A-Za-z]{2}))(?:[(\[].*|[A-Za-z][A-Za-z'^]*+(?![!_]).*))"
 )
 _CHANGING_WORDS = re.compile(
-    r"\b(?:or|and|to|not|no|million|billion|trillion|hundred|dozen|half|over|plus|minus|times|than|least|most"
-    r"|between|under|maybe|possibly|divided|choose|base|percent of|squared|cubed|factorial|either|any|every"
-    r"|tenths|hundredths|(?:at|less|more|fewer) (?:least|most|than))\b",
+    r"\b(?:or|and|to|not|no|million|billion|trillion|hundred|dozen|half|over|plus|minus|than|least|most"
+    r"|between|under|maybe|possibly|divided|choose|base|percent of|squared|cubed|factorial|tenths|hundredths"
+    r"|at (?:least|most)|(?:less|more|fewer) than(?=.*\d)|times(?!\s(?:as|more|larger|longer|older|per|a)\b|$))\b",
     re.IGNORECASE,
 )
+_TAG = re.compile(r"</?(?:s|[a-z_]{2,20})>|<\|[a-z_]{1,40}\|>")
 _SECOND_NUMBER = re.compile(r"\b(?:or|and|to|but|degrees)\b\D{0,12}\d", re.IGNORECASE)
 
 
@@ -85,7 +91,7 @@ def is_number(text: str) -> bool:
 # ------------------------------------------------------------------------------------------------ where answers stand
 
 _STRICT = re.compile(r"#### (-?[0-9.,]++)")
-_MARKER = re.compile(r"####\s*+([^\n]*+)")
+_MARKER = re.compile(r"####\s*+((?:(?!####)[^\n])*+)")
 _DIGIT = re.compile(r"\d")
 _ANSWER_LINE = re.compile(r"answer[*_\s]*+:[*_\s]*+([^\n]++)", re.IGNORECASE)
 
@@ -108,24 +114,29 @@ def _extract_verl_strict(completion: str) -> str | None:
 
 
 def _extract_flexible(completion: str) -> str | None:
-    """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number.
+    """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number
+    that is no part of a fraction, else the last fraction in TeX. What stands behind the reasoning in <think></think>
+    is looked at alone where it has a digit.
 
     `#### Step 2` is a heading. What is no form of a number (`20+5`, `5 or 6`) comes whole, and is no number's equal.
     """
-    text = plain(completion)
+    behind = completion.rpartition("</think>")[2]
+    text = plain(behind if _DIGIT.search(behind) else completion)
     markers = [m for m in _MARKER.finditer(text) if _DIGIT.search(m[1]) and not _HEADING.match(m[1])]
     box = last_box(text)
     if markers and (box is None or markers[-1].start() > box[0]):
         return _stated_number(markers[-1][1])
     if box and _DIGIT.search(box[1]):
         return _stated_number(box[1])
-    match = last_match(_NUMBER, text)
-    return match[1] if match else None
+    if match := last_match(_NUMBER, _TEX_FRACTION.sub("1/1", text)):  # a fraction is passed over, in TeX as in a/b
+        return match[1]
+    match = last_match(_TEX_FRACTION, text)
+    return match[0] if match else None
 
 
 def _stated_number(statement: str) -> str:
     """The number in a statement with words around it ("18 dollars for 3 days"), else the whole statement."""
-    statement = statement[:LONGEST_ANSWER].strip(" \t$*`")
+    statement = _TAG.sub(" ", statement[:LONGEST_ANSWER]).strip(" \t$*`_#✓✔✅。")
     if _WHOLE_NUMBER.fullmatch(statement) or is_number(normalize_answer(statement)):
         return statement
     before, _, value = statement.rpartition("=")
@@ -133,10 +144,11 @@ def _stated_number(statement: str) -> str:
     if _CONTRADICTION.search(statement.removesuffix(value)) or _WHOLE_NUMBER.fullmatch(before):
         return statement
     match = _STATED_NUMBER.fullmatch(tidy(value).rstrip(". *"))
-    if match is None or _CHANGING_WORDS.search(match["before"]) or _SECOND_NUMBER.search(match["after"]):
+    if match is None or _SECOND_NUMBER.search(match["after"]):
         return statement
-    first_words = match["after"].lstrip("k,.: ")[:20]
-    if _CHANGING_WORDS.match(first_words):
+    if any(words.search(match["before"]) for words in (_CHANGING_WORDS, _CONTRADICTION)):
+        return statement
+    if _CHANGING_WORDS.match(match["after"].lstrip("k,.: ")):
         return statement
     return match["number"] + (" thousand" if re.match(r"k\b| thousand\b", match["after"]) else "")
 
@@ -168,6 +180,13 @@ def _extract_boxed(completion: str) -> str | None:
 
 
 def _extract_answer(completion: str) -> str | None:
+    """What the completion states behind its reasoning in <think></think>, or, where it states nothing there, as a
+    whole."""
+    behind = completion.rpartition("</think>")[2]
+    return _last_answer(behind) or (_last_answer(completion) if len(behind) < len(completion) else None)
+
+
+def _last_answer(completion: str) -> str | None:
     """The last `Answer:` line; a box where there is none, or where the line is prose and a box follows it."""
     line, box = _extract_answer_line(completion), last_box(completion)
     if box is None:

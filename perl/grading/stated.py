@@ -131,6 +131,7 @@ NOTATION: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"\1",
         ),
         (r"\\(?:text|mbox|mathrm|textbf|textrm|textit|operatorname|mathbf|hbox|bf|emph)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:textbf|mathbf|boldsymbol|bm)\s*\{((?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+)\}", r" \1 "),
         (r"\\[dtc]frac", r"\\frac"),
         (r"\{\s*(-?\d+)\s*\\over\s*(-?\d+)\s*\}", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
@@ -606,7 +607,8 @@ def _without_unit(text: str) -> tuple[str, str]:
     if match is None or not re.search(r"[\d\\]", match[1]):
         return text, unit
     words, power = match[2].lower().split(), match[3] or ""
-    if (_CHANGING | _FUNCTIONS) & set(words):
+    counted = words[0] == "times" and words[1:2] in ([], ["as"], ["more"])  # 5 times, 5 times as many
+    if (_CHANGING | _FUNCTIONS) & set(words[counted:]):
         return text, unit
     if len(words[0]) == 1 and words[0] not in _UNIT_OF:
         return text, unit

@@ -1,14 +1,16 @@
 """math-verify in a process of its own, with a deadline for each row.
 
 One worker serves every batch, so nothing is started per completion. Rows are sent in chunks and answered one by one:
-the row whose answer is late is the one being judged, so it alone is a timeout. The worker is killed and replaced, and
-the rows behind it are sent again.
+the row whose answer is late is the one being judged, so it alone is a timeout. The worker is killed and replaced, by a
+fork of a process that has imported math-verify already (milliseconds, not seconds), and the rows behind it are sent
+again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 64
 """Rows in one message: enough to hide its cost, few enough to send again after a timeout."""
-LATE_ROWS = 4
-"""Rows of a batch that may take their whole deadline; what is left of the batch then counts as a timeout, unasked."""
+BUDGET = 2
+"""Deadlines that the late rows of a batch share: each may take half of what is left, and at least LEAST_S."""
+LEAST_S = 0.2
+"""Seconds that any row may take: an honest one takes milliseconds, so it is graded behind any number of late ones."""
 REMEMBERED = 4096
 """Questions that took their deadline and are not asked again."""
 START_DEADLINE_S = 120.0
@@ -51,19 +56,22 @@ class MathVerifier:
     """Judges rows with math-verify. The worker starts with the first row and may be shared by threads.
 
     Args:
-        deadline_s: wall-clock seconds that one row may take, extraction and comparison together.
+        deadline_s: wall-clock seconds that one row may take, extraction and comparison together. Rows behind late ones
+            of their batch get less (BUDGET, LEAST_S).
     """
 
     def __init__(self, deadline_s: float):
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
+        self._control: Connection | None = None
         self._connection: Connection | None = None
+        self._judge = 0  # process id of the worker's fork behind `_connection`
         self._owner = os.getpid()
         self._early = ThreadPoolExecutor(1, thread_name_prefix="math-verify")
         self._started: dict[Question, Future[list[Verdict]]] = {}
         self._timeouts: dict[Question, None] = {}
-        self._late = 0  # rows since the last batch ended
+        self._left_s = BUDGET * deadline_s  # of this batch's budget
 
     def start(self, row: Question) -> Future[Any]:
         """Begin to judge a row that `verify` will be asked for, while this process does something else; done when
@@ -79,13 +87,13 @@ class MathVerifier:
         distinct = list(dict.fromkeys(row for row in rows if row not in early))
         verdicts = dict(zip(distinct, self._ask(distinct), strict=True))
         verdicts |= {row: future.result()[0] for row, future in early.items()}
-        if self._late > LATE_ROWS:
+        if self._left_s < (BUDGET - 1) * self._deadline_s:
             logger.warning(
-                "%d answers took math-verify's deadline of %g s; others of their batch count as timeouts, unasked",
-                LATE_ROWS,
+                "an answer took math-verify's deadline of %g s; others of its batch got less, the last %.2g s",
                 self._deadline_s,
+                self._allowed_s(),
             )
-        self._late = 0
+        self._left_s = BUDGET * self._deadline_s
         return [verdicts[row] for row in rows]
 
     def _ask(self, rows: Sequence[Question]) -> list[Verdict]:
@@ -97,18 +105,16 @@ class MathVerifier:
                 if row in self._timeouts:
                     verdicts.append(_TIMEOUT)
                     continue
-                if self._late >= LATE_ROWS:
-                    self._late += 1
-                    verdicts.append(_TIMEOUT)
-                    continue
-                connection = self._connect()
                 try:
+                    connection = self._connect()
                     chunk = rows[len(verdicts) : len(verdicts) + CHUNK]
                     known = next((at for at, other in enumerate(chunk) if other in self._timeouts), len(chunk))
                     connection.send(chunk[:known])
                     for row in chunk[:known]:
-                        if not connection.poll(self._deadline_s):
-                            self._kill()
+                        allowed_s = self._allowed_s()
+                        if not connection.poll(allowed_s):
+                            self._kill_judge()
+                            self._left_s = max(self._left_s - allowed_s, 0.0)
                             self._remember(row)
                             verdicts.append(_TIMEOUT)
                             break
@@ -120,8 +126,10 @@ class MathVerifier:
                     died_at = len(verdicts)
         return verdicts
 
+    def _allowed_s(self) -> float:
+        return min(self._deadline_s, max(self._left_s / 2, LEAST_S))
+
     def _remember(self, row: Question) -> None:
-        self._late += 1
         self._timeouts[row] = None
         if len(self._timeouts) > REMEMBERED:
             del self._timeouts[next(iter(self._timeouts))]
@@ -132,11 +140,21 @@ class MathVerifier:
             self._kill()
 
     def _connect(self) -> Connection:
-        """The connection to a worker that is ready."""
+        """The connection to a fork of the worker that is ready."""
         if self._owner != os.getpid():  # a fork: the worker is the parent's, and so are its answers
-            self._connection, self._worker, self._owner = None, None, os.getpid()
+            self._connection, self._control, self._worker, self._owner = None, None, None, os.getpid()
         if self._connection is not None:
             return self._connection
+        control = self._control or self._start_worker()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            send_handle(control, theirs.fileno(), 0)
+            self._judge = control.recv()
+        self._connection = Connection(ours.detach())
+        return self._connection
+
+    def _start_worker(self) -> Connection:
+        """The connection to a new worker, which forks when it is sent a socket and answers the fork's process id."""
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -149,19 +167,26 @@ class MathVerifier:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": path},
             )
-        self._connection = Connection(ours.detach())
+        self._control = Connection(ours.detach())
         try:
-            if self._connection.poll(START_DEADLINE_S) and self._connection.recv() == "ready":
-                return self._connection
+            if self._control.poll(START_DEADLINE_S) and self._control.recv() == "ready":
+                return self._control
         except (EOFError, OSError):
             pass
         self._kill()
         raise RuntimeError("the math-verify worker did not start; its own message stands above on stderr")
 
-    def _kill(self) -> None:
+    def _kill_judge(self) -> None:
+        """End the fork and keep the worker, which has not waited for it yet: the process id is still its own."""
         if self._connection is not None:
             self._connection.close()
+            os.kill(self._judge, signal.SIGKILL)
+        self._connection = None
+
+    def _kill(self) -> None:
+        for connection in filter(None, (self._connection, self._control)):
+            connection.close()
         if self._worker is not None:
-            self._worker.kill()
+            self._worker.kill()  # its fork dies with it
             self._worker.wait()
-        self._connection, self._worker = None, None
+        self._connection, self._control, self._worker = None, None, None

@@ -1,8 +1,9 @@
-"""The process that runs math-verify: `python -m perl.grading.worker FD`, started by `verifier.MathVerifier`.
+"""The process that runs math-verify: `python -m perl.grading.worker FD PARENT`, started by `verifier.MathVerifier`.
 
-It reads lists of Questions from the socket FD and answers each as soon as it is judged. Nothing here bounds the time
-of a row (`9^{9^{9^{9}}}` keeps the interpreter inside one C call, where no signal handler runs): the parent
-kills this process when an answer is late, and the kernel kills it when the parent dies.
+It imports math-verify and then forks whenever it is sent a socket over FD; the fork reads lists of Questions from that
+socket and answers each as soon as it is judged. Nothing here bounds the time of a row (`9^{9^{9^{9}}}` keeps the
+interpreter inside one C call, where no signal handler runs): the parent kills the fork when an answer is late, and the
+kernel kills both when the parent dies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import resource
 import signal
 import sys
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from perl.grading import stated
@@ -31,12 +33,31 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _limit_memory()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    connection = Connection(int(sys.argv[1]))
+    control = Connection(int(sys.argv[1]))
     read_integers_directly()
     judge("\\boxed{\\frac{1}{2}}", "0.5")  # builds the parser's tables before the first deadline runs
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # sympy makes many small objects, few of them in cycles
-    connection.send("ready")
+    control.send("ready")
+    worker, fork = os.getpid(), 0
+    while True:
+        try:
+            handle = recv_handle(control)
+        except (EOFError, OSError):
+            return
+        if fork:
+            os.waitpid(fork, 0)  # it was killed, or has crashed
+        fork = os.fork()
+        if fork == 0:
+            _die_with_parent(worker)
+            control.close()
+            _serve(Connection(handle))
+            return
+        os.close(handle)
+        control.send(fork)
+
+
+def _serve(connection: Connection) -> None:
     while True:
         try:
             rows = connection.recv()
@@ -78,6 +99,8 @@ def _verify(gold: list[Any], answer: list[Any]) -> bool:
 
     if not verify(gold, answer, timeout_seconds=None):
         return False
+    if any(g == a for g in gold for a in answer):
+        return True
     pairs = [(g, a) for g in gold for a in answer if _is_constant(g) and _is_constant(a)]
     return not pairs or any(_agree(g, a) for g, a in pairs)
 

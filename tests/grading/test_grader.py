@@ -318,8 +318,15 @@ def test_a_bomb_is_judged_once_and_a_batch_of_bombs_has_a_bound(caplog):
         grades = grader.grade(MATH, towers, ["\\sqrt{5}"] * 200)
         assert time.monotonic() - began < 50
         assert [grade.score for grade in grades] == [0.0] * 200
-        assert "their batch count as timeouts" in caplog.text
+        assert "others of its batch got less" in caplog.text
         assert grader.grade(MATH, ["\\boxed{\\sqrt{20}/2}"], ["\\sqrt{5}"])[0].score == 1.0
+
+
+def test_an_honest_row_behind_forty_bombs_is_graded_right():
+    towers = [f"\\boxed{{{n}^{{9^{{9^{{9^{{9}}}}}}}}}}" for n in range(2, 42)]
+    with Grader(deadline_s=1.0) as grader:
+        grades = grader.grade(MATH, [*towers, "\\boxed{\\sqrt{20}/2}"], ["\\sqrt{5}"] * 41)
+    assert [grade.reason for grade in grades] == ["timeout"] * 40 + ["correct"]
 
 
 def test_judge_in_this_process():

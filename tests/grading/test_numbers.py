@@ -44,7 +44,7 @@ FIVE = [
     "5", "5.", "5.0", "05", "+5", "(5)", "{5}", "5\\;", "$5$", "\\$5", "$5", "\\(5\\)", "**5**", "`5`",
     "\\text{5}", "\\textbf{5}", "2+3=5", "n=5", "m+n = 2+3 = 5", "5 cm", "5°", "5\\%", "5%", "5 ways", "5 dollars",
     "5 (five)", "5e0", "0.5e1", "5 \\times 10^0", "50 \\cdot 10^{-1}", "5_{10}", "5\\text{ apples}", "٥", "５",
-    "5 \\text{ per hour}",
+    "5 \\text{ per hour}", "5 times", "5 times as many", "\\textbf{5 times}",
 ]  # fmt: skip
 # (gold, text) of other numbers.
 FORMS = [
@@ -53,7 +53,7 @@ FORMS = [
     ("1000000", "10^6"), ("36", "3 dozen"), ("5000000", "\\$5 million"), ("-5", "- 5"), ("-5", "negative 5"),
     ("-5", "minus 5"), ("3.5", "3½"), ("3.5", "3 1/2"), ("0.75", "\\frac{3}{4}"), ("0.75", "3/4"),
     ("0.75", "{3 \\over 4}"),
-    ("0.00012", "1.2 \\times 10^{-4}"), ("0.25", "\\\\frac{1}{4}"),
+    ("0.00012", "1.2 \\times 10^{-4}"), ("0.25", "\\\\frac{1}{4}"), ("0.75", "\\textbf{\\frac{3}{4}}"),
 ]  # fmt: skip
 
 
@@ -118,10 +118,38 @@ def test_a_marker_of_gsm8k_is_read_with_the_words_around_its_number(accepted):
         ("-5", "#### - 5"),
         ("50", "#### 50%"),
         ("3", "#### 3 more apples"),
+        ("3", "#### 3 more than Tom"),
+        ("18", "#### $18/day"),
+        ("18", "#### Rs. 18"),
+        ("18", "#### 18 times as many"),
+        ("18", "#### She makes $18 every day at the market."),
+        ("18", "#### 18 ✓"),
+        ("18", "#### 18元。"),
+        ("18", "#### __18__"),
+        ("18", "#### [18]"),
+        ("18", "#### 18<|im_end|>"),
+        ("18", "<answer>\n#### 18</answer>"),
+        ("18", "#### <answer>18</answer>"),
+        ("18", "#### 18 #### 18"),
+        ("18", "#### 18 ####"),
     ]
     assert accepted("gsm8k", right) == right
     wrong = [("1", "#### 1 million"), ("3", "#### 3 dozen"), ("1", "#### 18 dollars for 1 day"), ("0.5", "#### 50%")]
+    wrong += [("3", "#### 3 more than 4"), ("3", "#### 3 times 4"), ("3", "#### any 3"), ("3", "#### 4 #### 3 or 4")]
+    wrong += [("3", "#### 3/x"), ("3", "#### 3万"), ("3", "#### [3, 4]"), ("3", "#### either 3")]
     assert accepted("gsm8k", wrong) == []
+
+
+def test_a_fraction_is_not_read_by_its_denominator(accepted):
+    fractions = [
+        "\\frac{4}{2}", "\\frac{36}{2}", "\\frac{4}{ 2 }", "\\frac{4}{2.0}", "\\frac 4 2", "\\frac42", "\\dfrac{4}{2}",
+        "{4 \\over 2}", "\\frac{\\frac{8}{2}}{2}", "\\frac{8}{\\frac{8}{2}}", "\\frac{1+3}{2}", "\\frac{x}{2}",
+        "\\frac{4 \\text{ eggs}}{2}", "\\frac{\\$4}{2}", "\\\\frac{4}{2}", "-\\frac{4}{-2}", "4/2", "2\\frac{1}{2}",
+    ]  # fmt: skip
+    rows = [("2", form.replace("{}", text)) for form in ("Answer: {}", "So it is ${}$.") for text in fractions]
+    assert accepted("gsm8k", rows) == []
+    right = [("0.75", "The answer is $\\frac{3}{4}$."), ("18", "There are 18 left, $\\frac{3}{4}$ of them blue.")]
+    assert accepted("gsm8k", right) == right
 
 
 @pytest.mark.parametrize("task", TASK_NAMES)
@@ -145,14 +173,22 @@ def test_no_text_is_right_for_two_numbers(task, accepted):
     assert {text for text in found if found.count(text) > 1} <= {number, stated(task, "0.17")}
 
 
-def test_reasoning_is_not_the_answer(accepted):
-    rows = [("18", "<think>\\boxed{3}</think> The answer is 18"), ("18", "<think>so \\boxed{18}</think>")]
-    assert accepted("math", rows) == rows
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_reasoning_is_not_the_answer(task, accepted):
+    rows = [("18", "<think>so \\boxed{18}</think>"), ("18", "<think>\nAnswer: 18\n</think>")]
+    rows += [
+        ("18", f"<think>{thought}</think>\n{stated(task, '18')}") for thought in ("\\boxed{3}", "Answer: 3", "#### 3")
+    ]
+    rows += [("18", "<think>Answer: 3</think> So \\boxed{18}"), ("18", "<think>Answer: 3</think> Answer: 18")]
+    rows += [] if task == "dapo-math" else [("18", "<think>\\boxed{3}</think> The answer is 18")]
+    assert accepted(task, rows) == rows
+    assert accepted(task, [("3", text) for _, text in rows]) == []
 
 
 MORE_RIGHT = [
     ("\\frac{1}{3}", "0.\\overline{3}"), ("10080", "10 080"), ("3, 5, 7", "(3,5,7)"), ("y = 2x+3", "2x - y + 3 = 0"),
     ("3\\sqrt{13}", "3\\\\sqrt{13}"), ("\\frac{1}{4}", "\\\\frac{1}{4}"), ("\\frac{1}{2}", "\\frac{1}{2} = 50\\%"),
+    ("-\\frac{24}{25}", "\\textbf{-\\frac{24}{25}}"), ("2\\sqrt{3}", "\\boldsymbol{2\\sqrt{3}}"),
     ("10\\%", "0.1"), ("10\\%", "10"), ("10", "10 \\text{ percent}"),
     ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\\\begin{pmatrix} 1 \\\\\\\\ 2 \\\\end{pmatrix}"),
 ]  # fmt: skip
