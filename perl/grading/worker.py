@@ -35,7 +35,8 @@ def main() -> None:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     control = Connection(int(sys.argv[1]))
     read_integers_directly()
-    judge("\\boxed{\\frac{1}{2}}", "0.5")  # builds the parser's tables before the first deadline runs
+    judge("\\boxed{\\frac{1}{2}}", "0.5")  # builds the parser's tables before the first deadline runs,
+    judge("\\boxed{\\sqrt{12}/2 + 1}", "1 + \\sqrt{3}")  # and loads what algebra needs, which takes half a second
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # sympy makes many small objects, few of them in cycles
     control.send("ready")
