@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from perl.adapters import with_article
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
+from perl.base.provenance import provenance
 from perl.models.folders import content_hash
 from perl.runs.model_card import (
     add_results,
@@ -20,6 +21,7 @@ from perl.runs.model_card import (
     run_facts,
     with_results,
 )
+from tests.results import record, summary
 
 
 def adapter(folder, **changes):
@@ -175,24 +177,23 @@ def test_results_replace_those_between_the_marks_and_nothing_else():
 def test_an_evaluation_that_has_not_ended_is_left_out_with_a_line(tmp_path, caplog):
     folder = adapter(tmp_path / "adapter", use_dora=True)
     estimate = {"value": 0.5, "low": 0.25, "high": 0.75}
-    summary = {
+    changes = {
         "adapter_hash": content_hash(folder),
         "base_hash": "b",
         "dataset": "gsm8k",
         "problems": 10,
-        "n": 1,
         "metrics": {"accuracy": estimate, "avg@1": estimate, "pass@1": estimate, "maj@1": estimate},
         "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 512, "seed": 0},
         "engines": ["vllm"],
         "dtype": "auto",
         "truncated": 0.1,
         "unextracted": 0.0,
-        "provenance": {"versions": {"vllm": "0.31.0"}, "git_commit": "abc"},
+        "provenance": provenance() | {"versions": {"vllm": "0.31.0"}, "git_commit": "abc"},
     }
     for name in ("gsm8k", "math500"):
         (tmp_path / "results" / name).mkdir(parents=True)
         (tmp_path / "results" / name / "run.json").write_text("{}")
-    (tmp_path / "results" / "gsm8k" / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "results" / "gsm8k" / "summary.json").write_text(json.dumps(summary([record("a-0")], 1, **changes)))
     (result,) = add_results(folder, [tmp_path / "results"])
     assert (result.dataset_type, result.dataset_name, result.metric_value) == ("openai/gsm8k", "gsm8k", 50.0)
     assert "math500 is left out: its evaluation has not ended" in caplog.text
