@@ -229,7 +229,7 @@ def _hub_of(spec: str) -> tuple[str | None, Hub]:
         task, hub = HUBS[repo]
         return task, replace(hub, config=config or hub.config)
     if repo.count("/") == 1 and all(repo.split("/")):
-        return None, Hub(repo=repo, config=config or None, eval_split="test", known=False)
+        return None, Hub(repo=repo, config=config or None, eval_split="test", known=False, modelscope=repo)
     guess = nearest(spec, [*TASKS, *HUBS])
     raise UserError(
         f"unknown data set {spec!r}; {f'did you mean {guess!r}? ' if guess else ''}known tasks: {', '.join(TASKS)};"

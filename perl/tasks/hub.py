@@ -7,10 +7,11 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from perl.base.errors import UserError
 from perl.models.folders import modelscope_variable
-from perl.tasks.files import Row
+from perl.tasks.files import SUFFIXES, Row
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,14 @@ class Hub:
     eval_split: str
     known: bool = True
     """Whether the splits above are all there are."""
-    modelscope: str = ""
-    """The repository's name on ModelScope, where it differs."""
+    modelscope: str
+    """The repository's name on ModelScope; empty: none is known."""
     repeats: bool = False
     """The file holds the set many times over; exact repeats are dropped."""
 
 
 def hub_rows(hub: Hub, split: str) -> Iterator[tuple[Row, str]]:
-    """Yield (row, place) of one split. A copy in the local cache serves when the hub cannot be reached.
+    """Yield (row, place) of one split. A copy in the local cache serves when the Hugging Face Hub cannot be reached.
 
     Raises a UserError when there is no such data set or split, or no connection and no cached copy.
     """
@@ -108,15 +109,27 @@ def _offline() -> Iterator[None]:
 
 
 def _modelscope_rows(hub: Hub, split: str, variable: str) -> Iterator[Row]:
+    """From a copy of the repository in ModelScope's cache. (modelscope's own reader of data sets needs an extra whose
+    bounds exclude the `datasets` that is used here.)"""
+    if not hub.modelscope:
+        raise UserError(
+            f"{hub.repo}: ModelScope has no copy that is known here; unset {variable}, or give its name there"
+            " (owner/name) or a local file"
+        )
     if importlib.util.find_spec("modelscope") is None:
         raise UserError(f"{variable} is set, but modelscope is not installed; pip install modelscope, or unset it")
-    from modelscope.msdatasets import MsDataset  # pyright: ignore[reportMissingImports]
+    import datasets
+    from modelscope import snapshot_download  # pyright: ignore[reportMissingImports]
 
-    repo = hub.modelscope or hub.repo
+    wanted = ["README.md", *(f"*{suffix}" for suffix in SUFFIXES)]
     try:
-        return iter(MsDataset.load(repo, subset_name=hub.config or "default", split=split))
-    except (OSError, ValueError) as error:
+        folder = Path(snapshot_download(hub.modelscope, repo_type="dataset", allow_patterns=wanted))
+        if hub.config and (folder / hub.config).is_dir():
+            return iter(datasets.load_dataset(str(folder / hub.config), split=split))
+        return iter(datasets.load_dataset(str(folder), hub.config, split=split))
+    except Exception as error:  # modelscope has a class of error for each of a dozen causes
+        why = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(
-            f"{repo}: ModelScope did not give the data ({error}); give a local file or folder instead,"
+            f"{hub.modelscope}: ModelScope did not give the data ({why}); give a local file or folder instead,"
             f" for example path/to/{hub.repo.split('/')[-1].lower()}/{split}.jsonl"
         ) from error

@@ -81,9 +81,19 @@ def _bench(name: str, hub: Hub | None, data_source: str, sampling: Sampling) -> 
     )
 
 
-_DAPO_HUB = Hub(repo="open-r1/DAPO-Math-17k-Processed", config="en", train_split="train", eval_split="train")
+_DAPO_HUB = Hub(
+    repo="open-r1/DAPO-Math-17k-Processed",
+    config="en",
+    train_split="train",
+    eval_split="train",
+    modelscope="open-r1/DAPO-Math-17k-Processed",
+)
 _MATH500_HUB = Hub(repo="HuggingFaceH4/MATH-500", eval_split="test", modelscope="AI-ModelScope/MATH-500")
-_AIME24_HUB = Hub(repo="HuggingFaceH4/aime_2024", eval_split="train")
+_AIME24_HUB = Hub(repo="HuggingFaceH4/aime_2024", eval_split="train", modelscope="HuggingFaceH4/aime_2024")
+_AIME25_HUB = Hub(repo="math-ai/aime25", eval_split="test", modelscope="evalscope/aime25")
+_AMC23_HUB = Hub(
+    repo="math-ai/amc23", eval_split="test", modelscope=""
+)  # evalscope's AMC is another choice of problems
 
 TASKS: dict[str, Task] = {
     "gsm8k": Task(
@@ -112,8 +122,8 @@ TASKS: dict[str, Task] = {
     ),
     "math500": _bench("math500", _MATH500_HUB, "HuggingFaceH4/MATH-500", _GREEDY),
     "aime24": _bench("aime24", _AIME24_HUB, "aime24", _AVG_32),
-    "aime25": _bench("aime25", Hub(repo="math-ai/aime25", eval_split="test"), "aime25", _AVG_32),
-    "amc23": _bench("amc23", Hub(repo="math-ai/amc23", eval_split="test"), "amc23", _AVG_32),
+    "aime25": _bench("aime25", _AIME25_HUB, "aime25", _AVG_32),
+    "amc23": _bench("amc23", _AMC23_HUB, "amc23", _AVG_32),
     # One-step word problems (arXiv 2103.07191), from files in GSM8K's form: the hub's copies have columns of their own.
     "svamp": Task(
         name="svamp",
@@ -127,7 +137,7 @@ TASKS: dict[str, Task] = {
     # Geometry with a figure (arXiv 2105.04165): `<image>` in the problem stands for the image of its column.
     "geometry3k": Task(
         name="geometry3k",
-        hub=Hub(repo="hiyouga/geometry3k", train_split="train", eval_split="test"),
+        hub=Hub(repo="hiyouga/geometry3k", train_split="train", eval_split="test", modelscope="hiyouga/geometry3k"),
         data_source="hiyouga/geometry3k",
         style=_GEOMETRY_STYLE,
         rubric=_MATH_RUBRIC,
@@ -142,7 +152,13 @@ HUBS: dict[str, tuple[str, Hub]] = {
     **{task.hub.repo: (task.name, task.hub) for task in TASKS.values() if task.hub},
     "BytedTsinghua-SIA/DAPO-Math-17k": (
         "dapo-math",
-        Hub(repo="BytedTsinghua-SIA/DAPO-Math-17k", train_split="train", eval_split="train", repeats=True),
+        Hub(
+            repo="BytedTsinghua-SIA/DAPO-Math-17k",
+            train_split="train",
+            eval_split="train",
+            repeats=True,
+            modelscope="AI-ModelScope/DAPO-Math-17k",
+        ),
     ),
 }
 """(task, place) by hub name: each task's own repository, and others of the same data."""

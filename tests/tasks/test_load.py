@@ -346,13 +346,6 @@ def test_offline_names_the_file_to_give(monkeypatch, tmp_path):
         load_problems("some/set")
 
 
-@pytest.mark.parametrize("variable", ["PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE"])
-def test_modelscope_must_be_installed(monkeypatch, variable):
-    monkeypatch.setenv(variable, "True")
-    with pytest.raises(UserError, match=f"{variable} is set, but modelscope is not installed; pip install modelscope"):
-        load_problems("gsm8k")
-
-
 def test_golds_that_fail_their_own_verifier_are_reported(caplog):
     rows = [Problem(task="gsm8k", question="?", gold=gold, source=f"rows:{gold}") for gold in ("18", "eighteen", "-5")]
     rows.append(Problem(task="math500", question="?", gold="\\frac{1}{2}"))
