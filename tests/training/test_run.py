@@ -327,11 +327,12 @@ def test_vllm_that_can_not_be_given_the_policy_is_refused_before_anything_is_loa
         train(["--config.rollout.engine", "vllm", *setting])
 
 
-def test_vllm_that_is_not_installed_is_one_line(monkeypatch):
+@pytest.mark.parametrize("flag", ["--config.rollout.engine vllm", "--config.training.use_vllm true"])
+def test_vllm_that_is_not_installed_is_one_line(monkeypatch, flag):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "vllm" else find(name, *args))
-    with pytest.raises(UserError, match=r"^--config\.rollout\.engine vllm: vllm is not installed; [^\n]*$"):
-        train(["--config.rollout.engine", "vllm", "--config.training.vllm_mode", "colocate"])
+    with pytest.raises(UserError, match=rf"^[^:\n]*{flag}[^:\n]*: vllm is not installed; pip install [^\n]*$"):
+        train([*flag.split(), "--config.training.vllm_mode", "colocate"])
 
 
 def test_an_unknown_loss_is_refused_before_anything_is_loaded():
