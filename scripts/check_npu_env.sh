@@ -2,7 +2,7 @@
 # Checks this machine for training and evaluation on Ascend NPUs; also right on CUDA and CPU machines.
 #
 #   bash scripts/check_npu_env.sh [--json] [--fix-hints]
-#   PYTHON=.venv-eval/bin/python bash scripts/check_npu_env.sh     # look at another environment
+#   PYTHON=/other/venv/bin/python bash scripts/check_npu_env.sh     # look at another environment
 #
 # Exit code 0: nothing fails; 1: something fails; 2: there is no Python >= 3.9 to run the checks.
 # Same as `python -m perl doctor`, but starts where nothing is installed: bash until a Python is found.
@@ -20,7 +20,7 @@ if [ -n "${PYTHON:-}" ]; then
     candidates+=("$PYTHON") # the user's choice, and no other: a different environment would be the wrong answer
 else
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then candidates+=(python); fi
-    candidates+=("$root/.venv-train/bin/python" "$root/.venv/bin/python")
+    candidates+=("$root/.venv-npu/bin/python" "$root/.venv/bin/python")
     candidates+=(python3.11 python3 python3.12 python3.13 python3.10 python3.9 python)
 fi
 for python in "${candidates[@]}"; do

@@ -25,11 +25,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from perl.base.errors import UserError, report_errors
-from perl.tools.doctor.versions import SETS, TABLE, release
+from perl.tools.doctor.versions import SET, TABLE, release
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE_OF = "docs/ascend.md"
-"""Shows the sets of versions.json."""
+"""Shows the set of versions.json."""
 AT_ONCE = 8
 AARCH64 = [
     *("--python-version", "3.11", "--platform", "linux_aarch64", "--platform", "manylinux2014_aarch64"),
@@ -86,21 +86,20 @@ def show_versions(root: Path = ROOT, as_json: bool = False) -> int:
 
 
 def pins_of(root: Path) -> Iterator[Pin]:
-    """The requirements files, pyproject.toml's bounds, and the sets of docs/ascend.md's compatibility table."""
+    """The requirements files, pyproject.toml's bounds, and the set of docs/ascend.md's compatibility table."""
     project = {requirement.name: requirement.specifier for _, requirement in _of_project(root)}
     for file in sorted(root.glob("requirements_*.txt")):
         requirements = list(_of_file(file))
         exact: dict[str, str] = {canonicalize_name(r.name): v for r in requirements if (v := _exact(r.specifier))}
-        pinned = _set_of(exact) | exact  # what the file leaves to a step of its own (vllm) stands in its set
+        npu = "npu" in file.name
+        pinned = SET.packages | exact if npu else exact  # an environment holds both files, and vllm
         for requirement in requirements:
-            yield _pin(file.name, requirement.name, requirement.specifier, pinned, project, "npu" in file.name)
+            yield _pin(file.name, requirement.name, requirement.specifier, pinned, project, npu)
     for where, requirement in _of_project(root):
         yield _pin(where, requirement.name, requirement.specifier, {}, {}, False)
     if (root / TABLE_OF).is_file():
-        for entry in SETS:
-            for name, version in entry.packages.items():
-                where = f"{TABLE_OF}: {entry.name}"
-                yield _pin(where, name, SpecifierSet(f"=={version}"), entry.packages, project, True)
+        for name, version in SET.packages.items():
+            yield _pin(TABLE_OF, name, SpecifierSet(f"=={version}"), SET.packages, project, True)
 
 
 def compare(pins: list[Pin]) -> list[Row]:
@@ -185,15 +184,6 @@ def _pin(
         for bound in wanted:
             bounds &= bound if bound.contains(version, prereleases=True) else SpecifierSet()
     return Pin(where, name, bounds, version, ascend)
-
-
-def _set_of(pinned: Mapping[str, str]) -> dict[str, str]:
-    """The set of versions.json that these pins agree with and share most with; empty: none."""
-    agreeing = [
-        e.packages for e in SETS if all(pinned.get(name, version) == version for name, version in e.packages.items())
-    ]
-    best = max(agreeing, key=lambda packages: len(packages.keys() & pinned.keys()), default={})
-    return best if best.keys() & pinned.keys() else {}
 
 
 def _table_bounds(name: str, pinned: Mapping[str, str]) -> Iterator[SpecifierSet]:

@@ -1,7 +1,7 @@
 """vLLM in this process, kept full from a feed of prompts: the evaluator's engine, and what a training's shares with it.
 
 Requests are added while others run, so the batch stays full to the last prompt, and each carries its own seed. Settings
-keep to what vLLM 0.18 (Ascend) and 0.31 (CPU) both know. vLLM is imported when an engine is built.
+keep to what vLLM 0.23 (Ascend) and 0.31 (CPU) both know. vLLM is imported when an engine is built.
 """
 
 from __future__ import annotations

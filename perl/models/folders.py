@@ -13,7 +13,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,6 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
         if not (folder / "config.json").is_file():
             hint = "; it holds an adapter, write it after --adapter" if (folder / ADAPTER_CONFIG).is_file() else ""
             raise UserError(f"{flag} {model}: no config.json in this folder{hint}")
-        require_readable(folder, f"{flag} {model}")
         require_plain_data(folder, f"{flag} {model}")
         return folder
     if model.count("/") != 1 or model.startswith((".", "~", "/")) or os.path.exists(folder):
@@ -80,27 +78,6 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
     folder = _download(model, flag)
     require_plain_data(folder, f"{flag} {model}")
     return folder
-
-
-def require_readable(folder: Path, where: str) -> None:
-    """Refuse a config.json that transformers 4 would misread without a word: transformers 5 writes rope_theta into
-    rope_parameters only, where 4 does not look, and the default takes its place."""
-    version = metadata.version("transformers")
-    if int(version.partition(".")[0]) >= 5:
-        return
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError:  # whoever loads the model says so
-        return
-    rope = config.get("rope_parameters")
-    if rope and "rope_theta" not in config:
-        add = {"rope_theta": rope.get("rope_theta")}
-        if rope.get("rope_type", "default") != "default":
-            add["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-        raise UserError(
-            f"{where}: config.json was written by transformers 5, and transformers {version} would take a default for"
-            f" its rope_parameters; add {json.dumps(add)[1:-1]} to it"
-        )
 
 
 def require_plain_data(folder: Path, where: str) -> None:

@@ -15,17 +15,23 @@ _NUMBER = 5  # above every pre-release stage, below "post"
 
 @dataclass(frozen=True)
 class Set:
-    """Packages that work together."""
+    """The environment on Ascend."""
 
-    name: str
-    purpose: str
     install: str
     cann: str
     python: str
     packages: dict[str, str]
 
+    def changes(self, packages: dict[str, str]) -> list[str]:
+        """What of the installed `packages` differs: "torch 2.9.1 -> 2.9.0"."""
+        return [
+            f"{name} {packages[name]} -> {version}"
+            for name, version in self.packages.items()
+            if name in packages and compare(packages[name], version) != 0
+        ]
 
-SETS = tuple(Set(**entry) for entry in TABLE["sets"])
+
+SET = Set(**TABLE["set"])
 
 
 def key(version: str) -> tuple[tuple[int, int], ...]:
@@ -100,27 +106,6 @@ def unlisted(packages: dict[str, str]) -> list[str]:
 def release(version: str) -> str:
     """Its first three numbers: "2.9.0" of "2.9.0.post1+cpu"."""
     return ".".join(re.findall(r"\d+", _public(version))[:3])
-
-
-def nearest_set(packages: dict[str, str], purpose: str) -> tuple[Set, list[str]]:
-    """The set that needs the fewest changes, and those changes ("torch 2.9.1 -> 2.9.0").
-
-    Packages that are not installed count as changes only when packages tie.
-    """
-    candidates = [s for s in SETS if s.purpose == purpose]
-
-    def changes(entry: Set) -> list[str]:
-        return [
-            f"{name} {packages[name]} -> {version}"
-            for name, version in entry.packages.items()
-            if name in packages and compare(packages[name], version) != 0
-        ]
-
-    def cost(entry: Set) -> tuple[int, int]:
-        return len(changes(entry)), sum(name not in packages for name in entry.packages)
-
-    best = min(candidates, key=cost)
-    return best, changes(best)
 
 
 def _public(version: str) -> str:

@@ -53,20 +53,16 @@ def test_specifiers(version, spec, met):
 
 
 def test_the_table_contradicts_itself_nowhere():
-    """Each coherent set meets every requirement that the table knows, and names a CANN that suits its torch-npu."""
-    for entry in versions.SETS:
-        assert versions.conflicts(entry.packages) == [], entry.name
-        wanted = versions.TABLE["cann"]["torch-npu"][entry.packages["torch-npu"]]
-        assert versions.series(entry.cann) == wanted, entry.name
-        assert versions.series(entry.cann) in versions.TABLE["driver"], entry.name
+    """The set meets every requirement that the table knows, and names the CANN that suits its packages."""
+    assert versions.conflicts(versions.SET.packages) == []
+    for name, table in versions.TABLE["cann"].items():
+        assert table[versions.SET.packages[name]] == versions.series(versions.SET.cann)
+    assert versions.series(versions.SET.cann) in versions.TABLE["driver"]
 
 
-def test_nearest_set_needs_the_fewest_changes():
-    nearest, changes = versions.nearest_set(
-        {"torch": "2.9.1", "torch-npu": "2.9.0", "vllm-ascend": "0.18.0"}, "evaluation"
-    )
-    assert nearest.name == "evaluation with vllm-ascend 0.18.0"
-    assert changes == ["torch 2.9.1 -> 2.9.0"]
+def test_what_differs_from_the_set():
+    packages = {"torch": "2.9.1", "torch-npu": "2.10.0.post4", "other": "1.0"}
+    assert versions.SET.changes(packages) == ["torch 2.9.1 -> 2.10.0"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from perl.tools.doctor import smi
 from perl.tools.doctor.checks.hardware import DOCKER_RUN
 from perl.tools.doctor.findings import Finding, failure, ok, warning
 from perl.tools.doctor.machine import Machine
-from perl.tools.doctor.versions import TABLE, compare, series
+from perl.tools.doctor.versions import SET, TABLE, compare, series
 
 MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 DRIVER_INFO = "/usr/local/Ascend/driver/version.info"
@@ -164,10 +164,11 @@ def cann(machine: Machine) -> Finding | None:
         table = TABLE["cann"][package]
         installed = machine.packages.get(package, "").split("+")[0]
         wanted = table.get(installed)
-        if not wanted or wanted == series(version):
-            continue
+        if not wanted or series(version) in (wanted, series(SET.cann)):
+            continue  # in the set's CANN it is the packages that are wrong
         why = f"{package} {installed} goes with CANN {wanted}"
-        fix = _toolkit_installer(machine, wanted)
+        other = next((home for home in cann_homes(machine) if series(_version_in(machine, home)) == wanted), "")
+        fix = f"source {other}/set_env.sh  # in a new shell" if other else _toolkit_installer(machine, wanted)
         # torch-npu's release notes allow older and newer CANN; vllm-ascend's documentation demands an equal one.
         if package == "vllm-ascend" and compare(version, wanted) < 0:
             return failure(version, f"{why} or newer", fix)
@@ -221,16 +222,23 @@ def driver_version(machine: Machine) -> str:
 
 def cann_home(machine: Machine) -> str:
     """The toolkit's folder: ASCEND_HOME_PATH where it exists, else the first found."""
-    homes = [os.path.dirname(os.path.dirname(p)) for p in machine.files if p.endswith("/ascend_toolkit_install.info")]
+    homes = cann_homes(machine)
     chosen = machine.env.get("ASCEND_HOME_PATH", "")
     return chosen if chosen in homes else (homes[0] if homes else "")
 
 
+def cann_homes(machine: Machine) -> list[str]:
+    """The folders of all toolkits that are installed."""
+    return [os.path.dirname(os.path.dirname(p)) for p in machine.files if p.endswith("/ascend_toolkit_install.info")]
+
+
 def cann_version(machine: Machine) -> str:
     home = cann_home(machine)
-    info = next(
-        (t for p, t in machine.files.items() if home and p.startswith(home + "/") and "toolkit_install" in p), ""
-    )
+    return _version_in(machine, home) if home else ""
+
+
+def _version_in(machine: Machine, home: str) -> str:
+    info = next((t for p, t in machine.files.items() if p.startswith(home + "/") and "toolkit_install" in p), "")
     return _field(info, "version")
 
 

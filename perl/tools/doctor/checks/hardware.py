@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from perl.tools.doctor.findings import Finding, failure, ok, warning
 from perl.tools.doctor.machine import Machine
-from perl.tools.doctor.versions import satisfies
+from perl.tools.doctor.versions import SET, satisfies
 
 FULL_DISK_GB, SMALL_DISK_GB = 5, 50
 """A 7B checkpoint is 15 GB in bf16; the merged model is as large again."""
@@ -26,15 +26,11 @@ def architecture(machine: Machine) -> Finding | None:
 
 def python(machine: Machine) -> Finding | None:
     found = f"{machine.python} in {machine.prefix or '?'}"
-    fix = "uv venv --python 3.11 .venv-train && source .venv-train/bin/activate"
     if not satisfies(machine.python, ">=3.11"):
+        fix = SET.install if machine.kind == "npu" else "uv venv --python 3.11 && source .venv/bin/activate"
         return failure(found, "perl needs Python 3.11 or newer", fix)
-    if "vllm-ascend" in machine.packages and satisfies(machine.packages["vllm-ascend"], "<0.21"):
-        if not satisfies(machine.python, "<3.12"):
-            wants = f"vllm-ascend {machine.packages['vllm-ascend']} is built for Python below 3.12"
-            return failure(found, wants, fix.replace("train", "eval"))
-    elif machine.kind == "npu" and not satisfies(machine.python, "<3.12"):
-        return warning(found, "requirements_npu.txt is resolved for 3.11, and vllm-ascend 0.18.0 needs it", fix)
+    if machine.kind == "npu" and not satisfies(machine.python, SET.python):
+        return warning(found, "requirements_vllm_npu.txt is resolved for Python 3.11 and 3.12", SET.install)
     return ok(found)
 
 

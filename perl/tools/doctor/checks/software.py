@@ -5,11 +5,12 @@ from __future__ import annotations
 from perl.tools.doctor.checks.ascend import NNAL_ENV, cann_home
 from perl.tools.doctor.findings import Finding, failure, ok, warning
 from perl.tools.doctor.machine import Machine
-from perl.tools.doctor.versions import SETS, conflicts, nearest_set, satisfies, unlisted
+from perl.tools.doctor.versions import SET, conflicts, satisfies, unlisted
 
 TRAINING = ("torch", "transformers", "trl", "peft", "accelerate")
 TRAINING_BOUNDS = {"transformers": ">=5.5.4,<6", "trl": "==1.16.0", "peft": ">=0.21.2,<0.22", "accelerate": ">=1.15,<2"}
 """pyproject.toml's bounds; a test compares the two."""
+TESTED = "the set that goes together is in docs/ascend.md"
 SHOWN = (*TRAINING, "torch-npu", "vllm", "vllm-ascend", "triton-ascend", "numpy")
 
 
@@ -29,36 +30,27 @@ def versions(machine: Machine) -> Finding | None:
 
 def _npu_versions(machine: Machine) -> Finding:
     packages = machine.packages
-    purpose = "evaluation" if {"vllm", "vllm-ascend"} & set(packages) else "training"
-    best, changes = nearest_set(packages, purpose)
     if not any(name in packages for name in ("torch", "torch-npu")):
-        install = " && ".join(s.install for s in SETS[:2])
-        return failure(f"neither torch nor torch-npu in {machine.prefix}", "nothing is installed yet", install)
-    problems = conflicts(packages) + _absences(packages)
-    if purpose == "training":
-        problems += _out_of_bounds(packages)
+        return failure(f"neither torch nor torch-npu in {machine.prefix}", "nothing is installed yet", SET.install)
+    problems = conflicts(packages) + _absences(packages) + _out_of_bounds(packages)
     if machine.arch == "x86_64" and "+cpu" not in packages.get("torch", "+cpu"):
         problems.append(f"torch {packages['torch']} is a CUDA build; torch-npu on x86_64 wants {packages['torch']}+cpu")
     if "triton" in packages and "triton-ascend" in packages:
         problems.append(
             "triton overwrites triton-ascend's files: pip uninstall triton, then install triton-ascend again"
         )
-    strange = unlisted(packages)
-    if not problems and strange:
-        found, why = (
-            f"{', '.join(strange)} is not in the doctor's table",
-            f"untried here; the nearest set is {best.name}",
-        )
-        return warning(found, why, best.install)
-    if not problems:
-        return ok(_list(packages))
-    nearest = f"nearest set that works: {best.name}" + (f" ({', '.join(changes)})" if changes else "")
-    return failure("; ".join(problems), nearest, best.install)
+    changes = SET.changes(packages)
+    tested = f"{TESTED} ({', '.join(changes)})" if changes else TESTED
+    if problems:
+        return failure("; ".join(problems), tested, SET.install)
+    if strange := unlisted(packages):
+        return warning(f"{', '.join(strange)} is not in the doctor's table", tested, SET.install)
+    return ok(_list(packages))
 
 
 def _absences(packages: dict[str, str]) -> list[str]:
-    needed = ["torch", "torch-npu"]
-    needed += ["vllm", "vllm-ascend"] if {"vllm", "vllm-ascend"} & set(packages) else ["transformers", "trl", "peft"]
+    needed = ["torch", "torch-npu", "transformers", "trl", "peft"]
+    needed += ["vllm", "vllm-ascend"] if {"vllm", "vllm-ascend"} & set(packages) else []
     return [f"{name} is missing" for name in needed if name not in packages]
 
 
