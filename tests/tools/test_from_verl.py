@@ -524,6 +524,55 @@ def test_a_test_freq_of_verls_validates_when_verl_does():
     assert (on["validation.every_steps"], on.get("validation.after_train", True)) == (20, True)
 
 
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
+
+
+def test_validation_draws_as_verls_does(tmp_path):
+    found = values(of(SCRIPTS / "wild" / "dapo_7b_ray.sh"))
+    assert {name: found[f"validation.{name}"] for name in ("n", "temperature", "top_p", "top_k")} == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 0.7,
+        "top_k": 0,  # -1 of verl's
+    }
+    drawn = [f"{VALIDATION}do_sample=True", f"{VALIDATION}temperature=0.6", f"{VALIDATION}top_k=20"]
+    found = values(of(None, *GOOD, *drawn))
+    assert found["validation.top_p"] == 1.0  # written out: the task's own may be another
+    assert found["validation.top_k"] == 20
+    greedy = of(None, *GOOD, f"{VALIDATION}top_p=0.7", f"{VALIDATION}n=4")
+    assert values(greedy)["validation.n"] == 1
+    assert "validation.top_p" not in values(greedy)
+    assert greedy.no_effect[f"{VALIDATION}top_p"].startswith("validation is greedy")
+    (tmp_path / "recipe.yaml").write_text(recipe_text(greedy))
+    assert parse(["--recipe", str(tmp_path / "recipe.yaml")]).build().validation.n == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        (f"{VALIDATION}top_p=1.5", "1.5 is not above 0 and at most 1"),
+        (f"{VALIDATION}top_k=many", "many is not a whole number"),
+        (f"{VALIDATION}n=0", "0 is not a whole number from 1"),
+        (f"{VALIDATION}temperature=-1", "-1 is below 0"),
+        (f"+{VALIDATION}min_p=0.1", "verl has no such key"),
+        ("+data.val_of_tomorrow=3", "verl has no such key"),
+        (f"{VALIDATION}top_k=inf", "inf is not a whole number"),
+        ("data.val_max_samples=some", "some is not a whole number"),
+        ("trainer.test_freq=often", "often is not a whole number"),
+        ("trainer.val_before_train=1", "1 is neither true nor false"),
+    ],
+)
+def test_a_setting_of_validation_alone_is_never_refused(word, why):
+    drawn = [f"{VALIDATION}do_sample=True", f"{VALIDATION}temperature=1"]
+    drawn = [given for given in drawn if given.partition("=")[0] not in word]
+    result = of(None, *GOOD, *drawn, word)
+    key, _, value = word.lstrip("+").partition("=")
+    assert result.refused == {}
+    assert result.no_effect[key].startswith(f"left out: {why}")
+    (note,) = (note for note in result.notes if note.startswith("warning: "))
+    assert note.startswith(f"warning: {key}={value} is left out of the validation: {why}")
+
+
 def test_a_critics_keys_do_not_speak_as_if_there_were_none():
     ppo = of(None, "algorithm.adv_estimator=gae", "critic.optim.lr=1e-5", "critic.use_dynamic_bsz=True")
     assert ppo.translated["critic.optim.lr"] == {"critic.lr": 1e-5}
@@ -554,7 +603,7 @@ def test_filtered_groups_are_dynamic_sampling():
 
 
 WILD_REFUSED = {
-    "dapo_7b_ray.sh": {"actor_rollout_ref.rollout.val_kwargs.top_p"},
+    "dapo_7b_ray.sh": set(),
     "dapo_npu_without_filter.sh": set(),
     "fsdp2_two_nodes.sh": set(),
     "grpo_engine_choice.sh": set(),

@@ -13,7 +13,17 @@ from perl.tasks import rows_of
 from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import BatchError
 from perl.tools.from_verl.outcomes import ADAPTER, OFF, Handler, NoEffect, Outcome, Refused, Translated, Verl, to, when
-from perl.tools.from_verl.values import KL_ESTIMATORS, kl_estimator, number, path, positive, shown, whole, yes_or_no
+from perl.tools.from_verl.values import (
+    KL_ESTIMATORS,
+    kl_estimator,
+    not_negative,
+    number,
+    path,
+    positive,
+    shown,
+    whole,
+    yes_or_no,
+)
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -261,19 +271,20 @@ def completion_length(value: Any, verl: Verl) -> Outcome:
     return Translated({"training.max_completion_length": positive(value), **validation})
 
 
-def _validation_sampling(verl: Verl) -> tuple[Any, Any]:
-    return verl[f"{ROLLOUT}.val_kwargs.do_sample"], verl[f"{ROLLOUT}.val_kwargs.temperature"]
+def sampled_validation(verl: Verl) -> bool:
+    """Whether validation draws; else it is greedy, as by verl's defaults."""
+    return bool(verl[f"{ROLLOUT}.val_kwargs.do_sample"]) and verl[f"{ROLLOUT}.val_kwargs.temperature"] != 0
+
+
+def validation_n(value: Any, verl: Verl) -> Outcome:
+    if positive(value) > 1 and not sampled_validation(verl):
+        return Translated({"validation.n": 1}, "greedy completions of a problem are all the same")
+    return Translated({"validation.n": value})
 
 
 def validation_temperature(value: Any, verl: Verl) -> Outcome:
-    sampled, temperature = _validation_sampling(verl)
-    return Translated({"validation.temperature": number(temperature if sampled else 0.0)})
-
-
-def all_tokens(value: Any, verl: Verl) -> Outcome:
-    if not all(_validation_sampling(verl)) or value in (-1, 0, 1, 1.0):
-        return NoEffect("greedy, or nothing is cut off")
-    return Refused(f"{shown(value)}: validation draws from all tokens; leave it out")
+    temperature = verl[f"{ROLLOUT}.val_kwargs.temperature"]
+    return Translated({"validation.temperature": not_negative(temperature) if sampled_validation(verl) else 0.0})
 
 
 # Model and rollouts

@@ -10,7 +10,7 @@ from perl.algorithms.grpo import DAPO
 from perl.base.errors import UserError, nearest
 from perl.base.redact import HIDDEN, drop_secrets, is_secret
 from perl.tools.from_verl.batch import Batch
-from perl.tools.from_verl.keys import ALWAYS, ENVIRONMENT, KEYS, NAMES, NO_VARIABLE, handler_of
+from perl.tools.from_verl.keys import ALWAYS, ENVIRONMENT, KEYS, NAMES, NO_VARIABLE, VALIDATION, handler_of
 from perl.tools.from_verl.outcomes import Choices, NoEffect, Outcome, Refused, Translated, Verl
 from perl.tools.from_verl.overrides import Command, Unreadable, default_keys
 from perl.tools.from_verl.shell import UNKNOWN
@@ -129,6 +129,9 @@ def _note(result: Translation, key: str, outcome: Outcome) -> None:
             result.notes.append(f"{key}: {outcome.note}")  # once, where several keys come to the same
     elif isinstance(outcome, NoEffect):
         result.no_effect[key] = outcome.why
+    elif VALIDATION.fullmatch(key):
+        result.no_effect[key] = f"left out: {outcome.why}"
+        result.notes.append(f"warning: {key}={result.values[key]} is left out of the validation: {outcome.why}")
     else:
         result.refused[key] = outcome.why
 
