@@ -189,12 +189,12 @@ def _corrected(level: str, limit: Any, verl: Verl) -> Outcome:
 
 
 def learning_rate(field: str, may_be_zero: bool) -> Handler:
-    """By --learning_rate_factor, to twelve digits: 1e-6 tenfold is 1e-5."""
+    """By Verl.rate_factor, to twelve digits: 1e-6 tenfold is 1e-5."""
 
     def handle(value: Any, verl: Verl) -> Outcome:
         if number(value) < 0 or (value == 0 and not may_be_zero):
             return Refused(f"{shown(value)} is {'below' if may_be_zero else 'not above'} 0")
-        return Translated({field: float(f"{number(value) * verl.choices.learning_rate_factor:.12g}")})
+        return Translated({field: float(f"{number(value) * verl.rate_factor(field == 'critic.lr'):.12g}")})
 
     return handle
 
