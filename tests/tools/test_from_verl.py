@@ -276,9 +276,10 @@ def test_a_critics_rate_goes_by_what_verl_trains_of_it():
 
 def test_one_completion_of_a_prompt_without_a_critic():
     one = [word for word in GOOD if "adv_estimator" not in word and "rollout.n=" not in word]
-    result = of(None, *one, "algorithm.adv_estimator=reinforce_plus_plus", "actor_rollout_ref.rollout.n=1")
-    assert not result.refused
-    assert values(result)["training.num_generations"] == 1
+    for name in ("reinforce_plus_plus", "remax"):
+        result = of(None, *one, f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=1")
+        assert not result.refused
+        assert values(result)["training.num_generations"] == 1
     assert "rollout.n" in str(of(None, *one, "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1").refused)
 
 
@@ -330,12 +331,16 @@ ONE_KEY = [
     ("algorithm.adv_estimator=rloo", "algorithm.name", "rloo"),
     ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.name", "reinforce_plus_plus"),
     ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "algorithm.name", "reinforce_plus_plus_baseline"),
+    ("algorithm.adv_estimator=remax", "algorithm.name", "remax"),
     ("algorithm.adv_estimator=opo", "algorithm.name", "opo"),
     ("algorithm.adv_estimator=gpg", "algorithm.name", "gpg"),
     ("algorithm.adv_estimator=grpo_passk", "algorithm.name", "grpo_passk"),
     ("algorithm.use_kl_in_reward=True", "algorithm.kl_in_reward", 0.001),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "importance_sampling_level", "sequence"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "loss_type", "sapo"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "loss_type", "cispo"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "cispo_min_ratio", 0.8),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "epsilon_high", 1.2),
     ("trainer.save_freq=5", "save_steps", 20),
     ("actor_rollout_ref.actor.ppo_epochs=2", "num_iterations", 2),
     ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "loss_type", "dr_grpo"),
@@ -348,6 +353,24 @@ ONE_KEY = [
     ("data.train_files=data/geo3k/train.parquet", "reward.weights", [0.9, 0.1]),
     ("actor_rollout_ref.model.lora_adapter_path=runs/sft", "peft.adapter", "runs/sft"),
 ]
+
+
+def test_cispo_clips_where_verls_does(tmp_path):
+    """verl's compute_policy_loss_cispo: clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high), mean over all tokens."""
+    actor = "actor_rollout_ref.actor"
+    cispo = f"{actor}.policy_loss.loss_mode=cispo"
+    wide = of(None, *GOOD, f"{actor}.clip_ratio_low=10", cispo)  # as in verl's own example
+    assert wide.refused == {}
+    assert "training.cispo_min_ratio" not in values(wide)
+    null = [f"{actor}.clip_ratio={0.3}", f"{actor}.clip_ratio_low=null", f"{actor}.clip_ratio_high=null"]
+    found = of(None, *GOOD, cispo, f"{actor}.loss_agg_mode=token-mean", f"{actor}.clip_ratio_c=3", *null)
+    assert (values(found)["training.cispo_min_ratio"], values(found)["training.epsilon_high"]) == (0.7, 1.3)
+    assert values(found)["training.loss_type"] == "cispo"
+    assert not {"training.epsilon", "training.delta"} & set(values(found))
+    (tmp_path / "recipe.yaml").write_text(recipe_text(found))
+    assert not [line for line in parse(["--recipe", str(tmp_path / "recipe.yaml")]).warnings if "training." in line]
+    other = of(None, *GOOD, cispo, f"{actor}.loss_agg_mode=seq-mean-token-mean").refused
+    assert set(other) == {f"{actor}.loss_agg_mode"}
 
 
 def test_layers_without_an_adapter_are_verls():
@@ -628,7 +651,7 @@ WILD_REFUSED = {
     "multiturn_sglang.sh": {"actor_rollout_ref.rollout.multi_turn.enable"},
     "ppo_arrays.sh": {"reward_model.enable"},
     "prorl_source_env.sh": {"data.train_files"},
-    "remax_sglang.sh": {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n"},
+    "remax_sglang.sh": set(),
     "rloo.sh": set(),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
 from perl.tasks import rows_of
 from perl.tools.from_verl import batch as arithmetic
@@ -46,7 +47,8 @@ def batch_field(field: str, meaning: str) -> Handler:
 
 
 def group_size(value: Any, verl: Verl) -> Outcome:
-    if verl["algorithm.adv_estimator"] not in ("gae", "reinforce_plus_plus") and value == 1:
+    name = verl["algorithm.adv_estimator"]
+    if ALGORITHMS[ESTIMATORS.get(name, "grpo")].groups and value == 1:
         return Refused("1 completion has no others to be compared with; a group has 2 or more: rollout.n=8")
     return Translated({"training.num_generations": positive(value)})
 
@@ -89,7 +91,7 @@ def frequency(field: str, on: Mapping[str, Any], never: Mapping[str, Any]) -> Ha
 
 
 ESTIMATORS = {"gae": "ppo", "rloo": "rloo", "rloo_vectorized": "rloo"} | {
-    name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk")
+    name: name for name in ("remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk")
 }
 """verl's algorithm.adv_estimator -> algorithm.name, where that is not grpo."""
 
@@ -102,8 +104,6 @@ def estimator(value: Any, verl: Verl) -> Outcome:
         return Translated({"training.scale_rewards": "none"}, note)
     if value in ESTIMATORS:
         return Translated({"algorithm.name": ESTIMATORS[value]})
-    if value == "remax":
-        return Refused("remax samples a greedy completion for each prompt too, which is not there; the nearest is rloo")
     return Refused(f"{shown(value)}: this advantage estimator is not there; {', '.join(('grpo', *ESTIMATORS))} are")
 
 
@@ -147,14 +147,49 @@ def kl_type(value: Any, verl: Verl) -> Outcome:
     return Translated({**other, "training.use_bias_correction_kl": False})  # TRL's default weighs it by the ratio
 
 
+AGGREGATIONS = {
+    "token-mean": "bnpo",  # of each micro-batch, as in verl up to 0.5
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+"""verl's loss_agg_mode -> training.loss_type."""
+
+
+def aggregation(value: Any, verl: Verl) -> Outcome:
+    if value not in AGGREGATIONS:
+        return Refused(f"{shown(value)}: not there; {', '.join(AGGREGATIONS)} are")
+    if not is_cispo(verl):
+        return Translated({"training.loss_type": AGGREGATIONS[value]})
+    if value == "token-mean":
+        return NoEffect("the loss cispo is a mean over the update's tokens")
+    return Refused(f"{shown(value)}: the loss cispo is a mean over the update's tokens; token-mean")
+
+
+def is_cispo(verl: Verl) -> bool:
+    return verl[f"{ACTOR}.policy_loss.loss_mode"] == "cispo"
+
+
 def clip_ratio(value: Any, verl: Verl) -> Outcome:
     if None in (verl[f"{ACTOR}.clip_ratio_low"], verl[f"{ACTOR}.clip_ratio_high"]):
-        return Translated({"training.epsilon": number(value)})
+        cispo = NoEffect("clip_ratio_low and clip_ratio_high have it")
+        return cispo if is_cispo(verl) else Translated({"training.epsilon": number(value)})
     return NoEffect("in verl too: clip_ratio_low and clip_ratio_high, 0.2 by default, go before it")
 
 
-def clip_end(field: str) -> Handler:
-    return lambda value, verl: Translated({field: number(verl[f"{ACTOR}.clip_ratio"] if value is None else value)})
+def clip_end(field: str, sign: int) -> Handler:
+    """A bound of the ratio, so far from 1; cispo's is the ratio itself."""
+
+    def handle(value: Any, verl: Verl) -> Outcome:
+        far = number(verl[f"{ACTOR}.clip_ratio"] if value is None else value)
+        if not is_cispo(verl):
+            return Translated({field: far})
+        bound = float(f"{1 + sign * far:.12g}")
+        if sign > 0:
+            return Translated({field: bound})
+        return Translated({"training.cispo_min_ratio": bound}) if bound > 0 else NoEffect("a ratio is above 0 anyway")
+
+    return handle
 
 
 def importance_correction(value: Any, verl: Verl) -> Outcome:
