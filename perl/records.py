@@ -202,6 +202,8 @@ class Trajectory:
     """As reward functions read it: a list of messages, or a text where the prompt is one."""
     rewards: list[float] = field(default_factory=list)
     """Of each reward function, NaN where it gave none."""
+    baseline: list[float] = field(default_factory=list)
+    """The same of the greedy completion of its prompt; empty where the algorithm asks for none."""
     extras: dict[str, Any] = field(default_factory=dict)
     """What reward functions have logged of it, by column."""
 

@@ -13,6 +13,7 @@ from perl.algorithms.algorithm import Algorithm
 from perl.algorithms.grpo import CISPO, DAPO, DR_GRPO, GDPO, GRPO, GRPO_PASSK, GSPO, LUSPO, SAPO, VESPO
 from perl.algorithms.ppo import PPO
 from perl.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+from perl.algorithms.remax import REMAX
 from perl.algorithms.rloo import GPG, OPO, RLOO
 from perl.base.errors import lookup
 
@@ -28,6 +29,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gdpo": GDPO,
     "grpo_passk": GRPO_PASSK,
     "rloo": RLOO,
+    "remax": REMAX,
     "opo": OPO,
     "gpg": GPG,
     "reinforce_plus_plus": REINFORCE_PLUS_PLUS,

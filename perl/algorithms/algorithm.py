@@ -39,6 +39,9 @@ class Scored:
     generalized: tuple[torch.Tensor, torch.Tensor] | None = None
     """Advantages and returns, float32 [rows, tokens], that perl.algorithms.ppo.generalized makes of `values`; None
     for an algorithm without a critic."""
+    baselines: torch.Tensor | None = None
+    """float32 [rows]: the weighted reward of the greedy completion of each row's prompt, NaN where no function gave
+    one; None for an algorithm without (`Algorithm.greedy`)."""
     by_function: torch.Tensor | None = None
     """float32 [rows of all processes, functions]: the rewards before they are added up, NaN where a function gave
     none."""
@@ -96,5 +99,7 @@ class Algorithm:
     """Flags without --config that `advantages` reads and others may not, such as "algorithm.gamma"."""
     groups: bool = True
     """The completions of a prompt are compared with each other: there must be at least two."""
+    greedy: bool = False
+    """A greedy completion of each prompt is drawn and scored too, and not trained on: `Scored.baselines`."""
     critic: bool = False
     """`advantages` are made of a critic's values (perl.training.critic)."""

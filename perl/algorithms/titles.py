@@ -8,6 +8,7 @@ from typing import Any
 TITLES = {
     "dr_grpo": "Dr. GRPO",
     "grpo_passk": "GRPO for pass@k",
+    "remax": "ReMax",
     "reinforce_plus_plus": "REINFORCE++",
     "reinforce_plus_plus_baseline": "REINFORCE++ baseline",
 }

@@ -15,8 +15,8 @@ LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "from 0",
         lambda n: n >= 0,
-        "adam_epsilon dataloader_num_workers entropy_coef epsilon epsilon_high learning_rate max_grad_norm"
-        " warmup_steps weight_decay",
+        "adam_epsilon cispo_min_ratio dataloader_num_workers entropy_coef epsilon epsilon_high learning_rate"
+        " max_grad_norm warmup_steps weight_decay",
     ),
     ("above 0", lambda n: n > 0, "delta eval_steps logging_steps save_steps"),
     (

@@ -106,9 +106,9 @@ class AlgorithmConfig:
     """How rewards become a loss.
 
     Args:
-        name: grpo, dapo, dr_grpo, gspo, luspo, cispo, sapo, vespo, gdpo, grpo_passk, rloo, opo, gpg,
-            reinforce_plus_plus, reinforce_plus_plus_baseline or ppo (docs/algorithms.md). It sets what its paper says
-            of other fields; a recipe or a flag that says otherwise goes before it, with a line.
+        name: grpo, dapo, dr_grpo, gspo, luspo, cispo, sapo, vespo, gdpo, grpo_passk, rloo, remax, opo,
+            gpg, reinforce_plus_plus, reinforce_plus_plus_baseline or ppo (docs/algorithms.md). It sets what its paper
+            says of other fields; a recipe or a flag that says otherwise goes before it, with a line.
         dynamic_sampling: replace groups of equal rewards by those of further prompts, until the batch is full.
         dynamic_sampling_metric: what must differ within a group: a name of reward.functions, or sum, their weighted
             sum; null is accuracy where that is one of them, else sum.
@@ -290,8 +290,10 @@ class ValidationConfig:
         every_steps: validate after each so many optimizer steps; null: after none but the last.
         before_train: validate before the first step too.
         after_train: validate after the last step, whatever every_steps says.
-        n: completions of each problem. This and the next two: null is the task's own, as in perl/eval.py.
+        n: completions of each problem. This and the next four: null is the task's own, as in perl/eval.py.
         temperature: 0 is greedy.
+        top_p: sample from the smallest set of tokens with this much probability.
+        top_k: sample from the so many likeliest tokens; 0 is off.
         max_new_tokens: longest completion.
         max_samples: only the first so many problems of each dataset.
         save_best: keep the adapter with the highest mean accuracy on the first dataset, in best/ of the run's folder.
@@ -303,6 +305,8 @@ class ValidationConfig:
     after_train: bool = True
     n: PositiveInt | None = None
     temperature: NonNegativeFloat | None = None
+    top_p: UnitFloat | None = None
+    top_k: NonNegativeInt | None = None
     max_new_tokens: PositiveInt | None = None
     max_samples: PositiveInt | None = None
     save_best: bool = False

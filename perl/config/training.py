@@ -65,6 +65,11 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
         },
     )
 
+    cispo_min_ratio: float | None = field(
+        default=None,
+        metadata={"help": "Lowest ratio of loss_type cispo, verl's 1 - clip_ratio_low; null: none, as in TRL."},
+    )
+
     attention_kernels: bool | Literal["auto"] = field(
         default="auto",
         metadata={

@@ -143,6 +143,7 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.training.loss_type in (*CLIPPED, "cispo"),
         f"it clips the losses {', '.join(CLIPPED)} and cispo",
     ),
+    Rule(("training.cispo_",), lambda v: v.training.loss_type == "cispo", "loss_type is not cispo"),
     Rule(("training.sapo_temperature",), lambda v: v.training.loss_type == "sapo", "loss_type is not sapo"),
     Rule(("training.vespo_",), lambda v: v.training.loss_type == "vespo", "loss_type is not vespo"),
     Rule(

@@ -4,6 +4,7 @@ while tokens are drawn."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -149,7 +150,9 @@ class TorchPolicyEngine(TorchEngine):
 
     def _complete(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
         if self.plain:
-            return generate_plain(self.model, source, self.generation_config)
+            config = copy.copy(self.generation_config)
+            config.do_sample = config.do_sample and sampling.temperature != 0
+            return generate_plain(self.model, source, config)
         return super()._complete(source, sampling)
 
 

@@ -143,6 +143,7 @@ class VLLMPolicyEngine(RunningVLLM):
             "logprobs": 0,  # those of the drawn tokens
             "detokenize": bool(further.get("stop")),
             **further,
+            **({"temperature": 0.0} if prompt.sampling.temperature == 0 else {}),  # of a baseline's
             "max_tokens": min(fields["max_tokens"], further.get("max_tokens") or math.inf),
             "seed": fields["seed"],
             "stop_token_ids": sorted(ends | set(further.get("stop_token_ids") or ())),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -62,6 +62,7 @@ class Collector:
         state: of the trainer, for reward functions.
         max_resample_factor: groups that a rollout with dynamic sampling may draw, over those of a batch; None: equal
             groups are not replaced.
+        greedy: the prompts' greedy completions are drawn and scored too, as baselines; see `Algorithm.greedy`.
         equal_by: the reward function that is asked whether a group is equal; None: the weighted sum.
     """
 
@@ -79,6 +80,7 @@ class Collector:
     processes: Processes
     clock: StepClock
     state: Any
+    greedy: bool = False
     max_resample_factor: float | None = None
     equal_by: int | None = None
 
@@ -206,6 +208,8 @@ class Collector:
             if position not in reads:
                 row = self.rows[self.stream.row(position)]
                 reads[position] = row, self.read(row)
+        baselines = {position: self.group_size for position in reads if self.greedy}
+        """Their places in the group, behind those that are trained on."""
         rows = [
             Trajectory(
                 row=reads[position][0],
@@ -215,7 +219,7 @@ class Collector:
                 images=reads[position][1].images,
                 weights=weights,
             )
-            for position, sample in places
+            for position, sample in (*places, *baselines.items())
         ]
         with self.clock("rollout"):
             for place, completion in self.engine.stream([self._prompt(row) for row in rows]):
@@ -228,13 +232,17 @@ class Collector:
         self.clock.count_forward(sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows]))
         with self.clock("reward"):
             self.rewards.score(rows, self.state)
-        return rows
+        greedy = {row.position: row.rewards for row in rows[len(places) :]}
+        for row in rows[: len(places)]:
+            row.baseline = greedy.get(row.position, [])
+        return rows[: len(places)]
 
     def _prompt(self, row: Trajectory) -> Prompt:
+        greedy = row.sample == self.group_size
         return Prompt(
             token_ids=row.prompt_ids,
             seed=row_seed(self.seed, f"stream-{row.position}", row.sample),
-            sampling=self.sampling,
+            sampling=replace(self.sampling, temperature=0.0) if greedy else self.sampling,
             images=row.images,
         )
 

@@ -37,6 +37,7 @@ class LossSettings:
     """importance_sampling_level: of the ratio."""
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
+    cispo_min_ratio: float | None = None
     delta: float | None = None
     beta: float = 0.0
     kl_estimator: str = "low_var_kl"
@@ -63,6 +64,7 @@ class LossSettings:
             level=args.importance_sampling_level,
             epsilon_low=args.epsilon,
             epsilon_high=args.epsilon if high is None else high,
+            cispo_min_ratio=args.cispo_min_ratio,
             delta=args.delta,
             beta=beta,
             kl_estimator=kl_estimator,
@@ -182,10 +184,12 @@ def clipped(inputs: LossInputs, log_ratio: torch.Tensor, settings: LossSettings)
 
 
 def cispo(inputs: LossInputs, log_ratio: torch.Tensor, settings: LossSettings):
-    """-min(ratio, eps_high) A log p, the ratio without gradient (arXiv 2506.13585, equation 4)."""
-    ratio, advantages = log_ratio.exp(), inputs.advantages
+    """-clip(ratio, cispo_min_ratio, eps_high) A log p, the ratio without gradient (arXiv 2506.13585, equation 4)."""
+    ratio, advantages, low = log_ratio.exp(), inputs.advantages, settings.cispo_min_ratio
     is_clipped = (ratio > settings.epsilon_high) & (advantages > 0)
-    losses = -ratio.clamp(max=settings.epsilon_high).detach() * advantages * inputs.policy
+    if low is not None:
+        is_clipped = is_clipped | (ratio < low) & (advantages < 0)
+    losses = -ratio.clamp(low, settings.epsilon_high).detach() * advantages * inputs.policy
     return losses, {"cispo_clip_ratio": is_clipped}
 
 

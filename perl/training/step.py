@@ -211,6 +211,7 @@ class Step:
             gamma=self.config.gamma,
             lam=self.config.lam,
             values=batch.values,
+            baselines=self._baselines(batch, functions) if self.algorithm.greedy else None,
             by_function=rewards,
             weights=functions,
             scale=self.args.scale_rewards,  # type: ignore[arg-type]
@@ -226,6 +227,10 @@ class Step:
         if self.nonfinite.unusable:
             advantages = torch.full_like(advantages, math.nan)  # and so the loss, of which no update is made
         return advantages if advantages.ndim == 2 else advantages[:, None]
+
+    def _baselines(self, batch: Batch, functions: torch.Tensor) -> torch.Tensor:
+        baselines = torch.tensor([row.baseline for row in batch.rows], dtype=torch.float32)
+        return weighted_sum(baselines.to(functions.device), functions)
 
     @torch.no_grad()
     def _compare_first(self, batch: Batch, weights: Weights) -> None:

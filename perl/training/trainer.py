@@ -329,6 +329,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             processes=processes,
             clock=self.clock,
             state=self.state,
+            greedy=ALGORITHMS[algorithm.name].greedy,
             max_resample_factor=algorithm.max_resample_factor if dynamic else None,
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
         )

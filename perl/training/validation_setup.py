@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLAG = "--config.validation."
-GIVEN = ("n", "temperature", "max_new_tokens")
+GIVEN = ("n", "temperature", "top_p", "top_k", "max_new_tokens")
 """Fields of Sampling that the group `validation` has."""
 
 

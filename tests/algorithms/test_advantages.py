@@ -16,6 +16,7 @@ from perl.algorithms.algorithm import Scored
 from perl.algorithms.grpo import best_of_group, group_relative
 from perl.algorithms.kl import token_rewards
 from perl.algorithms.reinforce_plus_plus import whitened_baseline, whitened_returns
+from perl.algorithms.remax import beyond_greedy
 from perl.algorithms.rloo import by_share_rewarded, leave_one_out, length_weighted
 
 pytestmark = pytest.mark.numeric
@@ -173,6 +174,29 @@ def test_whitened_returns_by_hand():
     w = [(r - mean) / deviation for r in returns]
     found = whitened_returns(scored([1.0, 2.0, -1.0], mask=mask, gamma=0.5))
     assert torch.allclose(found, torch.tensor([w[:3], [w[3], 0, w[4]], [w[5], 0, 0]]), atol=1e-6)
+
+
+def test_beyond_the_greedy_completion_by_hand_and_by_verl():
+    """verl's compute_remax_outcome_advantage: each token has the rewards from it to the last, KL taken from them, less
+    the reward of the greedy completion, from which none is."""
+    baselines = torch.tensor([0.5, 0.5, 0.5, 2.0, 2.0, 2.0])
+    found = of_tokens(beyond_greedy(scored(baselines=baselines)))
+    assert torch.allclose(found, of_tokens([0.5, -0.5, 0.0, 0.0, 0.0, -3.0]))
+    assert not found[2:5].any()  # exactly 0: such a row need not be computed
+    with_kl = beyond_greedy(scored(baselines=baselines, penalty=PENALTY))
+    # from the last token back, 1 less 0.15, 0.25 and 0.3 in row 0
+    assert with_kl[0].tolist() == pytest.approx([1 - 0.3 - 0.5, 1 - 0.25 - 0.5, 1 - 0.15 - 0.5])
+    assert with_kl[1].tolist() == pytest.approx([-0.05 - 0.5, -0.05 - 0.5, 0])
+    tokens = token_rewards(torch.tensor(REWARDS), MASK, PENALTY)
+    verls = (tokens * MASK).flip(dims=[1]).cumsum(dim=1).flip(dims=[1]) - baselines[:, None] * MASK
+    assert torch.allclose(with_kl, verls * MASK, atol=1e-6)
+
+
+def test_a_row_has_no_advantage_where_it_or_the_greedy_completion_has_no_reward():
+    rewards, baselines = [1.0, NAN, 0.5, 2.0], torch.tensor([0.0, 0.0, NAN, 1.0])
+    found = of_tokens(beyond_greedy(scored(rewards, group_size=1, baselines=baselines)), MASK[:4])
+    assert found.amax(dim=1).tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert not found[1:3].any()
 
 
 ESTIMATORS = [

@@ -126,7 +126,7 @@ def test_the_ppo_guide_is_translated_with_its_critic():
         "algorithm.name": "ppo",
         "algorithm.gamma": 1.0,
         "algorithm.lam": 1.0,
-        "critic.lr": 1e-5,
+        "critic.lr": 1e-4,
         "critic.value_clip": 0.5,
         "training.num_generations": 1,
         "training.save_steps": 40,  # save_freq 10, 4 updates a step
@@ -143,11 +143,11 @@ def test_keys_of_the_critic():
         "critic.model.lora_rank=8",
         "algorithm.lam=0.9",
     ]
-    found = values(of(SCRIPTS / "ascend_quickstart_ppo.sh", *words, learning_rate_factor=10.0))
+    found = values(of(SCRIPTS / "ascend_quickstart_ppo.sh", *words, learning_rate_factor=20.0))
     wanted = {
         "critic.warmup_steps": 12,  # 4 updates a step
         "critic.r": 8,
-        "critic.lr": pytest.approx(1e-4),
+        "critic.lr": pytest.approx(2e-4),
         "algorithm.lam": 0.9,
     }
     assert {name: found[name] for name in wanted} == wanted
@@ -186,7 +186,7 @@ def test_what_the_aqn_guide_says_stands_in_the_recipe():
     wanted = {
         "model.model_name_or_path": "/path/to/model",
         "dataset.dataset_name_or_path": "/tmp/train_gsm8k_v4.parquet",
-        "training.learning_rate": 5e-7,
+        "training.learning_rate": 5e-6,  # ten times verl's, which trains all weights
         "training.beta": 0.001,
         "rollout.capture_graphs": False,
         "reward.functions": ["strict"],
@@ -229,20 +229,27 @@ def test_the_noise_says_which_meaning_it_has():
     assert values(own)["noise_injection.target_modules"] == ["final"]
 
 
-def test_a_run_of_all_weights_says_that_it_becomes_lora():
+def test_a_run_of_all_weights_becomes_lora_at_ten_times_the_rate_and_says_so():
     full, lora = (of(None, *GOOD, f"actor_rollout_ref.model.lora_rank={rank}") for rank in (0, 32))
-    assert [note for note in full.notes if "LoRA Without Regret" in note and "1e-06 is written" in note]
+    (note,) = (note for note in full.notes if "LoRA Without Regret" in note)
+    assert note.endswith(
+        "; 1e-05 is written, 10 times verl's: --learning_rate_factor 1 keeps verl's, --full trains all weights"
+    )
+    assert values(full)["training.learning_rate"] == 1e-5
+    assert values(lora)["training.learning_rate"] == 1e-6
     assert not [note for note in lora.notes if "LoRA Without Regret" in note]
     assert (values(lora)["peft.r"], values(lora)["peft.lora_alpha"]) == (32, 16)
-    tenfold = of(None, *GOOD, learning_rate_factor=10.0)
-    assert values(tenfold)["training.learning_rate"] == pytest.approx(1e-5)
+    kept = of(None, *GOOD, learning_rate_factor=1.0)
+    assert values(kept)["training.learning_rate"] == 1e-6
+    assert [note for note in kept.notes if "1e-06 is written, as in verl, --full trains all weights" in note]
+    assert values(of(None, *GOOD, "actor_rollout_ref.model.lora_adapter_path=a"))["training.learning_rate"] == 1e-6
 
 
 def test_full_keeps_all_weights_and_verls_rate():
     full = of(None, *GOOD, "actor_rollout_ref.actor.fsdp_config.param_offload=True", full=True)
     assert values(full)["peft.type"] == "none"
     assert "peft.r" not in values(full)
-    assert values(full)["training.learning_rate"] == values(of(None, *GOOD))["training.learning_rate"] == 1e-6
+    assert values(full)["training.learning_rate"] == 1e-6
     assert not [note for note in full.notes if "LoRA" in note]
     assert "splits weights and optimizer" in full.no_effect["actor_rollout_ref.actor.fsdp_config.param_offload"]
     with pytest.raises(UserError, match="--full: this command of verl trains a LoRA adapter; leave --full out"):
@@ -254,25 +261,30 @@ def test_full_is_refused_where_there_is_a_critic_and_no_note_offers_it():
     with pytest.raises(UserError, match=r"--full: the critic of PPO .* computes on a frozen base; leave --full out"):
         of(ppo, full=True)
     (note,) = (note for note in of(ppo).notes if "LoRA Without Regret" in note)
-    assert note.endswith(
-        "; 1e-06 is written, and 1e-05 for the critic: --learning_rate_factor 10 writes ten times verl's"
-    )
-    assert values(of(None, *GOOD))["training.learning_rate"] == 1e-6
+    assert note.endswith("; 1e-05 is written, 10 times verl's: --learning_rate_factor 1 keeps verl's")
+
+
+def test_a_critics_rate_goes_by_what_verl_trains_of_it():
+    ppo = SCRIPTS / "ascend_quickstart_ppo.sh"
+    ranks = {"policy": "actor_rollout_ref.model.lora_rank=8", "critic": "critic.model.lora_rank=8"}
+    for of_lora, rates in (("", (1e-5, 1e-4)), ("policy", (1e-6, 1e-4)), ("critic", (1e-5, 1e-5))):
+        found = values(of(ppo, *(word for who, word in ranks.items() if who == of_lora)))
+        assert (found["training.learning_rate"], found["critic.lr"]) == rates
+    (note,) = (note for note in of(ppo).notes if note.startswith("the critic"))
+    assert "; of its learning rate 0.0001 is written, 10 times verl's: --learning_rate_factor 1 keeps" in note
 
 
 def test_one_completion_of_a_prompt_without_a_critic():
     one = [word for word in GOOD if "adv_estimator" not in word and "rollout.n=" not in word]
-    result = of(None, *one, "algorithm.adv_estimator=reinforce_plus_plus", "actor_rollout_ref.rollout.n=1")
-    assert not result.refused
-    assert values(result)["training.num_generations"] == 1
+    for name in ("reinforce_plus_plus", "remax"):
+        result = of(None, *one, f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=1")
+        assert not result.refused
+        assert values(result)["training.num_generations"] == 1
     assert "rollout.n" in str(of(None, *one, "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1").refused)
 
 
-def test_a_tenfold_rate_is_written_without_rounding_errors_and_told_as_such():
-    tenfold = of(SCRIPTS / "ascend_quickstart_ppo.sh", learning_rate_factor=10.0)
-    assert "  learning_rate: 1.0e-05 " in recipe_text(tenfold)
-    (note,) = (note for note in tenfold.notes if "LoRA Without Regret" in note)
-    assert note.endswith("; 1e-05 is written, and 0.0001 for the critic, 10 times verl's")
+def test_a_tenfold_rate_is_written_without_rounding_errors():
+    assert "  learning_rate: 1.0e-05 " in recipe_text(of(SCRIPTS / "ascend_quickstart_ppo.sh"))
 
 
 # Any key
@@ -319,12 +331,16 @@ ONE_KEY = [
     ("algorithm.adv_estimator=rloo", "algorithm.name", "rloo"),
     ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.name", "reinforce_plus_plus"),
     ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "algorithm.name", "reinforce_plus_plus_baseline"),
+    ("algorithm.adv_estimator=remax", "algorithm.name", "remax"),
     ("algorithm.adv_estimator=opo", "algorithm.name", "opo"),
     ("algorithm.adv_estimator=gpg", "algorithm.name", "gpg"),
     ("algorithm.adv_estimator=grpo_passk", "algorithm.name", "grpo_passk"),
     ("algorithm.use_kl_in_reward=True", "algorithm.kl_in_reward", 0.001),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "importance_sampling_level", "sequence"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "loss_type", "sapo"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "loss_type", "cispo"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "cispo_min_ratio", 0.8),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "epsilon_high", 1.2),
     ("trainer.save_freq=5", "save_steps", 20),
     ("actor_rollout_ref.actor.ppo_epochs=2", "num_iterations", 2),
     ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "loss_type", "dr_grpo"),
@@ -337,6 +353,24 @@ ONE_KEY = [
     ("data.train_files=data/geo3k/train.parquet", "reward.weights", [0.9, 0.1]),
     ("actor_rollout_ref.model.lora_adapter_path=runs/sft", "peft.adapter", "runs/sft"),
 ]
+
+
+def test_cispo_clips_where_verls_does(tmp_path):
+    """verl's compute_policy_loss_cispo: clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high), mean over all tokens."""
+    actor = "actor_rollout_ref.actor"
+    cispo = f"{actor}.policy_loss.loss_mode=cispo"
+    wide = of(None, *GOOD, f"{actor}.clip_ratio_low=10", cispo)  # as in verl's own example
+    assert wide.refused == {}
+    assert "training.cispo_min_ratio" not in values(wide)
+    null = [f"{actor}.clip_ratio={0.3}", f"{actor}.clip_ratio_low=null", f"{actor}.clip_ratio_high=null"]
+    found = of(None, *GOOD, cispo, f"{actor}.loss_agg_mode=token-mean", f"{actor}.clip_ratio_c=3", *null)
+    assert (values(found)["training.cispo_min_ratio"], values(found)["training.epsilon_high"]) == (0.7, 1.3)
+    assert values(found)["training.loss_type"] == "cispo"
+    assert not {"training.epsilon", "training.delta"} & set(values(found))
+    (tmp_path / "recipe.yaml").write_text(recipe_text(found))
+    assert not [line for line in parse(["--recipe", str(tmp_path / "recipe.yaml")]).warnings if "training." in line]
+    other = of(None, *GOOD, cispo, f"{actor}.loss_agg_mode=seq-mean-token-mean").refused
+    assert set(other) == {f"{actor}.loss_agg_mode"}
 
 
 def test_layers_without_an_adapter_are_verls():
@@ -524,9 +558,58 @@ def test_a_test_freq_of_verls_validates_when_verl_does():
     assert (on["validation.every_steps"], on.get("validation.after_train", True)) == (20, True)
 
 
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
+
+
+def test_validation_draws_as_verls_does(tmp_path):
+    found = values(of(SCRIPTS / "wild" / "dapo_7b_ray.sh"))
+    assert {name: found[f"validation.{name}"] for name in ("n", "temperature", "top_p", "top_k")} == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 0.7,
+        "top_k": 0,  # -1 of verl's
+    }
+    drawn = [f"{VALIDATION}do_sample=True", f"{VALIDATION}temperature=0.6", f"{VALIDATION}top_k=20"]
+    found = values(of(None, *GOOD, *drawn))
+    assert found["validation.top_p"] == 1.0  # written out: the task's own may be another
+    assert found["validation.top_k"] == 20
+    greedy = of(None, *GOOD, f"{VALIDATION}top_p=0.7", f"{VALIDATION}n=4")
+    assert values(greedy)["validation.n"] == 1
+    assert "validation.top_p" not in values(greedy)
+    assert greedy.no_effect[f"{VALIDATION}top_p"].startswith("validation is greedy")
+    (tmp_path / "recipe.yaml").write_text(recipe_text(greedy))
+    assert parse(["--recipe", str(tmp_path / "recipe.yaml")]).build().validation.n == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        (f"{VALIDATION}top_p=1.5", "1.5 is not above 0 and at most 1"),
+        (f"{VALIDATION}top_k=many", "many is not a whole number"),
+        (f"{VALIDATION}n=0", "0 is not a whole number from 1"),
+        (f"{VALIDATION}temperature=-1", "-1 is below 0"),
+        (f"+{VALIDATION}min_p=0.1", "verl has no such key"),
+        ("+data.val_of_tomorrow=3", "verl has no such key"),
+        (f"{VALIDATION}top_k=inf", "inf is not a whole number"),
+        ("data.val_max_samples=some", "some is not a whole number"),
+        ("trainer.test_freq=often", "often is not a whole number"),
+        ("trainer.val_before_train=1", "1 is neither true nor false"),
+    ],
+)
+def test_a_setting_of_validation_alone_is_never_refused(word, why):
+    drawn = [f"{VALIDATION}do_sample=True", f"{VALIDATION}temperature=1"]
+    drawn = [given for given in drawn if given.partition("=")[0] not in word]
+    result = of(None, *GOOD, *drawn, word)
+    key, _, value = word.lstrip("+").partition("=")
+    assert result.refused == {}
+    assert result.no_effect[key].startswith(f"left out: {why}")
+    (note,) = (note for note in result.notes if note.startswith("warning: "))
+    assert note.startswith(f"warning: {key}={value} is left out of the validation: {why}")
+
+
 def test_a_critics_keys_do_not_speak_as_if_there_were_none():
     ppo = of(None, "algorithm.adv_estimator=gae", "critic.optim.lr=1e-5", "critic.use_dynamic_bsz=True")
-    assert ppo.translated["critic.optim.lr"] == {"critic.lr": 1e-5}
+    assert ppo.translated["critic.optim.lr"] == {"critic.lr": 1e-4}
     assert "as the policy is" in ppo.no_effect["critic.use_dynamic_bsz"]
     grpo = of(None, "algorithm.adv_estimator=grpo", "critic.optim.lr=1e-5").no_effect["critic.optim.lr"]
     assert grpo == "only PPO (adv_estimator=gae) has it"
@@ -554,7 +637,7 @@ def test_filtered_groups_are_dynamic_sampling():
 
 
 WILD_REFUSED = {
-    "dapo_7b_ray.sh": {"actor_rollout_ref.rollout.val_kwargs.top_p"},
+    "dapo_7b_ray.sh": set(),
     "dapo_npu_without_filter.sh": set(),
     "fsdp2_two_nodes.sh": set(),
     "grpo_engine_choice.sh": set(),
@@ -568,7 +651,7 @@ WILD_REFUSED = {
     "multiturn_sglang.sh": {"actor_rollout_ref.rollout.multi_turn.enable"},
     "ppo_arrays.sh": {"reward_model.enable"},
     "prorl_source_env.sh": {"data.train_files"},
-    "remax_sglang.sh": {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n"},
+    "remax_sglang.sh": set(),
     "rloo.sh": set(),
 }
 
@@ -701,7 +784,7 @@ def test_the_recipe_is_written_and_taken(tmp_path, monkeypatch, capsys):
     assert main(["from-verl", "--output", "r.yaml", str(SCRIPTS / "npu_aqn_launch.sh")]) == 0
     text = Path("r.yaml").read_text()
     assert text.startswith(HEADER)
-    assert "  learning_rate: 5.0e-07  # actor_rollout_ref.actor.optim.lr\n" in text
+    assert "  learning_rate: 5.0e-06  # actor_rollout_ref.actor.optim.lr\n" in text
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == "NUM_PROCESSES=8 bash scripts/trl/openr1/dapo_lora_npu.sh --recipe r.yaml"
     for title in ("translated", "without effect here", "batch", "notes"):

@@ -14,9 +14,9 @@ from perl.algorithms import ALGORITHMS
 from perl.algorithms.algorithm import Algorithm, Scored
 from perl.algorithms.grpo import group_relative
 from perl.algorithms.rloo import leave_one_out
-from perl.config.schema import PeftConfig
+from perl.config.schema import NoiseConfig, PeftConfig
 from perl.training.trainer import PerlGRPOTrainer
-from tests.tiny import tiny_model
+from tests.tiny import END, tiny_model
 from tests.trainers import kept_batches, make_trainer, move_adapter, reward_tokens
 from tests.training.injected import inject, learn
 
@@ -248,6 +248,49 @@ def test_a_group_of_one_is_not_counted_as_one_of_equal_rewards(tmp_path):
     )
     trainer.train()
     assert "frac_reward_zero_std" not in trainer.state.log_history[0]
+
+
+def greedy_by_hand(model, prompt: tuple[int, ...], length: int) -> list[int]:
+    """Up to `length` tokens, each the likeliest behind those before it, to the first END."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + length and (len(ids) == len(prompt) or ids[-1] != END):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("engine", "generations"), [("fast", 1), ("fast", 4), ("generate", 4)])
+def test_remax_compares_with_the_greedy_completion_of_the_prompt(tmp_path, engine, generations):
+    """Drawn by the same policy, its noise included, scored by the same rewards, and not trained on."""
+    noise = NoiseConfig(
+        enabled=True, sigma_start=0.5, sigma_end=0.5, schedule="linear", target_modules=["norm"], seed=3
+    )
+    seen: list[list[int]] = []
+
+    def reward(completion_ids, **kwargs):
+        seen[:] = completion_ids
+        return reward_tokens(completion_ids)
+
+    settings = {"num_generations": generations, "max_steps": 1, "learning_rate": 0.0}
+    trainer = make_trainer(
+        tmp_path, rewards=[reward], engine=engine, algorithm={"name": "remax"}, noise=noise, **settings
+    )
+    kept = kept_batches(trainer)
+    trainer.train()
+    (batch,) = kept
+    prompts = 8 // generations
+    assert len(seen) == 8 + prompts  # a greedy one of each prompt, which the batch has not
+    assert len(batch.rows) == 8
+    weights = batch.rows[0].weights
+    with torch.no_grad(), trainer.step._as_sampled(weights) as policy:
+        for row in batch.rows:
+            assert row.baseline == pytest.approx(reward_tokens([greedy_by_hand(policy, row.prompt_ids, 8)]))
+    advantages = batch.advantages.masked_fill(~batch.mask, 0.0)
+    for row, found in zip(batch.rows, advantages, strict=True):
+        wanted = row.rewards[0] - row.baseline[0]
+        assert found[: len(row.token_ids)].tolist() == pytest.approx([wanted] * len(row.token_ids), abs=1e-6)
+    log = trainer.state.log_history[0]
+    assert log["reward"] == pytest.approx(sum(row.rewards[0] for row in batch.rows) / 8)
+    assert log["grad_norm"] > 0
 
 
 def test_equal_rewards_leave_no_advantage_where_each_function_is_normalized(tmp_path):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from perl.base.errors import Stopped, UserError
 from perl.config.evaluation import EvalConfig
@@ -33,7 +36,7 @@ from perl.training.grpo import train
 from perl.training.validation import Validation, best_so_far, logged_steps, metrics_of, share_of
 from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import END, save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +172,43 @@ def test_it_equals_the_evaluator_where_completions_are_sampled(made, flags, tmp_
     assert row["val-core/openai/gsm8k/acc/pass@4"] == metrics["pass@4"]["value"]
     assert row["val-aux/openai/gsm8k/acc/pass@2"] == metrics["pass@2"]["value"]
     assert row["val-core/openai/gsm8k/acc/maj@4"] == metrics["maj@4"]["value"]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "fast",
+        pytest.param("generate", marks=pytest.mark.slow),
+        pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm]),
+    ],
+)
+def test_it_draws_from_the_distribution_that_is_asked_for(made, flags, tmp_path, engine):
+    """600 samples of one token of one problem: how often each text came is what transformers' own filters leave of the
+    model's distribution."""
+    by = {"n": 600, "temperature": 1.5, "top_p": 0.7, "top_k": 4, "max_new_tokens": 1, "max_samples": 1}
+    by |= {"datasets": f'["{made / "others.jsonl"}"]', "after_train": "false"}
+    run = {"rollout.engine": engine, "noise_injection.enabled": "false", "training.vllm_max_model_length": 96}
+    run |= {"training.max_steps": 1, "training.save_strategy": "no", "training.output_dir": tmp_path / "run"}
+    argv = flags(run, {f"validation.{name}": value for name, value in by.items()})
+    _ = in_a_process(in_a_child, argv) if engine == "vllm" else train(argv)
+    records = list(samples(tmp_path / "run", 0).values())
+    tokenizer = tiny_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(made / "model", dtype=torch.float32).eval()
+    ids = torch.tensor([tokenizer(records[0]["prompt"]).input_ids])
+    with torch.no_grad():
+        scores = model(ids).logits[:, -1] / 1.5
+    for warp in (TopKLogitsWarper(4), TopPLogitsWarper(0.7)):
+        scores = warp(ids, scores)
+    expected: Counter[str] = Counter()
+    for token, share in enumerate(scores.softmax(dim=-1)[0].tolist()):
+        expected[decode(tokenizer, [token] if token != END else [])] += share
+    likely = {text: share for text, share in expected.items() if share > 0}
+    drawn = Counter(record["completion"] for record in records)
+    assert 1 < len(likely) < 4  # both filters cut
+    assert set(drawn) == set(likely)
+    assert drawn.total() == 600
+    for text, share in likely.items():
+        assert drawn[text] / 600 == pytest.approx(share, abs=4 * (share * (1 - share) / 600) ** 0.5)
 
 
 @pytest.mark.parametrize("engine", ["fast", pytest.param("generate", marks=pytest.mark.slow)])

@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " n_gpus_per_node; the batch stays the same"
     )  # fmt: skip
     parser.add_argument(
-        "--learning_rate_factor", type=float, default=1.0, help="multiply verl's learning rate; LoRA wants about 10"
-    )
+        "--learning_rate_factor", type=float, default=None, help="multiply verl's learning rate; default: 10 where verl"
+        " trains all weights and LoRA is trained here, else 1"
+    )  # fmt: skip
     parser.add_argument(
         "--full", action="store_true", help="train all weights, as verl does without lora_rank, and not a LoRA adapter"
     )
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     source, words = _source(list(args.source or []))
     if args.num_processes is not None and args.num_processes < 1:
         raise UserError(f"--num_processes {args.num_processes}: give a whole number from 1")
-    if not args.learning_rate_factor > 0:
+    if args.learning_rate_factor is not None and not args.learning_rate_factor > 0:
         raise UserError(f"--learning_rate_factor {args.learning_rate_factor}: give a number above 0")
     choices = Choices(args.engine, args.noise_rule, args.num_processes, args.learning_rate_factor, args.full)
     result = translate(read_command(source, words), choices)

@@ -8,12 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
 from perl.tasks import rows_of
 from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import BatchError
 from perl.tools.from_verl.outcomes import ADAPTER, OFF, Handler, NoEffect, Outcome, Refused, Translated, Verl, to, when
-from perl.tools.from_verl.values import KL_ESTIMATORS, kl_estimator, number, path, positive, shown, whole, yes_or_no
+from perl.tools.from_verl.values import (
+    KL_ESTIMATORS,
+    kl_estimator,
+    not_negative,
+    number,
+    path,
+    positive,
+    shown,
+    whole,
+    yes_or_no,
+)
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -36,7 +47,8 @@ def batch_field(field: str, meaning: str) -> Handler:
 
 
 def group_size(value: Any, verl: Verl) -> Outcome:
-    if verl["algorithm.adv_estimator"] not in ("gae", "reinforce_plus_plus") and value == 1:
+    name = verl["algorithm.adv_estimator"]
+    if ALGORITHMS[ESTIMATORS.get(name, "grpo")].groups and value == 1:
         return Refused("1 completion has no others to be compared with; a group has 2 or more: rollout.n=8")
     return Translated({"training.num_generations": positive(value)})
 
@@ -79,7 +91,7 @@ def frequency(field: str, on: Mapping[str, Any], never: Mapping[str, Any]) -> Ha
 
 
 ESTIMATORS = {"gae": "ppo", "rloo": "rloo", "rloo_vectorized": "rloo"} | {
-    name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk")
+    name: name for name in ("remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk")
 }
 """verl's algorithm.adv_estimator -> algorithm.name, where that is not grpo."""
 
@@ -92,8 +104,6 @@ def estimator(value: Any, verl: Verl) -> Outcome:
         return Translated({"training.scale_rewards": "none"}, note)
     if value in ESTIMATORS:
         return Translated({"algorithm.name": ESTIMATORS[value]})
-    if value == "remax":
-        return Refused("remax samples a greedy completion for each prompt too, which is not there; the nearest is rloo")
     return Refused(f"{shown(value)}: this advantage estimator is not there; {', '.join(('grpo', *ESTIMATORS))} are")
 
 
@@ -137,14 +147,49 @@ def kl_type(value: Any, verl: Verl) -> Outcome:
     return Translated({**other, "training.use_bias_correction_kl": False})  # TRL's default weighs it by the ratio
 
 
+AGGREGATIONS = {
+    "token-mean": "bnpo",  # of each micro-batch, as in verl up to 0.5
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+"""verl's loss_agg_mode -> training.loss_type."""
+
+
+def aggregation(value: Any, verl: Verl) -> Outcome:
+    if value not in AGGREGATIONS:
+        return Refused(f"{shown(value)}: not there; {', '.join(AGGREGATIONS)} are")
+    if not is_cispo(verl):
+        return Translated({"training.loss_type": AGGREGATIONS[value]})
+    if value == "token-mean":
+        return NoEffect("the loss cispo is a mean over the update's tokens")
+    return Refused(f"{shown(value)}: the loss cispo is a mean over the update's tokens; token-mean")
+
+
+def is_cispo(verl: Verl) -> bool:
+    return verl[f"{ACTOR}.policy_loss.loss_mode"] == "cispo"
+
+
 def clip_ratio(value: Any, verl: Verl) -> Outcome:
     if None in (verl[f"{ACTOR}.clip_ratio_low"], verl[f"{ACTOR}.clip_ratio_high"]):
-        return Translated({"training.epsilon": number(value)})
+        cispo = NoEffect("clip_ratio_low and clip_ratio_high have it")
+        return cispo if is_cispo(verl) else Translated({"training.epsilon": number(value)})
     return NoEffect("in verl too: clip_ratio_low and clip_ratio_high, 0.2 by default, go before it")
 
 
-def clip_end(field: str) -> Handler:
-    return lambda value, verl: Translated({field: number(verl[f"{ACTOR}.clip_ratio"] if value is None else value)})
+def clip_end(field: str, sign: int) -> Handler:
+    """A bound of the ratio, so far from 1; cispo's is the ratio itself."""
+
+    def handle(value: Any, verl: Verl) -> Outcome:
+        far = number(verl[f"{ACTOR}.clip_ratio"] if value is None else value)
+        if not is_cispo(verl):
+            return Translated({field: far})
+        bound = float(f"{1 + sign * far:.12g}")
+        if sign > 0:
+            return Translated({field: bound})
+        return Translated({"training.cispo_min_ratio": bound}) if bound > 0 else NoEffect("a ratio is above 0 anyway")
+
+    return handle
 
 
 def importance_correction(value: Any, verl: Verl) -> Outcome:
@@ -179,12 +224,12 @@ def _corrected(level: str, limit: Any, verl: Verl) -> Outcome:
 
 
 def learning_rate(field: str, may_be_zero: bool) -> Handler:
-    """By --learning_rate_factor, to twelve digits: 1e-6 tenfold is 1e-5."""
+    """By Verl.rate_factor, to twelve digits: 1e-6 tenfold is 1e-5."""
 
     def handle(value: Any, verl: Verl) -> Outcome:
         if number(value) < 0 or (value == 0 and not may_be_zero):
             return Refused(f"{shown(value)} is {'below' if may_be_zero else 'not above'} 0")
-        return Translated({field: float(f"{number(value) * verl.choices.learning_rate_factor:.12g}")})
+        return Translated({field: float(f"{number(value) * verl.rate_factor(field == 'critic.lr'):.12g}")})
 
     return handle
 
@@ -261,19 +306,20 @@ def completion_length(value: Any, verl: Verl) -> Outcome:
     return Translated({"training.max_completion_length": positive(value), **validation})
 
 
-def _validation_sampling(verl: Verl) -> tuple[Any, Any]:
-    return verl[f"{ROLLOUT}.val_kwargs.do_sample"], verl[f"{ROLLOUT}.val_kwargs.temperature"]
+def sampled_validation(verl: Verl) -> bool:
+    """Whether validation draws; else it is greedy, as by verl's defaults."""
+    return bool(verl[f"{ROLLOUT}.val_kwargs.do_sample"]) and verl[f"{ROLLOUT}.val_kwargs.temperature"] != 0
+
+
+def validation_n(value: Any, verl: Verl) -> Outcome:
+    if positive(value) > 1 and not sampled_validation(verl):
+        return Translated({"validation.n": 1}, "greedy completions of a problem are all the same")
+    return Translated({"validation.n": value})
 
 
 def validation_temperature(value: Any, verl: Verl) -> Outcome:
-    sampled, temperature = _validation_sampling(verl)
-    return Translated({"validation.temperature": number(temperature if sampled else 0.0)})
-
-
-def all_tokens(value: Any, verl: Verl) -> Outcome:
-    if not all(_validation_sampling(verl)) or value in (-1, 0, 1, 1.0):
-        return NoEffect("greedy, or nothing is cut off")
-    return Refused(f"{shown(value)}: validation draws from all tokens; leave it out")
+    temperature = verl[f"{ROLLOUT}.val_kwargs.temperature"]
+    return Translated({"validation.temperature": not_negative(temperature) if sampled_validation(verl) else 0.0})
 
 
 # Model and rollouts

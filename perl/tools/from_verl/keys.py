@@ -77,6 +77,8 @@ FAMILIES: tuple[tuple[str, Handler | NoEffect], ...] = (
 )
 """(pattern of whole keys, what becomes of them), for keys that are not in KEYS; the first that fits."""
 
+VALIDATION = re.compile("|".join(TABLE["validation"]))
+"""Whole keys of validation alone."""
 ALWAYS: list[str] = TABLE["always"]
 NAMES: list[str] = TABLE["names"]
 ENVIRONMENT: list[str] = TABLE["same_variables"]

@@ -12,6 +12,8 @@ from perl.tools.from_verl.batch import Batch, BatchError
 from perl.tools.from_verl.overrides import Command, Unreadable
 from perl.tools.from_verl.values import anything, shown
 
+LORA_RATE = 10.0
+"""LoRA's best learning rate over that of full training (LoRA Without Regret, Thinking Machines Lab, 2025)."""
 ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
 
 
@@ -49,7 +51,8 @@ class Choices:
     noise_rule: str = "guide"
     processes: int | None = None
     """Devices to train on, where they are not verl's."""
-    learning_rate_factor: float = 1.0
+    learning_rate_factor: float | None = None
+    """Of verl's learning rates; None: LORA_RATE for what verl trains whole and LoRA does here, 1 for the rest."""
     full: bool = False
     """Train all weights where verl does; else a LoRA adapter."""
 
@@ -82,6 +85,14 @@ class Verl:
     def is_full(self) -> bool:
         """All weights are trained here too."""
         return self.choices.full and not self.is_lora
+
+    def rate_factor(self, critic: bool = False) -> float:
+        """What verl's learning rate of the policy, or of the critic, is multiplied by."""
+        if self.choices.learning_rate_factor is not None:
+            return self.choices.learning_rate_factor
+        ranks = self["critic.model.lora_rank"], self["critic.model.lora.rank"]
+        same = any(ranks) if critic else self.is_lora or self.is_full
+        return 1.0 if same else LORA_RATE
 
     @property
     def has_critic(self) -> bool:

@@ -10,7 +10,7 @@ from perl.algorithms.grpo import DAPO
 from perl.base.errors import UserError, nearest
 from perl.base.redact import HIDDEN, drop_secrets, is_secret
 from perl.tools.from_verl.batch import Batch
-from perl.tools.from_verl.keys import ALWAYS, ENVIRONMENT, KEYS, NAMES, NO_VARIABLE, handler_of
+from perl.tools.from_verl.keys import ALWAYS, ENVIRONMENT, KEYS, NAMES, NO_VARIABLE, VALIDATION, handler_of
 from perl.tools.from_verl.outcomes import Choices, NoEffect, Outcome, Refused, Translated, Verl
 from perl.tools.from_verl.overrides import Command, Unreadable, default_keys
 from perl.tools.from_verl.shell import UNKNOWN
@@ -129,6 +129,9 @@ def _note(result: Translation, key: str, outcome: Outcome) -> None:
             result.notes.append(f"{key}: {outcome.note}")  # once, where several keys come to the same
     elif isinstance(outcome, NoEffect):
         result.no_effect[key] = outcome.why
+    elif VALIDATION.fullmatch(key):
+        result.no_effect[key] = f"left out: {outcome.why}"
+        result.notes.append(f"warning: {key}={result.values[key]} is left out of the validation: {outcome.why}")
     else:
         result.refused[key] = outcome.why
 
@@ -154,16 +157,12 @@ def _environment(result: Translation, command: Command) -> None:
             result.no_effect[name] = next(known, "nothing here reads it")
 
 
-def _rates(verl: Verl, recipe: Mapping[str, tuple[Any, str]]) -> str:
-    """The learning rates that are written, and what else there is."""
-    factor = verl.choices.learning_rate_factor
-    written = f"{recipe.get('training.learning_rate', (0.0, ''))[0]:g} is written"
-    if verl.has_critic:
-        written += f", and {recipe.get('critic.lr', (0.0, ''))[0]:g} for the critic"
-    if factor != 1.0:
-        return f"{written}, {factor:g} times verl's"
-    full = "" if verl.has_critic else ", --full trains all weights"
-    return f"{written}: --learning_rate_factor 10 writes ten times verl's{full}"
+def _rate(recipe: Mapping[str, tuple[Any, str]], field: str, factor: float) -> str:
+    """The learning rate that is written, and how to have verl's."""
+    written = f"{recipe.get(field, (0.0, ''))[0]:g} is written"
+    if factor == 1.0:
+        return f"{written}, as in verl"
+    return f"{written}, {factor:g} times verl's: --learning_rate_factor 1 keeps verl's"
 
 
 MEANINGS = {
@@ -177,10 +176,11 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
     """What a user should know of the whole, one line each."""
     notes, recipe = [], result.recipe()
     if not verl.is_lora and not verl.is_full:
+        full = "" if verl.has_critic else ", --full trains all weights"
         notes.append(
             "verl would train all weights; here a LoRA adapter (r 16 on all linear layers) is trained. LoRA's best"
             " learning rate is about ten times that of full training (LoRA Without Regret, 2025);"
-            f" {_rates(verl, recipe)}"
+            f" {_rate(recipe, 'training.learning_rate', verl.rate_factor())}{full}"
         )
     if verl["trainer.noise_injection.enabled"] is True:
         chosen = verl.choices.noise_rule
@@ -199,7 +199,7 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
         )
     notes.append(
         "the critic is LoRA of its own on the frozen base, with a head that starts at 0, where verl trains a whole"
-        " model"
+        f" model; of its learning rate {_rate(recipe, 'critic.lr', verl.rate_factor(critic=True))}"
         if verl.has_critic
         else "advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6"
     )

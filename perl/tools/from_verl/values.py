@@ -16,7 +16,7 @@ def anything(value: Any) -> Any:
 
 
 def whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0 or value < 0:
         raise ValueError(f"{shown(value)} is not a whole number")
     return int(value)
 
@@ -30,6 +30,18 @@ def positive(value: Any) -> int:
 def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{shown(value)} is not a number")
+    return float(value)
+
+
+def not_negative(value: Any) -> float:
+    if number(value) < 0:
+        raise ValueError(f"{shown(value)} is below 0")
+    return float(value)
+
+
+def top_p(value: Any) -> float:
+    if not 0 < number(value) <= 1:
+        raise ValueError(f"{shown(value)} is not above 0 and at most 1")
     return float(value)
 
 
