@@ -7,6 +7,10 @@ import pytest
 import yaml
 
 from perl.config.load import parse
+from perl.tools.from_verl.cli import recipe_text
+from perl.tools.from_verl.outcomes import Choices
+from perl.tools.from_verl.overrides import read_command
+from perl.tools.from_verl.translate import translate
 from perl.training.grpo import train
 from tests.tiny import geometry_file, save_tiny, save_tiny_vision
 
@@ -24,6 +28,40 @@ GUIDES = {
 """Completions a rollout and an update of the verl command on its devices, and its rollout.n."""
 DEVICES = {"ppo_gsm8k": 1}
 """Of the guide, where they are not eight."""
+HBM = (
+    "data.train_batch_size=128",
+    "data.max_response_length=1024",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+)
+"""The AQN guide's settings for a fuller memory, over its launch command."""
+COMMANDS = {
+    "gsm8k_aqn": ("npu_aqn_launch", (), 20),
+    "gsm8k_aqn_hbm": ("npu_aqn_launch", HBM, 20),
+    "gsm8k_qwen2_5_0_5b": ("ascend_support_grpo", (), 20),
+    "gsm8k_qwen2_5_7b": ("ascend_blog_grpo", (), 20),
+    "gsm8k_full": ("ascend_support_grpo", (), 1),
+    "ppo_gsm8k": ("ascend_quickstart_ppo", (), 10),
+}
+"""Recipe -> the guide's command in tests/verl, words after it, and the learning rate over verl's, which is for all
+weights (1: all weights are trained here too)."""
+NOT_OF_THE_COMMAND = {
+    "dataset.dataset_name_or_path": "the task by its name; the guide's file is of its machine",
+    "validation.datasets": "the same",
+    "training.run_name": "the guide's experiment_name, which names another model",
+    "logging.wandb_project": "the guide's project_name",
+    "training.epsilon_high": "null is epsilon",
+}
+NOT_OF_THE_COMMAND_EITHER = {
+    "gsm8k_aqn": {"model.model_name_or_path": "/path/to/model in the guide"},
+    "gsm8k_aqn_hbm": {"model.model_name_or_path": "/path/to/model in the guide"},
+    "gsm8k_qwen2_5_7b": {
+        "model.model_name_or_path": "the model of the guide's table",
+        "training.per_device_train_batch_size": "a smaller forward of the same update, as 7B leaves less room",
+        "training.gradient_accumulation_steps": "the same",
+        "training.steps_per_generation": "the same",
+    },
+}
 
 
 def test_each_recipe_of_a_guide_is_known():
@@ -52,6 +90,22 @@ def test_what_verl_sets_in_silence_is_written_out(name):
         del expected["use_bias_correction_kl"]
         expected["beta"] = 0.0
     assert {field: written.get(field) for field in expected} == expected
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_setting_is_that_of_the_guides_command(name, tmp_path):
+    script, words, factor = COMMANDS[name]
+    choices = Choices(learning_rate_factor=factor, full=factor == 1)
+    translated = translate(read_command(f"tests/verl/{script}.sh", words), choices)
+    (tmp_path / "translated.yaml").write_text(recipe_text(translated))
+    ours, verls = (
+        vars(parse(["--recipe", str(path)]).values.as_flat())
+        for path in (f"recipes/{name}.yaml", tmp_path / "translated.yaml")
+    )
+    assert ours["validation.every_steps"] in (10, 40, 80)
+    differing = {field for field in {*ours, *verls} if ours.get(field) != verls.get(field)}
+    reasons = NOT_OF_THE_COMMAND | NOT_OF_THE_COMMAND_EITHER.get(name, {})
+    assert differing <= reasons.keys()
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +157,22 @@ def test_each_trains_a_tiny_model_for_two_steps(name, model, tmp_path):
     }
     if name.startswith("dapo"):
         settings["reward.overlong_cache_length"] = 4
-    if name.startswith("ppo"):
-        settings |= {"validation.datasets": "[]", "training.logging_steps": 1}
+    settings["training.logging_steps"] = 1
+    if "gsm8k" in name:
+        row = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "What is 2 + 3 ?"}]}
+        row |= {"ability": "math", "reward_model": {"style": "rule", "ground_truth": "5"}, "extra_info": {"index": 0}}
+        (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+        settings |= {"validation.datasets": json.dumps([str(tmp_path / "test.jsonl")]), "validation.max_new_tokens": 8}
     flags = [word for field, value in settings.items() for word in (f"--config.{field}", str(value))]
     assert train(["--recipe", f"recipes/{name}.yaml", *flags]) == tmp_path / "run"
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged if "loss" in row] == [1, 2]
+    first = next(row for row in logged if "loss" in row)
     reward = yaml.safe_load(Path(f"recipes/{name}.yaml").read_text())["reward"]["functions"]
-    assert {f"rewards/{one}/mean" for one in reward} <= logged[0].keys()
-    assert ("aqn/sigma" in logged[0]) == ("aqn" in name)
+    assert {f"rewards/{one}/mean" for one in reward} <= first.keys()
+    assert ("aqn/sigma" in first) == ("aqn" in name)
+    validated = [row["step"] for row in logged if "val-core/openai/gsm8k/acc/mean@1" in row]
+    assert validated == ([] if name.startswith("dapo") else [2] if name.startswith("ppo") else [0, 2])
     assert ("critic/vf_loss" in logged[0]) == name.startswith("ppo")
     result = "model/model.safetensors" if name == "gsm8k_full" else "adapter/adapter_model.safetensors"
     assert (tmp_path / "run" / result).is_file()

@@ -158,6 +158,22 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace
     """The recipe's values, typed by the parser; an unknown key is an error that names the nearest flag."""
     if path is None:
         return Namespace()
+    content = recipe_content(path, program)
+    try:
+        content = {name: without_removed(name, fields) for name, fields in content.items()}
+        return parser.parse_object({"config": content}, defaults=False)
+    except UserError as error:
+        raise UserError(f"--recipe {path}: {error}") from error
+
+
+def recipe_content(path: str, program: Program, above: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """Group -> field -> value, of a recipe over those of its base, another recipe (a path from its own folder).
+
+    Args:
+        above: the recipes whose base this one is.
+    """
+    if path in above:
+        raise UserError(f"--recipe {above[0]}: base {path} builds on itself; leave one base out")
     if Path(path).is_dir():
         raise UserError(f"--recipe {path}: is a folder; name a YAML file in it")
     if not Path(path).exists():
@@ -175,6 +191,9 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace
     groups = (*program.groups, "training")
     if not isinstance(content, dict):
         raise UserError(f"--recipe {path}: must hold groups ({', '.join(groups)})")
+    base = content.pop("base", None)
+    if not isinstance(base, str | None):
+        raise UserError(f"--recipe {path}: base must be the path of a recipe, not {base!r:.60}")
     for name in content:
         if name not in groups:
             guess = nearest(str(name), groups)
@@ -184,11 +203,10 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace
             raise UserError(
                 f"--recipe {path}: the group {name} must hold fields (NAME: VALUE), not {content[name]!r:.60}"
             )
-    try:
-        content = {name: without_removed(name, fields) for name, fields in content.items()}
-        return parser.parse_object({"config": content}, defaults=False)
-    except UserError as error:
-        raise UserError(f"--recipe {path}: {error}") from error
+    if base is None:
+        return content
+    under = recipe_content(str(Path(path).parent / base), program, (*above, path))
+    return {name: under.get(name, {}) | content.get(name, {}) for name in under | content}
 
 
 def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:

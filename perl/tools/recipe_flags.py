@@ -53,9 +53,11 @@ def program_of(recipe: str, flags: Sequence[str], method: str | None) -> tuple[P
 
 
 def settings_of(recipe: str) -> Iterator[str]:
-    """group.field of each setting; a recipe that cannot be read is the parser's to complain about."""
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+    """group.field of each setting, its base's too; a recipe that cannot be read is the parser's to complain about."""
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         content = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
+        if isinstance(content, dict) and isinstance(base := content.pop("base", None), str):
+            yield from settings_of(str(Path(recipe).parent / base))
         for group, fields in content.items() if isinstance(content, dict) else ():
             yield from (f"{group}.{name}" for name in fields or ()) if isinstance(fields, dict) else ()
 

@@ -49,6 +49,27 @@ def test_flags_go_before_the_recipe_and_the_recipe_before_the_defaults(tmp_path)
     assert (values.peft.r, values.peft.lora_alpha) == (4, 32)
 
 
+def test_a_recipe_goes_before_its_base(tmp_path):
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "all.yaml", "common: {seed: 5}\ntraining: {max_steps: 7, learning_rate: 1e-4}\n")
+    write(tmp_path / "half.yaml", "base: all.yaml\ntraining: {max_steps: 8, logging_steps: 3}\n")
+    recipe = write(tmp_path / "more" / "r.yaml", "base: ../half.yaml\npeft: {r: 4}\ntraining: {logging_steps: 2}\n")
+    values = parse(["--recipe", recipe]).values
+    training = values.training
+    assert (training.max_steps, training.learning_rate, training.logging_steps) == (8, 1e-4, 2)
+    assert (values.common.seed, values.peft.r) == (5, 4)
+
+
+def test_mistakes_in_a_base(tmp_path):
+    first = write(tmp_path / "a.yaml", "base: b.yaml\n")
+    assert f"no file {tmp_path / 'b.yaml'}" in message("--recipe", first)
+    write(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert message("--recipe", first) == f"--recipe {first}: base {first} builds on itself; leave one base out"
+    write(tmp_path / "b.yaml", "trainin: {max_steps: 1}\n")
+    assert f"--recipe {tmp_path / 'b.yaml'}: unknown group" in message("--recipe", first)
+    assert "base must be the path of a recipe, not 3" in message("--recipe", write(tmp_path / "c.yaml", "base: 3\n"))
+
+
 def test_the_dump_repeats_the_configuration_and_holds_no_secret(tmp_path):
     first = parse(
         [
