@@ -14,7 +14,7 @@ from perl.base.errors import EXIT_NOT_ALL_GENERATED, report_errors, stopped_by_s
 
 with report_errors():  # without the environment, one line
     from perl.base.redact import hide, hide_secrets_in_logs
-    from perl.config.evaluation import parse
+    from perl.config.evaluation import find_files, parse
 
 
 def main(argv: list[str]) -> int:
@@ -22,6 +22,9 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     hide_secrets_in_logs()
     logging.getLogger("perl").setLevel(logging.INFO)
+    config, lines = find_files(config)
+    for line in lines:
+        logging.getLogger("perl").info(line)
     from perl.evaluation.rescore import rescore
     from perl.evaluation.run import SweepError, evaluate
     from perl.reports.page import write_report

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from perl.base.errors import UserError
+from perl.config.files import look_for
 from perl.config.parser import Parser, descriptions
 from perl.config.replaced import refuse_harness_flags
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
@@ -143,6 +144,24 @@ def check(config: EvalConfig) -> None:
             raise UserError(
                 "--adapter_mode lora: needs --use_vllm; with transformers leave it out (the adapter is merged)"
             )
+
+
+def find_files(config: EvalConfig) -> tuple[EvalConfig, list[str]]:
+    """With each path that is not in the working directory, but in the repository, taken from there; a line for it."""
+    lines: list[str] = []
+
+    def taken(name: str, flag: str) -> str:
+        place, line = look_for(name, flag)
+        lines.extend(line)
+        return place
+
+    found = replace(
+        config,
+        model=taken(config.model, "--model"),
+        dataset=",".join(taken(name, "--dataset") for name in config.datasets),
+        few_shot=config.few_shot and taken(config.few_shot, "--few_shot"),
+    )
+    return found, lines
 
 
 def vllm_options(config: EvalConfig) -> dict[str, float | bool]:

@@ -17,6 +17,8 @@ from perl.algorithms import ALGORITHMS, settings_of
 from perl.base.errors import UserError, nearest
 from perl.base.redact import drop_secrets
 from perl.config.adapter import take_adapter
+from perl.config.files import find_files, look_for
+from perl.config.help import add_help
 from perl.config.parser import Parser
 from perl.config.peft_fields import leave_out_other_methods
 from perl.config.ranges import check_numbers
@@ -80,9 +82,17 @@ class Parsed(Generic[C]):
     values: Namespace
     """Every field of every group, typed; `values.training` holds the arguments of TRL's configuration."""
     warnings: list[str]
-    """One line for each flag that the user set and that has no effect in this run."""
+    """One line for each flag that the user set and that has no effect in this run, and for each file of the recipe that
+    is taken from elsewhere than the working directory."""
+    missing: list[str]
+    """One line for each file that the recipe names and that is nowhere."""
     parser: Parser
     program: Program[C]
+
+    def require_files(self) -> None:
+        """Raise a UserError where a file that the recipe names is nowhere. (Tools that read none need none.)"""
+        if self.missing:
+            raise UserError(self.missing[0])
 
     def build(self, processes: int | None = None) -> C:
         """Make the program's configuration; TRL's checks itself here, and an error of its is a UserError.
@@ -121,7 +131,10 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     """Parse a command line of `program`."""
     parser = build_parser(program)
     flags = parser.parse_args(list(argv), defaults=False)
-    recipe = read_recipe(flags.get("recipe"), parser, program)
+    path, taken = None, []
+    if flags.get("recipe") is not None:
+        path, taken = look_for(flags.recipe, "--recipe")
+    recipe = read_recipe(path, parser, program)
     # A second parse, now over recipe and defaults, types everything that neither of them gave.
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
     given, written = flags.get("config") or Namespace(), recipe.get("config") or Namespace()
@@ -130,14 +143,15 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
             "--config.training.resume_from_checkpoint auto: a run without --config.training.output_dir has a new folder"
             " each time, with nothing to go on from; name its folder"
         )
-    warnings = program.resolve(values, given, written)
+    found, missing = find_files(values, given, written, path)
+    warnings = [*taken, *found, *program.resolve(values, given, written)]
     warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)
     warnings += leave_out_other_methods(values, given, written)
     check_numbers(values)
     warnings += flags_without_effect(values, given, program.rules)
     warnings += recipe_without_effect(values, written, given, program.groups, program.rules)
-    return Parsed(values=values, warnings=warnings, parser=parser, program=program)
+    return Parsed(values=values, warnings=warnings, missing=missing, parser=parser, program=program)
 
 
 def build_parser(program: Program) -> Parser:
@@ -145,12 +159,14 @@ def build_parser(program: Program) -> Parser:
     parser = Parser(
         prog=f"python -m {program.name}",
         description=f"{program.purpose} Flags override the recipe, the recipe overrides the defaults.",
+        add_help=False,
     )
     parser.add_argument("--recipe", type=str, default=None, help="YAML file with groups common, model, dataset, …")
     for name, group in program.groups.items():
         parser.add_class_arguments(group, f"config.{name}")
     removed: set[str | int] = {name.removeprefix("training.") for name in REMOVED_FIELDS}
     parser.add_class_arguments(program.training_class(), "config.training", skip=removed)
+    add_help(parser, [*program.groups, "training"])
     return parser
 
 

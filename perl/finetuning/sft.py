@@ -38,6 +38,7 @@ def fine_tune(argv: Sequence[str]) -> Path:
     """
     parsed = parse(argv)
     check_processes("perl.sft")
+    parsed.require_files()
     config = parsed.build()
     run_dir = begin(config, parsed)
     checked = check_rows(config, run_dir)

@@ -25,6 +25,7 @@ with report_errors():  # without the environment, one line
     import yaml
 
     from perl import device
+    from perl.config.files import look_for
     from perl.config.load import parse
     from perl.runs.rundir import default_run_dir
 
@@ -40,6 +41,7 @@ def plan(argv: list[str]) -> dict[str, str]:
     from perl.training.preflight import check_run
 
     parsed = parse(argv)
+    parsed.require_files()
     values = parsed.values
     devices = device.detect()
     processes = requested_processes(devices)
@@ -85,7 +87,12 @@ def accelerate_config(kind: str, processes: int) -> str:
     """ACCELERATE_CONFIG if set, else single.yaml for one process, else what is usual on the device."""
     chosen = os.environ.get("ACCELERATE_CONFIG")
     default = "single.yaml" if processes == 1 else CONFIGS[kind]
-    path = Path(chosen) if chosen else CONFIG_FOLDER / default
+    path, lines = CONFIG_FOLDER / default, []
+    if chosen:
+        place, lines = look_for(chosen, "ACCELERATE_CONFIG")
+        path = Path(place)
+    for line in lines:
+        print(line, file=sys.stderr)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -43,6 +43,7 @@ def train(argv: Sequence[str]) -> Path:
     """
     parsed = parse(argv)
     check_processes()
+    parsed.require_files()
     config = parsed.build()
     run_dir = begin(config, parsed)
     checked = check_run(config, run_dir)

@@ -2,6 +2,7 @@
 # GRPO with LoRA and AQN on DAPO-Math: on NPUs if there are any, else on CUDA GPUs, else on the CPU.
 #
 #   bash scripts/trl/openr1/dapo_lora_npu.sh [--recipe FILE] [--config.<group>.<field> VALUE …]
+#   bash scripts/trl/openr1/dapo_lora_npu.sh --help [GROUP|all]
 #
 # Environment (all optional):
 #   NUM_PROCESSES      processes, one a device (all visible devices; 1 on a CPU)
@@ -19,6 +20,9 @@ done
 [ -n "${PYTHON:-}" ] || { echo "error: no python3 found; install Python 3.11, or set PYTHON" >&2; exit 2; }
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
 
+case " $* " in
+    *" --help "* | *" -h "*) exec "$PYTHON" -m perl.train "$@" ;;
+esac
 case " $* " in
     *" --recipe "* | *" --recipe="*) ;;
     *) set -- --recipe "$repo/recipes/dapo_lora.yaml" "$@" ;;
