@@ -21,10 +21,11 @@ from transformers import PrinterCallback, TrainerCallback
 from perl import device
 from perl.adapters.none import store_as
 from perl.base.errors import UserError
+from perl.base.files import SAVING
 from perl.base.redact import hide_secrets_in_logs
 from perl.runs import rundir, tracking
 from perl.runs.callbacks import MetricsWriter, ProgressLine, StopOnSignal
-from perl.runs.checkpoints import SAVING, goes_on, leave_behind
+from perl.runs.checkpoints import goes_on, leave_behind
 from perl.runs.process_state import NOT_DATA
 from perl.runs.push import make_repository, upload
 from perl.scoring.results import METRICS

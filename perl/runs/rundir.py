@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.base.files import holder_of, lock_now, open_lock
+from perl.base.files import LOCK, holder_of, lock_now, open_lock
 from perl.base.provenance import git_commit, versions
 from perl.base.redact import hide, is_secret_name, redact
 from perl.config.load import Parsed
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 APPLIED = "peft.json"
 """What is trained, of which layers (perl.adapters.applied.Applied)."""
-LOCK = ".lock"
-"""Held by a training as long as it lives."""
 LAST_ATTEMPT_S = 30.0
 """How long a run that goes on waits for its last attempt to end: processes that outlive a killed launcher, or save a
 checkpoint after a signal."""

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perl.adapters import ADAPTERS
+from perl.base.files import SAVING
 from perl.config.load import Config, parse
 from perl.grading import Grader
 from perl.rewards.deadline import RewardDeadline
 from perl.rewards.functions import build_rewards, grade_early, reward_context
 from perl.runs.callbacks import StopOnSignal
-from perl.runs.checkpoints import CRITIC, SAVING
+from perl.runs.checkpoints import CRITIC
 from perl.runs.model_card import write_training_card
 from perl.runs.out_of_memory import explain_out_of_memory
 from perl.runs.run import (

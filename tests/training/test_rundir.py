@@ -55,9 +55,9 @@ def test_a_second_training_in_a_folder_is_one_line_that_names_the_first(tmp_path
 
 def test_a_lock_that_is_a_link_is_one_line(tmp_path):
     (tmp_path / "victim").write_text("mine")
-    (tmp_path / ".lock").symlink_to(tmp_path / "victim")
+    (tmp_path / "_lock").symlink_to(tmp_path / "victim")
     for look in (lambda: check_folder(tmp_path, resuming=True), held(tmp_path, resuming=True).__enter__):
-        with pytest.raises(UserError, match=r"\.lock is a link; delete it; give another folder"):
+        with pytest.raises(UserError, match=r"_lock is a link; delete it; give another folder"):
             look()
     assert (tmp_path / "victim").read_text() == "mine"
 
