@@ -127,11 +127,11 @@ def open_lock(file: Path) -> IO[bytes]:
         raise
 
 
-def lock_now(lock: IO[bytes], how: int = fcntl.LOCK_EX) -> None:
+def lock_now(lock: IO[bytes]) -> None:
     """flock, without waiting; where the file system has no locks, a line in the log instead. Raises BlockingIOError
     where another process has it."""
     try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise
