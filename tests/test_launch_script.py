@@ -339,7 +339,7 @@ def test_sigkill_of_any_process_ends_all_and_frees_the_folder(tmp_path, start, k
         assert left_over(folder) == []
     psutil.wait_procs([launcher, *ranks], timeout=30)
     assert left_over(folder) == []
-    rundir.check_folder(folder, resuming=True)
+    rundir.require_free(folder, resuming=True)
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from rich.console import Console
 from perl.base.errors import UserError
 from perl.base.files import atomic_write, open_lock, read_json, write_json
 from perl.evaluation.store import locked
+from perl.models.folders import copy_side_files
+from perl.reports.sources import find, is_result_dir
 from perl.reports.training_run import read_training_run
 from perl.runs.rundir import held
 from perl.scoring.results import read_metrics, read_samples
@@ -106,15 +108,26 @@ def test_a_link_in_a_folder_of_results_from_others_overwrites_nothing(tmp_path):
     victim.write_text("mine")
     folder = tmp_path / "results"
     folder.mkdir()
-    for name in ("report.html", ".report.html.partial", ".lock"):
+    for name in ("report.html", "_report.html.partial", "_lock"):
         (folder / name).symlink_to(victim)
     with atomic_write(folder / "report.html") as file:
         file.write("a page")
-    with pytest.raises(OSError, match=r"\.lock is a link; delete it"):
-        open_lock(folder / ".lock")
+    with pytest.raises(OSError, match=r"_lock is a link; delete it"):
+        open_lock(folder / "_lock")
     assert victim.read_text() == "mine"
     assert (folder / "report.html").read_text() == "a page"
     assert not (folder / "report.html").is_symlink()
+
+
+def test_what_processes_at_work_hold_in_a_folder_is_no_result_and_no_side_file(tmp_path):
+    names = ["_mine", "_saving", "_merged.77.partial", ".git"]
+    for name in names:
+        (tmp_path / "run" / name / "sums").mkdir(parents=True)
+        for file in ("summary.json", "samples.jsonl"):
+            (tmp_path / "run" / name / "sums" / file).write_text("{}")
+    assert list(find(tmp_path / "run", is_result_dir)) == [tmp_path / "run" / "_mine"]
+    copy_side_files(tmp_path / "run", tmp_path / "copy")
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["_mine"]
 
 
 def test_a_file_has_the_mode_that_the_umask_gives_and_a_lock_keeps_its_content(tmp_path):
@@ -128,14 +141,15 @@ def test_a_file_has_the_mode_that_the_umask_gives_and_a_lock_keeps_its_content(t
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_one_after_an_hour(tmp_path):
-    names = (".row.ab_12cd3.partial", ".row.new45678.partial", ".other.ab_12cd3.partial", ".row.notes.md.partial")
-    for name in names:
+    killed = ("_row.ab_12cd3.partial", ".row.ab_12cd3.partial")  # as 0.12 called it
+    names = ("_row.new45678.partial", "_other.ab_12cd3.partial", "_row.notes.md.partial")
+    for name in (*killed, *names):
         (tmp_path / name).touch()
         if "new" not in name:
             os.utime(tmp_path / name, times=(0, 0))
     with atomic_write(tmp_path / "row") as file:
         file.write("A")
-    assert {path.name for path in tmp_path.iterdir()} == {"row", *names[1:]}
+    assert {path.name for path in tmp_path.iterdir()} == {"row", *names}
 
 
 def test_of_two_writers_of_one_file_the_last_one_counts_whole(tmp_path):

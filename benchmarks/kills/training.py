@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._nodes import alive
-from perl.runs.checkpoints import SAVING
+from perl.base.files import SAVING
 from perl.scoring.results import METRICS
 from perl.tools.supervise import children
 

@@ -27,8 +27,16 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 UMASK = os.umask(0o077)
 """Of this process; the system gives it for another alone."""
 os.umask(UMASK)
+LOCK, SAVING = "_lock", "_saving"
+"""What a process holds by flock that works in a folder, and where a training writes what it then puts in place. Names
+of ours that are no result begin with _: transformers' pushes of a folder leave out what is so called."""
 STALE_S = 3600
 """Since the last change of a file that is being written: its writer has died."""
+
+
+def is_of_process(name: str) -> bool:
+    """Whether what is so called in a folder is no result, but of a process that works there or was killed there."""
+    return name.startswith(".") or name in (LOCK, SAVING) or (name.startswith("_") and name.endswith(".partial"))
 
 
 def typed(content: Any, kind: type[T]) -> T:
@@ -82,7 +90,7 @@ def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "stri
         with file.open(mode, **text) as handle:
             yield handle
         return
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".partial", dir=file.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=f"_{file.name}.", suffix=".partial", dir=file.parent)
     try:
         with os.fdopen(descriptor, mode, **text) as handle:
             yield handle
@@ -101,7 +109,7 @@ def _open_lock(path: str, _: int) -> int:
 
 
 def _remove_stale(file: Path) -> None:
-    named = re.compile(rf"\.{re.escape(file.name)}\.[a-z0-9_]{{8}}\.partial")  # by mkstemp
+    named = re.compile(rf"[_.]{re.escape(file.name)}\.[a-z0-9_]{{8}}\.partial")  # by mkstemp; of 0.12: .
     with contextlib.suppress(OSError):  # a folder that cannot be listed, a file that another has removed
         for entry in os.scandir(file.parent):
             if named.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_S:
@@ -119,11 +127,11 @@ def open_lock(file: Path) -> IO[bytes]:
         raise
 
 
-def lock_now(lock: IO[bytes], how: int = fcntl.LOCK_EX) -> None:
+def lock_now(lock: IO[bytes]) -> None:
     """flock, without waiting; where the file system has no locks, a line in the log instead. Raises BlockingIOError
     where another process has it."""
     try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise

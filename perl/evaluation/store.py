@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perl.base.errors import RankError, UserError
-from perl.base.files import atomic_write, json_line, lock_now, open_lock, read_json, write_json
+from perl.base.files import LOCK, atomic_write, json_line, lock_now, open_lock, read_json, write_json
 from perl.scoring.results import RUN, SAMPLES, SampleRecord, read_samples
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Make `folder` and keep every other evaluation out of it; the lock ends with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = open_lock(folder / ".lock")
+        handle = open_lock(folder / LOCK)
     except OSError as error:
         raise UserError(f"--result_dir {folder}: {error.strerror}") from error
     with handle:

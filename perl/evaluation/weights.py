@@ -94,7 +94,7 @@ def merged_model(setup: Setup, candidate: Candidate, adapter: Path) -> MergeRepo
         and setup.config.dtype in ("auto", report.dtype)
     )
     if report is None or not usable:
-        for left in output.parent.glob(f".{MERGED}.*.partial"):  # of an evaluation that was killed while it merged
+        for left in output.parent.glob(f"[_.]{MERGED}.*.partial"):  # of an evaluation that was killed while it merged
             shutil.rmtree(left, ignore_errors=True)
         report = merge_adapter(setup.model, adapter, output, setup.config.dtype)
     write_json(output.parent / MERGE_REPORT, asdict(report))

@@ -15,10 +15,10 @@ from perl.runs.model_card import write_training_card
 from perl.runs.out_of_memory import explain_out_of_memory
 from perl.runs.run import (
     begin,
+    describe_run,
     fit,
     hide_vllm,
     log_writers,
-    open_run,
     push_result,
     users_error,
 )
@@ -40,27 +40,27 @@ def fine_tune(argv: Sequence[str]) -> Path:
     check_processes("perl.sft")
     parsed.require_files()
     config = parsed.build()
-    run_dir = begin(config, parsed)
-    checked = check_rows(config, run_dir)
-
-    trainer_class = import_trainer()
-    with StopOnSignal() as stop, explain_out_of_memory(config) as watch, open_run(run_dir, config, parsed, checked):
-        with users_error("--config"):  # TRL checks combinations of its own arguments
-            trainer = trainer_class(
-                model=load_model(config),
-                args=config.training,
-                train_dataset=checked.dataset,
-                eval_dataset=checked.eval_dataset,
-                processing_class=checked.tokenizer,
-                adapter=ADAPTERS[config.peft.type],
-                adapter_config=config.peft,
-                write_card=functools.partial(write_training_card, run_dir, learned=checked.learned),
-                on_nonfinite=config.common.on_nonfinite,
-                callbacks=[*log_writers(run_dir), stop],
-            )
-        watch.clock = trainer.clock
-        fit(trainer, run_dir, checked.checkpoint, stop)
-        push_result(trainer, run_dir)
+    with StopOnSignal() as stop, begin(config, parsed) as run_dir:
+        checked = check_rows(config, run_dir)
+        trainer_class = import_trainer()
+        with explain_out_of_memory(config) as watch:
+            describe_run(run_dir, config, parsed, checked)
+            with users_error("--config"):  # TRL checks combinations of its own arguments
+                trainer = trainer_class(
+                    model=load_model(config),
+                    args=config.training,
+                    train_dataset=checked.dataset,
+                    eval_dataset=checked.eval_dataset,
+                    processing_class=checked.tokenizer,
+                    adapter=ADAPTERS[config.peft.type],
+                    adapter_config=config.peft,
+                    write_card=functools.partial(write_training_card, run_dir, learned=checked.learned),
+                    on_nonfinite=config.common.on_nonfinite,
+                    callbacks=[*log_writers(run_dir), stop],
+                )
+            watch.clock = trainer.clock
+            fit(trainer, run_dir, checked.checkpoint, stop)
+            push_result(trainer, run_dir)
     return run_dir
 
 

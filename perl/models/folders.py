@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.base.errors import UserError
+from perl.base.files import is_of_process
 from perl.base.paths import user_path
 from perl.models.adapter_files import leads_out, require_contained
 
@@ -367,8 +368,7 @@ def copy_side_files(source: Path, target: Path) -> None:
     that 4.57 misreads. A link out of the folder is left out with a line: what it leads to belongs to no model."""
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if path.is_file() and not hidden and not path.name.endswith(WEIGHT_SUFFIXES):
+        if path.is_file() and not any(map(is_of_process, relative.parts)) and not path.name.endswith(WEIGHT_SUFFIXES):
             if leads_out(path, source):
                 logger.warning("%s is a link out of the model's folder, to %s: not copied", path, path.resolve())
                 continue
@@ -387,7 +387,7 @@ def written_whole(output: Path) -> Iterator[Path]:
         raise UserError(f"--output {output}: is the current folder, which would be replaced; write a new folder in it")
     if output.exists() and not (output / "merge.json").is_file() and (output.is_file() or any(output.iterdir())):
         raise UserError(f"--output {output}: exists and is not a merged model; write a new folder")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    temporary = output.with_name(f"_{output.name}.{os.getpid()}.partial")
     try:
         temporary.mkdir(parents=True)
     except OSError as error:

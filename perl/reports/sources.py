@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perl.base.errors import UserError
+from perl.base.files import is_of_process
 from perl.reports.results import Run, read_runs
 from perl.reports.training_run import TrainingRun, is_training_run, read_training_run
 from perl.scoring.results import SWEEP, VALIDATION, is_scored
@@ -75,7 +76,7 @@ def find(folder: Path, wanted: Callable[[Path], bool], depth: int = DEPTH) -> It
     elif depth:
         for inner in sorted(folder.iterdir()):
             of_training = inner.name == VALIDATION and is_training_run(folder)  # a chart shows it; its samples are many
-            if inner.is_dir() and not inner.name.startswith(".") and not of_training:
+            if inner.is_dir() and not is_of_process(inner.name) and not of_training:
                 yield from find(inner, wanted, depth - 1)
 
 

@@ -19,9 +19,10 @@ from perl.adapters import Adapter
 from perl.adapters.adalora import RankSchedule
 from perl.adapters.applied import Applied, applied
 from perl.adapters.none import complete_model, compute_dtype, has_adapter
+from perl.base.files import SAVING
 from perl.config.schema import PeftConfig
 from perl.runs import process_state
-from perl.runs.checkpoints import CARD, SAVING, TRAINER_STATE, made_by, put_in_place
+from perl.runs.checkpoints import CARD, TRAINER_STATE, made_by, put_in_place
 from perl.runs.nonfinite import NonFinite, require_finite_weights
 from perl.runs.process_state import ProcessState, RolloutState
 

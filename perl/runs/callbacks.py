@@ -141,7 +141,7 @@ class StopOnSignal(TrainerCallback):
     """On SIGTERM, as a scheduler sends it, or SIGINT: the step under way is finished, a checkpoint saved, and the
     training ends. It is enough that one process gets the signal.
 
-    A context manager, entered before the model is loaded: until the training begins, and at a second signal, the
+    A context manager, entered before the folder is made: until the training begins, and at a second signal, the
     signal raises Stopped where it arrives.
     """
 

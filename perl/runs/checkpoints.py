@@ -1,8 +1,8 @@
 """The checkpoints of a run: written aside and put in place whole, found again, and what a resumed run leaves behind.
 
 RUN/checkpoint-N            what transformers, TRL and perl write, and CONTENTS, which lists it
-RUN/.saving/checkpoint-N    one that is being written; RUN/.saving/adapter likewise
-RUN/_left_behind/            of an attempt that a resumed run has left behind: checkpoints and metrics of later steps
+RUN/_saving/checkpoint-N    one that is being written; RUN/_saving/adapter likewise
+RUN/_left_behind/           of an attempt that a resumed run has left behind: checkpoints and metrics of later steps
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl.base.errors import UserError
-from perl.base.files import atomic_write, read_json, typed
+from perl.base.files import SAVING, atomic_write, read_json, typed
 from perl.scoring.results import BEST, BEST_FILE, VALIDATION
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SAVING, LEFT_BEHIND = ".saving", "_left_behind"
+LEFT_BEHIND = "_left_behind"
 BEFORE = "before-"
 """In SAVING: the folder in whose place another one is put."""
 CONTENTS = "checkpoint.json"
@@ -218,12 +218,13 @@ def leave_behind(run_dir: Path, checkpoint: str | None) -> None:
     """Make the run's folder that of a run at `checkpoint`, or at its beginning (one process alone): what was being
     written is removed; checkpoints, validations and the best adapter of later steps, which are another attempt's or
     torn, are moved to LEFT_BEHIND. The metrics of later steps are cut by their writer, when the training begins."""
-    for before in (run_dir / SAVING).glob(f"{BEFORE}*"):
-        if not (run_dir / before.name.removeprefix(BEFORE)).exists():
-            before.rename(run_dir / before.name.removeprefix(BEFORE))
-    for unfinished in sorted((run_dir / SAVING).glob("*")):
-        log.warning("%s: the run was ended while it was written: removed", unfinished)
-    shutil.rmtree(run_dir / SAVING, ignore_errors=True)
+    for saving in (run_dir / SAVING, run_dir / ".saving"):  # of 0.12
+        for before in saving.glob(f"{BEFORE}*"):
+            if not (run_dir / before.name.removeprefix(BEFORE)).exists():
+                before.rename(run_dir / before.name.removeprefix(BEFORE))
+        for unfinished in sorted(saving.glob("*")):
+            log.warning("%s: the run was ended while it was written: removed", unfinished)
+        shutil.rmtree(saving, ignore_errors=True)
     step = 0
     if checkpoint is not None:
         state = read_json(Path(checkpoint) / TRAINER_STATE, FLAG, "name an earlier checkpoint", TrainerState)

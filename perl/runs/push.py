@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import create_repo, upload_folder
-from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from perl.base.errors import DISK_ERRORS, RankError, UserError
-from perl.runs import rundir
-from perl.runs.checkpoints import SAVING
+from perl.base.files import LOCK
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -22,10 +20,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLAG = "--config.training.push_to_hub"
-NEVER_PUSHED = [
-    pattern for name in (rundir.LOCK, f"{SAVING}/*", ".*.partial", ".*.partial/*") for pattern in (name, f"*/{name}")
-]
-"""Files of the processes that work in a run's folder (perl.base.files.atomic_write), as patterns of fnmatch."""
+NEVER_PUSHED = ["_*", f"{PREFIX_CHECKPOINT_DIR}-*", f"*/{LOCK}", "*/_*.partial", "*/_*.partial/*"]
+"""As patterns of fnmatch: the first two are those of transformers' own pushes; the others are of evaluations into a
+folder of the run's."""
 
 
 @contextlib.contextmanager
@@ -47,8 +44,7 @@ def pushed(folder: Path, repository: str | None) -> Iterator[None]:
 
 
 def make_repository(args: TrainingArguments) -> None:
-    """Before the run begins. A UserError where the hub can't be reached, or refuses. From here on no push of this
-    process takes NEVER_PUSHED, transformers' own ones, whose patterns are fixed, included."""
+    """Before the run begins. A UserError where the hub can't be reached, or refuses."""
     name = args.hub_model_id or Path(str(args.output_dir)).absolute().name
     try:
         create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
@@ -59,7 +55,6 @@ def make_repository(args: TrainingArguments) -> None:
             f"{FLAG} true: the hub gave no repository ({why}); look at the network and at HF_TOKEN, or leave the flag"
             " out and push the result later, with hf upload"
         ) from error
-    DEFAULT_IGNORE_PATTERNS.extend(pattern for pattern in NEVER_PUSHED if pattern not in DEFAULT_IGNORE_PATTERNS)
 
 
 def upload(trainer: Any, result: Path) -> None:
@@ -77,7 +72,7 @@ def upload(trainer: Any, result: Path) -> None:
             folder_path=args.output_dir,
             commit_message="Model save",
             token=args.hub_token,
-            ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*"],
+            ignore_patterns=NEVER_PUSHED,
             revision=args.hub_revision,
         )
 

@@ -21,10 +21,11 @@ from transformers import PrinterCallback, TrainerCallback
 from perl import device
 from perl.adapters.none import store_as
 from perl.base.errors import UserError
+from perl.base.files import SAVING
 from perl.base.redact import hide_secrets_in_logs
 from perl.runs import rundir, tracking
 from perl.runs.callbacks import MetricsWriter, ProgressLine, StopOnSignal
-from perl.runs.checkpoints import SAVING, goes_on, leave_behind
+from perl.runs.checkpoints import goes_on, leave_behind
 from perl.runs.process_state import NOT_DATA
 from perl.runs.push import make_repository, upload
 from perl.scoring.results import METRICS
@@ -52,12 +53,26 @@ class Checked(Protocol):
         ...
 
 
-def begin(config: Config | SFTRunConfig, parsed: Parsed) -> Path:
-    """Set up logging, log the command line's warnings, and return the run's folder, the same on every process."""
+@contextlib.contextmanager
+def begin(config: Config | SFTRunConfig, parsed: Parsed) -> Iterator[Path]:
+    """Set up logging, log the command line's warnings, and keep other trainings out of the run's folder inside, which
+    is the same on every process. A UserError of all of them where another training works in it."""
     set_up_logging(config)
     for warning in parsed.warnings:
         log.warning(warning)
-    return agree_on_folder(config, parsed)
+    run_dir = agree_on_folder(config, parsed)
+    rundir.check_place(run_dir)  # of each process: a node may have a disk of its own
+    with contextlib.ExitStack() as run:
+        refused: list[str | None] = [None]
+        if config.training.process_index == 0:
+            try:
+                run.enter_context(rundir.held(run_dir, goes_on(config.training.resume_from_checkpoint)))
+            except UserError as error:
+                refused = [str(error)]
+        broadcast_object_list(refused)
+        if refused[0] is not None:
+            raise UserError(refused[0])
+        yield run_dir
 
 
 def set_up_logging(config: Config | SFTRunConfig) -> None:
@@ -98,32 +113,26 @@ def agree_on_folder(config: Config | SFTRunConfig, parsed: Parsed) -> Path:
     return Path(name[0])
 
 
-@contextlib.contextmanager
-def open_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked) -> Iterator[None]:
-    """Make the folder with its config.yaml, environment.json and trained_problems.json, keep others out of it inside,
-    and settle where metrics go."""
+def describe_run(run_dir: Path, config: Config | SFTRunConfig, parsed: Parsed, checked: Checked) -> None:
+    """Leave config.yaml, environment.json and trained_problems.json in the folder, and settle where metrics go."""
     agree_on_checkpoint(checked.checkpoint)
-    with contextlib.ExitStack() as run:
-        if config.training.process_index == 0:
-            resuming = goes_on(config.training.resume_from_checkpoint)
-            run.enter_context(rundir.held(run_dir, resuming))
-            if resuming:
-                leave_behind(run_dir, checked.checkpoint)
-            rundir.prepare(run_dir, parsed, config.training.world_size)
-            data = config.dataset
-            # What is trained has seen the problems of those runs too.
-            before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
-            with rundir.writable(run_dir):
-                write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
-            log.info("run folder: %s", run_dir.resolve())
-            if config.training.push_to_hub:
-                make_repository(config.training)
-        tracking.configure(config, run_dir, device.detect().kind)
-        if config.training.hub_token:
-            # the hub reads it from the environment too; the arguments go to trackers and, pushed, to a pickle
-            os.environ.setdefault("HF_TOKEN", config.training.hub_token)
-            config.training.hub_token = None
-        yield
+    if config.training.process_index == 0:
+        if goes_on(config.training.resume_from_checkpoint):
+            leave_behind(run_dir, checked.checkpoint)
+        rundir.prepare(run_dir, parsed, config.training.world_size)
+        data = config.dataset
+        # What is trained has seen the problems of those runs too.
+        before = checked.checkpoint or config.peft.adapter, config.model.model_name_or_path
+        with rundir.writable(run_dir):
+            write_trained(run_dir, data.dataset_name_or_path, data.split, checked.problems, *before)
+        log.info("run folder: %s", run_dir.resolve())
+        if config.training.push_to_hub:
+            make_repository(config.training)
+    tracking.configure(config, run_dir, device.detect().kind)
+    if config.training.hub_token:
+        # the hub reads it from the environment too; the arguments go to trackers and, pushed, to a pickle
+        os.environ.setdefault("HF_TOKEN", config.training.hub_token)
+        config.training.hub_token = None
 
 
 def agree_on_checkpoint(checkpoint: str | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.base.files import holder_of, lock_now, open_lock
+from perl.base.files import LOCK, holder_of, lock_now, open_lock
 from perl.base.provenance import git_commit, versions
 from perl.base.redact import hide, is_secret_name, redact
 from perl.config.load import Parsed
@@ -31,8 +30,6 @@ log = logging.getLogger(__name__)
 
 APPLIED = "peft.json"
 """What is trained, of which layers (perl.adapters.applied.Applied)."""
-LOCK = ".lock"
-"""Held by a training as long as it lives."""
 LAST_ATTEMPT_S = 30.0
 """How long a run that goes on waits for its last attempt to end: processes that outlive a killed launcher, or save a
 checkpoint after a signal."""
@@ -63,53 +60,76 @@ def default_run_dir(config: Any, kind: str, root: Path = Path("outputs")) -> Pat
     return root / f"{name}_{time.strftime('%Y%m%d_%H%M%S')}"
 
 
-def check_folder(run_dir: Path, resuming: bool) -> None:
-    """Raise a UserError for a folder that can't be made or written to, in which another training works, or that
-    already holds another run, whose metrics would be mixed with this one's."""
+def check_place(run_dir: Path) -> None:
+    """Raise a UserError for a folder that can't be made or written to."""
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         why = "can't be written to" if there.is_dir() else "is no folder"
         raise UserError(f"--config.training.output_dir {run_dir}: {there} {why}; give another folder")
-    if (run_dir / LOCK).is_file():
-        with _opened_lock(run_dir) as lock:  # shared, so that all processes of a run can ask at once
-            _take(lock, fcntl.LOCK_SH, run_dir, LAST_ATTEMPT_S if resuming else 0.0)
-    if not resuming:
-        _require_new(run_dir)
 
 
-def _require_new(run_dir: Path) -> None:
-    if (run_dir / METRICS).exists():
+def check_folder(run_dir: Path, resuming: bool) -> None:
+    """Raise a UserError for a folder as for `check_place`, and for one that already holds another run, whose metrics
+    would be mixed with this one's."""
+    check_place(run_dir)
+    if not resuming and (run_dir / METRICS).exists():
         raise UserError(
             f"--config.training.output_dir {run_dir} already holds a run; give another folder,"
             " or go on with --config.training.resume_from_checkpoint auto"
         )
 
 
+def require_free(run_dir: Path, resuming: bool) -> None:
+    """Raise a UserError for a folder in which a training works; one that goes on waits for its last attempt."""
+    if (run_dir / LOCK).is_file():
+        with _locked(run_dir, resuming):
+            pass
+
+
 @contextlib.contextmanager
 def held(run_dir: Path, resuming: bool) -> Iterator[None]:
     """Make the folder, and keep every other training out of it inside (main process only). The lock ends with this
-    process, however it ends: a child that it has forked does not hold on to it. Raises as `check_folder`."""
-    with writable(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-    with _opened_lock(run_dir) as lock:
+    process, however it ends: a child that it has forked does not hold on to it. A folder that holds nothing else in
+    the end, as where a check has failed, is taken away again. Raises a UserError as `require_free`."""
+    made = [folder for folder in (run_dir, *run_dir.absolute().parents) if not folder.exists()]
+    with _locked(run_dir, resuming) as lock:
         os.register_at_fork(after_in_child=lock.close)
-        _take(lock, fcntl.LOCK_EX, run_dir)
-        if not resuming:
-            _require_new(run_dir)
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if os.listdir(run_dir) == [LOCK]:
+                    (run_dir / LOCK).unlink()
+                    for folder in made:
+                        folder.rmdir()
 
 
-def _opened_lock(run_dir: Path) -> IO[bytes]:
-    with writable(run_dir):
-        return open_lock(run_dir / LOCK)
+def _locked(run_dir: Path, resuming: bool) -> IO[bytes]:
+    """The lock, taken. A start that is refused takes its new folder away, with a lock that another may have opened."""
+    while True:
+        with writable(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = open_lock(run_dir / LOCK)
+            except FileNotFoundError:
+                continue
+        try:
+            _take(lock, run_dir, LAST_ATTEMPT_S if resuming else 0.0)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                    return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
 
 
-def _take(lock: IO[bytes], how: int, run_dir: Path, patience_s: float = 0.0) -> None:
+def _take(lock: IO[bytes], run_dir: Path, patience_s: float) -> None:
     """flock, or a UserError where another process has it for so long."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return lock_now(lock, how)
+            return lock_now(lock)
         except BlockingIOError as error:
             if (left := deadline - time.monotonic()) <= 0:
                 raise UserError(

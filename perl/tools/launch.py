@@ -27,7 +27,7 @@ with report_errors():  # without the environment, one line
     from perl import device
     from perl.config.files import look_for
     from perl.config.load import parse
-    from perl.runs.rundir import default_run_dir
+    from perl.runs.rundir import default_run_dir, require_free
 
 CONFIG_FOLDER = Path(__file__).parents[2] / "scripts" / "accelerate"
 CONFIGS = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
@@ -38,6 +38,7 @@ def plan(argv: list[str]) -> dict[str, str]:
 
     Raises UserError for whatever perl.train would find before it loads the model.
     """
+    from perl.runs.checkpoints import goes_on
     from perl.training.preflight import check_run
 
     parsed = parse(argv)
@@ -47,6 +48,7 @@ def plan(argv: list[str]) -> dict[str, str]:
     processes = requested_processes(devices)
     config = parsed.build(processes)
     run_dir = values.training.output_dir or default_run_dir(values, devices.kind)
+    require_free(Path(run_dir), goes_on(config.training.resume_from_checkpoint))
     check_run(config, Path(run_dir))
     return {
         "DEVICE": devices.kind,

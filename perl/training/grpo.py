@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perl.adapters import ADAPTERS
+from perl.base.files import SAVING
 from perl.config.load import Config, parse
 from perl.grading import Grader
 from perl.rewards.deadline import RewardDeadline
 from perl.rewards.functions import build_rewards, grade_early, reward_context
 from perl.runs.callbacks import StopOnSignal
-from perl.runs.checkpoints import CRITIC, SAVING
+from perl.runs.checkpoints import CRITIC
 from perl.runs.model_card import write_training_card
 from perl.runs.out_of_memory import explain_out_of_memory
 from perl.runs.run import (
     begin,
+    describe_run,
     fit,
     hide_vllm,
     log_writers,
-    open_run,
     push_result,
     users_error,
 )
@@ -45,44 +46,39 @@ def train(argv: Sequence[str]) -> Path:
     check_processes()
     parsed.require_files()
     config = parsed.build()
-    run_dir = begin(config, parsed)
-    checked = check_run(config, run_dir)
-
-    trainer_class = import_trainer()
-    with (
-        StopOnSignal() as stop,
-        explain_out_of_memory(config) as watch,
-        Grader(deadline_s=config.reward.deadline_s) as grader,
-        open_run(run_dir, config, parsed, checked),
-    ):
-        context = reward_context(config, grader)
-        functions = build_rewards(config.reward.functions, context)
-        rewards = reward_deadline(config).over(config.reward.functions, functions)
-        with users_error("--config"):  # TRL checks combinations of its own arguments
-            trainer = trainer_class(
-                model=load_model(config),
-                args=config.training,
-                train_dataset=checked.dataset,
-                processing_class=checked.tokenizer,
-                reward_funcs=rewards,
-                adapter=ADAPTERS[config.peft.type],
-                adapter_config=language_part(config.peft, checked.tokenizer),
-                noise=config.noise_injection,
-                algorithm=config.algorithm,
-                critic=config.critic,
-                rollout=config.rollout,
-                truncate_prompts_to=config.dataset.max_prompt_length,
-                truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
-                grade_early=grade_early(config.reward.functions, context),
-                validation=open_validation(config, run_dir, checked, grader),
-                write_card=functools.partial(write_training_card, run_dir),
-                on_nonfinite=config.common.on_nonfinite,
-                callbacks=[*log_writers(run_dir), stop],
-            )
-        watch.clock = trainer.clock
-        fit(trainer, run_dir, checked.checkpoint, stop)
-        save_critic(trainer, run_dir)
-        push_result(trainer, run_dir)
+    with StopOnSignal() as stop, begin(config, parsed) as run_dir:
+        checked = check_run(config, run_dir)
+        trainer_class = import_trainer()
+        with explain_out_of_memory(config) as watch, Grader(deadline_s=config.reward.deadline_s) as grader:
+            describe_run(run_dir, config, parsed, checked)
+            context = reward_context(config, grader)
+            functions = build_rewards(config.reward.functions, context)
+            rewards = reward_deadline(config).over(config.reward.functions, functions)
+            with users_error("--config"):  # TRL checks combinations of its own arguments
+                trainer = trainer_class(
+                    model=load_model(config),
+                    args=config.training,
+                    train_dataset=checked.dataset,
+                    processing_class=checked.tokenizer,
+                    reward_funcs=rewards,
+                    adapter=ADAPTERS[config.peft.type],
+                    adapter_config=language_part(config.peft, checked.tokenizer),
+                    noise=config.noise_injection,
+                    algorithm=config.algorithm,
+                    critic=config.critic,
+                    rollout=config.rollout,
+                    truncate_prompts_to=config.dataset.max_prompt_length,
+                    truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
+                    grade_early=grade_early(config.reward.functions, context),
+                    validation=open_validation(config, run_dir, checked, grader),
+                    write_card=functools.partial(write_training_card, run_dir),
+                    on_nonfinite=config.common.on_nonfinite,
+                    callbacks=[*log_writers(run_dir), stop],
+                )
+            watch.clock = trainer.clock
+            fit(trainer, run_dir, checked.checkpoint, stop)
+            save_critic(trainer, run_dir)
+            push_result(trainer, run_dir)
     return run_dir
 
 

@@ -18,9 +18,10 @@ import contextlib
 import functools
 import json
 import logging
+import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +31,7 @@ from transformers import TrainerCallback
 
 from perl import device
 from perl.base.errors import UserError
-from perl.base.files import atomic_write, json_line, read_json, write_json
+from perl.base.files import SAVING, json_line, read_json, write_json
 from perl.base.provenance import Provenance, provenance, text_hash
 from perl.engines.base import Engine, PolicyEngine
 from perl.grading import Grader, rules_hash
@@ -38,7 +39,7 @@ from perl.models import folders
 from perl.prompts import decode
 from perl.records import Completion, Sample, Weights
 from perl.rewards.functions import grade_rows
-from perl.runs.checkpoints import SAVING, put_in_place
+from perl.runs.checkpoints import put_in_place
 from perl.runs.together import failing_together
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import (
@@ -122,8 +123,7 @@ class Validation(TrainerCallback):
         scores = self.metrics(records)
         with failing_together("validation: what it leaves"):
             if self.rank == 0:
-                for each in self.setup.problem_sets:
-                    self.write(step, each, records[each.name], seconds)
+                self.write(step, records, seconds)
         if self.setup.config.save_best and (step > 0 or self.setup.start):  # a new adapter without a step is the base
             with failing_together("validation: what it leaves"):
                 self.keep_best(step, scores, save_adapter)
@@ -168,13 +168,19 @@ class Validation(TrainerCallback):
                 metrics |= metrics_of(self.labels[problem_set.name, source], source_records, problem_set.sampling.n)
         return metrics
 
-    def write(self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float) -> None:
-        """Leave the records where perl/eval.py's readers find them."""
-        folder = self.run_dir / VALIDATION / f"step-{step}" / problem_set.name
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder / SAMPLES) as file:
-            file.writelines(map(json_line, records))
-        write_json(folder / SUMMARY, self.summary(step, problem_set, records, seconds))
+    def write(self, step: int, records: Mapping[str, Sequence[SampleRecord]], seconds: float) -> None:
+        """Leave the records of each dataset where perl/eval.py's readers find them: all, or none."""
+        name = f"step-{step}"
+        folder, made = self.run_dir / VALIDATION / name, self.run_dir / SAVING / name
+        shutil.rmtree(made, ignore_errors=True)  # of a start that was killed before its first log
+        for each in self.setup.problem_sets:
+            (made / each.name).mkdir(parents=True)
+            with (made / each.name / SAMPLES).open("w", encoding="utf-8") as file:
+                file.writelines(map(json_line, records[each.name]))
+            write_json(made / each.name / SUMMARY, self.summary(step, each, records[each.name], seconds))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(exist_ok=True)
+        put_in_place(made, folder)
 
     def summary(self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float) -> Summary:
         setup, sampling = self.setup, asdict(problem_set.sampling)

@@ -68,8 +68,8 @@ def test_two_evaluations_do_not_share_a_folder(tmp_path):
 
 def test_a_lock_that_is_a_link_is_one_line_and_overwrites_nothing(tmp_path):
     (tmp_path / "victim").write_text("mine")
-    (tmp_path / ".lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(UserError, match=r"\.lock is a link; delete it"), locked(tmp_path):
+    (tmp_path / "_lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match=r"_lock is a link; delete it"), locked(tmp_path):
         pass
     assert (tmp_path / "victim").read_text() == "mine"
 

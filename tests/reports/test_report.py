@@ -263,7 +263,7 @@ def test_the_command_writes_where_it_is_told(tmp_path, capsys):
     text = (tmp_path / "own.html").read_text()
     assert "<title>&lt;b&gt;tiny · evaluation</title>" in text
     assert not re.search(r"(?:src|href)=", re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL))
-    assert list(tmp_path.glob("**/.*.partial")) == []
+    assert list(tmp_path.glob("**/*.partial")) == []
 
 
 def test_mistakes_are_one_line(tmp_path):

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from perl.base.errors import UserError
+from perl.base.files import SAVING
 from perl.runs.checkpoints import (
     BEFORE,
     CONTENTS,
-    SAVING,
     check_made,
     find_checkpoint,
     last_whole_checkpoint,
@@ -97,15 +97,16 @@ def test_a_card_with_scores_tears_nothing(tmp_path):
     assert torn(folder) is None
 
 
-def test_what_another_attempt_left_is_not_in_the_way(tmp_path, caplog):
+@pytest.mark.parametrize("saving", [SAVING, ".saving"])  # as 0.12 called it
+def test_what_another_attempt_left_is_not_in_the_way(tmp_path, caplog, saving):
     """Killed while checkpoint-12 was written, and while best/ was replaced; checkpoint-10 has lost a file."""
     checkpoint(tmp_path, 9)
     (checkpoint(tmp_path, 10) / "optimizer.pt").unlink()
     for name in ("checkpoint-12", f"{BEFORE}best"):
-        (tmp_path / SAVING / name).mkdir(parents=True)
-        (tmp_path / SAVING / name / "adapter_model.safetensors").touch()
+        (tmp_path / saving / name).mkdir(parents=True)
+        (tmp_path / saving / name / "adapter_model.safetensors").touch()
     leave_behind(tmp_path, find_checkpoint("auto", tmp_path))
-    assert ".saving/checkpoint-12: the run was ended while it was written: removed" in caplog.text
+    assert f"{saving}/checkpoint-12: the run was ended while it was written: removed" in caplog.text
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*") if path.is_dir()}
     assert found == {"_left_behind/checkpoint-10"}
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "best", "_left_behind"}

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from perl.base.errors import Stopped, UserError
+from perl.base.files import SAVING
 from perl.config.evaluation import EvalConfig
 from perl.config.load import parse
 from perl.engines.hf import HFEngine
@@ -298,7 +299,7 @@ def test_the_best_adapter_is_kept(validated, made):
     assert best["value"] == max(scores.values())
     assert best["step"] == min(step for step, score in scores.items() if score == best["value"])
     assert not (validated / "best" / "training_args.bin").exists()
-    assert not (validated / ".saving").exists()
+    assert not (validated / SAVING).exists()
     (candidate,) = find_candidates([str(validated / "best")])
     assert candidate.step == best["step"]
 
