@@ -43,14 +43,27 @@ class Rule:
 _CURRENCY = r"(?:\\?[$€£¥])?"
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)|\d++)(?:\.\d++)?|(?<!\.)\.\d++"
 _WHOLE_NUMBER = re.compile(rf"(?:-?{_CURRENCY}|{_CURRENCY}-?)(?:{_UNSIGNED})")
-_NUMBER = re.compile(
-    r"(?<![\w^])(?<!\^[-{])(?<!\d[./])"  # not inside a word, an exponent or a fraction
-    rf"((?:(?<![)\]}}])-{_CURRENCY}|\\?[$€£¥]-?|)(?:{_UNSIGNED}))"
-    r"(?!\s*\^|\s*/\s*\d|\d|\.\d|,\d{3})"  # a power or a fraction is more than the number it begins with
-)
 _GROUP = r"[^{}]*+(?:\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}[^{}]*+)*+"  # what braces hold, two further pairs deep
-_TEX_FRACTION = re.compile(
-    rf"\\[dtc]?frac(?:\s*+(?:\d|\{{{_GROUP}\}})){{2}}|\{{[^{{}}\\]*+\\over(?![A-Za-z])[^{{}}]*+\}}"
+_TEX_FRACTION = rf"(?:\\[dtc]?frac(?:\s*+(?:\d|\{{{_GROUP}\}})){{2}}|\{{[^{{}}\\]*+\\over(?![A-Za-z])[^{{}}]*+\}})"
+_BLANK = r"(?:[ \t~]|\\[,;:!])"
+_NUMERAL = rf"(?:-{_CURRENCY}|\\?[$€£¥]-?|)(?:{_UNSIGNED})(?:[eE]-?\d{{1,3}}(?!\w))?+(?!\d|\.\d|,\d{{3}})"
+_MIXED = rf"(?:{_BLANK}?{_TEX_FRACTION}|[ ]\d++[ ]?/[ ]?\d++|[½¼¾⅓⅔])"
+_ROOT = r"(?:\\sqrt|√)[\s{(]*+"
+_OPERATOR = r"(?:[-+*×·⋅÷/±x]|\*\*)"
+# A number, a root or a fraction, with the arithmetic behind it.
+_EXPRESSION = re.compile(
+    rf"""(?:(?<![\w^])(?<!\^[-{{])(?<!\d\.)(?<![)\]}}](?=-))(?P<number>{_NUMERAL})|{_ROOT}{_NUMERAL}[)}}]?+|{_TEX_FRACTION})
+    (?P<more>(?:{_MIXED}|(?:\\?[)\]}}$%])*+(?:
+        [ ]?\^[ ]?[{{(]?-?\d*+[)}}]?+|[²³⁰¹⁴-⁹]
+        # An operator has blanks on both sides or on none: `18** 3` ends bold text, `18 -3` are two numbers.
+        |(?:{_BLANK}++{_OPERATOR}{_BLANK}++|{_OPERATOR}|:|(?<=[\d)}}])(?=[({{√]|\\sqrt)
+          |{_BLANK}*+\\(?:times|cdot|div|pm|[bp]?mod)(?![A-Za-z]){_BLANK}*+)
+         (?:\\?[(\[{{$])*+(?:{_ROOT})?+(?:{_NUMERAL}|{_TEX_FRACTION})
+    ))*+)""",
+    re.VERBOSE,
+)
+_ONE_NUMBER = re.compile(
+    rf"-?(?:\d+{_MIXED}|(?:(?:{_UNSIGNED}){_BLANK}?(?:\\times|\\cdot|[×·⋅*]){_BLANK}?)?10[ ]?\^[ ]?\{{?-?\d{{1,3}}\}}?)"
 )
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 _HEADING = re.compile(r"[*_\s]*+(?:step|part|case|method|question|solution|explanation|note)\b", re.IGNORECASE)
@@ -114,9 +127,9 @@ def _extract_verl_strict(completion: str) -> str | None:
 
 
 def _extract_flexible(completion: str) -> str | None:
-    """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number
-    that is no part of a fraction, else the last fraction in TeX. What stands behind the reasoning in <think></think>
-    is looked at alone where it has a digit.
+    """The number that the last `####` or `\\boxed{}` states, whichever comes later; without one, the last number of
+    the text (_last_number). What stands behind the reasoning in <think></think> is looked at alone where it has a
+    digit.
 
     `#### Step 2` is a heading. What is no form of a number (`20+5`, `5 or 6`) comes whole, and is no number's equal.
     """
@@ -128,10 +141,18 @@ def _extract_flexible(completion: str) -> str | None:
         return _stated_number(markers[-1][1])
     if box and _DIGIT.search(box[1]):
         return _stated_number(box[1])
-    if match := last_match(_NUMBER, _TEX_FRACTION.sub("1/1", text)):  # a fraction is passed over, in TeX as in a/b
-        return match[1]
-    match = last_match(_TEX_FRACTION, text)
-    return match[0] if match else None
+    return _last_number(text)
+
+
+def _last_number(text: str) -> str | None:
+    """The last number of a text that is no operand. `3 1/2` is one number, so are `1e5`, `7 × 10^4`, `$3.50` and `5%`.
+    `4 / 2`, `2^3`, `\\sqrt{2}`, `1/0`, `3-4`, `10-20` and `7:30` are none, but work left standing, a range, a time: a
+    number before them counts. Where no number stands alone the last expression comes whole; 3/4 is a number then."""
+    expressions = list(_EXPRESSION.finditer(text))
+    for expression in reversed(expressions):
+        if expression["number"] and (not expression["more"] or _ONE_NUMBER.fullmatch(expression[0].lstrip("$"))):
+            return expression[0]
+    return expressions[-1][0] if expressions else None
 
 
 def _stated_number(statement: str) -> str:

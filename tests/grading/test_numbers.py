@@ -140,6 +140,36 @@ def test_a_marker_of_gsm8k_is_read_with_the_words_around_its_number(accepted):
     assert accepted("gsm8k", wrong) == []
 
 
+def test_no_operand_of_the_last_expression_is_the_answer(accepted):
+    """Neither its operands nor its value: math-verify is not asked either."""
+    texts = [
+        "4 / 2",
+        "\\sqrt{2}",
+        "2^3",
+        "1/0",
+        "7:30",
+        "3-4",
+        "10-20",
+        "2 + 3",
+        "2 \\times 3",
+        "20 - $5",
+        "2(3)",
+        "20-2",
+    ]
+    golds = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "10", "15", "18", "20", "30", "-1", "-4", "-10", "-20"]
+    assert accepted("gsm8k", [(gold, f"So it is {text}.") for text in texts for gold in golds]) == []
+    forms = [
+        ("3.5", "3 1/2"),
+        ("5", "5%"),
+        ("100000", "1e5"),
+        ("1000000", "1,000,000"),
+        ("3.5", "$3.50"),
+        ("0.5", ".5"),
+    ]
+    right = [(gold, f"So it is {text}.") for gold, text in [*forms, ("-3", "-3"), ("5", "5."), ("0.75", "3/4")]]
+    assert accepted("gsm8k", right) == right
+
+
 def test_a_fraction_is_not_read_by_its_denominator(accepted):
     fractions = [
         "\\frac{4}{2}", "\\frac{36}{2}", "\\frac{4}{ 2 }", "\\frac{4}{2.0}", "\\frac 4 2", "\\frac42", "\\dfrac{4}{2}",
