@@ -10,8 +10,8 @@ from perl.algorithms.ppo import gae
 
 def beyond_greedy(scored: Scored) -> torch.Tensor:
     """The sum of the rewards from a token to the last, less the reward of the greedy completion of its prompt
-    (arXiv 2310.10505, algorithm 1): float32 [rows, tokens]; 0 where either has none. As in verl the KL divergence is
-    in the former alone."""
+    (arXiv 2310.10505, algorithm 1): float32 [rows, tokens]; 0 where either has none. As in verl the policy that samples
+    draws the latter too, here with its noise, and the KL divergence is taken from the former alone."""
     assert scored.baselines is not None
     returns, _ = gae(scored.token_rewards, torch.zeros_like(scored.token_rewards), scored.mask, gamma=1.0, lam=1.0)
     known = scored.rewarded() & ~scored.baselines.isnan()[:, None]

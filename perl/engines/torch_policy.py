@@ -151,7 +151,8 @@ class TorchPolicyEngine(TorchEngine):
     def _complete(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
         if self.plain:
             config = copy.copy(self.generation_config)
-            config.do_sample = config.do_sample and sampling.temperature != 0
+            if sampling.temperature == 0:
+                config.update(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
             return generate_plain(self.model, source, config)
         return super()._complete(source, sampling)
 

@@ -33,8 +33,8 @@ from perl.scoring.results import METRICS, Logged, last_attempt, read_metrics
 NAMES: dict[str, tuple[str, ...]] = {
     "reward": ("critic/score/mean", "critic/rewards/mean"),
     "loss": ("actor/pg_loss",),
-    "reward/max": ("critic/score/max",),
-    "reward/min": ("critic/score/min",),
+    "reward/max": ("critic/score/max", "critic/rewards/max"),
+    "reward/min": ("critic/score/min", "critic/rewards/min"),
     "entropy": ("actor/entropy", "actor/entropy_loss"),
     "kl": ("actor/kl_loss",),
     "approx_kl": ("actor/ppo_kl",),
@@ -46,8 +46,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "advantages/mean": ("critic/advantages/mean",),
     "critic/vf_loss": ("critic/vf_loss",),
     "critic/vf_clipfrac": ("critic/vf_clipfrac",),
+    "critic/vpred_mean": ("critic/vpred_mean",),
     "critic/values_mean": ("critic/values/mean",),
+    "critic/values_max": ("critic/values/max",),
+    "critic/values_min": ("critic/values/min",),
     "critic/returns_mean": ("critic/returns/mean",),
+    "critic/returns_max": ("critic/returns/max",),
+    "critic/returns_min": ("critic/returns/min",),
     "critic/explained_variance": ("critic/vf_explained_var",),
     "critic/grad_norm": ("critic/grad_norm",),
     "advantages/max": ("critic/advantages/max",),
@@ -76,6 +81,8 @@ VERLS = (
     "timing_s/",
 )  # fmt: skip
 """What names begin with that only verl logs."""
+UNIT = re.compile(r"(.+)\((1e[-+]?\d{1,3})\)")
+"""A name with the unit of its values, as verl to 0.2 has: actor/lr(1e-4)."""
 SCORE = "val-core/"
 """What names of scores of validations begin with, verl's and ours."""
 OLD_SCORE = re.compile(r"val/test_score/(.+)|val-core/(.+)/reward/(mean@\d+)")
@@ -159,8 +166,9 @@ def curves(path: Path, kind: str, rows: Iterable[tuple[int, Mapping[str, Any]]],
     before = {score_name(name) for step, row in rows if step == 0 and not row.keys() & KNOWN for name in row}
     for step, row in rows:
         for name, value in row.items():
-            known = number(value)
-            logged.setdefault(score_name(name.removeprefix("train/")), {})[step] = math.nan if known is None else known
+            known, unit = number(value), UNIT.fullmatch(name)
+            value = math.nan if known is None else known * float(unit[2]) if unit else known
+            logged.setdefault(score_name(unit[1] if unit else name.removeprefix("train/")), {})[step] = value
     verl = any(name.startswith(VERLS) for name in logged)
     names = {ours: next((n for n in (ours, *verls) if n in logged), None) for ours, verls in NAMES.items()}
     metrics = {ours: dict(sorted(logged[name].items())) for ours, name in names.items() if name}

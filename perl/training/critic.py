@@ -169,6 +169,7 @@ class Critic:
         losses = losses.masked_fill(~mask, 0.0)
         self.metrics.mean("critic/vf_loss", losses.detach(), mask)
         self.metrics.mean("critic/vf_clipfrac", clipped, mask)
+        self.metrics.mean("critic/vpred_mean", values.detach(), mask)
         return losses.sum() / tokens
 
     def own_group(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

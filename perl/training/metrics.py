@@ -175,12 +175,16 @@ class Metrics:
     def add_returns(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         """Of a generation batch's tokens of `mask`: what a critic said of them, and what it is to learn. Every process
         must come here."""
-        errors, returns = (returns - values)[mask], returns[mask]
-        moments = [values[mask].sum(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+        errors, values, returns = (returns - values)[mask], values[mask], returns[mask]
+        moments = [values.sum(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
         tokens, *sums = self.processes.added_up([float(len(returns)), *torch.stack(moments).tolist()])
         if not tokens:
             return
         value, mean, square, error, squared_error = (each / tokens for each in sums)
+        ends = torch.stack([values, -values, returns, -returns])
+        highest = self.processes.numbers(ends.amax(dim=1).tolist() if len(values) else [-math.inf] * 4).amax(dim=0)
+        for name, end in zip(("values_max", "values_min", "returns_max", "returns_min"), highest.tolist(), strict=True):
+            self.value(f"critic/{name}", -end if name.endswith("min") else end)
         self.values({"critic/values_mean": value, "critic/returns_mean": mean})
         if (variance := square - mean**2) > 1e-12:  # equal returns leave nothing to explain
             self.value("critic/explained_variance", 1.0 - (squared_error - error**2) / variance)

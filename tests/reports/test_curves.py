@@ -4,6 +4,7 @@ verl's console log."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from math import isnan
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from perl.base.errors import UserError
-from perl.reports.curves import read_curves
+from perl.reports.curves import NAMES, read_curves
 from perl.runs.callbacks import MetricsWriter
 from tests.reports.conftest import logged, write_training
 from tests.trainers import make_trainer
@@ -151,6 +152,35 @@ def test_the_log_of_the_ppo_guide():
     assert curves.metrics["loss"] == {1: -0.005, 2: 0.0}
     assert curves.metrics["timing/rollout"] == {1: 21.47, 2: 23.02}
     assert curves.metrics["prompts/min_length"] == {1: 68.0, 2: 70.0}
+    assert curves.metrics["learning_rate"] == pytest.approx({1: 1e-6, 2: 1e-6})  # actor/lr(1e-4):0.010
+    assert curves.metrics["critic/vpred_mean"] == {1: -2.056, 2: 1.038}
+    assert (curves.metrics["critic/values_max"][1], curves.metrics["critic/values_min"][1]) == (9.5, -14.0)
+    assert curves.metrics["critic/returns_max"] == {1: 0.0, 2: 0.0}
+    assert curves.metrics["reward/max"] == {1: 1.0, 2: 0.0}
+    text = (DATA / "verl_ppo_guide.log").read_text()
+    known = {name for verls in NAMES.values() for name in verls}
+    assert set(re.findall(r"- ([\w/]+)", text)) - known == {
+        "timing/values",  # in timing/old_logps here
+        "timing/update_critic",  # policy and critic have one backward here
+        "critic/lr",  # a constant
+    }
+
+
+def test_the_table_of_names_in_docs_verl_is_whole():
+    """Cells such as `critic/advantages/mean, max` name what follows by its last part alone."""
+    page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
+    page = page[page.index("## Metrics") :]
+
+    def names(cell: str) -> set[str]:
+        first, *others = cell.strip().split(", ")
+        return {first, *(each if "/" in each else f"{first.rpartition('/')[0]}/{each}" for each in others)}
+
+    rows = [tuple(map(names, line.strip("|").split(" | "))) for line in page.splitlines() if line.startswith("| ")]
+    for ours, verls in NAMES.items():
+        if ours in verls:
+            assert f"`{ours}`" in page, ours
+        elif verls:
+            assert any(set(verls) <= left and ours in right for left, right in rows), ours
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,14 @@ def test_a_critics_rate_goes_by_what_verl_trains_of_it():
     assert "; of its learning rate 0.0001 is written, 10 times verl's: --learning_rate_factor 1 keeps" in note
 
 
+def test_the_note_on_the_deviation_stands_where_one_divides():
+    divided = {
+        name: any("standard deviation" in note for note in of(None, *GOOD[1:], f"algorithm.adv_estimator={name}").notes)
+        for name in ("grpo", "grpo_passk", "rloo", "remax", "gae")
+    }
+    assert divided == {"grpo": True, "grpo_passk": True, "rloo": False, "remax": False, "gae": False}
+
+
 def test_one_completion_of_a_prompt_without_a_critic():
     one = [word for word in GOOD if "adv_estimator" not in word and "rollout.n=" not in word]
     for name in ("reinforce_plus_plus", "remax"):

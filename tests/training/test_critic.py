@@ -158,7 +158,7 @@ def test_policy_and_critic_learn_and_the_base_stays(tmp_path, generations):
     assert moved <= trained
     assert {name for name in trained if "lora_B" in name or name.startswith("critic.")} <= moved
     logged = [row for row in trainer.state.log_history if "loss" in row]
-    names = {"vf_loss", "values_mean", "returns_mean", "explained_variance", "vf_clipfrac", "grad_norm"}
+    names = {"vf_loss", "values_mean", "returns_mean", "explained_variance", "vf_clipfrac", "grad_norm", "vpred_mean"}
     assert {f"critic/{name}" for name in names} <= logged[0].keys()
     assert logged[0]["critic/values_mean"] == 0.0
     assert logged[0]["critic/returns_mean"] > 0.0

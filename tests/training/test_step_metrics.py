@@ -72,7 +72,11 @@ def test_what_a_critic_said_and_is_to_learn_by_hand():
     made.add_returns(values, values, mask_of([0, 0, 0]))
     assert made.logged == {
         "critic/values_mean": [0.5],
+        "critic/values_max": [1.0],
+        "critic/values_min": [0.0],
         "critic/returns_mean": [2.0],
+        "critic/returns_max": [3.0],
+        "critic/returns_min": [1.0],
         "critic/explained_variance": [0.75],  # errors 1 and 2, returns 1 and 3
     }
     made.add_returns(values, torch.ones(1, 3), mask_of([1, 1, 1]))

@@ -197,12 +197,13 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
             "verl validates by custom_reward_function too; here validation grades by the task of each row's"
             " data_source, and rows of none are refused: leave their file out of data.val_files"
         )
-    notes.append(
-        "the critic is LoRA of its own on the frozen base, with a head that starts at 0, where verl trains a whole"
-        f" model; of its learning rate {_rate(recipe, 'critic.lr', verl.rate_factor(critic=True))}"
-        if verl.has_critic
-        else "advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6"
-    )
+    if verl.has_critic:
+        notes.append(
+            "the critic is LoRA of its own on the frozen base, with a head that starts at 0, where verl trains a whole"
+            f" model; of its learning rate {_rate(recipe, 'critic.lr', verl.rate_factor(critic=True))}"
+        )
+    if recipe.get("training.scale_rewards", ("", ""))[0] == "group":
+        notes.append("advantages are divided by the standard deviation plus 1e-4 (TRL), in verl plus 1e-6")
     if (k := verl.updates_per_rollout) > 1:
         notes.append(
             f"a step of verl is {k} optimizer steps here: save_freq, test_freq and warm-up are {k} times verl's"
