@@ -2,7 +2,7 @@
 
     python -m scripts.pins [--json]
 
-The registry is asked through `pip index versions`, so that pip's configuration (index, proxy, certificates, passwords)
+The registry is asked as `pip index versions` does, so that pip's configuration (index, proxy, certificates, passwords)
 holds. Ascend's files are asked for aarch64 and Python 3.11, whatever runs here.
 """
 
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -117,32 +119,54 @@ def compare(pins: list[Pin]) -> list[Row]:
 
 def offered(name: str, ascend: bool) -> list[Version]:
     """Versions in the registry, pre-releases included, that can be installed here, or on Ascend's platform: there as
-    wheels, unless the package has none.
+    wheels, unless no release of the package has one.
 
     Raises:
         UserError: the registry does not answer.
     """
     if not ascend:
         return _index_versions(name)
-    return _index_versions(name, *AARCH64, "--only-binary=:all:") or _index_versions(name, *AARCH64)
+    wheels = _index_versions(name, *AARCH64, "--only-binary=:all:")
+    released = any(not version.is_prerelease for version in wheels)  # deepspeed: some early wheels, then sources alone
+    return wheels if released else _index_versions(name, *AARCH64)
 
 
 def _index_versions(name: str, *flags: str) -> list[Version]:
-    command = [sys.executable, "-m", "pip", "index", "versions", name, "--pre", "--retries", "1", *flags]
-    command += ["--disable-pip-version-check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if available := re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE):
-        return [Version(version) for version in available[1].split(", ")]
-    if broken := BROKEN.search(done.stderr):
-        why = broken[1] or broken[0]
-        raise UserError(f"pip's package registry does not answer ({why}); look at `pip config list`")
-    if "No module named pip" in done.stderr:
-        raise UserError(f"there is no pip in {sys.prefix}; {sys.executable} -m ensurepip")
+    finder, broken = _finder(*flags)
+    if available := finder.find_all_candidates(name):
+        return [Version(str(candidate.version)) for candidate in available]
+    if broken:
+        raise UserError(f"pip's package registry does not answer ({broken[0]}); look at `pip config list`")
     return []
 
 
+@cache
+def _finder(*flags: str) -> tuple[Any, list[str]]:
+    """What `pip index versions` asks with (its parts, since a process of pip for each package takes minutes), and why
+    connections broke so far."""
+    try:
+        from pip._internal.cli.cmdoptions import make_target_python
+        from pip._internal.commands.index import IndexCommand
+    except ImportError as error:
+        raise UserError(f"there is no pip in {sys.prefix}; {sys.executable} -m ensurepip") from error
+    command = IndexCommand("index", "")
+    options, _ = command.parse_args(["versions", "x", "--pre", "--retries", "1", *flags])
+    broken: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        if found := BROKEN.search(record.getMessage()):
+            broken.append(found[1] or found[0])
+        return False
+
+    logging.getLogger("pip").addHandler(logging.NullHandler())  # its own lines
+    for source in ("pip._vendor.urllib3.connectionpool", "pip._internal.index.collector", "pip._internal.network"):
+        logging.getLogger(source).addFilter(note)
+    session = command._build_session(options)
+    return command._build_package_finder(options, session, make_target_python(options)), broken
+
+
 def _row(pin: Pin, versions: list[Version]) -> Row:
-    candidates = pin.version is not None and Version(pin.version).is_prerelease
+    candidates = Version(pin.version).is_prerelease if pin.version else bool(pin.bounds.prereleases)
     released = [version for version in versions if candidates or not version.is_prerelease]
     within = [version for version in released if version in pin.bounds]
     there = Version(pin.version) in versions if pin.version else bool(within)

@@ -27,7 +27,7 @@ FILES = {
         "torch-2.10.0-cp311-cp311-manylinux_2_28_aarch64.whl",
         "torch-2.15.0-cp311-cp311-manylinux_2_28_x86_64.whl",
     ],
-    "old-style": ["old-style-0.3.tar.gz"],
+    "old-style": ["old-style-0.3.tar.gz", "old_style-0.1.dev1-py3-none-any.whl"],
 }
 
 
@@ -83,7 +83,7 @@ def test_what_has_moved(configured, checkout, capsys):
     assert cells[1:] == [
         ["alpha", "requirements_cpu.txt", "1.0", "1.4", "2.0"],  # pyproject.toml takes 1.x
         ["lost", "requirements_cpu.txt", "1.0", "(not", "offered)", "none", "none"],
-        ["torch-npu", "requirements_npu.txt", "2.10.0.post4", "2.10.0.post7", "2.14.0"],  # built against its torch
+        ["torch-npu", "requirements_npu.txt", "2.10.0.post4", "2.10.0.post4", "2.14.0"],  # vllm-ascend wants this one
         ["gamma", "requirements_npu.txt", "1.1", "(not", "offered)", "1.0", "1.0"],  # there, a wheel goes first
         ["alpha", "pyproject.toml", "<2,>=1", "1.4", "2.0"],
     ]
@@ -118,9 +118,8 @@ def test_every_pin_of_this_repository_is_read():
         "docs/ascend.md",
     }
     assert found["requirements_npu.txt", "torch-npu"].version == "2.10.0.post4"
-    assert "2.10.0.post7" in found["requirements_npu.txt", "torch-npu"].bounds
-    assert "2.11.0" not in found["requirements_npu.txt", "torch-npu"].bounds
-    # vllm-ascend stands in another file, and still bounds what stands in this one.
+    # One environment: vllm-ascend wants this very release, and bounds what stands in the other file too.
+    assert "2.10.0.post7" not in found["requirements_npu.txt", "torch-npu"].bounds
     assert "5.6.0" not in found["requirements_npu.txt", "transformers"].bounds
     assert found["requirements_vllm_cpu.txt", "transformers"].version is None
 
@@ -147,4 +146,11 @@ def test_without_a_network_it_is_one_line():
 
 def test_the_platform_that_is_asked_for_is_ascends(configured):
     assert list(map(str, pins.offered("torch", ascend=True))) == ["2.10.0"]
-    assert list(map(str, pins.offered("old-style", ascend=True))) == ["0.3"]
+    assert "0.3" in map(str, pins.offered("old-style", ascend=True))  # its wheel is no release
+
+
+def test_bounds_that_name_a_pre_release_take_one(configured, checkout, capsys):
+    (checkout / "pyproject.toml").write_text('[project]\nname = "x"\ndependencies = ["beta>=3.1rc1"]\n')
+    pins.show_versions(checkout, as_json=True)
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["where"] == "pyproject.toml")
+    assert (row["newest_within_bounds"], row["offered"], row["moved"]) == ("3.1rc1", True, False)
