@@ -80,10 +80,12 @@ def encode(
     from jinja2 import TemplateError
 
     chat = filled(messages, images) if images else list(messages)
+    # The tokenizer's own warning of a long text says of rows that are dropped for their length that they would fail.
+    quiet: dict[str, Any] = {} if hasattr(tokenizer, "image_processor") else {"tokenizer_kwargs": {"verbose": False}}
     try:
         with _limited(TEMPLATE_LIMIT_S):
             ids: Any = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=True, return_dict=False, **(template_kwargs or {})
+                chat, add_generation_prompt=True, tokenize=True, return_dict=False, **quiet, **(template_kwargs or {})
             )
     except TimeoutError as error:
         raise UserError(

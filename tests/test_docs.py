@@ -129,6 +129,16 @@ def test_links_into_pages_find_their_heading(page):
         assert anchor in anchors(page.parent / file if file else page), anchor
 
 
+@pytest.mark.parametrize("page", [chinese for _, chinese in PAIRS], ids=name)
+def test_the_chinese_pages_have_one_word_for_one_thing(page):
+    """The glossary's: none of those that it forbids, outside of code, paths and the glossary itself."""
+    text = re.sub(r"```[\s\S]*?```|`[^`]*`", "", page.read_text(encoding="utf-8"))
+    text = re.sub(r"^\|.*\| 不写 \|\n(?:\|.*\n)*", "", text, flags=re.MULTILINE)
+    text = re.sub(r"[\w-]*[./][\w./-]*|--\w+", "", text, flags=re.ASCII)
+    forbidden = [word for row in table_with(ROOT / "CONTRIBUTING_zh.md", "不写") for word in row[2].split("、")]
+    assert [word for word in forbidden if word in text] == []
+
+
 @pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=name)
 def test_a_chinese_page_leads_to_chinese_pages_where_there_are_any(english, chinese):
     """But for the one link to its own other half."""

@@ -41,7 +41,9 @@ def find_files(values: Namespace, flags: Namespace, recipe: Namespace, path: str
     """
     found: list[str] = []
     missing: list[str] = []
-    for field in FIELDS if path is not None else ():
+    if path is None:
+        return found, missing
+    for field in FIELDS:
         if field not in recipe or field in flags or values[field] is None:
             continue
         where = f"the recipe's {field}"

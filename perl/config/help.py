@@ -67,7 +67,7 @@ def add_help(parser: Parser, groups: Iterable[str]) -> None:
         def __call__(self, parser, namespace, values, option_string=None):
             if values != ALL:
                 of_group = {name: "" for name in _by_field(parser) if name.startswith(f"{values}.")}
-                _leave(parser, {values: of_group} if values else MOST_USED)
+                _leave(parser, {str(values): of_group} if values else MOST_USED)
             parser.usage = f"{parser.prog} [--recipe FILE] [--config.GROUP.FIELD VALUE …]"
             parser.epilog = f"--help {ALL} lists every flag, --help GROUP those of a group: {', '.join(names)}."
             parser.print_help()
@@ -80,7 +80,7 @@ def add_help(parser: Parser, groups: Iterable[str]) -> None:
     )
 
 
-def _leave(parser: Parser, parts: Mapping[str, Mapping[str, str]]) -> None:
+def _leave(parser: argparse.ArgumentParser, parts: Mapping[str, Mapping[str, str]]) -> None:
     """Of the parser's flags only those of `parts`: title -> field -> help ("": the flag's own). For a process that ends
     behind it."""
     actions = _by_field(parser)
@@ -95,5 +95,5 @@ def _leave(parser: Parser, parts: Mapping[str, Mapping[str, str]]) -> None:
             group._group_actions.append(action)
 
 
-def _by_field(parser: Parser) -> dict[str, argparse.Action]:
+def _by_field(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {action.dest.removeprefix("config."): action for action in parser._actions}

@@ -25,7 +25,9 @@ SHOWN = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", help=f"what to prepare: {', '.join(TASKS)}")
-    parser.add_argument("--local_save_dir", required=True, help="folder to write train.parquet and test.parquet to")
+    parser.add_argument(
+        "--local_save_dir", "--local_dir", required=True, help="folder to write train.parquet and test.parquet to"
+    )
     parser.add_argument(
         "--source", nargs="+", default=[], help="local files or folders to read instead of the hub; a file's name says"
         " whether it is train or test where the task has both"

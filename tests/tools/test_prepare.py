@@ -185,3 +185,9 @@ def test_svamp_is_graded_by_its_name_after_preparation(tmp_path):
     test = load_problems(str(tmp_path), "test")
     assert (len(test), {problem.task for problem in test}, test[0].gold) == (300, {"svamp"}, "9")
     assert build_messages(train[0], TASKS["svamp"].style)[-1]["content"].endswith('final answer after "####".')
+
+
+def test_verls_older_name_of_the_folder(tmp_path):
+    source = write(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    assert run("gsm8k", "--local_dir", str(tmp_path / "out"), "--source", source) == 0
+    assert (tmp_path / "out" / "train.parquet").is_file()

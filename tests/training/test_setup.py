@@ -117,3 +117,19 @@ def test_a_chat_template_that_never_ends_is_one_line_and_leaves_the_timer(monkey
         encode(tiny_tokenizer(endless), [{"role": "user", "content": "1"}])
     assert encode(tiny_tokenizer(), [{"role": "user", "content": "1"}])
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == (before, (0.0, 0.0))
+
+
+def test_the_tokenizer_says_nothing_of_rows_that_are_dropped(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(
+        "transformers.tokenization_utils_base.logger.warning", lambda text, *args, **kwargs: said.append(text)
+    )
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "1 + 1? " * 40, "answer": "#### 2"}]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 100
+    config = DatasetConfig(dataset_name_or_path=str(tmp_path / "sums.jsonl"), max_prompt_length=100)
+    assert len(build_dataset(config, tokenizer)) == 1
+    assert said == []
+    tokenizer(rows[1]["question"])
+    assert ["Token indices" in text for text in said] == [True]
