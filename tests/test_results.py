@@ -6,11 +6,13 @@ import errno
 import fcntl
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.base.files import atomic_write, open_lock, read_json, write_json
 from perl.evaluation.store import locked
@@ -20,7 +22,7 @@ from perl.reports.training_run import read_training_run
 from perl.runs.rundir import held
 from perl.scoring.results import read_metrics, read_samples
 from perl.tools.stages import alone
-from tests.results import record
+from tests.results import record, summary
 
 
 def line(key: str, **changes) -> bytes:
@@ -128,6 +130,45 @@ def test_what_processes_at_work_hold_in_a_folder_is_no_result_and_no_side_file(t
     assert list(find(tmp_path / "run", is_result_dir)) == [tmp_path / "run" / "_mine"]
     copy_side_files(tmp_path / "run", tmp_path / "copy")
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["_mine"]
+
+
+def test_a_file_keeps_the_mode_that_its_owner_gave_it(tmp_path):
+    (tmp_path / "row").touch(mode=0o600)
+    (tmp_path / "link").symlink_to(tmp_path / "row")
+    for name in ("row", "link"):
+        with atomic_write(tmp_path / name) as file:
+            file.write("A")
+    assert stat.S_IMODE((tmp_path / "row").stat().st_mode) == 0o600
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert (tmp_path / "link").stat().st_mode == plain.stat().st_mode  # not that of what a link leads to
+
+
+VERL = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
+
+
+def test_a_link_that_the_user_names_is_written_through_and_one_that_lies_there_is_not(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"gold": "3", "output": "#### 3"}\n')
+    (tmp_path / "others" / "sums").mkdir(parents=True)
+    (tmp_path / "others" / "sums" / "samples.jsonl").write_bytes(line("a"))
+    write_json(tmp_path / "others" / "sums" / "summary.json", summary([record("a")], 1))
+    kept = tmp_path / "kept"
+    for link in ("mine.jsonl", "mine.html", "others/report.html", "from_verl.yaml", "mine.yaml"):
+        kept.mkdir(exist_ok=True)
+        (kept / Path(link).name).write_text("kept")
+        (tmp_path / link).symlink_to(kept / Path(link).name)
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ["grade", "--task", "gsm8k", "--input", "rows.jsonl", "--output", "mine.jsonl"],
+        ["report", "others", "--output", "mine.html"],
+        ["report", "others"],
+        ["from-verl", "--output", "mine.yaml", VERL],
+        ["from-verl", VERL],
+    ):
+        assert main(words) == 0, capsys.readouterr().err
+    named = {path.name for path in kept.iterdir() if path.read_text() != "kept"}
+    assert named == {"mine.jsonl", "mine.html", "mine.yaml"}
+    assert {path.name for path in tmp_path.rglob("*") if path.is_symlink()} == named
 
 
 def test_a_file_has_the_mode_that_the_umask_gives_and_a_lock_keeps_its_content(tmp_path):

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -83,8 +84,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "strict") -> Iterator[IO[Any]]:
     """Open a file that takes the place of `file` when the block ends: whoever reads, finds the old content or the new
-    one, whole. An exception leaves the old one; what a killed writer of `file` left is removed after STALE_S. Text is
-    UTF-8, `errors` as for `open`. Raises OSError."""
+    one, whole, with the old one's mode. An exception leaves the old one; what a killed writer of `file` left is removed
+    after STALE_S. A link in the place of `file` is replaced, unless `target` has followed it. Text is UTF-8, `errors`
+    as for `open`. Raises OSError."""
     text: dict[str, Any] = {} if mode == "wb" else {"encoding": "utf-8", "errors": errors}
     if file.exists() and not file.is_file():  # /dev/null or a pipe, which no file may take the place of
         with file.open(mode, **text) as handle:
@@ -95,13 +97,28 @@ def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "stri
         with os.fdopen(descriptor, mode, **text) as handle:
             yield handle
             handle.flush()
-            os.fchmod(descriptor, 0o666 & ~UMASK)
+            os.fchmod(descriptor, _mode(file))
             os.fsync(descriptor)
         os.replace(temporary, file)
         _remove_stale(file)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _mode(file: Path) -> int:
+    """Of the permissions those that `file` has, or that a new one gets."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(mode := os.lstat(file).st_mode):
+            return mode & 0o777
+    return 0o666 & ~UMASK
+
+
+def target(named: Path) -> Path:
+    """Where a file goes that the user has named on the command line: what a link there leads to."""
+    # As with the shell's >. A name that we give ourselves is not followed: in a folder of results, which may come from
+    # others, a link of that name could lead to any file of the user's.
+    return Path(os.path.realpath(named)) if named.is_symlink() else named
 
 
 def _open_lock(path: str, _: int) -> int:

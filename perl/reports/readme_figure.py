@@ -10,6 +10,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from perl.base.errors import UserError
+from perl.base.files import atomic_write
 from perl.reports import figures
 from perl.reports.figures import Figure
 from perl.reports.page import asset
@@ -44,7 +45,8 @@ def write_figure(material: Material, file: Path) -> list[Path]:
     for scheme, palette in palettes().items():
         path = file.with_name(f"{file.stem}_{scheme}.svg")
         try:
-            path.write_text(alone([reward, scores], palette) + "\n", encoding="utf-8")
+            with atomic_write(path) as svg:
+                svg.write(alone([reward, scores], palette) + "\n")
         except OSError as error:
             raise UserError(f"--figure {path}: {error.strerror}; write another file") from error
         written.append(path)

@@ -90,7 +90,6 @@ def load(
     except UnpicklingError as error:
         raise UserError(f"{file}: {NOT_DATA}") from error
     run, rollout = state["run"], state["rollout"]
-    run |= run.pop("engine", {})  # where checkpoints that 0.13 wrote at first have "merging"
     if state["processes"] != processes:
         run = {name: run[name] for name in OF_ALL if name in run}
     if rollout is not None and rollout["buffered_inputs"] is None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from perl.base.errors import UserError
-from perl.base.files import write_json
+from perl.base.files import target, write_json
 from perl.base.paths import user_path
 from perl.evaluation.compare import compare, print_comparison
 from perl.reports.agreement import LIMITS, Comparison, Runs, compare_runs, limit_in_words
@@ -94,7 +94,7 @@ def compare_trainings(args: argparse.Namespace, paths: dict[str, list[Path]]) ->
     if window < 1:
         raise UserError(f"--window {window}: write 1 or more steps")
     comparison = compare_runs(runs, limits, window)
-    page = write_agreement(comparison, runs, user_path(args.output)) if args.output else None
+    page = write_agreement(comparison, runs, target(user_path(args.output))) if args.output else None
     if args.json:
         sources = {
             side: [{"source": str(run.source), "format": run.format, "updates": run.updates} for run in runs[side]]

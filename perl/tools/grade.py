@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perl.base.errors import UserError, lookup
-from perl.base.files import atomic_write
+from perl.base.files import atomic_write, target
 from perl.base.paths import user_path
 from perl.grading import Grader
 from perl.records import Grade
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--deadline_s {args.deadline_s:g}: write a number of seconds from 0")
     reasons: Counter[str] = Counter()
     # A lone surrogate, which json may hold and UTF-8 may not, is written as the escape it came as.
-    with Grader(args.deadline_s) as grader, atomic_write(output, errors="backslashreplace") as lines:
+    with Grader(args.deadline_s) as grader, atomic_write(target(output), errors="backslashreplace") as lines:
         for row, grade in graded_rows(source, task, grader):
             reasons[grade.reason] += 1
             lines.write(json.dumps(row | grade.as_dict(), ensure_ascii=False, default=_plain) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from perl.base.files import typed
+from perl.base.files import target, typed
 from perl.base.paths import user_path
 from perl.evaluation.compare import compare
 from perl.reports.comparisons import Comparison
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.figure:
         for file in write_figure(material, user_path(args.figure)):
             print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
-    write_page(material, output)
+    write_page(material, target(output) if args.output else output)
     print(f"{output}: {output.stat().st_size / 1e3:,.0f} kB, needs no network")
     return 0
 

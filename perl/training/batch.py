@@ -136,8 +136,6 @@ class MicroBatch:
     @classmethod
     def restored(cls, state: dict[str, Any]) -> MicroBatch:
         """What `state` was of. A UserError for what a version before 0.13 has left."""
-        if "takes_part" in state:  # as checkpoints call it that 0.13 wrote at first
-            state = {"padding" if name == "takes_part" else name: value for name, value in state.items()}
         if "padding" not in state:
             raise UserError(
                 "--config.training.resume_from_checkpoint: the checkpoint holds rollouts of a version before 0.13;"

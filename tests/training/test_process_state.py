@@ -11,10 +11,10 @@ NOW = {"gradient_accumulation_steps": 2, "num_iterations": 1}
 RUN = {"total_loss": 1.5, "tokens": 7, "skipped": 2, "in_a_row": 1, "entropy": [0.1, 2.0], "loss": torch.tensor(0.5)}
 
 
-def write(folder, processes, buffered, run=RUN):
+def write(folder, processes, buffered):
     for rank in range(processes):
         rollout = RolloutState(step=3, buffered_inputs=buffered, settings=NOW)
-        process_state.save(folder, rank, processes, ProcessState(run=run, rollout=rollout))
+        process_state.save(folder, rank, processes, ProcessState(run=RUN, rollout=rollout))
 
 
 def test_what_was_saved_comes_back(tmp_path):
@@ -42,14 +42,6 @@ def test_another_number_of_processes(tmp_path, processes):
     for rank in range(processes):
         with pytest.raises(UserError, match=f"in the middle of a generation window, with 2 processes, now {processes}"):
             process_state.load(tmp_path, rank, processes, NOW)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("engine", [{"merging": True}, {}])
-def test_whether_rollouts_merge_is_also_read_where_it_stood_with_their_engine(tmp_path, processes, engine):
-    """vLLM's had nothing to say."""
-    write(tmp_path, 2, None, {"tokens": 7, "engine": engine})
-    assert process_state.load(tmp_path, 0, processes, NOW).run == {"tokens": 7, **engine}
 
 
 def test_other_settings(tmp_path):

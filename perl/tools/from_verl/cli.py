@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import yaml
 
 from perl.base.errors import EXIT_USER_ERROR, UserError
-from perl.base.files import atomic_write
+from perl.base.files import atomic_write, target
 from perl.base.redact import hide
 from perl.tools.from_verl.handlers import NOISE_RULES
 from perl.tools.from_verl.outcomes import Choices
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     )
     command = launch_command(result, recipe)
     if not result.refused:
-        _write(recipe, result, source)
+        _write(target(recipe) if args.output else recipe, result, source)
     if args.json:
         print(hide(json.dumps(as_json(result, command), ensure_ascii=False, default=str)))
     else:
