@@ -504,7 +504,7 @@ Way = Callable[[Script], None]
 def _fork(script: Script, node: Node, undecided: Undecided, ways: Sequence[Way]) -> None:
     """Follow each way that a condition may lead, as only a run decides which. One that ends the script does not train,
     and is left out."""
-    script.spend(node.end_byte - node.start_byte + sum(len(value) for value in script.variables.values()))
+    script.spend(node.end_byte - node.start_byte + sum(STEP + len(value) for value in script.variables.values()))
     taken, ends = [], []
     for way in ways:
         branch = replace(
