@@ -119,6 +119,11 @@ SCRIPTS = {
         "".join(f"f{i}() {{ {f'f{i + 1}; ' * 10} }}\n" for i in range(15)) + f"f0\n{COMMAND}\n",
         ENDLESS,
     ),
+    "functions that call functions in each branch": (
+        "".join(f"f{i}() {{ if [ -f x ]; then f{i + 1}; else f{i + 1}; fi; }}\n" for i in range(18))
+        + f"f0\n{COMMAND}\n",
+        ENDLESS,
+    ),
     "a text put into itself": (f"A={'a' * 60000}\nB=${{A//a/{'b' * 60000}}}\n{COMMAND}\n", ENDLESS),
     "a long pattern": (f"A={'a' * 99999}\nB=${{A##*a*a*b}}\n{COMMAND}\n", ENDLESS),
     "powers of powers": ("x=9\n" + "x=$((x**64))\n" * 4 + f"{COMMAND} data.seed=$x\n", "$((x**64)) cannot be computed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -14,10 +15,13 @@ import yaml
 
 from perl.base.errors import EXIT_USER_ERROR, UserError
 from perl.base.files import atomic_write, target
+from perl.base.paths import user_path
 from perl.base.redact import hide
+from perl.tools.from_verl.batch import N
 from perl.tools.from_verl.handlers import NOISE_RULES
 from perl.tools.from_verl.outcomes import Choices
 from perl.tools.from_verl.overrides import read_command
+from perl.tools.from_verl.shell import NAME_AND_VALUE
 from perl.tools.from_verl.translate import Translation, translate
 
 ROOT = Path(__file__).parents[3]
@@ -38,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", default=None, help="recipe to write (from_verl.yaml, or the file's name + _perl.yaml)"
     )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script, as DEVICE=npu; it"
+        " goes before the environment's, and stands in for what only a run would show; repeatable"
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the lists as one line of JSON")
     parser.add_argument("--run", action="store_true", help="start the training")
     parser.add_argument(
@@ -68,20 +76,29 @@ def run(args: argparse.Namespace) -> int:
     if args.learning_rate_factor is not None and not args.learning_rate_factor > 0:
         raise UserError(f"--learning_rate_factor {args.learning_rate_factor}: give a number above 0")
     choices = Choices(args.engine, args.noise_rule, args.num_processes, args.learning_rate_factor, args.full)
-    result = translate(read_command(source, words), choices)
     recipe = (
         Path(args.output) if args.output else Path(f"{Path(source).stem}_perl.yaml" if source else "from_verl.yaml")
     )
+    try:
+        result = translate(read_command(source, words, _settings(args.set)), choices)
+        if not result.refused:
+            _write(target(recipe) if args.output else recipe, result, source)
+    except UserError as error:
+        if args.json:
+            _print_json(as_json(Translation(), "") | {"refusals": [_refusal(source, "", str(error))]})
+        raise
     command = launch_command(result, recipe)
-    if not result.refused:
-        _write(target(recipe) if args.output else recipe, result, source)
     if args.json:
-        print(hide(json.dumps(as_json(result, command), ensure_ascii=False, default=str)))
+        refusals = [_refusal(source, key, why) for key, why in result.refused.items()]
+        _print_json(as_json(result, command) | {"refusals": refusals})
     else:
         print(hide(as_text(result, recipe, command)))
     if result.refused:
         # What the user wrote goes first: what is missing besides may come of the same mistake, and stands in the list.
-        written = {key: why for key, why in result.refused.items() if key in result.values}
+        # Where the batch of a fragment does not divide, what it lacks goes first.
+        written = {key: why for key, why in result.refused.items() if key in result.values and key != result.follows}
+        if result.follows:
+            written = {N: result.refused[N]} | written
         for key, why in (written or result.refused).items():
             print(hide(f"error: {_setting(result, key)}: {why}"), file=sys.stderr)
         return EXIT_USER_ERROR
@@ -99,6 +116,14 @@ def _source(words: list[str]) -> tuple[str | None, list[str]]:
         what = "a folder" if Path(first).is_dir() else "no such file"
         raise UserError(f"{first}: {what}; give a script (.sh), a configuration (.yaml), or -- KEY=VALUE …")
     return None, words
+
+
+def _settings(words: list[str]) -> dict[str, str]:
+    """The variables that --set gives."""
+    for word in words:
+        if not NAME_AND_VALUE.match(word):
+            raise UserError(f"--set {word.partition('=')[0]}: write --set NAME=VALUE, such as --set DEVICE=npu")
+    return dict(word.split("=", 1) for word in words)
 
 
 # What is written
@@ -169,6 +194,29 @@ def _start(result: Translation, recipe: Path) -> NoReturn:
 
 
 # What is printed
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    print(hide(json.dumps(found, ensure_ascii=False, default=str)))
+
+
+def _refusal(source: str | None, key: str, why: str) -> dict[str, Any]:
+    """Where a refusal comes from: the line that it names, or else that of its key in the script."""
+    line = None
+    if source is not None:
+        name = re.escape(source)
+        named = re.search(rf"(?:{name}|{re.escape(str(user_path(source)))}):(\d+)", why)
+        line = int(named[1]) if named else _line_of(Path(user_path(source)), key)
+    return {"file": source, "line": line, "key": key, "reason": why}
+
+
+def _line_of(file: Path, key: str) -> int | None:
+    """The last line of a script that sets a key, outside of its comments; None where there is none."""
+    if not key or file.suffix not in (".sh", ".bash"):
+        return None
+    setting = re.compile(rf"^(?!\s*#).*(?<![\w.]){re.escape(key)}=")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return max((number for number, line in enumerate(lines, 1) if setting.match(line)), default=None)
 
 
 def as_json(result: Translation, command: str) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import copy
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +45,11 @@ OPTIONS = {
     "-cd": "--config-path",
 }
 """Hydra's options that say where keys come from; the others do not train."""
+REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.-]+)\s*\}")
+"""A key that a value names, seen from the group of the value where dots stand before it."""
+NESTED = re.compile(r"\$\{[^{}:]*\$\{")
+MOST_STEPS = 100
+"""From a key to one that names none."""
 LARGEST_FILE = 1 << 18
 """Bytes of a YAML file: a multiple of verl's own configuration, read in seconds."""
 MOST_CHARACTERS = 1 << 14
@@ -67,8 +72,10 @@ class Command:
     config: DictConfig
     read: dict[str, str]
     """Options and sections of Hydra -> what was made of them."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str | Unreadable] = field(default_factory=dict)
     before: str = ""
+    notes: list[str] = field(default_factory=list)
+    """What was left out or put right, one line each."""
 
     def value(self, key: str) -> Any:
         """The value of a key after interpolation, as plain Python; None where it is missing.
@@ -78,21 +85,58 @@ class Command:
         """
         if isinstance(self.given.get(key), Unreadable):
             return self.given[key]
+        self._cost(key)
         try:
             selected = OmegaConf.select(self.config, key)
             return OmegaConf.to_container(selected, resolve=True) if OmegaConf.is_config(selected) else selected
-        except (OmegaConfBaseException, ValueError) as error:
+        except (OmegaConfBaseException, ValueError, RecursionError) as error:
             text = str(error).strip().splitlines()[0]
             raise UserError(f"{key}={self.given.get(key)}: {text}; give the value itself") from error
 
+    @cached_property
+    def _plain(self) -> dict[str, Any]:
+        """The configuration with its interpolations as they are written."""
+        return cast(dict[str, Any], OmegaConf.to_container(self.config, resolve=False))
 
-def read_command(source: str | None, words: Sequence[str]) -> Command:
+    @cached_property
+    def _costs(self) -> dict[str, int]:
+        """Key -> what resolving it costs, for those of which it is known; 0 while it is computed."""
+        return {}
+
+    def _cost(self, key: str, depth: int = 0) -> int:
+        """What resolving a key costs: its characters and, each time again, those of the keys that it names.
+
+        Raises:
+            UserError: more than MOST_CHARACTERS, as where each of a chain of keys names the next one twice.
+        """
+        if key in self._costs:
+            return self._costs[key]
+        self._costs[key] = cost = 0
+        value: Any = self._plain
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else value
+        for leaf, text in ((leaf, str(value)) for leaf, value in leaves(value, key)):
+            cost += len(text)
+            for dots, name in REFERENCE.findall(text):
+                base = leaf.split(".")[: -len(dots)] if dots else []
+                cost += 1 + self._cost(".".join([*base, name]), depth + 1)
+            if cost > MOST_CHARACTERS or depth > MOST_STEPS or NESTED.search(text):
+                why = "its interpolations nest" if NESTED.search(text) else "its interpolations grow without end"
+                raise UserError(f"{leaf}={text:.80}: {why}; give the value itself")
+        self._costs[key] = cost
+        return cost
+
+
+def read_command(source: str | None, words: Sequence[str], settings: Mapping[str, str] | None = None) -> Command:
     """Read a script, a YAML file, or a command line.
 
     Args:
         source: path of a script (.sh) or of a configuration (.yaml); None where `words` hold the whole command.
         words: KEY=VALUE, or a whole command line; with a source they go before what it says.
+        settings: variables of the script, before those of the environment.
     """
+    if settings and (source is None or Path(source).suffix in (".yaml", ".yml")):
+        raise UserError("--set: only a script has variables; write KEY=VALUE behind --")
     if source is None:
         return _compose(*_of_words(words), [], Path.cwd())
     path = user_path(source)
@@ -101,7 +145,7 @@ def read_command(source: str | None, words: Sequence[str]) -> Command:
     if path.suffix in (".yaml", ".yml"):
         script = Script(place=str(path), variables=dict(os.environ))
         return _compose(Launch(MODULE, [], {}, "", str(path)), script, words, path.parent, path)
-    return _compose(*read_script(path, os.environ), words, path.parent)
+    return _compose(*read_script(path, os.environ, settings), words, path.parent)
 
 
 def _of_words(words: Sequence[str]) -> tuple[Launch, Script]:
@@ -118,7 +162,11 @@ def _compose(launch: Launch, script: Script, extra: Sequence[str], folder: Path,
     overrides, options = _split_options(launch, script)
     if sum(map(len, (*overrides, *extra))) > MOST_CHARACTERS:
         raise UserError(f"{launch.place}: settings of more than {MOST_CHARACTERS:,} characters; write them to a .yaml")
-    command = Command({}, copy.deepcopy(_defaults()), {}, dict(launch.environment), launch.before)
+    command = Command({}, copy.deepcopy(_defaults()), {}, before=launch.before)
+    command.notes += script.notes
+    for name, value in launch.environment.items():
+        why = script.reasons_in(value)
+        command.environment[name] = Unreadable(why[0]) if why else value
     if "main_dapo" in launch.module:
         _add_base(command, "dapo_trainer")
     if file is not None:
@@ -242,11 +290,18 @@ def leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _add_override(command: Command, script: Script, word: str, place: str) -> None:
+    if word.strip() in ("{", "}"):
+        return command.notes.append(f"{place}: a stray {word.strip()} is left out")
     unknown = script.reasons_in(word)
     if unknown and UNKNOWN.search(word.partition("=")[0]):
         raise UserError(f"{unknown[0]}; a whole KEY=VALUE depends on it")
     try:
-        override = PARSER.parse_override(UNKNOWN.sub("unknown", word))
+        try:
+            override = PARSER.parse_override(UNKNOWN.sub("unknown", word))
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError):
+            if (readable := _put_right(command, word, place)) is None:
+                raise
+            override = PARSER.parse_override(UNKNOWN.sub("unknown", readable))
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise UserError(f"{place}: {UNKNOWN.sub('?', word)!r:.200}: {_hint(word, error)}") from error
     key = str(override.key_or_group) + (f"@{override.package}" if override.package is not None else "")
@@ -268,6 +323,19 @@ def _add_override(command: Command, script: Script, word: str, place: str) -> No
     return None
 
 
+def _put_right(command: Command, word: str, place: str) -> str | None:
+    """A setting that Hydra cannot read because of a placeholder or a brace too many, without them; None for others."""
+    key, equals, value = word.partition("=")
+    if equals and re.search(r"<[A-Za-z][\w -]*>", value) and not set("'\"\\") & set(value):
+        return f"{key}='{value}'"
+    brace = next((b for b, other in ("}{", "{}") if value.count(b) == value.count(other) + 1), None)
+    if brace is None or "${" in value.replace("}", "", value.count("}") * (brace == "}")):
+        return None
+    at = value.rindex("}") if brace == "}" else value.index("{")
+    command.notes.append(f"{place}: {key}: a stray {brace} is left out")
+    return f"{key}={value[:at]}{value[at + 1 :]}"
+
+
 def _hint(word: str, error: Exception) -> str:
     if not word.strip():
         return "an empty word; a variable in quotes may be empty: leave its quotes out"
@@ -286,6 +354,13 @@ def _set(command: Command, key: str, value: Any, place: str) -> None:
     if not key:
         return
     group = key.rpartition(".")[0]
+    if isinstance(value, str) and "." not in key and OmegaConf.is_dict(OmegaConf.select(command.config, key)):
+        _forget_below(command, key)
+        command.given[key] = _chosen(key, value)
+        return
+    if "." not in group and isinstance(chosen := command.given.get(group), str):
+        command.given[group] = _chosen(group, chosen)
+        OmegaConf.update(command.config, group, {}, force_add=True)
     if group and (above := OmegaConf.select(command.config, group)) is not None and not OmegaConf.is_dict(above):
         raise UserError(f"{place}: {key}: {group} is a setting, not a group of settings")
     try:
@@ -294,6 +369,10 @@ def _set(command: Command, key: str, value: Any, place: str) -> None:
         raise UserError(f"{place}: {key}: {str(error).splitlines()[0]}") from error
     _forget_below(command, key)
     command.given[key] = value
+
+
+def _chosen(group: str, name: str) -> Unreadable:
+    return Unreadable(f"it chooses {name}, a file of verl's for the group {group}; write its keys")
 
 
 def _remove(command: Command, key: str) -> None:

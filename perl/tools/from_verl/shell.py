@@ -1,30 +1,34 @@
 """The training command that a shell script would run, found without running anything.
 
 tree-sitter's grammar of bash makes a tree of the script, and `Script` follows it: assignments, arrays, arithmetic,
-conditions that are decided by what is known, functions. What only a run could tell (the output of a command, a
-variable that nobody has set) becomes an *unknown*: a mark inside the text that says where it comes from. It does no
-harm until something that matters is made of it (`reasons_in`). So does a construct that is not read here.
+conditions, functions. What only a run could tell (the output of a command, a variable that nobody has set) becomes an
+*unknown*: a mark inside the text that says where it comes from. It does no harm until something that matters is made
+of it (`reasons_in`). So does a construct that is not read here. Where a condition depends on an unknown, each of its
+branches is followed, and what they disagree on is unknown (`_fork`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
+import glob
 import math
 import operator
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from perl.base.errors import UserError
+from perl.base.errors import UserError, nearest
 
-TRAINERS = ("main_ppo", "main_dapo")
+TRAINERS = ("main_ppo", "main_ppo_sync", "main_dapo")
 """Last parts of the modules (or files) that train: verl.trainer.main_ppo, recipe.dapo.main_dapo."""
 OTHER_PROGRAMS = re.compile(r"^(verl|recipe)[./].*(trainer|main_)")
 LOOKS_LIKE_KEY = re.compile(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+=")
@@ -35,6 +39,8 @@ UNKNOWN = re.compile(f"\ue000{MARK}:(\\d+)\ue001")
 """What stands in a text for an unknown; no script can hold it, as each process draws its own."""
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
 SHELL = re.compile(r"^(.*/)?(ba|z)?sh$")
+PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[\w./-]*)(?=[\s\\;]|$)")
+"""KEY=<path>, which a shell would take for redirections."""
 WHOLE = re.compile(r"\d{1,18}", re.ASCII)
 MOST_TURNS = 1000
 MOST_BYTES = 1 << 18
@@ -42,6 +48,22 @@ MOST_BYTES = 1 << 18
 BUDGET = 10_000_000
 """What following a script may cost: characters that are looked at, STEP for each statement."""
 STEP = 100
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What only a run of the script shows."""
+
+    why: str
+    """With file and line."""
+    name: str = ""
+    """The variable that the user can set to decide it, "" where there is none."""
+    values: tuple[str, ...] = ()
+    """What the script compares it to."""
+
+    def __str__(self) -> str:
+        values = self.values or ("VALUE",)
+        return self.why + (f"; write {' or '.join(f'--set {self.name}={v}' for v in values)}" if self.name else "")
 
 
 @dataclass(frozen=True)
@@ -69,10 +91,22 @@ class Script:
     exported: list[str] = field(default_factory=list)
     """Names of variables that programs see."""
     functions: dict[str, Node] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
+    unknowns: list[Unknown] = field(default_factory=list)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the user sets (--set): as if they were inherited, and in place of what only a run shows."""
+    used: set[str] = field(default_factory=set)
+    """Names of the settings that the script has read."""
+    inherited: set[str] = field(default_factory=set)
+    """Names that the script reads before it sets them."""
     launches: list[Launch] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was put right, one line each."""
     others: list[str] = field(default_factory=list)
     """Programs of verl that do not train with rewards, each with its line."""
+    returned: list[Script] = field(default_factory=list)
+    """The state at each return out of this function whose condition only a run decides."""
+    local: dict[str, str | list[str] | None] = field(default_factory=dict)
+    """Variables of this function -> what they are outside of it."""
     depth: int = 0
     """Of the functions, and of the shells within the shell, that are followed now."""
     before_first: int = 0
@@ -93,38 +127,64 @@ class Script:
                 " command"
             )
 
-    def unknown(self, node: Node, why: str = "") -> str:
+    def unknown(self, node: Node, why: str = "", name: str = "", values: tuple[str, ...] = ()) -> str:
         """A mark for what only a run of the script shows."""
         self.spend(STEP)
-        self.reasons.append(f"{self.at(node)}: {why or f'{_text(node)} is only known to a run'}")
-        return f"\ue000{MARK}:{len(self.reasons) - 1}\ue001"
+        why = f"{self.at(node)}: {why or f'{_text(node)} is only known to a run'}"
+        self.unknowns.append(Unknown(why, name, values))
+        return f"\ue000{MARK}:{len(self.unknowns) - 1}\ue001"
+
+    def unknowns_in(self, text: str) -> list[Unknown]:
+        return [self.unknowns[int(number)] for number in UNKNOWN.findall(text)]
 
     def reasons_in(self, text: str) -> list[str]:
-        """Why parts of a text are unknown; empty where all of it is known."""
-        return list(dict.fromkeys(self.reasons[int(number)] for number in UNKNOWN.findall(text)))
+        """Why parts of a text are unknown, and what to write; empty where all of it is known."""
+        return list(dict.fromkeys(map(str, self.unknowns_in(text))))
+
+    def name_unknowns(self, first: int, name: str) -> None:
+        """Say that setting the variable `name` decides the unknowns from number `first` on."""
+        self.unknowns[first:] = [replace(it, name=it.name or name) for it in self.unknowns[first:]]
+
+    def store(self, name: str, value: str | list[str]) -> None:
+        """Set a variable. What only a run shows gives way to what the user has set."""
+        if name in self.settings and any(map(UNKNOWN.search, _as_list(value))):
+            value = self.settings[name]
+            self.used.add(name)
+        self.variables[name] = value
 
 
+@dataclass
 class Undecided(Exception):
     """A condition or a number that only a run of the script would show."""
+
+    name: str = ""
+    """The variable that it depends on, "" where there is none (a file, a command)."""
+    values: tuple[str, ...] = ()
+    """What the variable is compared to."""
 
 
 @dataclass
 class _End(Exception):
-    """exit, or return out of a function."""
+    """exit, return out of a function, break and continue in a loop."""
 
     place: str
     word: str
+    status: bool = True
 
 
-def read_script(path: Path, environment: Mapping[str, str]) -> tuple[Launch, Script]:
+def read_script(
+    path: Path, environment: Mapping[str, str], settings: Mapping[str, str] | None = None
+) -> tuple[Launch, Script]:
     """The one training command in a script, and the script, which says why a part is unknown.
 
     Args:
         path: the script.
         environment: variables that the script would inherit.
+        settings: variables that go before those, and in place of what only a run of the script would show.
 
     Raises:
-        UserError: no command or several, no bash, or a command that only a run of the script would show.
+        UserError: no command or several, no bash, a command that only a run of the script would show, or a setting
+            that the script does not read.
     """
     try:
         source = path.read_bytes()
@@ -134,8 +194,16 @@ def read_script(path: Path, environment: Mapping[str, str]) -> tuple[Launch, Scr
         raise UserError(f"{path}: cannot be read as a script: {why}") from error
     if len(source) > MOST_BYTES:
         raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; give a script with the one command")
-    script = Script(place=str(path), variables={**environment, "0": str(path), "PWD": os.getcwd()})
-    return read_source(script, source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n"))
+    settings = settings or {}
+    own = {"0": str(path), "BASH_SOURCE": str(path), "PWD": os.getcwd()}
+    script = Script(place=str(path), variables={**environment, **settings, **own}, settings=settings)
+    source = source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+    found = read_source(script, re.sub(rb"\\\s*\Z", b"", source))
+    for name in settings.keys() - script.used:
+        guess = nearest(name, script.inherited)
+        hint = f"; did you mean {guess}?" if guess else ""
+        raise UserError(f"--set {name}: {path} does not read {name} before it sets it{hint}")
+    return found
 
 
 def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
@@ -152,13 +220,14 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
         places = ", ".join(launch.place for launch in script.launches)
         raise UserError(f"{script.place}: several trainings ({places}); give a script with one")
     if not script.launches and script.others:
-        raise UserError(f"{script.others[0]} does not train with rewards; only {' and '.join(TRAINERS)} are translated")
+        raise UserError(f"{script.others[0]}; only {', '.join(TRAINERS)} are translated")
     if not script.launches:
         raise UserError(f"{script.place}: no command of verl in it, such as python3 -m verl.trainer.main_ppo KEY=VALUE")
     return script.launches[0], script
 
 
 def _tree(script: Script, source: bytes) -> Node:
+    source = PLACEHOLDER.sub(rb"\1'\2'", source)
     root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
     if bad := next((node for node in _all(root) if node.type == "ERROR" or node.is_missing), None):
         text = _text(bad).strip().splitlines() or ["something is missing"]
@@ -184,66 +253,97 @@ def _each(script: Script, node: Node) -> None:
 def _declaration(script: Script, node: Node) -> None:
     exports = node.children[0].type == "export" or any(_text(child) == "-x" for child in node.named_children)
     for child in node.named_children:
+        name = _text(child.children[0] if child.type == "variable_assignment" else child).partition("[")[0]
+        if script.depth and node.children[0].type in ("local", "declare", "typeset"):
+            script.local.setdefault(name, script.variables.get(name))
         follow(script, child)
         if exports:
-            script.exported.append(_text(child.children[0] if child.type == "variable_assignment" else child))
+            script.exported.append(name)
 
 
 def _assign(script: Script, node: Node) -> None:
     """NAME=value, NAME+=value, NAME=(words)."""
     target, value = node.children[0], node.children[2] if len(node.children) > 2 else None
-    name = _text(target).partition("[")[0]
+    name, first = _text(target).partition("[")[0], len(script.unknowns)
     before = script.variables.get(name, "") if node.children[1].type == "+=" else ""
     script.spend(len(before))
     if target.type == "subscript":
-        script.variables[name] = script.unknown(node, f"single elements of the array {name} are assigned")
+        result = script.unknown(node, f"single elements of the array {name} are assigned")
     elif value is not None and value.type == "array":
         words = [word for child in value.named_children if child.type != "comment" for word in words_of(script, child)]
-        script.variables[name] = [*_as_list(before), *words]
+        result = [*_as_list(before), *words]
     else:
         text = "" if value is None else text_of(script, value)
-        script.variables[name] = before + text if isinstance(before, str) else text
+        result = before + text if isinstance(before, str) else text
+        script.name_unknowns(first, name)
+    script.store(name, result)
 
 
 def _if(script: Script, node: Node) -> None:
-    """Follow the branch that is taken; where that is unknown, forget what the branches would have set."""
     clauses = [child for child in node.named_children if child.type in ("elif_clause", "else_clause")]
-    for part in [node, *clauses]:
-        inside = [child for child in part.named_children if child not in clauses and child.type != "comment"]
+    _first_that_holds(script, [node, *clauses])
+
+
+def _first_that_holds(script: Script, clauses: Sequence[Node]) -> None:
+    """Follow the first of if, elif … whose condition holds, or else."""
+    for index, clause in enumerate(clauses):
+        tokens = [child.type for child in clause.children]
+        at = tokens.index("then") if "then" in tokens else 0
+        body = [child for child in clause.children[at + 1 :] if child.is_named and child not in clauses]
+        if clause.type == "else_clause":
+            return follow(script, *body)
+        *before, condition = [child for child in clause.children[:at] if child.is_named and child.type != "comment"]
+        follow(script, *before)
         try:
-            if part.type == "else_clause":
-                return follow(script, *inside)
-            if inside and holds(script, inside[0]):
-                return follow(script, *inside[1:])
-        except Undecided:
-            return _forget(script, [*inside, *clauses[clauses.index(part) + 1 if part in clauses else 0 :]], node)
+            if not holds(script, condition):
+                continue
+        except Undecided as undecided:
+            other = partial(_first_that_holds, clauses=clauses[index + 1 :])
+            return _fork(script, clause, undecided, [lambda branch, body=body: follow(branch, *body), other])
+        return follow(script, *body)
     return None
 
 
 def _case(script: Script, node: Node) -> None:
+    bodies, plain, rest = [], [], True
     items = [child for child in node.named_children[1:] if child.type == "case_item"]
     try:
         value = _tested(script, node.named_children[0])
-    except Undecided:
-        return _forget(script, items, node)
+    except Undecided as undecided:
+        for item in items:
+            patterns, body = _case_item(item)
+            bodies.append(body)
+            plain += [_text(pattern) for pattern in patterns if re.fullmatch(r"[\w.-]+", _text(pattern))]
+            rest = rest and "*" not in map(_text, patterns)
+        ways = [lambda branch, body=body: follow(branch, *body) for body in [*bodies, *[[]] * rest]]
+        return _fork(script, node, replace(undecided, values=tuple(plain)), ways)
     for item in items:
-        closed = next(i for i, child in enumerate(item.children) if child.type == ")")
-        patterns = [text_of(script, child) for child in item.children[:closed] if child.is_named]
-        if any(_matches(script, value, pattern) for pattern in patterns):
-            return follow(script, *item.children[closed + 1 :])
+        patterns, body = _case_item(item)
+        if any(_matches(script, value, pattern_of(script, pattern)) for pattern in patterns):
+            return follow(script, *body)
     return None
+
+
+def _case_item(item: Node) -> tuple[list[Node], list[Node]]:
+    """Patterns and statements."""
+    closed = next(i for i, child in enumerate(item.children) if child.type == ")")
+    return [child for child in item.children[:closed] if child.is_named], item.children[closed + 1 :]
 
 
 def _for(script: Script, node: Node) -> None:
     name, *items, body = node.named_children
     words = [word for child in items for word in words_of(script, child)]
     if any(script.reasons_in(word) or "*" in word or "?" in word for word in words):
-        return _forget(script, [node], node)
+        _forget(script, [node], node)
+        return
     _refuse_training(script, node, "a loop around the training")
-    for word in words[:MOST_TURNS]:
-        script.variables[_text(name)] = word
-        follow(script, body)
-    return None
+    try:
+        for word in words[:MOST_TURNS]:
+            script.variables[_text(name)] = word
+            if not _turn(script, body):
+                break
+    except Undecided:  # which turn is the last
+        _forget(script, [node], node)
 
 
 def _while(script: Script, node: Node) -> None:
@@ -253,8 +353,20 @@ def _while(script: Script, node: Node) -> None:
             if holds(script, condition) == (node.children[0].type == "until"):
                 return
             _refuse_training(script, node, "a loop around the training")
-            follow(script, body)
+            if not _turn(script, body):
+                return
     _forget(script, [node], node)
+
+
+def _turn(script: Script, body: Node) -> bool:
+    """One turn of a loop; whether there may be a further one."""
+    try:
+        follow(script, body)
+    except _End as end:
+        if end.word not in ("break", "continue"):
+            raise
+        return end.word == "continue"
+    return True
 
 
 def _list(script: Script, node: Node) -> None:
@@ -284,7 +396,10 @@ def _command(script: Script, node: Node) -> None:
     prefix = {name: str(script.variables[name]) for name in (_text(child.children[0]) for child in assignments[first:])}
     script.variables = before
     words = _words_of_command(script, node)
-    if words and not _note_launch(script, node, prefix, words):
+    if words in (["{"], ["}"]):
+        script.notes.append(f"{script.at(node)}: a stray {words[0]} is left out")
+        follow(script, *assignments[first:])
+    elif words and not _note_launch(script, node, prefix, words):
         _builtin(script, node, prefix, words)
 
 
@@ -304,8 +419,8 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
         )
     if name in script.functions:
         _call(script, node, name, arguments)
-    elif name in ("exit", "return"):
-        raise _End(script.at(node), name)
+    elif name in ("exit", "return", "break", "continue"):
+        raise _End(script.at(node), name, arguments[:1] in ([], ["0"]))
     elif name == "set" and "--" in arguments:
         script.arguments = arguments[arguments.index("--") + 1 :]
     elif name == "shift":
@@ -313,11 +428,13 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
         script.arguments = script.arguments[count:]
     elif inner := _inner_shell(words):
         _follow_inner(script, node, prefix, words, inner)
+    elif name == "eval" and not any(trainer in word for trainer in TRAINERS for word in arguments):
+        pass  # such as eval "$(conda shell.bash hook)"
     elif name == "eval" or ("-c" in arguments and any(trainer in word for trainer in TRAINERS for word in arguments)):
         raise UserError(f"{script.at(node)}: {name} makes a command that only a run shows; write the command itself")
     elif name in SETS_VARIABLES and (name != "printf" or "-v" in arguments):
         for match in filter(None, (re.match(r"[A-Za-z_]\w*", word) for word in arguments)):
-            script.variables[match[0]] = script.unknown(node, f"{name} sets {match[0]}")
+            script.store(match[0], script.unknown(node, f"{name} sets {match[0]}", match[0]))
 
 
 def _inner_shell(words: list[str]) -> int | None:
@@ -334,7 +451,8 @@ def _follow_inner(script: Script, node: Node, prefix: dict[str, str], words: lis
     if script.depth > 20:
         raise UserError(f"{script.at(node)}: bash -c calls itself")
     before, set_by_env = _split_before(words[: index - 2])
-    seen = {name for name in script.variables if name in script.exported or name in os.environ}
+    outside = {*script.exported, *script.settings, *os.environ}
+    seen = {name for name in script.variables if name in outside}
     inner = replace(
         script,
         variables={name: script.variables[name] for name in seen} | prefix | set_by_env,
@@ -351,37 +469,133 @@ def _follow_inner(script: Script, node: Node, prefix: dict[str, str], words: lis
     script.launches += [replace(launch, before=f"{before} {launch.before}".strip()) for launch in inner.launches]
 
 
-def _call(script: Script, node: Node, name: str, arguments: list[str]) -> None:
+def _call(script: Script, node: Node, name: str, arguments: list[str], in_test: bool = False) -> bool:
+    """Follow a function; whether it succeeds, where that is asked for (`in_test`)."""
     if script.depth > 20:
         raise UserError(f"{script.at(node)}: the function {name} calls itself")
-    before, script.arguments = script.arguments, arguments
+    outside = script.arguments, script.returned, script.local
+    script.arguments, script.returned, script.local = arguments, [], {}
     script.depth += 1
+    status = True
     try:
-        follow(script, script.functions[name])
+        if in_test:
+            status = holds(script, script.functions[name])
+        else:
+            follow(script, script.functions[name])
     except _End as end:
         if end.word == "exit":
             raise
+        status = end.status
     finally:
-        script.arguments = before
+        if script.returned:
+            _merge(script, [replace(script), *script.returned], node, Undecided())
+        for variable, value in script.local.items():
+            script.variables.pop(variable, None)
+            if value is not None:
+                script.variables[variable] = value
+        script.arguments, script.returned, script.local = outside
         script.depth -= 1
+    return status
+
+
+Way = Callable[[Script], None]
+
+
+def _fork(script: Script, node: Node, undecided: Undecided, ways: Sequence[Way]) -> None:
+    """Follow each way that a condition may lead, as only a run decides which. One that ends the script does not train,
+    and is left out."""
+    script.spend(node.end_byte - node.start_byte + sum(STEP + len(value) for value in script.variables.values()))
+    taken, ends = [], []
+    for way in ways:
+        branch = replace(
+            script,
+            variables=dict(script.variables),
+            arguments=list(script.arguments),
+            exported=list(script.exported),
+            functions=dict(script.functions),
+            launches=list(script.launches),
+        )
+        try:
+            way(branch)
+            taken.append(branch)
+        except _End as end:
+            ends.append(end)
+            if end.word in ("break", "continue"):
+                raise Undecided(undecided.name, undecided.values) from end
+            if len(branch.launches) > len(script.launches):
+                _refuse_undecided(branch.launches[-1], undecided)
+            if end.word == "return" and end.status:
+                script.returned.append(branch)
+        finally:
+            script.budget = branch.budget
+    if not taken:
+        if script.returned:
+            _merge(script, script.returned[-1:], node, undecided)
+        raise ends[0]
+    _merge(script, taken, node, undecided)
+
+
+def _merge(script: Script, branches: Sequence[Script], node: Node, undecided: Undecided) -> None:
+    """Take over what all branches agree on; the rest is unknown."""
+    first, *others = branches
+    for other in others:
+        if (own := _trainings(first)) != _trainings(other):
+            _refuse_undecided((first if len(own) > len(script.launches) else other).launches[-1], undecided)
+        if first.functions != other.functions:
+            raise UserError(f"{script.at(node)}: which functions there are depends on what only a run decides")
+    why = f"it depends on {' '.join(_text(node).split())[:60]!r}, which only a run decides"
+    variables: dict[str, str | list[str]] = {}
+    for name in dict.fromkeys(name for branch in branches for name in branch.variables):
+        values = [branch.variables.get(name) for branch in branches]
+        if values[0] is not None and all(value == values[0] for value in values):
+            variables[name] = values[0]
+        else:
+            variables[name] = script.unknown(node, why, undecided.name or name, undecided.values)
+    script.launches, script.functions = list(first.launches), dict(first.functions)
+    script.exported = list(dict.fromkeys(name for branch in branches for name in branch.exported))
+    alike = all(branch.arguments == first.arguments for branch in branches)
+    script.arguments = first.arguments if alike else [script.unknown(node, why, undecided.name, undecided.values)]
+    script.variables = {}
+    for name, value in variables.items():
+        script.store(name, value)
+
+
+def _trainings(script: Script) -> list[Launch]:
+    """The launches, to be compared, wherever they stand."""
+    reasons = [[UNKNOWN.sub(lambda m: script.unknowns[int(m[1])].why, w) for w in it.words] for it in script.launches]
+    return [replace(it, words=words, place="") for it, words in zip(script.launches, reasons, strict=True)]
+
+
+def _refuse_undecided(launch: Launch, undecided: Undecided) -> NoReturn:
+    why = Unknown(
+        f"{launch.place}: whether this training runs depends on what only a run decides",
+        undecided.name,
+        undecided.values,
+    )
+    raise UserError(f"{why}; or give a script with the one command")
 
 
 def _forget(script: Script, nodes: Sequence[Node], condition: Node) -> None:
-    """Whether these statements run is unknown: so is what they set. A training among them cannot be translated."""
+    """How often these statements run is unknown: so is what they set. A training among them cannot be translated."""
     script.spend(sum(node.end_byte - node.start_byte for node in (condition, *nodes)))
     why = f"it depends on {' '.join(_text(condition).split())[:60]!r}, which only a run decides"
     for node in nodes:
         _refuse_training(script, node, "whether this training runs depends on what only a run decides")
         for descendant in _all(node):
             if descendant.type == "variable_assignment":
-                script.variables[_text(descendant.children[0]).partition("[")[0]] = script.unknown(descendant, why)
+                name = _text(descendant.children[0]).partition("[")[0]
+                script.store(name, script.unknown(descendant, why, name))
 
 
 def _refuse_training(script: Script, node: Node, why: str) -> None:
     script.spend(node.end_byte - node.start_byte)
     for descendant in _all(node):
-        if descendant.type == "command" and any(trainer in _text(descendant) for trainer in TRAINERS):
+        if _is_training(descendant):
             raise UserError(f"{script.at(descendant)}: {why}; give a script with the one command")
+
+
+def _is_training(node: Node) -> bool:
+    return node.type == "command" and any(trainer in _text(node) for trainer in TRAINERS)
 
 
 def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> bool:
@@ -395,10 +609,14 @@ def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list
             known = {name: script.variables.get(name) for name in script.exported}
             exported = {name: value for name, value in known.items() if isinstance(value, str)}
             environment = exported | prefix | inside
+            before = UNKNOWN.sub("?", before)
             script.launches.append(Launch(module, words[index + 1 :], environment, before, script.at(node)))
             return True
         if (is_module or is_file) and OTHER_PROGRAMS.match(word):
-            script.others.append(f"{script.at(node)}: {word}")
+            script.others.append(f"{script.at(node)}: {word} does not train with rewards")
+            return True
+        if (is_module or is_file) and sum(map(bool, map(LOOKS_LIKE_KEY.match, words[index:]))) > 1:
+            script.others.append(f"{script.at(node)}: {word} is a program of its own")
             return True
     return False
 
@@ -433,8 +651,7 @@ STATEMENTS = {
 
 
 def holds(script: Script, node: Node) -> bool:
-    """Whether a condition holds. A command without effect on variables: unknown as a condition of its own, taken to
-    succeed in front of && and ||.
+    """Whether a condition holds, or a statement succeeds. What it does to the variables is done, in either case.
 
     Raises:
         Undecided: only a run decides.
@@ -442,58 +659,192 @@ def holds(script: Script, node: Node) -> bool:
     script.spend(STEP)
     kind, children, inside = node.type, node.children, node.named_children
     if kind == "list":
-        try:
-            left = holds(script, children[0])
-        except Undecided:
-            _forget(script, [children[2]], node)
-            raise
-        return left if left == (children[1].type == "||") else holds(script, children[2])
+        return _and_or(script, node)
     if kind == "negated_command" or (kind == "unary_expression" and children[0].type == "!"):
         return not holds(script, inside[-1])
+    if kind == "redirected_statement":
+        return holds(script, inside[0])
+    if kind in ("compound_statement", "subshell") and inside and children[0].type != "((":
+        *before, last = [child for child in inside if child.type != "comment"]
+        follow(script, *before)
+        return holds(script, last)
     if children and children[0].type == "((" and inside:
         return bool(number_of(script, inside[0]))
+    if kind == "test_command" and {"-a", "-o"} & set(map(_text, operands := _operands(node))):
+        return _test(script, [_tested(script, operand) for operand in operands])  # the grammar nests them otherwise
     if kind in ("test_command", "parenthesized_expression") and len(inside) == 1:
         return holds(script, inside[0])
     if kind == "unary_expression" and _text(children[0]) in ("-z", "-n"):
         return (_text(children[0]) == "-n") == bool(_tested(script, children[-1]))
     if kind == "unary_expression" and _text(children[0]) == "-v":
-        return _tested(script, children[-1]) in script.variables
+        name = _tested(script, children[-1])
+        script.used |= {name} & script.settings.keys()
+        return name in script.variables
     if kind == "binary_expression":
-        word, left = _text(children[1]), children[0]
-        if word in ("&&", "||", "-a", "-o"):
-            first = holds(script, left)
-            return first if first == (word in ("||", "-o")) else holds(script, children[-1])
-        return _compared(script, _tested(script, left), word, _tested(script, children[-1]))
-    if kind == "command" and _text(node).split()[0] in ("true", ":", "false"):
-        return _text(node).split()[0] != "false"
-    if kind in ASSIGNMENTS or (kind in STATEMENTS and node.parent is not None and node.parent.type == "list"):
-        follow(script, node)
-        return True
+        if _text(children[1]) in ("&&", "||", "-a", "-o"):
+            return _and_or(script, node)
+        if children[0].type == "unary_expression" and children[0].children[0].type == "!":
+            return not _compared(script, node, children[0].named_children[-1])  # ! binds less than the grammar says
+        return _compared(script, node, children[0])
+    if kind == "command":
+        return _succeeds(script, node)
     if kind in ("word", "string", "raw_string", "simple_expansion", "expansion", "concatenation", "number"):
         return bool(_tested(script, node))
+    if kind in STATEMENTS:
+        follow(script, node)
+        if kind == "declaration_command" or any(map(_is_training, _all(node))):
+            return True
+        if kind == "variable_assignment":
+            name = _text(children[0]).partition("[")[0]
+            if not any(map(UNKNOWN.search, _as_list(script.variables.get(name)))):
+                return True
+            raise Undecided(name)
     raise Undecided  # files, too: those of the machine that trains
 
 
-ASSIGNMENTS = ("variable_assignment", "variable_assignments", "declaration_command", "redirected_statement")
+def _and_or(script: Script, node: Node) -> bool:
+    """`a && b`, `a || b`, as commands or inside a test."""
+    left, sign, right = node.children[0], _text(node.children[1]), node.children[-1]
+    decides = sign in ("||", "-o")
+    try:
+        first = holds(script, left)
+    except Undecided as undecided:
+        if node.type == "binary_expression" or right.type == "test_command":
+            if holds(script, right) == decides:
+                return decides
+        elif sign == "&&" and _is_step(left) and _trains(script, right):
+            return holds(script, right)  # it trains only where what goes before succeeds
+        else:
+            _fork(script, node, undecided, (lambda branch: follow(branch, right), lambda branch: None))
+            if decides and right.type == "command" and _text(right.children[0]) in SUCCEED:
+                return True
+        raise
+    return first if first == decides else holds(script, right)
+
+
+def _is_step(node: Node) -> bool:
+    """Whether it is a program, or several one after the other, and no test."""
+    if node.type == "list":
+        return node.children[1].type == "&&" and all(map(_is_step, (node.children[0], node.children[2])))
+    return node.type in ("command", "pipeline", "redirected_statement", "variable_assignment")
+
+
+def _trains(script: Script, node: Node) -> bool:
+    """Whether a training stands in it, or in a function that it calls."""
+    script.spend(node.end_byte - node.start_byte)
+    bodies = (script.functions.get(_text(it)) for it in _all(node) if it.type == "command_name")
+    return any(_is_training(it) for part in (node, *filter(None, bodies)) for it in _all(part))
+
+
+def _succeeds(script: Script, node: Node) -> bool:
+    """Whether a command does: what only prepares the shell is taken to."""
+    if _text(node.children[0]) == "test":
+        return _test(script, [_tested(script, word) for word in node.named_children[1:]])
+    words = _words_of_command(script, node) or [""]
+    if words[0] in script.functions:
+        return _call(script, node, words[0], words[1:], in_test=True)
+    follow(script, node)
+    if words[0] in SUCCEED or _is_training(node):
+        return True
+    if words[0] == "false":
+        return False
+    raise Undecided
+
+
+SUCCEED = ("true", ":", "cd", "pushd", "popd", "echo", "printf", "set", "shopt", "ulimit", "source", ".", "mkdir",
+           "shift", "sleep")  # fmt: skip
+
+
+def _operands(node: Node) -> list[Node]:
+    """What stands between [ and ]."""
+    parts = node.children[1:-1] if node.type == "test_command" else node.children
+    return [leaf for part in parts for leaf in (_operands(part) if part.type.endswith("ary_expression") else [part])]
+
+
+def _test(script: Script, words: list[str]) -> bool:
+    """The words of `test`, or between [ and ]."""
+    for sign in ("-o", "-a"):
+        if sign in words[1:-1]:
+            at = words.index(sign, 1)
+            left, right = _test(script, words[:at]), _test(script, words[at + 1 :])
+            return left or right if sign == "-o" else left and right
+    if words[:1] == ["!"]:
+        return not _test(script, words[1:])
+    if len(words) == 1:
+        return bool(words[0])
+    if len(words) == 2 and words[0] in ("-z", "-n"):
+        return (words[0] == "-n") == bool(words[1])
+    if len(words) == 3 and words[1] in ("=", "==", "!="):
+        return (words[0] == words[2]) == (words[1] != "!=")
+    if len(words) == 3 and words[1] in COMPARISONS:
+        return COMPARISONS[words[1]](_integer(words[0]), _integer(words[2]))
+    raise Undecided
 
 
 def _tested(script: Script, node: Node) -> str:
     """The text of a word in a condition."""
     script.unset_is_empty = True
-    text = text_of(script, node)
-    script.unset_is_empty = False
-    if script.reasons_in(text):
-        raise Undecided
+    try:
+        text = text_of(script, node)
+    finally:
+        script.unset_is_empty = False
+    if unknowns := script.unknowns_in(text):
+        raise Undecided(next((it.name for it in unknowns if it.name), ""))
     return text
 
 
-def _compared(script: Script, left: str, word: str, right: str) -> bool:
-    if word in ("=", "==", "!="):
-        return _matches(script, left, right) == (word != "!=")
+def _compared(script: Script, node: Node, left: Node) -> bool:
+    """`a = b` and the like: a pattern on the right of [[ ]], a text in [ ]."""
+    word, right = _text(node.children[1]), node.children[-1]
     try:
-        return COMPARISONS[word](int(left or 0), int(right or 0))
-    except (ValueError, KeyError) as error:
-        raise Undecided from error
+        value = _tested(script, left)
+    except Undecided as undecided:
+        plain = _text(right).strip("\"'")
+        raise replace(undecided, values=(plain,) * bool(re.fullmatch(r"[\w.-]+", plain))) from None
+    if word in ("=", "==", "!="):
+        if _bracket(node) == "[":
+            alike = value == _tested(script, right)
+        else:
+            alike = _matches(script, value, pattern_of(script, right))
+        return alike == (word != "!=")
+    other = _tested(script, right)
+    if word in COMPARISONS:
+        return COMPARISONS[word](_integer(value), _integer(other))
+    if word in ("<", ">"):
+        return value < other if word == "<" else value > other
+    if word == "=~" and len(value) <= 200 and re.fullmatch(r"\^?(\[[^][\\]*\]|[\w.-])[+*?]?\$?", other):
+        return bool(re.search(other, value))
+    raise Undecided
+
+
+def _bracket(node: Node) -> str:
+    """How the test begins in which it stands: [ or [[."""
+    while node.parent is not None and node.type != "test_command":
+        node = node.parent
+    return node.children[0].type
+
+
+def _integer(text: str) -> int:
+    if not re.fullmatch(r"\s*(-?(0|[1-9][0-9]{0,17})\s*)?", text, re.ASCII):
+        raise Undecided
+    return int(text.strip() or 0)
+
+
+def pattern_of(script: Script, node: Node) -> str:
+    """A pattern of case or [[ ]], in the terms of fnmatch: what stands in quotes stands for itself.
+
+    Raises:
+        Undecided: it depends on what only a run shows.
+    """
+    if node.type in ("string", "raw_string"):
+        return glob.escape(_tested(script, node))
+    if node.type == "concatenation":
+        return "".join(glob.escape(gap) + pattern_of(script, child) for gap, child in _with_gaps(node))
+    if node.type in ("word", "extglob_pattern", "regex", "number"):
+        if re.search(r"[@+!?*]\(", _text(node)):
+            raise Undecided
+        return re.sub(r"\\(.)", lambda match: glob.escape(match[1]), _text(node).replace('"', ""))
+    return _tested(script, node)
 
 
 def _matches(script: Script, text: str, pattern: str) -> bool:
@@ -542,9 +893,11 @@ def number_of(script: Script, node: Node) -> int:
         text = _value(script, node, text)
     elif kind in ("simple_expansion", "expansion", "string", "command_substitution", "arithmetic_expansion"):
         text = text_of(script, node)
-    if not isinstance(text, str) or not re.fullmatch(r"\s*(-?(0|[1-9][0-9]{0,17})\s*)?", text):
+    if not isinstance(text, str):
         raise Undecided
-    return int(text.strip() or 0)
+    if unknowns := script.unknowns_in(text):
+        raise Undecided(unknowns[0].name)
+    return _integer(text)
 
 
 # Words
@@ -653,8 +1006,11 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
     if WHOLE.fullmatch(name) and name != "0":
         return script.arguments[int(name) - 1] if int(name) <= len(script.arguments) else ""
     value = script.variables.get(name)
+    if value is None or value is script.settings.get(name):
+        script.inherited.add(name)
+        script.used |= {name} & script.settings.keys()
     if value is None and not default and not script.unset_is_empty:
-        return script.unknown(node, f"the variable {name} is set neither in the script nor in the environment")
+        return script.unknown(node, f"the variable {name} is set neither in the script nor in the environment", name)
     return (_as_list(value) or [""])[0]
 
 
@@ -668,8 +1024,11 @@ def _braced(script: Script, node: Node) -> str | list[str]:
         return script.unknown(node)
     target, rest = children[0], children[1:]
     name, sign = _text(target), rest[0].type if rest else ""
+    first = len(script.unknowns)
     operand = "".join(text_of(script, child) for child in rest[1:] if child.is_named)
     absent = sign in (":-", "-", ":=", "=", ":+", "+", ":?", "?")
+    if absent:
+        script.name_unknowns(first, name)
     look_up = _element if target.type == "subscript" else _value
     value = look_up(script, target, name, absent)
     if length:
@@ -702,9 +1061,9 @@ def _or_default(script: Script, node: Node, name: str, sign: str, value: str | l
     if sign.endswith("+"):
         return operand if is_set else ""
     if sign.endswith("?") and not is_set:
-        return script.unknown(node, f"the variable {name} is not set: {operand}")
+        return script.unknown(node, f"the variable {name} is not set: {operand}", name)
     if sign.endswith("=") and not is_set:
-        script.variables[name] = operand
+        script.store(name, operand)
     return value if is_set else operand
 
 
@@ -739,13 +1098,32 @@ PURE = {
 
 
 def _output_of(script: Script, node: Node) -> str:
-    inside = node.named_children
-    if len(inside) == 1 and inside[0].type == "command":
-        name, *words = _words_of_command(script, inside[0]) or [""]
-        if name in PURE and not any(script.reasons_in(word) or word.startswith("-") for word in words):
+    if re.match(r"\$\(\(.*\)\)$", text := _text(node), re.DOTALL):
+        # In ${NAME:-…} the grammar takes $((…)) for a subshell.
+        return text_of(script, _tree(script, f": {text}".encode()).named_children[0].named_children[-1])
+    inside = [child for child in node.named_children if child.type != "comment"]
+    commands = [_words_of_command(script, it) for it in _commands_in(inside[0])] if len(inside) == 1 else []
+    known = not any(script.reasons_in(word) for words in commands for word in words)
+    if known and len(commands) == 2 and commands[1] == ["pwd"] and commands[0][:1] == ["cd"]:
+        *_, folder = commands[0]
+        return os.path.normpath(os.path.join(os.getcwd(), folder))
+    if known and len(commands) == 1 and inside[0].type == "command" and commands[0]:
+        name, *words = commands[0]
+        if name in PURE and not any(word.startswith("-") for word in words):
             with contextlib.suppress(IndexError):
                 return PURE[name](words)
     return script.unknown(node, f"{' '.join(_text(node).split())} is only known to a run")
+
+
+def _commands_in(node: Node) -> list[Node]:
+    """The commands of `a`, `a && b` and `a 2> file && b`; none where it is something else."""
+    if node.type == "command":
+        return [node]
+    if node.type == "redirected_statement":
+        return _commands_in(node.named_children[0])
+    if node.type == "list" and node.children[1].type == "&&":
+        return [*_commands_in(node.children[0]), *_commands_in(node.children[2])]
+    return []
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:

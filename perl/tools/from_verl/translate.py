@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from perl.algorithms.grpo import DAPO
 from perl.base.errors import UserError, nearest
 from perl.base.redact import HIDDEN, drop_secrets, is_secret
-from perl.tools.from_verl.batch import Batch
+from perl.tools.from_verl.batch import Batch, BatchError, N
 from perl.tools.from_verl.keys import ALWAYS, ENVIRONMENT, KEYS, NAMES, NO_VARIABLE, VALIDATION, handler_of
 from perl.tools.from_verl.outcomes import Choices, NoEffect, Outcome, Refused, Translated, Verl
 from perl.tools.from_verl.overrides import Command, Unreadable, default_keys
-from perl.tools.from_verl.shell import UNKNOWN
 from perl.tools.from_verl.values import shown
 
 LEFT_OUT = "secrets in it stay out of the recipe: have your code read them from the environment"
+
+
+FRAGMENT = "a fragment goes behind its whole command, as in from-verl run.sh -- KEY=VALUE …"
+PLACEHOLDER = re.compile(r"<[A-Za-z][\w -]*>|\bpath[/_]to\b|(?<![A-Za-z])your[_-]\w", re.IGNORECASE)
 
 
 @dataclass
@@ -33,6 +37,8 @@ class Translation:
     values: dict[str, str] = field(default_factory=dict)
     """Key -> its value as the user wrote it."""
     batch: Batch | None = None
+    follows: str = ""
+    """The key whose refusal comes of what is missing in a fragment."""
     nodes: int = 1
     device: str = "npu"
 
@@ -85,8 +91,19 @@ def translate(command: Command, choices: Choices) -> Translation:
     nodes = verl["trainer.nnodes"]
     result.nodes = nodes if isinstance(nodes, int) and choices.processes is None else 1
     result.device = str(verl["trainer.device"])
-    result.notes += _notes(verl, result)
+    result.notes += [*command.notes, *_placeholders(result), *_notes(verl, result)]
+    is_ppo = verl.has_critic and "algorithm.adv_estimator" in command.given
+    if isinstance(verl.batch, BatchError) and N not in command.given and verl.batch.key in result.values and not is_ppo:
+        result.refused |= {N: f"is missing, and verl's default is {verl[N]}: {FRAGMENT}"}
+        result.follows = verl.batch.key
     return result
+
+
+def _placeholders(result: Translation) -> Iterator[str]:
+    """A line for each setting that the user is meant to fill in."""
+    for key in result.translated:
+        if (found := PLACEHOLDER.search(result.values.get(key, ""))) is not None:
+            yield f"{key}={result.values[key]}: {found[0]} is a placeholder; write your own"
 
 
 def _is_dapo(recipe: Mapping[str, tuple[Any, str]]) -> bool:
@@ -103,6 +120,8 @@ def _is_dapo(recipe: Mapping[str, tuple[Any, str]]) -> bool:
 
 def _outcome(key: str, value: Any, verl: Verl) -> Outcome:
     handler = handler_of(key)
+    if handler is None and isinstance(value, Unreadable):
+        return Refused(value.why)
     if handler is None:
         return Refused(_unknown(key))
     if isinstance(handler, NoEffect):
@@ -149,8 +168,10 @@ def _environment(result: Translation, command: Command) -> None:
         if is_secret(name, value):
             result.no_effect[name] = "a secret, which is not printed: export it in the shell that starts the run"
             continue
-        result.values[name] = UNKNOWN.sub("?", value)
-        if name in ENVIRONMENT and not UNKNOWN.search(value):
+        result.values[name] = "?" if isinstance(value, Unreadable) else value
+        if name in ENVIRONMENT and isinstance(value, Unreadable):
+            result.no_effect[name] = f"export it yourself: {value.why}"
+        elif name in ENVIRONMENT:
             result.translated[name] = {name: value}
         else:
             known = (why for start, why in NO_VARIABLE.items() if name.startswith(start))

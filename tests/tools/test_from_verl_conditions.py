@@ -1,0 +1,315 @@
+"""python -m perl from-verl: conditions of a script, what decides them, and each key in one list.
+
+What a condition comes to is bash's own answer: `test_conditions_are_bashs` asks it.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from perl.__main__ import main
+from perl.base.errors import UserError
+from perl.tools.from_verl.outcomes import Choices
+from perl.tools.from_verl.overrides import read_command
+from perl.tools.from_verl.shell import read_script
+from perl.tools.from_verl.translate import Translation, translate
+
+SCRIPTS = Path(__file__).parents[1] / "verl"
+BY_DEVICE = SCRIPTS / "devices" / "grpo_by_device.sh"
+FLAGS = SCRIPTS / "devices" / "functions_and_flags.sh"
+ALL = sorted(SCRIPTS.rglob("*.sh"))
+COMMAND = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+    " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
+)
+KEYS = COMMAND.split()[3:]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/user")
+    for name in ("DEVICE", "ENGINE", "BATCH", "MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def of(source, *words, **settings) -> Translation:
+    return translate(read_command(str(source) if source else None, words, settings), Choices())
+
+
+def written(text: str, **settings) -> Translation:
+    Path("run.sh").write_text(text)
+    return of("run.sh", **settings)
+
+
+def train_files(before: str, **settings) -> str:
+    """What `$Y` is after some lines of a script."""
+    result = written(f'{before}\n{COMMAND} data.train_files="[$Y]"\n', **settings)
+    return result.refused.get("data.train_files") or result.values["data.train_files"][1:-1]
+
+
+# Each key in one list
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
+def test_each_word_of_a_launch_is_in_exactly_one_list(script):
+    launch, _ = read_script(script, {"HOME": "/home/user"}, {"DEVICE": "npu"} if script == BY_DEVICE else {})
+    result = of(script, **({"DEVICE": "npu"} if script == BY_DEVICE else {}))
+    keys = {word.partition("=")[0].lstrip("+") for word in launch.words if "=" in word and not word.startswith("-")}
+    assert keys or "--config-name" in " ".join(launch.words)
+    lists = [*result.translated, *result.no_effect, *result.refused]
+    for key in keys:
+        assert lists.count(key) == 1, key
+    assert all(result.no_effect.values())
+    assert all(result.refused.values())
+
+
+# What decides
+
+
+@pytest.mark.parametrize("way", ["environment", "set", "argument"])
+def test_a_device_decides(monkeypatch, way):
+    if way == "environment":
+        monkeypatch.setenv("DEVICE", "npu")
+        result = of(BY_DEVICE)
+    else:
+        result = of(BY_DEVICE, DEVICE="npu")
+    assert result.refused == {}
+    assert (result.batch.devices, result.batch.n) == (16, 8)
+    assert "actor_rollout_ref.actor.use_torch_compile" in result.no_effect
+    assert "HCCL_CONNECT_TIMEOUT" in result.no_effect
+    assert of(BY_DEVICE, DEVICE="cuda").batch.devices == 8
+
+
+def test_without_a_device_one_line_says_what_to_set():
+    with pytest.raises(UserError) as error:
+        of(BY_DEVICE)
+    assert str(error.value) == (
+        f"{BY_DEVICE}:24: it depends on 'case \"$DEVICE\" in cuda) PER_NODE=${{PER_NODE:-8}} memory=0.8 ;', which only"
+        " a run decides; write --set DEVICE=cuda or --set DEVICE=npu; a whole KEY=VALUE depends on it"
+    )
+
+
+def test_functions_flags_and_placeholders():
+    result = of(FLAGS)
+    assert result.refused == {}
+    assert result.values["actor_rollout_ref.model.path"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert result.values["data.train_batch_size"] == "128"
+    placeholders = [note for note in result.notes if "placeholder" in note]
+    file = "data.train_files=<your file>/train.parquet"
+    assert placeholders == [f"{file}: <your file> is a placeholder; write your own"]
+    assert of(FLAGS, BATCH="64").values["actor_rollout_ref.model.path"] == "none"
+
+
+def test_a_setting_stands_in_for_what_only_a_run_shows():
+    lines = f"COUNT=$(nvidia-smi -L | wc -l)\n{COMMAND} trainer.n_gpus_per_node=$COUNT\n"
+    line = "run.sh:1: $(nvidia-smi -L | wc -l) is only known to a run; write --set COUNT=VALUE"
+    assert line in written(lines).refused["trainer.n_gpus_per_node"]
+    assert written(lines, COUNT="4").batch.devices == 4
+    nobody = f"{COMMAND} data.train_files=$FOLDER/a.parquet\n"
+    assert "; write --set FOLDER=VALUE" in written(nobody).refused["data.train_files"]
+    assert written(nobody, FOLDER="/d").values["data.train_files"] == "/d/a.parquet"
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "said"),
+    [
+        ("A=${DEVICE:-cuda}", "DEVCE", "--set DEVCE: run.sh does not read DEVCE before it sets it; did you mean DEV"),
+        ("DEVICE=cuda", "DEVICE", "--set DEVICE: run.sh does not read DEVICE before it sets it"),
+    ],
+)
+def test_a_setting_that_the_script_does_not_read_is_one_line(lines, name, said):
+    with pytest.raises(UserError) as error:
+        written(f"{lines}\n{COMMAND}\n", **{name: "1"})
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize("word", ["DEVICE", "=npu", "1A=b"])
+def test_a_setting_has_a_name_and_a_value(word):
+    with pytest.raises(UserError, match="write --set NAME=VALUE, such as --set DEVICE=npu"):
+        main(["from-verl", "--set", word, str(BY_DEVICE)])
+
+
+def test_settings_go_to_scripts_alone():
+    for words in (["--", *KEYS], [str(SCRIPTS / "npu_aqn_settings.yaml")]):
+        with pytest.raises(UserError, match="--set: only a script has variables"):
+            main(["from-verl", "--set", "A=b", *words])
+
+
+# What stays undecided
+
+
+@pytest.mark.parametrize(
+    ("lines", "value"),
+    [
+        ("if command -v uv; then Y=a; else Y=a; fi", "a"),
+        ("if [ -f x ]; then echo; exit 1; fi; Y=a", "a"),
+        ("Y=a; case $(uname) in Linux) ;; *) exit 1 ;; esac", "a"),
+        ("f() { if [ -f x ]; then return 1; fi; Y=a; }; f", "a"),
+        ("Y=a; pip install x || true", "a"),
+        ("Y=a; [ -f x ] && Z=1", "a"),
+        ("[ -f x ] && [ a = b ] && Y=b; Y=${Y:-a}", "a"),
+        ("f() { local Y=b; }; Y=a; f", "a"),
+        ("f() { if [ -f x ]; then Y=a; return; else Y=a; return; fi; }; f", "a"),
+        ('test "$X" = "" && Y=a', "a"),
+    ],
+)
+def test_what_does_not_matter_is_passed_over(lines, value):
+    assert train_files(lines) == value
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("if [ -f x ]; then Y=a; else Y=b; fi", "Y"),
+        ("Y=b; [ -f x ] && Y=a", "Y"),
+        ("command -v npu-smi > /dev/null && Y=npu || Y=gpu", "Y"),
+        ("D=$(uname); if [ $D = Linux ]; then Y=a; fi", "D"),
+        ("f() { if [ -f x ]; then return; fi; Y=a; }; Y=b; f", "Y"),
+        ("for i in *; do Y=$i; done", "Y"),
+        ("Y=b; for i in 1 2; do if [ -f x ]; then break; fi; Y=a; done", "Y"),
+        ("read Y", "Y"),
+        ("Y=$(cat x) || Y=b", "Y"),
+    ],
+)
+def test_what_matters_names_the_variable_to_set(lines, name):
+    reason = train_files(lines)
+    assert "run.sh:1: " in reason
+    assert f"; write --set {name}=" in reason
+    value = "Linux" if name == "D" else "z"
+    assert train_files(lines, **{name: value}) == ("a" if name == "D" else "z")
+
+
+def test_a_training_in_either_branch_is_the_same_training():
+    both = f"if [ -f x ]; then\n{COMMAND}\nelse\n{COMMAND}\nfi\n"
+    assert written(both).refused == {}
+    with pytest.raises(UserError, match=r"run.sh:2: whether this training runs .*; or give a script with the one com"):
+        written(both.replace("=4\nelse", "=4 data.seed=1\nelse"))
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["cd /x && git pull && ", "(git pull || true) && ", "yes | pip install x > log && ", "mkdir /x || exit 1; "],
+)
+def test_steps_before_a_training_are_taken_to_succeed(before):
+    assert written(f"{before}{COMMAND}\n").refused == {}
+
+
+CONDITIONS = [
+    "[ abc = a* ]",
+    "[[ abc = a* ]]",
+    '[[ abc = "a*" ]]',
+    "[[ abc == a?c && ! x == y ]]",
+    "[ -z '' ] && [ -n a ]",
+    "[ 3 -gt 2 -a 1 -eq 1 ]",
+    "[ a = b -o ! c = d ]",
+    "[[ 10 -le 9 || b > a ]]",
+    "(( 7 / 2 == 3 && 1 ))",
+    "[[ 123 =~ ^[0-9]+$ ]]",
+    "[[ 12a =~ ^[0-9]+$ ]]",
+    "! [ a = b ]",
+    "{ [ a = b ] || [ c = c ]; } && true",
+    "{ false; [ 1 = 1 ]; }",
+    "( exit_not=1; [ $exit_not = 2 ] )",
+    "test a != b",
+    "test ! -z a",
+    "true && false || true",
+    "[ x ]",
+    "[[ '' ]]",
+    "[[ a-b == [!a]* ]]",
+]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_conditions_are_bashs(condition):
+    lines = f"if {condition}; then Y=yes; else Y=no; fi"
+    bash = subprocess.run(["bash", "-c", f"{lines}; echo $Y"], capture_output=True, text=True, check=True)
+    assert train_files(lines) == bash.stdout.strip()
+
+
+@pytest.mark.parametrize("value", ["gpu", "gpu-2", "npu", "a*", "x"])
+def test_case_is_bashs(value):
+    lines = f"X='{value}'\ncase \"$X\" in gpu*|cuda) Y=1 ;; [m-o]pu) Y=2 ;; 'a*') Y=3 ;; *) Y=4 ;; esac"
+    bash = subprocess.run(["bash", "-c", f"{lines}; echo $Y"], capture_output=True, text=True, check=True)
+    assert train_files(lines) == bash.stdout.strip()
+
+
+# What is put right, and what grows
+
+
+def test_stray_braces_are_one_warning_each():
+    Path("run.sh").write_text(f"{COMMAND} actor_rollout_ref.model.path=/m}} data.train_files=/a/b }}\n}}\n")
+    result = of("run.sh")
+    assert result.refused == {}
+    assert (result.values["actor_rollout_ref.model.path"], result.values["data.train_files"]) == ("/m", "/a/b")
+    assert [note for note in result.notes if "stray" in note] == [
+        "run.sh:2: a stray } is left out",
+        "run.sh:1: actor_rollout_ref.model.path: a stray } is left out",
+        "run.sh:1: a stray } is left out",
+    ]
+
+
+@pytest.mark.parametrize("lines", ["Y=a }", "}\n}\nY=a"])
+def test_stray_braces_between_statements_do_no_harm(lines):
+    assert train_files(lines) == "a"
+
+
+def test_a_script_may_end_in_a_backslash():
+    assert written(f"{COMMAND} \\").refused == {}
+
+
+@pytest.mark.parametrize("link", ["${{trainer.k{0}}}${{trainer.k{0}}}", "${{.k{0}}}${{.k{0}}}", "a${{trainer.k{0}}}b"])
+def test_interpolations_that_grow_are_one_line(link):
+    chain = [f"+trainer.k{i}={link.format(i + 1)}" for i in range(150)]
+    with pytest.raises(UserError, match="its interpolations grow without end; give the value itself"):
+        of(None, *KEYS, *chain, "+trainer.k150=aa")
+
+
+def test_interpolations_in_the_name_of_another_are_one_line():
+    with pytest.raises(UserError, match="its interpolations nest; give the value itself"):
+        of(None, *KEYS, "+trainer.a='${trainer.${trainer.b}}'", "+trainer.b=c")
+
+
+def test_a_file_of_verls_for_a_group_is_refused_with_its_keys():
+    result = of(None, *KEYS, "critic=mine", "critic.optim.lr=1e-5")
+    assert set(result.refused) == {"critic"}
+    assert result.refused["critic"] == "it chooses mine, a file of verl's for the group critic; write its keys"
+    assert "it chooses far" in of(None, *KEYS, "+remote=far", "+remote.port=1").refused["remote"]
+
+
+# A fragment, and the refusals of --json
+
+
+def test_a_fragment_says_what_is_missing_first(capsys):
+    words = ["data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+    words += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16"]
+    assert main(["from-verl", "--", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: actor_rollout_ref.rollout.n: is missing, and verl's default is 1: a fragment goes be"
+    )
+    assert of(SCRIPTS / "npu_aqn_launch.sh", *words).refused == {}
+
+
+def test_json_of_a_refusal_names_file_line_and_reason(capsys):
+    Path("run.sh").write_text(f"# data.seed=1\n{COMMAND} \\\n  data.seed=$(date +%s) \\\n  reward_model.enable=True\n")
+    assert main(["from-verl", "--json", "run.sh"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert [(it["file"], it["line"], it["key"]) for it in found["refusals"]] == [
+        ("run.sh", 3, "data.seed"),
+        ("run.sh", 4, "reward_model.enable"),
+    ]
+    assert [it["reason"] for it in found["refusals"]] == list(found["refused"].values())
+
+
+def test_json_of_a_script_that_cannot_be_read(capsys):
+    Path("run.sh").write_text(f"A=1\nfor i in 1 2; do\n{COMMAND}\ndone\n")
+    with pytest.raises(UserError, match="a loop around the training"):
+        main(["from-verl", "--json", "run.sh"])
+    found = json.loads(capsys.readouterr().out)
+    (refusal,) = found["refusals"]
+    assert (refusal["file"], refusal["line"], refusal["key"]) == ("run.sh", 3, "")
+    assert "a loop around the training" in refusal["reason"]
+    assert (found["translated"], found["command"], found["notes"]) == ({}, "", [])
