@@ -381,6 +381,18 @@ def test_cispo_clips_where_verls_does(tmp_path):
     assert set(other) == {f"{actor}.loss_agg_mode"}
 
 
+def test_gpg_is_the_loss_without_a_ratio(tmp_path):
+    """verl's compute_policy_loss_gpg: -log_prob * advantages, whatever clip_ratio says."""
+    actor = "actor_rollout_ref.actor"
+    found = of(None, *GOOD, f"{actor}.policy_loss.loss_mode=gpg", f"{actor}.clip_ratio=0.3", f"{actor}.clip_ratio_c=3")
+    assert found.refused == {}
+    bounds = values(found)["training.cispo_min_ratio"], values(found)["training.epsilon_high"]
+    assert (values(found)["training.loss_type"], *bounds) == ("cispo", 1.0, 1.0)
+    assert not {"training.epsilon", "training.delta"} & set(values(found))
+    (tmp_path / "recipe.yaml").write_text(recipe_text(found))
+    assert not [line for line in parse(["--recipe", str(tmp_path / "recipe.yaml")]).warnings if "training." in line]
+
+
 def test_layers_without_an_adapter_are_verls():
     lora = "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=all-linear"
     excluded = of(None, *GOOD, *lora, "actor_rollout_ref.model.exclude_modules='.*visual.*'")

@@ -56,13 +56,16 @@ def test_the_clipped_loss_of_each_token_and_how_it_is_added_up():
         assert metrics["clip_ratio/high_mean"].values.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize(("low", "weights"), [(None, [1.2, 0.5, 1.5]), (0.8, [1.2, 0.8, 1.5])])
-def test_cispo_with_verls_lower_bound(low, weights):
+@pytest.mark.parametrize(
+    ("low", "high", "weights"),
+    [(None, 1.5, [1.2, 0.5, 1.5]), (0.8, 1.5, [1.2, 0.8, 1.5]), (1.0, 1.0, [1.0, 1.0, 1.0])],
+)
+def test_cispo_with_verls_lower_bound(low, high, weights):
     """verl's compute_policy_loss_cispo: -clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) A log p, no gradient
-    through the clamp, mean over the tokens. Ratios 1.2, 0.5 and 3."""
+    through the clamp, mean over the tokens. Ratios 1.2, 0.5 and 3. Held at 1 it is verl's gpg."""
     policy = torch.tensor([[LOG(0.6), LOG(0.2)], [LOG(0.9), 0.0]], requires_grad=True)
     one = inputs(policy=policy)
-    settings = LossSettings(loss_type="cispo", epsilon_high=1.5, cispo_min_ratio=low)
+    settings = LossSettings(loss_type="cispo", epsilon_high=high, cispo_min_ratio=low)
     loss = policy_loss(one, settings, Update(rows=2, tokens=3.0, micro_batches=1)).loss
     factors = [w * a for w, a in zip(weights, [1.0, 1.0, -2.0], strict=True)]
     logs = [LOG(0.6), LOG(0.2), LOG(0.9)]

@@ -167,7 +167,12 @@ def aggregation(value: Any, verl: Verl) -> Outcome:
 
 
 def is_cispo(verl: Verl) -> bool:
-    return verl[f"{ACTOR}.policy_loss.loss_mode"] == "cispo"
+    """Whether the loss becomes cispo; verl's gpg, -A log p, is the one whose ratio is held at 1."""
+    return verl[f"{ACTOR}.policy_loss.loss_mode"] in ("cispo", "gpg")
+
+
+def not_cispo(verl: Verl) -> bool:
+    return not is_cispo(verl)
 
 
 def clip_ratio(value: Any, verl: Verl) -> Outcome:
@@ -184,6 +189,8 @@ def clip_end(field: str, sign: int) -> Handler:
         far = number(verl[f"{ACTOR}.clip_ratio"] if value is None else value)
         if not is_cispo(verl):
             return Translated({field: far})
+        if verl[f"{ACTOR}.policy_loss.loss_mode"] == "gpg":
+            far = 0.0
         bound = float(f"{1 + sign * far:.12g}")
         if sign > 0:
             return Translated({field: bound})
