@@ -78,7 +78,7 @@ def test_resolves_for_aarch64(path, python, tmp_path):
     """All but triton-ascend, which Ascend's own index alone has in this version; what is Ascend's comes as wheels."""
     here, override = tmp_path / path.name, tmp_path / "override.txt"
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("--")]
-    here.write_text("\n".join(lines).replace(f"-r {TRAINING.name}", TRAINING.read_text(encoding="utf-8")))
+    here.write_text("\n".join(lines).replace(f"\n-r {TRAINING.name}\n", "\n" + TRAINING.read_text(encoding="utf-8")))
     override.write_text("triton-ascend; python_version < '3'\n")
     wheels = ["--only-binary", "torch-npu", "--only-binary", "vllm-ascend"]
     done = compile_requirements(here, "--override", override, *wheels, python=python)
