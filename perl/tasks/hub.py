@@ -124,9 +124,8 @@ def _modelscope_rows(hub: Hub, split: str, variable: str) -> Iterator[Row]:
     wanted = ["README.md", *(f"*{suffix}" for suffix in SUFFIXES)]
     try:
         folder = Path(snapshot_download(hub.modelscope, repo_type="dataset", allow_patterns=wanted))
-        if hub.config and (folder / hub.config).is_dir():
-            return iter(datasets.load_dataset(str(folder / hub.config), split=split))
-        return iter(datasets.load_dataset(str(folder), hub.config, split=split))
+        place = (folder / hub.config, None) if hub.config and (folder / hub.config).is_dir() else (folder, hub.config)
+        return iter(datasets.load_dataset(str(place[0]), place[1], split=split))  # pyright: ignore[reportReturnType]
     except Exception as error:  # modelscope has a class of error for each of a dozen causes
         why = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(
