@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from perl.base.errors import UserError
-from perl.base.files import is_of_process
+from perl.base.files import is_of_process, typed
 from perl.base.paths import user_path
 from perl.models.adapter_files import leads_out, require_contained
 
@@ -90,11 +90,11 @@ def require_readable(folder: Path, where: str) -> None:
     if int(version.partition(".")[0]) >= 5:
         return
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError:  # whoever loads the model says so
+        config = typed(json.loads((folder / "config.json").read_text(encoding="utf-8")), dict[str, Any])
+    except (OSError, ValueError, RecursionError):  # whoever loads the model says so
         return
     rope = config.get("rope_parameters")
-    if rope and "rope_theta" not in config:
+    if rope and isinstance(rope, dict) and "rope_theta" not in config:
         add = {"rope_theta": rope.get("rope_theta")}
         if rope.get("rope_type", "default") != "default":
             add["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -102,6 +102,13 @@ def require_readable(folder: Path, where: str) -> None:
             f"{where}: config.json was written by transformers 5, and transformers {version} would take a default for"
             f" its rope_parameters; add {json.dumps(add)[1:-1]} to it"
         )
+
+
+class WeightIndex(TypedDict):
+    """What is read of INDEX."""
+
+    weight_map: dict[str, str]
+    """Tensor -> file."""
 
 
 def require_plain_data(folder: Path, where: str) -> None:
@@ -124,10 +131,11 @@ def _weight_files(folder: Path, where: str) -> list[str]:
     """The files that the index names, each in the folder itself. A UserError for an index that names none, or one
     elsewhere."""
     try:
-        files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        elsewhere = [name for name in files if Path(name).name != name or not name.endswith(".safetensors")]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{where}: {INDEX} names no weights ({type(error).__name__}); copy the model again") from error
+        index = typed(json.loads((folder / INDEX).read_text(encoding="utf-8")), WeightIndex)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {INDEX} names no weights ({error}); copy the model again") from error
+    files = sorted(set(index["weight_map"].values()))
+    elsewhere = [name for name in files if Path(name).name != name or not name.endswith(".safetensors")]
     if elsewhere:
         raise UserError(f"{where}: {INDEX} names {elsewhere[0]!r}, which is no safetensors file in this folder")
     return files
@@ -299,7 +307,7 @@ def require_adapter(adapter: Path, flag: str = "--adapter") -> dict:
         raise UserError(f"{flag} {link}: is a link out of the adapter's folder; put the file there in its place")
     try:
         config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{flag} {adapter / ADAPTER_CONFIG}: not valid JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{flag} {adapter / ADAPTER_CONFIG}: holds no fields; write the folder of a PEFT adapter")
