@@ -311,15 +311,15 @@ def write_merged(wrapped: Any, checkpoint: Checkpoint, dtype: torch.dtype, folde
             total += tensor.numel() * tensor.element_size()
         save_file(tensors, folder / shard, metadata={"format": "pt"})
     if (checkpoint.folder / INDEX).is_file():
-        index = json.loads((checkpoint.folder / INDEX).read_text())
-        index.setdefault("metadata", {})["total_size"] = total
+        index = read_json(checkpoint.folder / INDEX)
+        index["metadata"] = (noted if isinstance(noted := index.get("metadata"), dict) else {}) | {"total_size": total}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def note_dtype(file: Path, dtype: str) -> None:
     """Have config.json say what the weights are stored in, where it says otherwise: whoever loads the model takes the
     dtype from there, and would round a float32 merge to the base's own."""
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # text_config, of an image model
     named = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) not in (None, dtype)]
     for part, key in named:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl.base.files import read_json
 from perl.device.sharding import is_split
 from perl.models.folders import INDEX
 
@@ -118,7 +119,7 @@ def complete_model(folder: Path, base: str, dtype: torch.dtype) -> None:
             if file.is_file() and any(file.match(pattern) for pattern in SIDE_FILES):
                 shutil.copyfile(file, folder / file.name)
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -137,6 +138,6 @@ def store_as(folder: Path, dtype: torch.dtype) -> None:
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = folder / INDEX
     if index.is_file():
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = read_json(index)
         content["metadata"]["total_size"] = total
         index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

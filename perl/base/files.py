@@ -76,9 +76,16 @@ def add_row(file: Path, row: Mapping[str, Any]) -> None:
         opened.write(json.dumps(row).encode() + b"\n")
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The lines of JSON in `file`, none where it is not there; without a last line that was cut off."""
-    return [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.is_file() else []
+def read_rows(file: Path, kind: type[T] = dict[str, Any]) -> list[T]:
+    """The lines of JSON in `file`, each of the form `kind`, none where it is not there; without a last line that was
+    cut off. Raises a UserError for a line that is not readable or of another form."""
+    rows = []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1] if file.is_file() else [], start=1):
+        try:
+            rows.append(typed(json.loads(line), kind))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file}:{number} is not readable ({error}); delete this line") from error
+    return rows
 
 
 @contextlib.contextmanager
@@ -92,7 +99,10 @@ def atomic_write(file: Path, mode: Literal["w", "wb"] = "w", errors: str = "stri
         with file.open(mode, **text) as handle:
             yield handle
         return
-    descriptor, temporary = tempfile.mkstemp(prefix=f"_{file.name}.", suffix=".partial", dir=file.parent)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f"_{file.name}.", suffix=".partial", dir=file.parent)
+    except OSError as error:  # which names the temporary file
+        raise OSError(error.errno, error.strerror, str(file)) from error
     try:
         with os.fdopen(descriptor, mode, **text) as handle:
             yield handle

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from perl.base.errors import UserError
-from perl.base.files import is_of_process
+from perl.base.files import is_of_process, typed
 from perl.base.paths import user_path
 from perl.models.adapter_files import leads_out, require_contained
 
@@ -81,6 +81,13 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
     return folder
 
 
+class WeightIndex(TypedDict):
+    """What is read of INDEX."""
+
+    weight_map: dict[str, str]
+    """Tensor -> file."""
+
+
 def require_plain_data(folder: Path, where: str) -> None:
     """Refuse a model's folder whose weights are pickles, lie outside of it, or come with an adapter that transformers
     would put on them without a word."""
@@ -101,10 +108,11 @@ def _weight_files(folder: Path, where: str) -> list[str]:
     """The files that the index names, each in the folder itself. A UserError for an index that names none, or one
     elsewhere."""
     try:
-        files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        elsewhere = [name for name in files if Path(name).name != name or not name.endswith(".safetensors")]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{where}: {INDEX} names no weights ({type(error).__name__}); copy the model again") from error
+        index = typed(json.loads((folder / INDEX).read_text(encoding="utf-8")), WeightIndex)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {INDEX} names no weights ({error}); copy the model again") from error
+    files = sorted(set(index["weight_map"].values()))
+    elsewhere = [name for name in files if Path(name).name != name or not name.endswith(".safetensors")]
     if elsewhere:
         raise UserError(f"{where}: {INDEX} names {elsewhere[0]!r}, which is no safetensors file in this folder")
     return files
@@ -276,7 +284,7 @@ def require_adapter(adapter: Path, flag: str = "--adapter") -> dict:
         raise UserError(f"{flag} {link}: is a link out of the adapter's folder; put the file there in its place")
     try:
         config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{flag} {adapter / ADAPTER_CONFIG}: not valid JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{flag} {adapter / ADAPTER_CONFIG}: holds no fields; write the folder of a PEFT adapter")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perl.base.errors import UserError, lookup
-from perl.base.files import write_json
+from perl.base.files import read_json, write_json
 from perl.base.paths import user_path
 from perl.models.folders import load_model, load_tokenizer, written_whole
 
@@ -183,7 +182,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
     """Write the folder so that transformers 4.57, on which Ascend's vLLM may run, reads it too: it looks for rope_theta
     next to rope_parameters, and does not know the class name that 5 gives a tokenizer."""
     model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     rope = config.get("rope_parameters") or {}
     config.pop("_model_name_or_path", None)
     write_json(folder / "config.json", config | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}))

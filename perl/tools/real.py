@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from rich.console import Console
 from rich.markup import escape
@@ -29,7 +29,7 @@ from rich.table import Table
 
 from perl import device
 from perl.base.errors import Stopped, UserError, lookup
-from perl.base.files import add_row, read_rows, write_json
+from perl.base.files import add_row, read_json, read_rows, write_json
 from perl.base.paths import user_path
 from perl.config.parser import Parser
 from perl.config.types import NonNegativeInt, PositiveInt
@@ -197,9 +197,17 @@ def once(folder: Path, name: str, console: Console, stage: Callable[[], object])
         add_row(folder / STAGES, row)
 
 
-def read_stages(folder: Path) -> list[dict]:
+class Stage(TypedDict):
+    """What `once` notes."""
+
+    stage: str
+    seconds: float
+    finished: bool
+
+
+def read_stages(folder: Path) -> list[Stage]:
     """What `once` noted."""
-    return read_rows(folder / STAGES)
+    return read_rows(folder / STAGES, Stage)
 
 
 def base_of(model: str) -> str:
@@ -298,9 +306,15 @@ def with_dtype(settings: Settings, folder: Path, console: Console) -> Settings:
     return settings
 
 
+class Began(TypedDict, total=False):
+    """What is read of SETTINGS."""
+
+    dtype: Literal["bfloat16", "float32"] | None
+
+
 def began_in(folder: Path) -> Literal["bfloat16", "float32"] | None:
     """What the run in `folder` trains in; None before its first training. 0.12 noted nothing and went by AMX."""
-    if dtype := json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("dtype"):
+    if dtype := read_json(folder / SETTINGS, kind=Began).get("dtype"):
         return dtype
     if device.detect().kind != "cpu" or not (folder / "sft").exists():
         return None
@@ -349,7 +363,7 @@ def svamp_rows(file: Path) -> dict[str, list[str]]:
             number = WHOLE.sub("", str(row["Answer"]))
             answer = f"{expression} = {number}\n#### {number}"
             rows["train" if index % 10 < 7 else "test"].append(json.dumps({"question": question, "answer": answer}))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"--data {file}: is not SVAMP.json of {SVAMP}, a list of objects with Body, Question, Equation and Answer"
             f" ({type(error).__name__}: {error})"
@@ -388,7 +402,7 @@ def is_of_this_run(folder: Path, settings: Settings) -> bool:
     """Whether the folder holds this very run; False where it is new. A UserError where it holds another one, or
     something else."""
     if (folder / SETTINGS).is_file():
-        there = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        there = read_json(folder / SETTINGS, "--output_dir", "write another folder")
         wanted = [(name, value) for name, value in asdict(settings).items() if name != "dtype"]
         if other := [f"{name} {there.get(name)}, not {value}" for name, value in wanted if there.get(name) != value]:
             raise UserError(f"--output_dir {folder}: holds a run with {'; '.join(other)}; write another folder")
@@ -414,7 +428,7 @@ def read_run(folder: Path, stage: str, flag: str) -> Settings:
         raise UserError(f"{flag} {folder}: no {SETTINGS} in it; name a folder of `python -m perl real`")
     if not (folder / stage / "adapter").is_dir():
         raise UserError(f"{flag} {folder}: no {stage}/adapter in it; run `python -m perl real` to the end of {stage}")
-    settings = Settings(**json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+    settings = read_json(folder / SETTINGS, flag, kind=Settings)
     return replace(settings, dtype=began_in(folder))
 
 

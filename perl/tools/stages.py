@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import signal
@@ -14,13 +13,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, TypedDict
 
 from rich.console import Console
 
 from perl import device
 from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError
-from perl.base.files import lock_now, open_lock
+from perl.base.files import lock_now, open_lock, read_json
 from perl.records import PROGRESS, Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +48,18 @@ class Score:
 
     def __str__(self) -> str:
         return f"{100 * self.value:.1f}  [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+class ScoredMetrics(TypedDict):
+    """What is read of the metrics in summary.json."""
+
+    accuracy: Score
+
+
+class ScoredSummary(TypedDict):
+    """What is read of summary.json."""
+
+    metrics: ScoredMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,5 +272,6 @@ def read_scores(how: Evaluation, folder: Path) -> Scores:
 
 def read_score(result_dir: Path, dataset: str) -> Score:
     """The accuracy in the summary.json that perl/eval.py left."""
-    summary = json.loads((result_dir / dataset / "summary.json").read_text(encoding="utf-8"))
-    return Score(**summary["metrics"]["accuracy"])
+    file = result_dir / dataset / "summary.json"
+    hint = "delete it, and start the same command again"
+    return read_json(file, hint=hint, kind=ScoredSummary)["metrics"]["accuracy"]
