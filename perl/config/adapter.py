@@ -12,8 +12,14 @@ from perl.base.paths import user_path
 from perl.models.folders import require_adapter
 
 FLAG = "--config.peft.adapter"
-OWN = ("type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
-"""Fields of the group that an adapter which is trained further brings with it."""
+OWN = {
+    "r": int,
+    "lora_alpha": int | float,
+    "lora_dropout": int | float,
+    "target_modules": str | list,
+    "exclude_modules": str | list | None,
+}
+"""Fields of the group that an adapter which is trained further brings with it, as its type; their types."""
 FURTHER = ("modules_to_save", "bias", "trainable_token_indices")
 """Fields of a LoRA adapter that name what it trains besides its matrices."""
 HINT = f"it is trained further as it is; leave the flag out, or write {FLAG}_mode merge for a new adapter on top of it"
@@ -49,7 +55,10 @@ def take_adapter(values: Namespace, flags: Namespace, recipe: Namespace) -> list
             f"{FLAG} {peft.adapter}: trains more than LoRA's matrices ({', '.join(further)}), and is not trained"
             f" further; write {FLAG}_mode merge for a new adapter on top of it"
         )
-    trained = {name: adapter.get(name) for name in OWN[1:]} | {"type": _type(adapter, peft.type)}
+    trained = {name: adapter.get(name) for name in OWN}
+    if wrong := [f"{name} {value!r}" for name, value in trained.items() if not isinstance(value, OWN[name])]:
+        raise UserError(f"{FLAG} {peft.adapter}: adapter_config.json holds {', '.join(wrong)}; copy the adapter again")
+    trained["type"] = _type(adapter, peft.type)
     for name, value in trained.items():
         if f"peft.{name}" in flags and not _same(flags[f"peft.{name}"], value):
             flag = f"--config.peft.{name} {flags[f'peft.{name}']}"

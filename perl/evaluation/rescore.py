@@ -84,6 +84,8 @@ def refresh(folder: Path, records: list[SampleRecord], changed: int, console: Co
         if record["sample"] < n:
             by_key[record["key"]].append(record)
     whole = [record for group in by_key.values() if len(group) == n for record in group]
+    if not whole:
+        raise UserError(f"{folder / SAMPLES}: holds no whole problem; {AGAIN}")
     if len(whole) != before["samples"]:
         problems = len(whole) // n
         console.print(f"  the summary now covers {problems} problems, before {before['problems']}", highlight=False)

@@ -1,9 +1,14 @@
-"""Answers that need not be numbers: find the one that a completion states, and tell whether it is the gold.
+"""The answer that a completion states, and whether it is the gold, where answers need not be numbers.
 
-math-verify compares expressions; what it refuses or mistakes are the ways in which answers are written around them:
-texts, units, bases, lists, intervals, vectors, chains of equalities. Here these are taken apart, and only the plain
-expressions that remain go to math-verify, pair by pair. From top to bottom: where the statement stands (`extract`),
-the notation (`NOTATION`), the parts (`read_answer`), and their comparison (`equal`).
+1. Its place (`extract`): the last box, with the boxes that a comma or "and" joins to it; without a box what follows
+   the last "answer is"; else the formula of a whole sentence that concludes, or a text that is nothing but an answer.
+2. One notation (`tidy`): the table NOTATION, rule by rule.
+3. Its parts (`read_answer`): of a chain of equalities the last member; lists, sets, intervals, points, matrices, words.
+4. A number (`_number`): integer, decimal, n×10^k, repeating decimal, fraction that is no integer, mixed number; with a
+   unit (`tidy_scalar`). What else can be computed is an expression, and no number's equal: work left standing.
+5. A hedge (`5 or 6`, `x \\ne 5`, `any x = 5`, `26 = 25`) is several answers or an Unreadable one, never a number.
+6. Equality (`equal`), part by part: numbers are exact, units count where both sides state one. Two plain expressions go
+   to math-verify, words never do: it reads them as products of letters.
 
 `extract` is linear in the completion. The rest looks at LONGEST_ANSWER characters.
 """
@@ -11,6 +16,7 @@ the notation (`NOTATION`), the parts (`read_answer`), and their comparison (`equ
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -293,20 +299,15 @@ def _chain(members: list[str]) -> Answer:
         and re.search(r"\d", members[0])
     ):
         members = members[::-1]
-    value = _value(members[-1])
-    left = tidy_scalar(members[0])
-    before = tidy_scalar(members[-2])
-    if isinstance(value, Scalar) and value.unit == "percent" and before.number is not None:  # 1/2 = 50%
+    value, left, before = _value(members[-1]), tidy_scalar(members[0]), tidy_scalar(members[-2])
+    if not isinstance(value, Scalar):
+        return value
+    if value.unit == "percent" and before.number is not None:  # 1/2 = 50%
         value = before
-    if isinstance(value, Scalar) and _QUANTIFIER.search(members[0]):
+    if _QUANTIFIER.search(members[0]) or (_is_integer(value) and _is_integer(before) and value != before):
         return Unreadable(text)
-    if isinstance(value, Scalar) and _is_integer(value) and _is_integer(before) and value != before:
-        return Unreadable(text)
-    if isinstance(value, Scalar) and len(members) == 2 and (_has_letters(left.text) or _has_letters(value.text)):
-        return Equation(left, value)
-    if isinstance(value, Scalar) and _IS_NAME.fullmatch(members[0]):
-        return Equation(left, value)
-    return value
+    is_equation = len(members) == 2 and (_has_letters(left.text) or _has_letters(value.text))
+    return Equation(left, value) if is_equation or _IS_NAME.fullmatch(members[0]) else value
 
 
 @functools.lru_cache(maxsize=4096)
@@ -323,11 +324,12 @@ def _value(text: str) -> Answer:
         return Bracket("()", (Scalar("-\\infty"), Scalar("\\infty")))
     if "\\cap" in text or "\\ne " in text or "\\setminus" in text:
         return Unreadable(text)
-    if len(parts := _split(text, ("\\cup", " or "))) > 1 and (unions := [_value(part) for part in parts]):
+    if len(parts := _split(text, ("\\cup", " or "))) > 1:
+        unions = tuple(_value(part) for part in parts)
         if all(_is_interval(part) for part in unions) and (
-            "\\cup" in text or _ORDER.search(text) or "[" in text or "(" in text
+            "\\cup" in text or _ORDER.search(text) or "(" in text or "[" in text
         ):
-            return Many(tuple(unions), union=True)
+            return Many(unions, union=True)
         if "\\cup" in text:
             return Unreadable(text)
     if match := re.fullmatch(r"(?:\\?[A-Za-z]+(?:\s?\([A-Za-z]\))?)\s?\\in(?![a-z])(.*)", text):
@@ -409,7 +411,7 @@ def _bracket(text: str) -> Bracket | Matrix | None:
         r"(\(|\[|\\langle)(.*)(\)|\]|\\rangle)\s*(?:\^T)?",
         text,
     )
-    if match is None or len(items := _split(match[2], (",", ";"))) < 2 or not _balanced(match[2]):
+    if match is None or len(items := _split(match[2], (",", ";"))) < 2 or min(_depths(match[2])) < 0:  # (1,2) and (3,4)
         return None
     parts = tuple(_value(item) for item in items)
     if match[1] == "[" and match[3] == "]" and all(isinstance(part, Bracket) and part.ends == "[]" for part in parts):
@@ -448,7 +450,7 @@ def _interval_of_inequality(text: str) -> Answer:
     ends = [_value(part) for part in parts]
     if len(parts) == 3 and _IS_NAME.fullmatch(parts[1]):
         return _closed("[("[signs[0] == "<"], (ends[0], ends[2]), "])"[signs[1] == "<"])
-    if len(parts) == 2 and (match := re.fullmatch(r"\|\s*(\\?[a-z]+)\s*\|", parts[0])) and match:
+    if len(parts) == 2 and re.fullmatch(r"\|\s*(\\?[a-z]+)\s*\|", parts[0]):
         below = _value(f"-{parts[1]}")
         return _closed("[("[signs[0] == "<"], (below, ends[1]), "])"[signs[0] == "<"])
     if len(parts) == 2 and _IS_NAME.fullmatch(parts[0]) and not _IS_NAME.fullmatch(parts[1]):
@@ -514,14 +516,10 @@ def _split(text: str, separators: tuple[str, ...]) -> list[str]:
     return [*parts, text[begin:]]
 
 
-def _balanced(text: str) -> bool:
-    """Whether no bracket of `text` closes before it opens: (1,2) and (3,4) are not one bracket."""
-    depth = 0
-    for token in _TOKEN.findall(text):
-        depth += bool(_OPEN.fullmatch(token)) - bool(_CLOSE.fullmatch(token))
-        if depth < 0:
-            return False
-    return True
+def _depths(text: str) -> list[int]:
+    """How many brackets are open behind each token."""
+    tokens = _TOKEN.findall(text)
+    return list(itertools.accumulate(bool(_OPEN.fullmatch(token)) - bool(_CLOSE.fullmatch(token)) for token in tokens))
 
 
 def _plus_minus(text: str) -> list[str]:
@@ -694,17 +692,9 @@ def parse_answer(answer: str) -> Answer:
     text = tidy(answer)
     _nodes.left = _MOST_NODES
     try:
-        return read_answer(text) if _depth(text) <= _DEEPEST else Unreadable(text)
+        return read_answer(text) if max(_depths(text), default=0) <= _DEEPEST else Unreadable(text)
     except _TooManyParts:
         return Unreadable(text)
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for token in _TOKEN.findall(text):
-        depth += bool(_OPEN.fullmatch(token)) - bool(_CLOSE.fullmatch(token))
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def normalize(answer: str) -> str:
@@ -746,13 +736,9 @@ def _equal(gold: Answer, answer: Answer, same: Callable[[str, str], bool]) -> bo
     if isinstance(gold, Matrix) or isinstance(answer, Matrix):
         return _equal_matrices(gold, answer, same)
     if isinstance(gold, Bracket) and isinstance(answer, Bracket):
-        ends = (
-            gold.ends == answer.ends
-            or (answer.ends in ("<>", "=") and gold.ends == "()")
-            or (gold.ends == "<>" and answer.ends == "()")
-        )
+        ends = gold.ends, answer.ends
         return (
-            ends
+            (gold.ends == answer.ends or ends in (("()", "<>"), ("()", "="), ("<>", "()")))
             and len(gold.items) == len(answer.items)
             and all(_equal(g, a, same) for g, a in zip(gold.items, answer.items, strict=True))
         )

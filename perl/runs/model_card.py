@@ -124,14 +124,17 @@ def add_results(adapter: Path, result_dirs: Iterable[Path]) -> list[EvalResult]:
     A card of someone else's keeps its text and its metadata: the results are added at its end.
 
     Raises:
-        UserError: no adapter, or a folder without results of it.
+        UserError: no adapter, a card whose fields can't be read, or a folder without results of it.
     """
     if not is_whole(adapter):
         require_adapter(adapter, "ADAPTER")
     own_hash = content_hash(adapter)
     summaries = [summary for folder in result_dirs for summary in read_summaries(folder, own_hash, adapter)]
     file, name = adapter / CARD, card_name(adapter)
-    card = ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else new_card(adapter, name)
+    try:
+        card = ModelCard.load(file, ignore_metadata_errors=True) if file.is_file() else new_card(adapter, name)
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"ADAPTER {file}: its fields are not YAML ({error}); correct or remove them") from error
     data: Any = card.data
     for field, value in metadata(adapter).to_dict().items():
         if data.get(field) is None:

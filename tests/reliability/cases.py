@@ -9,15 +9,25 @@ import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from perl.models.folders import content_hash
+from perl.scoring.results import Identity
 from tests.reliability.place import Place, Words, cut, field, garbage, remove, tensors, text
+from tests.results import record, summary
 from tests.tiny import noise_png
 
 GIB = 1 << 30
+SECRET = "d41d8cd98f00b204"
+"""What the environment of every case holds under names of secrets."""
+INDEX, OUTSIDE = (
+    "model/model.safetensors.index.json",
+    json.dumps({"weight_map": {"lm_head.weight": "../own.safetensors"}}),
+)
 USER = {"role": "user", "content": "What?"}
 ANSWER = {"role": "assistant", "content": "4"}
 
@@ -150,6 +160,12 @@ DATA = [
     train("names_with_commas", lambda p: p.train("a.jsonl,b.jsonl")),
     train("bench_without_training_split", lambda p: p.train("aime24")),
     flags("unknown_task", dataset__task="gsm9k"),
+    train("duration_in_parquet", lambda p: p.train(p.table([row(answer=timedelta(days=10**8))]))),
+    train(
+        "exponent_without_end", lambda p: p.train(p.write("data.json", '[{"question": "?", "answer": 1e' + "9" * 30))
+    ),
+    train("nul_in_the_path_of_an_image", lambda p: p.train(p.rows(row(image="a\0.png")))),
+    train("prompt_with_an_unknown_role", lambda p: p.train(p.rows({"prompt": [{"role": 7, "content": "?"}]}))),
 ]
 MODEL = [
     flags("no_such_model", model__model_name_or_path="./nothing"),
@@ -179,6 +195,16 @@ MODEL = [
     model("broken_chat_template", chat_template_jinja=text("{% for m in %}")),
     model("chat_template_refuses", chat_template_jinja=text("{{ raise_exception('no such role') }}")),
     model("empty_chat_template", chat_template_jinja=text("{{ '' }}")),
+    model("tokenizer_is_a_list", tokenizer_json=text("[]")),
+    model("tokenizer_config_is_a_list", tokenizer_config_json=text("[]")),
+    model("tokenizer_of_an_unknown_kind", tokenizer_json=field(model={"type": "Runes"})),
+    train(
+        "index_of_weights_outside",
+        lambda p: p.train(
+            None,
+            model__model_name_or_path=(p.model(model_safetensors=remove), p.write(INDEX, OUTSIDE))[0],
+        ),
+    ),
     flags("unknown_model_argument", training__model_init_kwargs='{"nothing": 1}'),
 ]
 CONFIGURATION = [
@@ -227,6 +253,8 @@ CONFIGURATION = [
     recipe("recipe_with_an_unknown_field", "training: {max_stepz: 1}"),
     recipe("recipe_with_a_list_for_a_group", "training: [1, 2]"),
     recipe("recipe_that_runs_code", "training: !!python/object/apply:os.system ['true']"),
+    recipe("recipe_that_holds_a_secret", f"training: {{max_steps: {SECRET}}}"),
+    recipe("recipe_that_names_itself", "training: &a {max_steps: *a}"),
     recipe("recipe_nested_too_deep", "training: " + "[" * 2000),
 ]
 FOLDERS_AND_ADAPTERS = [
@@ -242,6 +270,11 @@ FOLDERS_AND_ADAPTERS = [
     adapter("adapter_of_another_rank", "--config.peft.r", "8"),
     adapter("adapter_of_another_base", adapter_model_safetensors=tensors(lambda t: narrow(t))),
     adapter("broken_adapter_config", adapter_config_json=text("{")),
+    adapter("adapter_config_is_a_list", adapter_config_json=text("[]")),
+    adapter("adapter_of_an_unknown_method", adapter_config_json=field(peft_type="LORRA")),
+    adapter("adapter_of_a_negative_rank", adapter_config_json=field(r=-4)),
+    adapter("adapter_whose_rank_is_a_text", adapter_config_json=field(r="four")),
+    adapter("adapter_whose_layers_are_a_number", adapter_config_json=field(target_modules=7)),
     adapter("cut_off_adapter", adapter_model_safetensors=cut),
 ]
 
@@ -298,6 +331,14 @@ EVALUATION = [
         make=lambda p: p.write("few.jsonl", '{"question": 1}\n'),
     ),
     score("longer_than_the_context", "--max_model_len", "99999"),
+    score("examples_in_another_encoding", "--few_shot", "few.jsonl", make=lambda p: p.write("few.jsonl", b"\xff")),
+    Case("nothing_to_rescore", "perl/eval.py", lambda p: RESCORE),
+    Case("summary_to_rescore_breaks_off", "perl/eval.py", lambda p: (results(p, summary="{"), RESCORE)[1]),
+    Case(
+        "sample_to_rescore_without_a_text", "perl/eval.py", lambda p: (results(p, samples='{"key": 1}\n'), RESCORE)[1]
+    ),
+    Case("identity_to_rescore_is_a_list", "perl/eval.py", lambda p: (results(p, run="[]"), RESCORE)[1]),
+    Case("lock_to_rescore_is_a_link", "perl/eval.py", lambda p: (results(p), link(p, "results/.lock"), RESCORE)[2]),
     score("negative_temperature", "--temperature", "-1"),
 ]
 MERGE = ("merge", "--model", "model", "--adapter", "adapter", "--output", "merged")
@@ -305,6 +346,39 @@ PLAN = ("plan", "recipe.yaml")
 GRADE = ("grade", "--task", "gsm8k", "--input", "in.jsonl", "--output", "out.jsonl")
 PREPARE = ("prepare", "gsm8k", "--local_save_dir", "out", "--source")
 LOGGED = '{"step": 1, "reward": 0.5}\n'
+
+
+RESCORE = ["--rescore", "--result_dir", "results"]
+REPORT = ("report", "results")
+CARD = ("card", "adapter", "--results", "results")
+DOUBLING = "A=aaaaaaaa\n" + "for i in " + " ".join("12345678" * 8) + '; do A="$A$A"; done\n'
+
+
+def results(place: Place, **content: str) -> None:
+    """The results of an evaluation of two samples; `content` is what a file holds in its place."""
+    rows = [record(f"{i:016x}-0") for i in range(2)]
+    scored = content_hash(place / "adapter") if (place / "adapter").exists() else None
+    whole = summary(rows, 1, adapter_hash=scored)
+    made_with = {name: whole.get(name) for name in Identity.__annotations__}
+    files = {
+        "summary.json": json.dumps(whole),
+        "samples.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "run.json": json.dumps(made_with),
+    }
+    for name, held in files.items():
+        place.write(f"results/gsm8k/{name}", content.get(name.partition(".")[0], held))
+
+
+def twice(place: Place, name: str, content: str | bytes) -> None:
+    """In folders a and b."""
+    for folder in "ab":
+        place.write(f"{folder}/{name}", content)
+
+
+def link(place: Place, name: str) -> None:
+    """A link in the place of a file, to a file that is somebody's own."""
+    (place / name).unlink(missing_ok=True)
+    (place / name).symlink_to(place / place.write("own.txt", "mine"))
 
 
 def graded(**changes: Any) -> Callable[[Place], str]:
@@ -317,6 +391,15 @@ TOOLS = [
     tool("cut_off_adapter_to_merge", *MERGE, make=lambda p: (p.model(), p.adapter(adapter_model_safetensors=cut))),
     tool("cut_off_base_to_merge", *MERGE, make=lambda p: (p.model(model_safetensors=cut), p.adapter())),
     tool("output_that_is_no_merge", *MERGE, make=lambda p: (both(p), p.write("merged/notes.txt", "mine"))),
+    tool(
+        "broken_adapter_config_to_merge", *MERGE, make=lambda p: (p.model(), p.adapter(adapter_config_json=text("{")))
+    ),
+    tool(
+        "adapter_of_another_base_to_merge",
+        *MERGE,
+        make=lambda p: (p.model(), p.adapter(adapter_model_safetensors=tensors(narrow))),
+    ),
+    tool("merge_into_a_file", *MERGE, make=lambda p: (both(p), p.write("merged", "mine"))),
     tool("unknown_dtype", *MERGE, "--dtype", "int8", make=both),
     tool("no_recipe_to_plan", *PLAN),
     tool("unknown_device", *PLAN, "--device", "tpu", make=lambda p: p.write("recipe.yaml", "")),
@@ -338,6 +421,49 @@ TOOLS = [
         "b/c.html",
         make=lambda p: p.write("a/metrics.jsonl", LOGGED),
     ),
+    tool("summary_to_report_breaks_off", *REPORT, make=lambda p: results(p, summary="{")),
+    tool("summary_to_report_without_metrics", *REPORT, make=lambda p: results(p, summary="{}")),
+    tool("sample_to_report_without_a_seed", *REPORT, make=lambda p: results(p, samples='{"key": "a-0"}\n')),
+    tool(
+        "page_is_a_folder",
+        "report",
+        "a",
+        "--output",
+        "b",
+        make=lambda p: (p.write("a/metrics.jsonl", LOGGED), (p / "b").mkdir()),
+    ),
+    tool("brackets_without_end_to_compare", "compare", "a", "b", make=lambda p: twice(p, "metrics.jsonl", "[" * 10**5)),
+    tool(
+        "step_of_5000_digits_to_compare",
+        "compare",
+        "a",
+        "b",
+        make=lambda p: twice(p, "metrics.jsonl", '{"step": ' + "9" * 5000),
+    ),
+    tool(
+        "wandb_file_to_compare_is_none",
+        "compare",
+        "a/a.wandb",
+        "b/a.wandb",
+        make=lambda p: twice(p, "a.wandb", b"\xff" * 99),
+    ),
+    tool(
+        "checkpoint_without_a_step_to_compare",
+        "compare",
+        "a",
+        "b",
+        make=lambda p: twice(p, "checkpoint-best/trainer_state.json", "{}"),
+    ),
+    tool(
+        "results_compared_with_a_training",
+        "compare",
+        "results",
+        "a",
+        make=lambda p: (results(p), p.write("a/metrics.jsonl", LOGGED)),
+    ),
+    tool(
+        "limit_is_nan", "compare", "a", "a", "--reward_limit", "nan", make=lambda p: p.write("a/metrics.jsonl", LOGGED)
+    ),
     tool("unknown_task_to_prepare", "prepare", "gsm9k", "--local_save_dir", "out"),
     tool("source_of_no_split", *PREPARE, "data.jsonl", make=Place.sums),
     tool("cut_off_source", *PREPARE, "train.jsonl", make=lambda p: p.write("train.jsonl", '{"question": "a", "ans')),
@@ -349,9 +475,34 @@ TOOLS = [
     tool("output_is_a_number", *GRADE, make=graded(output=4)),
     tool("gold_is_null", *GRADE, make=graded(gold=None)),
     tool("deadline_is_nan", *GRADE, "--deadline_s", "nan", make=graded()),
+    tool("unknown_task_to_grade", "grade", "--task", "gsm9k", *GRADE[3:], make=graded()),
+    tool("rows_to_grade_in_another_encoding", *GRADE, make=lambda p: p.write("in.jsonl", b"\xff")),
+    tool("escape_codes_to_grade", *GRADE, make=lambda p: p.rows({"\x1b[2J": 1}, name="in.jsonl")),
+    tool("grades_into_no_folder", *GRADE[:-1], "none/out.jsonl", make=graded()),
+    tool("card_is_a_link", *CARD, make=lambda p: (p.adapter(), results(p), link(p, "adapter/README.md"))),
+    tool("summary_for_a_card_breaks_off", *CARD, make=lambda p: (p.adapter(), results(p, summary="{"))),
+    tool(
+        "card_with_broken_fields",
+        *CARD,
+        make=lambda p: (p.adapter(), results(p), p.write("adapter/README.md", "---\na: [\n---\n")),
+    ),
     tool("no_adapter_for_a_card", "card", "adapter", "--results", "results"),
     tool("no_results_for_a_card", "card", "adapter", "--results", "results", make=Place.adapter),
     tool("unknown_model_to_fetch", "fetch", "smollm9", "--output", "out"),
+    tool("fetch_into_a_file", "fetch", "smollm2", "--output", "out", make=lambda p: p.write("out", "mine")),
+    tool(
+        "fetch_into_a_full_folder",
+        "fetch",
+        "smollm2",
+        "--output",
+        "out",
+        make=lambda p: p.write("out/notes.txt", "mine"),
+    ),
+    tool("script_of_verl_in_another_encoding", "from-verl", "a.sh", make=lambda p: p.write("a.sh", b"\xff\xfe")),
+    tool("script_of_verl_that_doubles_for_ever", "from-verl", "a.sh", make=lambda p: p.write("a.sh", DOUBLING)),
+    tool("script_of_verl_nested_too_deep", "from-verl", "a.sh", make=lambda p: p.write("a.sh", "A=" + "$(" * 3000)),
+    tool("script_of_verl_without_a_command", "from-verl", "a.sh", make=lambda p: p.write("a.sh", "echo 1\n")),
+    tool("configuration_of_verl_is_a_list", "from-verl", "a.yaml", make=lambda p: p.write("a.yaml", "[1]")),
     tool("no_such_script_of_verl", "from-verl", "train.sh"),
     tool("broken_configuration_of_verl", "from-verl", "train.yaml", make=lambda p: p.write("train.yaml", "a: [")),
     tool("unknown_key_of_verl", "from-verl", "--", "algoritm.adv_estimator=grpo"),

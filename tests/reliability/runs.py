@@ -23,12 +23,15 @@ class Met:
     stdout: str
     stderr: str
     """The folder of the case taken out of both."""
+    written: list[str]
+    """Files in the folder that were made or changed by the program."""
 
 
 def meet(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Met:
     """Make the case's mistake in `folder` and run its program there."""
     monkeypatch.chdir(folder)
     words = case.make(Place(folder))
+    before = held(folder)
     first, main = program(case.command)
     monkeypatch.setattr(sys, "argv", [case.command, *first, *words])
     capfd.readouterr()
@@ -38,7 +41,14 @@ def meet(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytes
     except SystemExit as end:
         code = int(end.code or 0)
     out, err = capfd.readouterr()
-    return Met(code, out.replace(f"{folder}/", ""), err.replace(f"{folder}/", ""))
+    written = [name for name, state in held(folder).items() if before.get(name) != state]
+    return Met(code, out.replace(f"{folder}/", ""), err.replace(f"{folder}/", ""), written)
+
+
+def held(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of each file below `folder`."""
+    states = {file: file.stat(follow_symlinks=False) for file in folder.rglob("*") if not file.is_dir()}
+    return {str(file.relative_to(folder)): (state.st_size, state.st_mtime_ns) for file, state in states.items()}
 
 
 def program(command: str) -> tuple[list[str], Callable[[], object]]:
