@@ -8,7 +8,9 @@ in tests/tools/test_sweep.py, an evaluation in tests/evaluation/test_run.py.
 
 import importlib.util
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -125,24 +127,49 @@ def test_what_is_read_only(command, monkeypatch):
     check_words(command)
 
 
-@pytest.mark.parametrize("command", with_prefix("bash", LAUNCH), ids=lambda c: c.line)
-def test_a_training_is_planned_or_says_what_is_missing(command, kind, monkeypatch):
-    for name, value in command.variables.items():
-        monkeypatch.setenv(name, value)
+def in_this_clone(command):
+    """The words of a training, as the page has them and with what is in a clone."""
     words = list(command.words[2:])
     as_written = words if "--recipe" in words else ["--recipe", "recipes/dapo_lora.yaml", *words]
-    here = in_a_clone(as_written)
+    here = [*in_a_clone(as_written), "--config.training.report_to", "none"]
     for flags in (MODEL, DATA):
         here += flags if flags[0] not in here and "recipes/quickstart.yaml" not in here else []
-    line = said(lambda: launch.plan(as_written) and None)
-    assert line is None or not re.search(FOREIGN[kind], line)
-    if "--config.validation.datasets" in here or kind == "npu":
-        return  # gsm8k is on the hub; on emulated NPUs the script is planned and run in tests/npu/test_script.py
-    here += ["--config.training.report_to", "none"]
-    plan = launch.plan(here)
+    return as_written, here
+
+
+def check_plan(plan, kind, command):
     assert plan["DEVICE"] == kind
     assert plan["NUM_PROCESSES"] == command.variables.get("NUM_PROCESSES", str(1 if kind == "cpu" else 8))
     assert Path(plan["ACCELERATE_CONFIG"]).is_file()
+
+
+TRAININGS = with_prefix("bash", LAUNCH)
+# gsm8k is on the hub
+LOCAL_TRAININGS = [each for each in TRAININGS if "--config.validation.datasets" not in each.words]
+    each for each in TRAININGS if "--config.validation.datasets" not in each.words
+]  # gsm8k is on the hub
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"], indirect=True)
+@pytest.mark.parametrize("command", TRAININGS, ids=lambda c: c.line)
+def test_a_training_is_planned_or_says_what_is_missing(command, kind, monkeypatch):
+    for name, value in command.variables.items():
+        monkeypatch.setenv(name, value)
+    as_written, here = in_this_clone(command)
+    line = said(lambda: launch.plan(as_written) and None)
+    assert line is None or not re.search(FOREIGN[kind], line)
+    if command in LOCAL_TRAININGS:
+        check_plan(launch.plan(here), kind, command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["npu"], indirect=True)
+@pytest.mark.parametrize("command", LOCAL_TRAININGS, ids=lambda c: c.line)
+def test_a_training_is_planned_on_npus(command, kind, run_npu):
+    _, here = in_this_clone(command)
+    program = [sys.executable, "-m", "perl.tools.launch", *here]
+    done = run_npu(program, devices=MACHINES[kind][0].count, cwd=Path.cwd(), **command.variables)
+    check_plan(dict(word.split("=", 1) for word in shlex.split(done.stdout) if "=" in word), kind, command)
 
 
 @pytest.mark.parametrize("command", with_prefix("python", "perl/eval.py"), ids=lambda c: c.line)
@@ -150,6 +177,7 @@ def test_an_evaluation_says_what_is_missing(command, kind):
     for words in (command.words[2:], in_a_clone(command.words[2:])):
         line = said(lambda words=words: evaluator.main(list(words)))
         assert line is not None
+        assert not re.search(FOREIGN[kind], line)
 
 
 @pytest.mark.parametrize("command", with_prefix("python", "-m", "perl"), ids=lambda c: c.line)
