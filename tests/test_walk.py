@@ -146,8 +146,6 @@ def check_plan(plan, kind, command):
 TRAININGS = with_prefix("bash", LAUNCH)
 # gsm8k is on the hub
 LOCAL_TRAININGS = [each for each in TRAININGS if "--config.validation.datasets" not in each.words]
-    each for each in TRAININGS if "--config.validation.datasets" not in each.words
-]  # gsm8k is on the hub
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"], indirect=True)
