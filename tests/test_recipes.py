@@ -106,7 +106,7 @@ def test_batches_are_verls(name):
 
 @pytest.mark.parametrize("name", GUIDES)
 def test_what_verl_sets_in_silence_is_written_out(name):
-    written = recipe_content(f"recipes/{name}.yaml", GRPO)["training"]
+    written = recipe_content(f"recipes/{name}.yaml", GRPO)[0]["training"]
     expected = {"num_iterations": 1, "epsilon": 0.2, "max_grad_norm": 1.0, "temperature": 1.0, "max_steps": -1}
     if not name.startswith("dapo"):
         expected |= {"loss_type": "bnpo", "lr_scheduler_type": "constant", "weight_decay": 0.01, "delta": 3.0}
@@ -234,7 +234,7 @@ def require_run(name: str, run: Path) -> None:
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged if "loss" in row] == [1, 2]
     first = next(row for row in logged if "loss" in row)
-    recipe = recipe_content(f"recipes/{name}.yaml", GRPO)
+    recipe, _ = recipe_content(f"recipes/{name}.yaml", GRPO)
     assert {f"rewards/{one}/mean" for one in recipe["reward"]["functions"]} <= first.keys()
     assert ("aqn/sigma" in first) == recipe.get("noise_injection", {}).get("enabled", False)
     validated = [row["step"] for row in logged if "val-core/openai/gsm8k/acc/mean@1" in row]

@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,16 @@ def test_a_link_that_the_user_names_is_written_through_and_one_that_lies_there_i
     named = {path.name for path in kept.iterdir() if path.read_text() != "kept"}
     assert named == {"mine.jsonl", "mine.html", "mine.yaml"}
     assert {path.name for path in tmp_path.rglob("*") if path.is_symlink()} == named
+
+
+def test_a_pipe_that_the_user_names_by_a_link_is_written_to():
+    """/dev/stdout leads to /proc/self/fd/1, and that to no path."""
+    program = (
+        "from pathlib import Path; from perl.base.files import atomic_write, target\n"
+        "with atomic_write(target(Path('/dev/stdout'))) as file: file.write('a page')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("a page", "")
 
 
 def test_a_file_has_the_mode_that_the_umask_gives_and_a_lock_keeps_its_content(tmp_path):

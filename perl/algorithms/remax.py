@@ -14,7 +14,7 @@ def beyond_greedy(scored: Scored) -> torch.Tensor:
     draws the latter too, here with its noise, and the KL divergence is taken from the former alone."""
     assert scored.baselines is not None
     returns, _ = gae(scored.token_rewards, torch.zeros_like(scored.token_rewards), scored.mask, gamma=1.0, lam=1.0)
-    known = scored.rewarded() & ~scored.baselines.isnan()[:, None]
+    known = scored.rewarded() & scored.baselines.isfinite()[:, None]
     return (returns - scored.baselines[:, None]).masked_fill(~known, 0.0)
 
 

@@ -79,8 +79,9 @@ class RunError(UserError):
     exit_code = 1
 
 
-class Stopped(Exception):
-    """A signal ends the run in good order; exit code 128 and the signal's number, as a shell has it (SIGTERM: 143)."""
+class Stopped(BaseException):
+    """A signal ends the run in good order; exit code 128 and the signal's number, as a shell has it (SIGTERM: 143).
+    Like KeyboardInterrupt it passes through those that catch any Exception."""
 
     def __init__(self, message: str, signum: int):
         super().__init__(message)

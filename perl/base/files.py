@@ -128,7 +128,9 @@ def target(named: Path) -> Path:
     """Where a file goes that the user has named on the command line: what a link there leads to."""
     # As with the shell's >. A name that we give ourselves is not followed: in a folder of results, which may come from
     # others, a link of that name could lead to any file of the user's.
-    return Path(os.path.realpath(named)) if named.is_symlink() else named
+    # One that leads to a pipe (/dev/stdout) has no path of its own.
+    leads_to_file = named.is_symlink() and (named.is_file() or not named.exists())
+    return Path(os.path.realpath(named)) if leads_to_file else named
 
 
 def _open_lock(path: str, _: int) -> int:

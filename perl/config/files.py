@@ -4,7 +4,7 @@ repository, so that a recipe of the repository trains from any folder."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jsonargparse import Namespace
@@ -24,14 +24,13 @@ FIELDS = (
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".py", ".yaml")
 
 
-def find_files(values: Namespace, flags: Namespace, recipe: Namespace, path: str | None) -> tuple[list[str], list[str]]:
+def find_files(values: Namespace, flags: Namespace, written_in: Mapping[str, Path]) -> tuple[list[str], list[str]]:
     """Give the paths in `values` that the recipe names the place where they are.
 
     Args:
         values: the resolved configuration, changed in place.
         flags: what the command line says: its paths are the working directory's alone.
-        recipe: what the recipe says.
-        path: of the recipe.
+        written_in: field that the recipe says -> folder of the file that says it, the recipe's or a base's.
 
     Returns:
         A line for each path that was found elsewhere than in the working directory, and one for each that is nowhere.
@@ -41,13 +40,11 @@ def find_files(values: Namespace, flags: Namespace, recipe: Namespace, path: str
     """
     found: list[str] = []
     missing: list[str] = []
-    if path is None:
-        return found, missing
     for field in FIELDS:
-        if field not in recipe or field in flags or values[field] is None:
+        if field not in written_in or field in flags or values[field] is None:
             continue
         where = f"the recipe's {field}"
-        folders = [Path(path).absolute().parent, REPOSITORY]
+        folders = [written_in[field], REPOSITORY]
         names = values[field] if isinstance(values[field], list) else [values[field]]
         places = [_of_field(name, where, folders, found, missing) for name in names]
         values[field] = places if isinstance(values[field], list) else places[0]

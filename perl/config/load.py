@@ -5,6 +5,7 @@ recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,12 @@ ALIASES = (
     ("dataset.max_prompt_length", "training.max_prompt_length"),
     ("reward.weights", "training.reward_weights"),
 )
+SAY_ONE_THING = (
+    *((ours, trl) for ours, trl in ALIASES),
+    ("rollout.engine", "training.use_vllm"),
+    ("training.max_steps", "training.num_train_epochs"),
+)
+"""What a recipe says by one of these names goes before what its base says by another."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
 TRL_EPOCHS = 3.0
 """num_train_epochs where nobody has said it."""
@@ -134,7 +141,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     path, taken = None, []
     if flags.get("recipe") is not None:
         path, taken = look_for(flags.recipe, "--recipe")
-    recipe = read_recipe(path, parser, program)
+    recipe, written_in = read_recipe(path, parser, program)
     # A second parse, now over recipe and defaults, types everything that neither of them gave.
     values = parser.parse_args(list(argv), namespace=recipe.clone()).config
     given, written = flags.get("config") or Namespace(), recipe.get("config") or Namespace()
@@ -143,7 +150,7 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
             "--config.training.resume_from_checkpoint auto: a run without --config.training.output_dir has a new folder"
             " each time, with nothing to go on from; name its folder"
         )
-    found, missing = find_files(values, given, written, path)
+    found, missing = find_files(values, given, written_in)
     warnings = [*taken, *found, *program.resolve(values, given, written)]
     warnings += resolve_length(values, given, written)
     warnings += take_adapter(values, given, written)
@@ -170,29 +177,36 @@ def build_parser(program: Program) -> Parser:
     return parser
 
 
-def read_recipe(path: str | None, parser: Parser, program: Program) -> Namespace:
-    """The recipe's values, typed by the parser; an unknown key is an error that names the nearest flag."""
+def read_recipe(path: str | None, parser: Parser, program: Program) -> tuple[Namespace, dict[str, Path]]:
+    """The recipe's values, typed by the parser, and the folder of the file that says each field; an unknown key is an
+    error that names the nearest flag."""
     if path is None:
-        return Namespace()
-    content = recipe_content(path, program)
+        return Namespace(), {}
+    content, written_in = recipe_content(path, program)
     try:
         content = {name: without_removed(name, fields) for name, fields in content.items()}
-        return parser.parse_object({"config": content}, defaults=False)
+        return parser.parse_object({"config": content}, defaults=False), written_in
     except UserError as error:
         raise UserError(f"--recipe {path}: {error}") from error
 
 
-def recipe_content(path: str, program: Program, above: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Group -> field -> value, of a recipe over those of its base, another recipe (a path from its own folder).
+def recipe_content(
+    path: str, program: Program, above: tuple[Path, ...] = ()
+) -> tuple[dict[str, dict[str, Any]], dict[str, Path]]:
+    """Group -> field -> value, of a recipe over those of its base, another recipe (a path from its own folder), and
+    group.field -> the folder of the file that says it.
 
     Args:
         above: the recipes whose base this one is.
     """
-    if path in above:
-        raise UserError(f"--recipe {above[0]}: base {path} builds on itself; leave one base out")
+    file = Path(os.path.realpath(path))
+    if file in above:
+        raise UserError(f"--recipe {above[0]}: base {file} builds on itself; leave one base out")
     if Path(path).is_dir():
         raise UserError(f"--recipe {path}: is a folder; name a YAML file in it")
-    if not Path(path).exists():
+    if above and not file.exists():
+        raise UserError(f"--recipe {above[-1]}: base: there is no file {path}")
+    if not file.exists():
         raise UserError(f"--recipe: no file {path}; recipes/ holds the ones that come with perl")
     if not Path(path).is_file():
         raise UserError(f"--recipe {path}: is a device or a pipe, which is read twice; name a YAML file")
@@ -219,10 +233,15 @@ def recipe_content(path: str, program: Program, above: tuple[str, ...] = ()) -> 
             raise UserError(
                 f"--recipe {path}: the group {name} must hold fields (NAME: VALUE), not {content[name]!r:.60}"
             )
+    written_in = {f"{group}.{name}": file.parent for group, fields in content.items() for name in fields}
     if base is None:
-        return content
-    under = recipe_content(str(Path(path).parent / base), program, (*above, path))
-    return {name: under.get(name, {}) | content.get(name, {}) for name in under | content}
+        return content, written_in
+    under, under_in = recipe_content(str(file.parent / base), program, (*above, file))
+    for names in SAY_ONE_THING:
+        if any(name in written_in for name in names):
+            for group, name in (each.split(".") for each in names):
+                under.get(group, {}).pop(name, None)
+    return {name: under.get(name, {}) | content.get(name, {}) for name in under | content}, under_in | written_in
 
 
 def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
@@ -325,6 +344,13 @@ def check_values(values: Namespace) -> None:
         raise UserError(
             f"--config.reward.function_deadline_s {reward.function_deadline_s:g}: other processes wait for a reward for"
             f" --config.training.ddp_timeout {training.ddp_timeout} s; write less, or raise ddp_timeout"
+        )
+    low, high = training.cispo_min_ratio, training.epsilon_high
+    high = training.epsilon if high is None else high
+    if training.loss_type == "cispo" and low is not None and low > high:
+        raise UserError(
+            f"--config.training.cispo_min_ratio {low:g} is above the highest ratio, --config.training.epsilon_high"
+            f" {high:g}; cispo's is a ratio, such as 5"
         )
     adaptive = noise.schedule == "target_kl"
     if noise.enabled and not adaptive and noise.sigma_end > noise.sigma_start:

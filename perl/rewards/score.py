@@ -34,11 +34,12 @@ class Rewards:
         self.metrics: dict[str, list[float]] = defaultdict(list)
         """What the functions have logged by `log_metric`, for whoever logs next."""
 
-    def score(self, rows: Sequence[Trajectory], state: Any) -> None:
+    def score(self, rows: Sequence[Trajectory], state: Any, log_metrics: bool = True) -> None:
         """Fill each row's `rewards` (NaN where a function gave none) and `extras`.
 
         Args:
             state: the trainer's.
+            log_metrics: whether what the functions log by `log_metric` counts.
 
         Raises:
             RankError: a function gives another number of rewards, or logs too few values.
@@ -46,6 +47,7 @@ class Rewards:
         if not rows:
             return
         extras: dict[str, list[Any]] = defaultdict(list)
+        metrics = self.metrics if log_metrics else defaultdict(list)
         columns = {name: [row.row[name] for row in rows] for name in rows[0].row if name != "prompt"}
         arguments: dict[str, Any] = {
             "prompts": [row.row["prompt"] for row in rows],
@@ -54,7 +56,7 @@ class Rewards:
             **columns,
             "trainer_state": state,
             "log_extra": lambda column, values: extras[column].extend(values),
-            "log_metric": lambda name, value: self.metrics[name].append(value),
+            "log_metric": lambda name, value: metrics[name].append(value),
         }
         scores = [self._checked(*pair, len(rows)) for pair in zip(self.names, self._call(arguments), strict=True)]
         for column, values in extras.items():

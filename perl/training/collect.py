@@ -9,6 +9,7 @@ and is drawn again by the next policy.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from perl.training.stream import PromptStream
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
     from perl.training.processes import Processes
+
+log = logging.getLogger(__name__)
 
 MOST_EQUAL = 0.9
 """Share of equal groups that is reckoned with at most."""
@@ -230,12 +233,16 @@ class Collector:
                 if self.grade_early is not None:
                     self.grade_early(text, row.row)
         self.clock.count_forward(sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows]))
+        drawn, greedy = rows[: len(places)], rows[len(places) :]
         with self.clock("reward"):
-            self.rewards.score(rows, self.state)
-        greedy = {row.position: row.rewards for row in rows[len(places) :]}
-        for row in rows[: len(places)]:
-            row.baseline = greedy.get(row.position, [])
-        return rows[: len(places)]
+            self.rewards.score(drawn, self.state)
+            self.rewards.score(greedy, self.state, log_metrics=False)
+        baselines = {row.position: row.rewards for row in greedy}
+        for row in drawn:
+            row.baseline = baselines.get(row.position, [])
+        for named in self.rewards.infinite(greedy):
+            log.warning("remax: a reward of a greedy completion is not finite, and no baseline: %s", named)
+        return drawn
 
     def _prompt(self, row: Trajectory) -> Prompt:
         greedy = row.sample == self.group_size

@@ -2,6 +2,7 @@
 
 import pytest
 
+from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.config import files
 from perl.config.evaluation import find_files
@@ -62,6 +63,20 @@ def test_beside_the_recipe_data_and_reward(there, tmp_path):
     assert parse_sft(
         recipe(tmp_path / "r", "dataset: {eval_dataset: rows.jsonl}\ntraining: {eval_strategy: epoch}\n")
     ).values.dataset.eval_dataset == str(tmp_path / "r" / "rows.jsonl")
+
+
+def test_a_path_in_a_base_is_looked_for_beside_the_base(there, tmp_path):
+    (tmp_path / "r" / "base").mkdir(parents=True)
+    (tmp_path / "r" / "base" / "b.yaml").write_text("dataset: {dataset_name_or_path: rows.jsonl}\n")
+    for folder in (tmp_path / "r", tmp_path / "r" / "base"):
+        (folder / "rows.jsonl").write_text(ROW)
+    parsed = parse(recipe(tmp_path / "r", "base: base/b.yaml\n"))
+    assert parsed.values.dataset.dataset_name_or_path == str(tmp_path / "r" / "base" / "rows.jsonl")
+
+
+def test_plan_takes_a_recipe_of_the_repository_from_any_folder(there, capsys):
+    assert main(["plan", "recipes/quickstart.yaml", "--device", "h100", "--count", "1", "--parallel", "single"]) == 0
+    assert f"recipes/quickstart.yaml: not in {there}, taken from {ROOT}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_flag_is_the_working_directorys(there, tmp_path):

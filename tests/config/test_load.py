@@ -60,11 +60,31 @@ def test_a_recipe_goes_before_its_base(tmp_path):
     assert (values.common.seed, values.peft.r) == (5, 4)
 
 
+def test_a_recipe_goes_before_what_its_base_says_by_another_name(tmp_path):
+    base = "rollout: {engine: vllm}\ntraining: {max_steps: 300, seed: 5}\n"
+    write(tmp_path / "base.yaml", base)
+    over = "base: base.yaml\ncommon: {seed: 6}\ntraining: {num_train_epochs: 2, use_vllm: false}\n"
+    parsed = parse(["--recipe", write(tmp_path / "r.yaml", over)])
+    values = parsed.values
+    assert (values.rollout.engine, values.common.seed, values.training.max_steps) == ("fast", 6, -1)
+    assert values.training.num_train_epochs == 2
+    assert parsed.warnings == []
+
+
+def test_a_link_to_a_recipe_finds_its_base(tmp_path):
+    (tmp_path / "there").mkdir()
+    write(tmp_path / "there" / "base.yaml", "common: {seed: 5}\n")
+    (tmp_path / "link.yaml").symlink_to(write(tmp_path / "there" / "r.yaml", "base: base.yaml\n"))
+    assert parse(["--recipe", str(tmp_path / "link.yaml")]).values.common.seed == 5
+
+
 def test_mistakes_in_a_base(tmp_path):
     first = write(tmp_path / "a.yaml", "base: b.yaml\n")
-    assert f"no file {tmp_path / 'b.yaml'}" in message("--recipe", first)
+    assert message("--recipe", first) == f"--recipe {first}: base: there is no file {tmp_path / 'b.yaml'}"
     write(tmp_path / "b.yaml", "base: a.yaml\n")
     assert message("--recipe", first) == f"--recipe {first}: base {first} builds on itself; leave one base out"
+    around = write(tmp_path / "around.yaml", f"base: ../{tmp_path.name}/around.yaml\n")
+    assert message("--recipe", around) == f"--recipe {around}: base {around} builds on itself; leave one base out"
     write(tmp_path / "b.yaml", "trainin: {max_steps: 1}\n")
     assert f"--recipe {tmp_path / 'b.yaml'}: unknown group" in message("--recipe", first)
     assert "base must be the path of a recipe, not 3" in message("--recipe", write(tmp_path / "c.yaml", "base: 3\n"))

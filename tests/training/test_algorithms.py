@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 
 import pytest
 import torch
@@ -264,10 +265,11 @@ def test_remax_compares_with_the_greedy_completion_of_the_prompt(tmp_path, engin
     noise = NoiseConfig(
         enabled=True, sigma_start=0.5, sigma_end=0.5, schedule="linear", target_modules=["norm"], seed=3
     )
-    seen: list[list[int]] = []
+    calls: list[int] = []
 
-    def reward(completion_ids, **kwargs):
-        seen[:] = completion_ids
+    def reward(completion_ids, log_metric, **kwargs):
+        calls.append(len(completion_ids))
+        log_metric("seen", float(len(completion_ids)))
         return reward_tokens(completion_ids)
 
     settings = {"num_generations": generations, "max_steps": 1, "learning_rate": 0.0}
@@ -278,7 +280,7 @@ def test_remax_compares_with_the_greedy_completion_of_the_prompt(tmp_path, engin
     trainer.train()
     (batch,) = kept
     prompts = 8 // generations
-    assert len(seen) == 8 + prompts  # a greedy one of each prompt, which the batch has not
+    assert calls == [8, prompts]  # a greedy one of each prompt, which the batch has not
     assert len(batch.rows) == 8
     weights = batch.rows[0].weights
     with torch.no_grad(), trainer.step._as_sampled(weights) as policy:
@@ -290,7 +292,20 @@ def test_remax_compares_with_the_greedy_completion_of_the_prompt(tmp_path, engin
         assert found[: len(row.token_ids)].tolist() == pytest.approx([wanted] * len(row.token_ids), abs=1e-6)
     log = trainer.state.log_history[0]
     assert log["reward"] == pytest.approx(sum(row.rewards[0] for row in batch.rows) / 8)
+    assert log["seen"] == 8
     assert log["grad_norm"] > 0
+
+
+def test_an_infinite_reward_of_a_greedy_completion_is_no_baseline(tmp_path, caplog):
+    def reward(completion_ids, **kwargs):
+        return [math.inf] if len(completion_ids) == 1 else reward_tokens(completion_ids)
+
+    settings = {"num_generations": 8, "max_steps": 1, "learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, rewards=[reward], algorithm={"name": "remax"}, **settings)
+    kept = kept_batches(trainer)
+    trainer.train()
+    assert not kept[0].advantages.masked_fill(~kept[0].mask, 0.0).any()
+    assert "a reward of a greedy completion is not finite, and no baseline: reward" in caplog.text
 
 
 def test_equal_rewards_leave_no_advantage_where_each_function_is_normalized(tmp_path):

@@ -1,11 +1,13 @@
 """The progress line, and the signal that ends a run."""
 
+import contextlib
 import json
 import signal
 from types import SimpleNamespace
 
 import torch
 
+from perl.base.errors import Stopped
 from perl.runs.callbacks import MetricsWriter, ProgressLine, StopOnSignal
 
 
@@ -20,6 +22,18 @@ def test_a_signal_that_another_process_had_first_is_not_a_second_one(monkeypatch
         signal.raise_signal(signal.SIGTERM)  # raised Stopped, in the middle of saving the checkpoint
     assert stop.received == signal.SIGTERM
     assert control.should_save
+
+
+def test_a_signal_passes_those_who_catch_any_exception():
+    """check_layers does, whatever a model's own code raises."""
+    caught: list[BaseException] = []
+    with StopOnSignal():
+        try:
+            with contextlib.suppress(Exception):
+                signal.raise_signal(signal.SIGTERM)
+        except Stopped as stopped:
+            caught.append(stopped)
+    assert caught
 
 
 def test_every_logged_step_has_a_line_and_the_summary_none(capsys):

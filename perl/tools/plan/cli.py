@@ -9,6 +9,7 @@ from typing import Any, get_args
 from perl import device
 from perl.adapters.applied import STRATEGIES, check_method
 from perl.base.errors import UserError, lookup
+from perl.config.files import look_for
 from perl.config.load import GRPO, parse_for
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.inputs import critic_of, job_of, parallel_of, read_config, rough, shape_of, vllm_room
@@ -36,15 +37,16 @@ def run(args: Any) -> int:
     where, count = _device(args.device, args.count)
     parallel = parallel_of(where, count) if args.parallel is None else _mode(args.parallel, count)
     flags = given_flags(args)
-    program, why = program_of(args.recipe, flags[::2], args.method)
-    parsed = parse_for(program, ["--recipe", args.recipe, *flags])
+    recipe, taken = look_for(args.recipe, "recipe")
+    program, why = program_of(recipe, flags[::2], args.method)
+    parsed = parse_for(program, ["--recipe", recipe, *flags])
     config = parsed.build(count)
     check_method(config.peft, config.training, parallel if parallel in STRATEGIES else "")
     shape = shape_of(read_config(config.model.model_name_or_path), config.peft, critic_of(config))
     job = job_of(config, parsed, where, count, parallel)
     if parsed.program is GRPO and config.training.attention_kernels is True:
         where = dataclasses.replace(where, by_row=False)
-    notes = [*why, *parsed.warnings, *rough(config), *vllm_room(shape, job, where)]
+    notes = [*taken, *why, *parsed.warnings, *rough(config), *vllm_room(shape, job, where)]
     plan = Plan(config.model.model_name_or_path, shape, job, where, notes)
     print(as_json(plan) if args.json else as_text(plan))
     return 0

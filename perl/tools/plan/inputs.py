@@ -15,6 +15,7 @@ from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
+from perl.config.files import look_for
 from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
@@ -233,7 +234,11 @@ def vllm_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
 def parallel_of(device: Device, count: int) -> Parallel:
     """How the launch script would share the work: ACCELERATE_CONFIG, else its own choice for the device."""
     chosen = os.environ.get("ACCELERATE_CONFIG")
-    path = Path(chosen) if chosen else CONFIG_FOLDER / ("single.yaml" if count == 1 else CONFIGS[device.kind])
+    path = (
+        Path(look_for(chosen, "ACCELERATE_CONFIG")[0])
+        if chosen
+        else CONFIG_FOLDER / ("single.yaml" if count == 1 else CONFIGS[device.kind])
+    )
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         stage = (content.get("deepspeed_config") or {}).get("zero_stage", 0)

@@ -25,6 +25,7 @@ from perl.base.paths import user_path
 from perl.base.redact import redact
 from perl.config.evaluation import EvalConfig
 from perl.config.evaluation import parse as parse_evaluation
+from perl.config.files import look_for
 from perl.config.load import Config
 from perl.config.parser import Parser
 from perl.config.schema import data_sets
@@ -138,8 +139,10 @@ def read_command(args: Any) -> Sweep:
     output = user_path(args.output or f"outputs/sweep_{Path(args.recipe).stem}").absolute()
     further = read_eval_flags(args.eval_flags)
     flags = given_flags(args)
-    program, notes = program_of(args.recipe, flags[::2], args.method)
-    grid = make_grid(program, args.recipe, flags, args.vary or [], int(args.seeds), output)
+    recipe, taken = look_for(args.recipe, "recipe")
+    program, why = program_of(recipe, flags[::2], args.method)
+    notes = [*taken, *why]
+    grid = make_grid(program, recipe, flags, args.vary or [], int(args.seeds), output)
     devices = device.detect()
     processes = requested_processes(devices)
     accelerate_config(devices.kind, processes)

@@ -117,7 +117,7 @@ def split_values(text: str) -> list[str]:
 def read_settings(parser: Parser, program: Program, recipe: str, flags: Sequence[str]) -> dict[str, Any]:
     """Those of the flags, and else of the recipe, by field: as plain values."""
     given = parser.parse_args(list(flags), defaults=False).get("config")
-    written = read_recipe(recipe, parser, program).get("config")
+    written = read_recipe(recipe, parser, program)[0].get("config")
     settings = {name: value for source in (written, given) if source for name, value in source.items()}
     if seeds := [source[name] for source in (given, written) if source for name in SEEDS if name in source]:
         settings["common.seed"] = seeds[0]
