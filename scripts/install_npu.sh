@@ -17,11 +17,15 @@ fail() {
 }
 
 dry_run=0 version=3.12 venv=.venv-npu
-if ! command -v python3.12 >/dev/null && command -v python3.11 >/dev/null; then version=3.11; fi
+runs() { "$1" -c "" 2>/dev/null; } # a name on PATH may be a shim that leads nowhere
+if ! runs python3.12 && runs python3.11; then version=3.11; fi
 while [ $# -gt 0 ]; do
     case "$1" in
     --dry-run) dry_run=1 ;;
-    --python) version=${2:?--python needs a version, such as 3.11} && shift ;;
+    --python)
+        [ $# -gt 1 ] || fail "--python needs a version, such as 3.11"
+        version=$2 && shift
+        ;;
     -h | --help) usage && exit 0 ;;
     *) fail "unknown argument '$1'; known: --dry-run, --python" ;;
     esac
@@ -47,7 +51,7 @@ if command -v uv >/dev/null; then
     run uv venv --allow-existing --python "$version" $venv
     # uv takes each package from the first index that has it; with a second index, let it see both.
     install=(uv pip install --python $venv/bin/python --index-strategy unsafe-best-match)
-elif [ "$dry_run" = 1 ] || command -v "python$version" >/dev/null; then
+elif [ "$dry_run" = 1 ] || runs "python$version"; then
     run "python$version" -m venv $venv
     install=($venv/bin/python -m pip install)
 else

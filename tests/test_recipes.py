@@ -44,10 +44,10 @@ HBM = (
 )
 """The AQN guide's settings for a fuller memory, over its launch command."""
 COMMANDS = {
-    "gsm8k_aqn": ("npu_aqn_launch", (), 20),
-    "gsm8k_aqn_hbm": ("npu_aqn_launch", HBM, 20),
-    "gsm8k_qwen2_5_0_5b": ("ascend_support_grpo", (), 20),
-    "gsm8k_qwen2_5_7b": ("ascend_blog_grpo", (), 20),
+    "gsm8k_aqn": ("npu_aqn_launch", (), 10),
+    "gsm8k_aqn_hbm": ("npu_aqn_launch", HBM, 10),
+    "gsm8k_qwen2_5_0_5b": ("ascend_support_grpo", (), 10),
+    "gsm8k_qwen2_5_7b": ("ascend_blog_grpo", (), 10),
     "gsm8k_full": ("ascend_support_grpo", (), 1),
     "ppo_gsm8k": ("ascend_quickstart_ppo", (), 10),
 }

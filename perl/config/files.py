@@ -30,7 +30,7 @@ def find_files(values: Namespace, flags: Namespace, written_in: Mapping[str, Pat
     Args:
         values: the resolved configuration, changed in place.
         flags: what the command line says: its paths are the working directory's alone.
-        written_in: field that the recipe says -> folder of the file that says it, the recipe's or a base's.
+        written_in: field that the recipe says -> the file that says it, the recipe or a base.
 
     Returns:
         A line for each path that was found elsewhere than in the working directory, and one for each that is nowhere.
@@ -44,7 +44,7 @@ def find_files(values: Namespace, flags: Namespace, written_in: Mapping[str, Pat
         if field not in written_in or field in flags or values[field] is None:
             continue
         where = f"the recipe's {field}"
-        folders = [written_in[field], REPOSITORY]
+        folders = [written_in[field].parent, REPOSITORY]
         names = values[field] if isinstance(values[field], list) else [values[field]]
         places = [_of_field(name, where, folders, found, missing) for name in names]
         values[field] = places if isinstance(values[field], list) else places[0]

@@ -62,6 +62,7 @@ def add_help(parser: Parser, groups: Iterable[str]) -> None:
         groups: names of the program's groups, in order.
     """
     names = list(groups)
+    parser.all_flags = f"--help {ALL}"
 
     class Help(argparse.Action):
         def __call__(self, parser, namespace, values, option_string=None):

@@ -6,6 +6,7 @@ recipe (YAML) < flags  ->  Namespace  ->  aliases resolved  ->  Config
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from jsonargparse import Namespace
 
 from perl.algorithms import ALGORITHMS, settings_of
 from perl.base.errors import UserError, nearest
+from perl.base.paths import user_path
 from perl.base.redact import drop_secrets
 from perl.config.adapter import take_adapter
 from perl.config.files import find_files, look_for
@@ -178,7 +180,7 @@ def build_parser(program: Program) -> Parser:
 
 
 def read_recipe(path: str | None, parser: Parser, program: Program) -> tuple[Namespace, dict[str, Path]]:
-    """The recipe's values, typed by the parser, and the folder of the file that says each field; an unknown key is an
+    """The recipe's values, typed by the parser, and the file that says each field; an unknown key is an
     error that names the nearest flag."""
     if path is None:
         return Namespace(), {}
@@ -187,14 +189,17 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> tuple[Nam
         content = {name: without_removed(name, fields) for name, fields in content.items()}
         return parser.parse_object({"config": content}, defaults=False), written_in
     except UserError as error:
-        raise UserError(f"--recipe {path}: {error}") from error
+        field = re.search(r"--config\.(\w+\.\w+)", str(error))
+        file = written_in.get(field[1]) if field else None
+        at_fault = path if file is None or os.path.samefile(file, path) else file
+        raise UserError(f"--recipe {at_fault}: {error}") from error
 
 
 def recipe_content(
     path: str, program: Program, above: tuple[Path, ...] = ()
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Path]]:
     """Group -> field -> value, of a recipe over those of its base, another recipe (a path from its own folder), and
-    group.field -> the folder of the file that says it.
+    group.field -> the file that says it.
 
     Args:
         above: the recipes whose base this one is.
@@ -233,10 +238,10 @@ def recipe_content(
             raise UserError(
                 f"--recipe {path}: the group {name} must hold fields (NAME: VALUE), not {content[name]!r:.60}"
             )
-    written_in = {f"{group}.{name}": file.parent for group, fields in content.items() for name in fields}
+    written_in = {f"{group}.{name}": file for group, fields in content.items() for name in fields}
     if base is None:
         return content, written_in
-    under, under_in = recipe_content(str(file.parent / base), program, (*above, file))
+    under, under_in = recipe_content(str(file.parent / user_path(base)), program, (*above, file))
     for names in SAY_ONE_THING:
         if any(name in written_in for name in names):
             for group, name in (each.split(".") for each in names):

@@ -58,6 +58,9 @@ class Parser(ArgumentParser):
     """jsonargparse's parser, but an error is a UserError of one line, unknown flags name the nearest known one, and
     a flag is never taken for a longer one that it abbreviates."""
 
+    all_flags = "--help"
+    """What lists every flag."""
+
     def __init__(self, *args, **kwargs):
         kwargs.setdefault("exit_on_error", False)
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -104,7 +107,9 @@ class Parser(ArgumentParser):
         of_group = [known for known in same if known.rpartition(".")[0] == group]
         same = of_group or [known for known in same if not known.startswith("--config.critic.")] or same
         guess = (nearest(flag, same) or same[0]) if same else nearest(flag, self.known_flags())
-        return f"unknown flag {flag}; " + (f"did you mean {guess}?" if guess else "--help lists the known ones")
+        return f"unknown flag {flag}; " + (
+            f"did you mean {guess}?" if guess else f"{self.all_flags} lists the known ones"
+        )
 
 
 def descriptions(kind: type) -> dict[str, str]:

@@ -131,7 +131,9 @@ def _download(model: str, flag: str) -> Path:
             return Path(modelscope.snapshot_download(model, allow_patterns=patterns))
         return Path(snapshot_download(model, allow_patterns=patterns))
     except ImportError as error:
-        raise UserError(f"{flag} {model}: {variable} is set, but modelscope is not installed") from error
+        raise UserError(
+            f"{flag} {model}: {variable} is set, but modelscope is not installed; pip install modelscope"
+        ) from error
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UserError(
             f"{flag} {model}: no such folder, and the hub gave nothing ({type(error).__name__});"

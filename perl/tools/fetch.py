@@ -179,7 +179,7 @@ def read_gguf(file: Path, wheel: Wheel) -> tuple[PreTrainedModel, PreTrainedToke
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the folder so that transformers 4.57, on which Ascend's vLLM may run, reads it too: it looks for rope_theta
+    """Write the folder so that transformers 4.57 and programs that have it read it too: it looks for rope_theta
     next to rope_parameters, and does not know the class name that 5 gives a tokenizer."""
     model.save_pretrained(folder)
     config = read_json(folder / "config.json")

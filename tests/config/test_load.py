@@ -87,6 +87,8 @@ def test_mistakes_in_a_base(tmp_path):
     assert message("--recipe", around) == f"--recipe {around}: base {around} builds on itself; leave one base out"
     write(tmp_path / "b.yaml", "trainin: {max_steps: 1}\n")
     assert f"--recipe {tmp_path / 'b.yaml'}: unknown group" in message("--recipe", first)
+    write(tmp_path / "b.yaml", "training: {max_stepz: 1}\n")
+    assert f"--recipe {tmp_path / 'b.yaml'}: unknown flag --config.training.max_stepz" in message("--recipe", first)
     assert "base must be the path of a recipe, not 3" in message("--recipe", write(tmp_path / "c.yaml", "base: 3\n"))
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from perl.base.errors import UserError
-from perl.models.folders import INDEX, require_adapter, require_plain_data, require_readable
+from perl.models.folders import INDEX, require_adapter, require_plain_data
 from perl.tools import real
 from perl.tools.stages import read_score
 from tests.reports.test_damage import SUMMARY, damaged
@@ -14,10 +14,6 @@ DEEP = "[" * 100_000
 SETTINGS = {
     "seed": 1, "engine": "hf", "model": "smollm2", "data": "0" * 64, "sft_rows": 10, "sums": 2, "grpo_sums": 3,
     "sft_steps": None, "grpo_steps": 4, "held_out": 5, "dtype": "float32",
-}  # fmt: skip
-CONFIG = {
-    "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": [1, 2],
-    "vocab_size": 100, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -61,11 +57,7 @@ def test_rows_of_svamp(tmp_path):
     assert tried(tmp_path / "SVAMP.json", rows, lambda: real.svamp_rows(tmp_path / "SVAMP.json"))
 
 
-@pytest.mark.parametrize("version", ["4.57.0", "5.0.0"])
-def test_a_models_configuration_and_index(tmp_path, monkeypatch, version):
-    monkeypatch.setattr("perl.models.folders.metadata.version", lambda _: version)
-    config = CONFIG | {"rope_theta": 1e4}
-    tried(tmp_path / "config.json", config, lambda: require_readable(tmp_path, "--model config.json"))
+def test_the_index_of_a_models_weights(tmp_path):
     index = {"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors"}}
     said = tried(tmp_path / INDEX, index, lambda: require_plain_data(tmp_path, "--model m"))
     assert any("names no weights" in each for each in said)

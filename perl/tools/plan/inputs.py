@@ -70,7 +70,9 @@ def _from_hub(model: str) -> Path:
 
         return Path(hf_hub_download(model, "config.json", etag_timeout=HUB_TIMEOUT_S))
     except ImportError as error:
-        raise UserError(f"{MODEL_FLAG} {model}: {variable} is set, but modelscope is not installed") from error
+        raise UserError(
+            f"{MODEL_FLAG} {model}: {variable} is set, but modelscope is not installed; pip install modelscope"
+        ) from error
     except Exception as error:  # the hubs have a class of error for each of a dozen causes
         raise UserError(
             f"{MODEL_FLAG} {model}: no such folder, and the hub gave no config.json ({type(error).__name__});"
