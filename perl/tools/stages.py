@@ -228,34 +228,56 @@ def start(
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **where.variables}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with log.open("a" if append else "w", encoding="utf-8") as file:
-        if file.tell():
-            file.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')}: started again\n")
-            file.flush()
-        output: int | IO[str] = subprocess.PIPE if pipe else file
-        process = subprocess.Popen(
-            command,
-            cwd=where.folder,
-            env=environment,
-            pass_fds=where.kept_open,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-    watch = ["sh", "-c", WATCH, str(process.pid)]
-    watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True, text=True)
-    try:
+    with contextlib.ExitStack() as at_end:
+        with signals_held(), log.open("a" if append else "w", encoding="utf-8") as file:
+            if file.tell():
+                file.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')}: started again\n")
+                file.flush()
+            output: int | IO[str] = subprocess.PIPE if pipe else file
+            process = subprocess.Popen(
+                command,
+                cwd=where.folder,
+                env=environment,
+                pass_fds=where.kept_open,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            watch = ["sh", "-c", WATCH, str(process.pid)]
+            watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True, text=True)
+            at_end.callback(end, process, watcher, log)
         yield process
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """SIGTERM and Ctrl-C take effect when the block has ended: while a process is started, nothing knows of it yet that
+    would end it. A signal that this process ignores stays so, for the process that is started too."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    held = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in held:
+        signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            if process.stdout is not None:
-                with log.open("a", encoding="utf-8") as file:  # up to the end of the last process that can write to it
-                    file.write(process.stdout.read())
-            process.wait()
-        watcher.communicate("ended\n")
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        for number in received[:1]:
+            signal.raise_signal(number)
+
+
+def end(process: subprocess.Popen[str], watcher: subprocess.Popen[str], log: Path) -> None:
+    """End what still runs of a stage, and wait for it."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        if process.stdout is not None:
+            with log.open("a", encoding="utf-8") as file:  # up to the end of the last process that can write to it
+                file.write(process.stdout.read())
+        process.wait()
+    watcher.communicate("ended\n")
 
 
 def finish(process: subprocess.Popen[str], log: Path, stage: str, accepted: Sequence[int] = (0,)) -> None:
