@@ -26,6 +26,7 @@ from perl.reports.methods import COMPARISON, PAGE, SETTINGS, STATE, Run
 from perl.tools.stages import HERE, StageError, alone
 from perl.tools.sweep import cli, work
 from perl.tools.sweep.grid import folder_of, make_grid, read_vary, slug, split_values
+from tests.tools.test_stages import alive, wait_for
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/quickstart.yaml"
@@ -356,7 +357,8 @@ def test_a_sweep_that_gets_a_signal_ends_with_one_line_and_goes_on(tmp_path):
         assert (running.returncode, said) == (128 + number, ["stopped: the same command goes on from here"]), errors
         assert errors.endswith(f"{said[0]}\n")
         assert "Traceback" not in errors
-        assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+        # multiprocessing's resource tracker ignores SIGTERM, and ends after the evaluator whose pipe it reads.
+        assert wait_for(lambda: not any(map(alive, started)))
         assert not [each for each in output.rglob("*") if each.name.endswith(".partial") or each.name == SAVING]
 
     stop(lambda: rows.is_file() and rows.stat().st_size, signal.SIGTERM)
