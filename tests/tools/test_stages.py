@@ -171,5 +171,6 @@ def test_what_an_interrupted_training_says_last_is_in_its_log(tmp_path):
         "print('begun', flush=True); time.sleep(300)"
     )
     with stages.start([sys.executable, "-c", saves], tmp_path / "grpo.log", pipe=True) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
     assert (tmp_path / "grpo.log").read_text() == "checkpoint saved\n"
