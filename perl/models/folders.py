@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODELSCOPE_VARIABLES = ("PERL_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
 """Either says, as 1, true or yes, that names of models and data sets are ModelScope's."""
+MOST = {r"(layers?|depth|blocks|dense|hash)$": 1_000, r"num_labels$": 1_000_000, r"": 2**63 - 1}
+"""Pattern of a field's name in config.json -> the largest number there; the first pattern found counts. transformers
+makes a list of as many entries of the first two before it checks anything."""
 
 
 def modelscope_variable(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -198,7 +202,7 @@ def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:
     try:
         loaded = getattr(transformers, loader).from_pretrained(folder, **options)
     except Exception as error:
-        reason = _why_not_loaded(error)
+        reason = _why_not_loaded(error) if is_model else reason_of(error)
         if reason is None:
             raise
         raise UserError(f"{where}: cannot be loaded as a causal language model: {reason}") from error
@@ -213,16 +217,20 @@ def _load(loader: str, folder: str | Path, flag: str, **options: Any) -> Any:
     return model
 
 
-def _why_not_loaded(error: Exception) -> str | None:
-    """What transformers could not load a file for, in one line; None where that is no fault of the file."""
+def reason_of(error: Exception) -> str:
+    """What transformers could not read a file for, in one line."""
     if "trust_remote_code" in str(error):
         return "it brings Python code of its own (auto_map), which is not run"
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join([first, *map(str.strip, others[: first.endswith(":")])])  # a field's name, then what it is about
+
+
+def _why_not_loaded(error: Exception) -> str | None:
+    """What a model could not be loaded for, in one line; None where that is no fault of its files."""
     if isinstance(error, RuntimeError) and "mismatched_sizes" in str(error):
         return "the shapes of its weights are not those that config.json says"
     plain = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError)
-    if isinstance(error, plain) or type(error) is Exception:  # the package tokenizers raises the last
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return None
+    return reason_of(error) if isinstance(error, plain) else None
 
 
 def require_whole_weights(folder: Path, where: str) -> None:
@@ -247,6 +255,19 @@ def _require_fields(file: Path, where: str) -> None:
         raise UserError(f"{where}: {file.name} is not readable ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise UserError(f"{where}: {file.name} holds no fields; copy it again")
+    require_sizes(content, f"{where}: {file.name}")
+
+
+def require_sizes(fields: Mapping[str, Any], where: str) -> None:
+    """A UserError, which begins with `where`, for a size in what a config.json holds that no model has."""
+    waiting = [fields]
+    while waiting:
+        for name, value in waiting.pop().items():
+            most = next(most for pattern, most in MOST.items() if re.search(pattern, name))
+            if isinstance(value, dict):
+                waiting.append(value)
+            elif isinstance(value, int) and value > most:
+                raise UserError(f"{where}: {name} is over {most}, as in no model; copy it again")
 
 
 def _require_tokenizer_files(folder: Path, where: str) -> None:

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl import device
-from perl.base.errors import Stopped, UserError, lookup
+from perl.base.errors import UserError, lookup
 from perl.base.files import add_row, read_json, read_rows, write_json
 from perl.base.paths import user_path
 from perl.config.parser import Parser
@@ -50,6 +49,7 @@ from perl.tools.stages import (
     evaluate,
     read_scores,
     report,
+    stopped_by_signals,
     train,
 )
 from perl.tools.sums import IN_A_ROW, drill, problem
@@ -124,11 +124,10 @@ def run(args: argparse.Namespace) -> int:
         **dividing,
     )
     is_of_this_run(folder, settings)
-    signal.signal(signal.SIGTERM, stopped)
     console = Console()
     console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
     try:
-        with alone(folder, "--output_dir", console) as kept_open:
+        with stopped_by_signals(), alone(folder, "--output_dir", console) as kept_open:
             open_folder(folder, settings)
             if ONE_STEP not in rows:
                 console.print(f"{args.gsm8k} is not there: GSM8K's one-step problems are not scored", soft_wrap=True)
@@ -140,11 +139,6 @@ def run(args: argparse.Namespace) -> int:
     write_json(folder / "result.json", result)
     print(json.dumps(result))
     return 0
-
-
-def stopped(signum: int, _: object) -> None:
-    """SIGTERM ends the stage that runs in good order, as Ctrl-C does."""
-    raise Stopped("the same command goes on from here", signum)
 
 
 def real(settings: Settings, folder: Path, console: Console, where: Where) -> dict:

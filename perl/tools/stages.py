@@ -18,7 +18,7 @@ from typing import IO, Literal, TypedDict
 from rich.console import Console
 
 from perl import device
-from perl.base.errors import EXIT_NOT_ALL_GENERATED, UserError
+from perl.base.errors import EXIT_NOT_ALL_GENERATED, Stopped, UserError
 from perl.base.files import lock_now, open_lock, read_json
 from perl.records import PROGRESS, Sampling
 
@@ -32,6 +32,7 @@ SHOWN_STEPS = 10
 
 
 LOCK, STAGE_LOCK = "run.lock", "stage.lock"
+AGAIN = "the same command goes on from here"
 
 
 class StageError(Exception):
@@ -214,6 +215,22 @@ def alone(folder: Path, flag: str, console: Console) -> Iterator[int]:
 
 
 @contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the stage that runs in good order, and the command with one line and 128 + the signal."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(AGAIN, number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Stopped(AGAIN, signal.SIGINT) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def start(
     command: Sequence[str], log: Path, *, pipe: bool = False, append: bool = False, where: Where = HERE
 ) -> Iterator[subprocess.Popen[str]]:
@@ -228,34 +245,56 @@ def start(
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **where.variables}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with log.open("a" if append else "w", encoding="utf-8") as file:
-        if file.tell():
-            file.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')}: started again\n")
-            file.flush()
-        output: int | IO[str] = subprocess.PIPE if pipe else file
-        process = subprocess.Popen(
-            command,
-            cwd=where.folder,
-            env=environment,
-            pass_fds=where.kept_open,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-    watch = ["sh", "-c", WATCH, str(process.pid)]
-    watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True, text=True)
-    try:
+    with contextlib.ExitStack() as at_end:
+        with signals_held(), log.open("a" if append else "w", encoding="utf-8") as file:
+            if file.tell():
+                file.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')}: started again\n")
+                file.flush()
+            output: int | IO[str] = subprocess.PIPE if pipe else file
+            process = subprocess.Popen(
+                command,
+                cwd=where.folder,
+                env=environment,
+                pass_fds=where.kept_open,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            watch = ["sh", "-c", WATCH, str(process.pid)]
+            watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True, text=True)
+            at_end.callback(end, process, watcher, log)
         yield process
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """SIGTERM and Ctrl-C take effect when the block has ended: while a process is started, nothing knows of it yet that
+    would end it. A signal that this process ignores stays so, for the process that is started too."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    held = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in held:
+        signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            if process.stdout is not None:
-                with log.open("a", encoding="utf-8") as file:  # up to the end of the last process that can write to it
-                    file.write(process.stdout.read())
-            process.wait()
-        watcher.communicate("ended\n")
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        for number in received[:1]:
+            signal.raise_signal(number)
+
+
+def end(process: subprocess.Popen[str], watcher: subprocess.Popen[str], log: Path) -> None:
+    """End what still runs of a stage, and wait for it."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        if process.stdout is not None:
+            with log.open("a", encoding="utf-8") as file:  # up to the end of the last process that can write to it
+                file.write(process.stdout.read())
+        process.wait()
+    watcher.communicate("ended\n")
 
 
 def finish(process: subprocess.Popen[str], log: Path, stage: str, accepted: Sequence[int] = (0,)) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -27,6 +28,26 @@ launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 works = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
 with stages.start([sys.executable, "-c", launcher, works], Path(sys.argv[1])) as process:
     process.wait()
+"""
+SIGNALLED = """
+import signal, subprocess, sys
+from pathlib import Path
+from perl.base.errors import Stopped, stopped_by_sigterm
+from perl.tools import stages
+
+class AtOnce(subprocess.Popen):
+    def __init__(self, *words, **options):
+        super().__init__(*words, **options)
+        if words[0][0] == sys.argv[2]:
+            signal.raise_signal(signal.SIGTERM)
+
+subprocess.Popen = AtOnce
+code = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+try:
+    with stopped_by_sigterm("-"), stages.start([sys.executable, "-c", code, sys.argv[1]], Path(sys.argv[1])) as process:
+        process.wait()
+except Stopped:
+    print("stopped")
 """
 READS_ITS_LOG = """
 import sys, time
@@ -71,6 +92,20 @@ def test_a_stage_ends_with_its_parent_even_when_that_is_killed(tmp_path):
     finally:
         parent.kill()
         parent.wait()
+
+
+@pytest.mark.parametrize("started", [sys.executable, "sh"], ids=["stage", "watcher"])
+def test_a_signal_while_a_stage_starts_leaves_nothing_running(started, tmp_path):
+    """It was raised before anything knew of the process, which ran on when the command had ended."""
+    log = tmp_path / "stage.log"
+    words = [sys.executable, "-c", SIGNALLED, str(log), started]
+    ended = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=60
+    )
+    left = [each for each in psutil.process_iter(["cmdline"]) if str(log) in (each.info["cmdline"] or [])]
+    for each in left:
+        each.kill()
+    assert (ended.returncode, ended.stdout, ended.stderr, left) == (0, "stopped\n", "", [])
 
 
 def test_a_stage_that_ends_leaves_nothing_behind(tmp_path):
@@ -136,5 +171,6 @@ def test_what_an_interrupted_training_says_last_is_in_its_log(tmp_path):
         "print('begun', flush=True); time.sleep(300)"
     )
     with stages.start([sys.executable, "-c", saves], tmp_path / "grpo.log", pipe=True) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
     assert (tmp_path / "grpo.log").read_text() == "checkpoint saved\n"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,13 @@ from safetensors.torch import load_file
 
 from perl.__main__ import main
 from perl.base.errors import UserError
+from perl.base.files import SAVING
 from perl.config.load import GRPO
 from perl.reports.methods import COMPARISON, PAGE, SETTINGS, STATE, Run
 from perl.tools.stages import HERE, StageError, alone
 from perl.tools.sweep import cli, work
 from perl.tools.sweep.grid import folder_of, make_grid, read_vary, slug, split_values
+from tests.tools.test_stages import alive, wait_for
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/quickstart.yaml"
@@ -307,6 +310,71 @@ def test_a_sweep_that_is_killed_goes_on_and_ends_as_an_undisturbed_training(tmp_
     mine, other = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (train, straight))
     assert mine.keys() == other.keys()
     assert all(mine[name].equal(other[name]) for name in mine)
+
+
+@pytest.mark.slow
+def test_a_sweep_that_gets_a_signal_ends_with_one_line_and_goes_on(tmp_path):
+    """SIGTERM while the base is scored, Ctrl-C while a run is trained: no process is left and no file half-written."""
+    problems, output = tmp_path / "test.jsonl", tmp_path / "out"
+    lines = (ROOT / "assets/quickstart-data/test.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    problems.write_text("".join(lines[:8]), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "perl",
+        "sweep",
+        RECIPE,
+        "--config.training.max_steps",
+        "4",
+        "--output",
+        str(output),
+    ]
+    command += ["--config.training.save_strategy", "steps", "--config.training.save_steps", "1", "--n", "4"]
+    command += ["--config.training.per_device_train_batch_size", "16", "--evaluate", str(problems), "--json"]
+    rows = output / "base" / slug("assets/quickstart-base") / "sampled" / "test" / "samples.jsonl"
+    train = output / "runs" / "recipe" / "seed_1" / "train"
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a script's background
+        )
+
+    def stop(ready: Callable[[], object], number: signal.Signals) -> None:
+        running = start()
+        while running.poll() is None and not ready():
+            time.sleep(0.05)
+        started = descendants(running.pid)
+        assert started
+        running.send_signal(number)
+        errors = running.communicate(timeout=300)[1]
+        said = [line for line in errors.splitlines() if line.startswith("stopped: ")]
+        assert (running.returncode, said) == (128 + number, ["stopped: the same command goes on from here"]), errors
+        assert errors.endswith(f"{said[0]}\n")
+        assert "Traceback" not in errors
+        # multiprocessing's resource tracker ignores SIGTERM, and ends after the evaluator whose pipe it reads.
+        assert wait_for(lambda: not any(map(alive, started)))
+        assert not [each for each in output.rglob("*") if each.name.endswith(".partial") or each.name == SAVING]
+
+    stop(lambda: rows.is_file() and rows.stat().st_size, signal.SIGTERM)
+    scored = rows.read_text().splitlines()
+    assert scored
+    stop(lambda: list(train.glob("checkpoint-*/process_state_0.pt")), signal.SIGINT)
+    assert set(scored) <= set(rows.read_text().splitlines())
+    trained, of_base = (train / "metrics.jsonl").read_text().splitlines(), (rows.parent / "summary.json").stat()
+    last = start()
+    printed, errors = last.communicate(timeout=600)
+    assert last.returncode == 0, printed + errors
+    assert [run["finished"] for run in json.loads(printed)["runs"]] == [True]
+    assert (rows.parent / "summary.json").stat().st_mtime_ns == of_base.st_mtime_ns
+    steps = [line for line in (train / "metrics.jsonl").read_text().splitlines() if '"reward"' in line]
+    assert [json.loads(line)["step"] for line in steps] == [1, 2, 3, 4]
+    assert steps[0] in trained
 
 
 def descendants(pid: int) -> list[int]:

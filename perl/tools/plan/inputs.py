@@ -20,7 +20,7 @@ from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
-from perl.models.folders import modelscope_variable
+from perl.models.folders import modelscope_variable, reason_of, require_sizes
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape
 
@@ -40,20 +40,20 @@ def read_config(model: str) -> Any:
     file = path / "config.json" if path.is_dir() else path if path.exists() else _from_hub(model)
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-        kind = fields.pop("model_type", None)
     except FileNotFoundError as error:
         raise UserError(f"{MODEL_FLAG} {model}: no config.json in this folder") from error
-    except (AttributeError, TypeError) as error:
-        raise UserError(f"{MODEL_FLAG} {file}: not a readable config.json: it holds no object") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{MODEL_FLAG} {file}: not a readable config.json: {error}") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{MODEL_FLAG} {file}: not a readable config.json: it holds no object")
+    require_sizes(fields, f"{MODEL_FLAG} {file}")
+    kind = fields.pop("model_type", None)
     if kind is None:
         raise UserError(f"{MODEL_FLAG} {file}: it names no model_type; write the config.json of a whole model")
     try:
         return AutoConfig.for_model(kind, **fields)
-    except (ValueError, TypeError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{MODEL_FLAG} {file}: transformers cannot read it: {reason}") from error
+    except Exception as error:  # each class of configuration has checks, and errors, of its own
+        raise UserError(f"{MODEL_FLAG} {file}: transformers cannot read it: {reason_of(error)}") from error
 
 
 def _from_hub(model: str) -> Path:
@@ -109,10 +109,10 @@ def shape_of(config: Any, peft: PeftConfig, critic: CriticConfig | None = None) 
             if adapter is not None:
                 model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
                 adapted = dict(_linears(model, adapted=True))
-    except (ValueError, RuntimeError, TypeError, AttributeError, ZeroDivisionError) as error:
-        if isinstance(error, UserError):
-            raise
-        reason = str(error).partition("\n")[0]
+    except UserError:
+        raise
+    except Exception as error:  # of transformers, torch and PEFT, each of its own
+        reason = reason_of(error)
         raise UserError(f"{MODEL_FLAG}, --config.peft: this model cannot be made: {reason}") from error
     names = {name.rpartition(".")[2] for name in linears if ".layers.0." in name}
     if names != LINEARS:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shlex
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perl import device
-from perl.base.errors import Stopped, UserError
+from perl.base.errors import UserError
 from perl.base.files import read_json, write_json
 from perl.base.paths import user_path
 from perl.base.redact import redact
@@ -38,12 +36,11 @@ from perl.scoring.statistics import Change, Estimate
 from perl.tasks import TASKS, data_name, load_problems, training_split
 from perl.tools.launch import accelerate_config, requested_processes
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
-from perl.tools.stages import LOCK, STAGE_LOCK, StageError, alone
+from perl.tools.stages import AGAIN, LOCK, STAGE_LOCK, StageError, alone, stopped_by_signals
 from perl.tools.sweep.grid import Grid, check, make_grid, slug
 from perl.tools.sweep.work import Workshop, surroundings, work
 
 SET_EVAL_FLAGS = ("model", "adapter", "dataset", "result_dir", "n", "temperature", "compare", "rescore")
-AGAIN = "the same command goes on from here"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -171,14 +168,13 @@ def read_command(args: Any) -> Sweep:
 
 def do(sweep: Sweep, console: Console) -> Comparison:
     """Everything that is left to do; returns what has come out of it, with the page written. Raises StageError."""
-    signal.signal(signal.SIGTERM, stopped)
     try:
         sweep.output.mkdir(parents=True, exist_ok=True)
         write_json(sweep.output / SETTINGS, sweep.settings)
     except OSError as error:
         raise UserError(f"--output {sweep.output}: {error.strerror}; write another folder") from error
     say(console, f"everything goes to {sweep.output}")
-    with interruptible(), alone(sweep.output, "--output", console) as kept_open:
+    with stopped_by_signals(), alone(sweep.output, "--output", console) as kept_open:
         shop = Workshop(
             program=sweep.grid.program.name,
             argv=sweep.grid.argv,
@@ -197,19 +193,6 @@ def do(sweep: Sweep, console: Console) -> Comparison:
 
 def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def stopped(signum: int, _: object) -> None:
-    """SIGTERM ends the stage that runs in good order, as Ctrl-C does."""
-    raise Stopped(AGAIN, signum)
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise Stopped(AGAIN, signal.SIGINT) from error
 
 
 # What is scored
