@@ -270,7 +270,6 @@ def test_an_accelerator_decides_for_itself(tmp_path, monkeypatch):
 def test_other_sums_are_another_run(tmp_path, monkeypatch):
     """Rows that another version makes of the same settings are other rows: its folder is not gone on with."""
     monkeypatch.setattr(real, "real", lambda *_: {})
-    monkeypatch.setattr(real.signal, "signal", lambda *_: None)
     words = ["--output_dir", str(tmp_path / "run"), "--data", str(data(tmp_path / "svamp")), "--sft_rows", "4"]
     assert run(*words) == 0
     assert run(*words) == 0
