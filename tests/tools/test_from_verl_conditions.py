@@ -147,7 +147,9 @@ def test_settings_go_to_scripts_alone():
         ("if command -v uv; then Y=a; else Y=a; fi", "a"),
         ("if [ -f x ]; then echo; exit 1; fi; Y=a", "a"),
         ("Y=a; case $(uname) in Linux) ;; *) exit 1 ;; esac", "a"),
-        ("f() { if [ -f x ]; then return 1; fi; Y=a; }; f", "a"),
+        ("f() { if [ -f x ]; then exit 1; fi; Y=a; }; f", "a"),
+        ("D=$(uname); case a in $D) Y=a ;; *) Y=a ;; esac", "a"),
+        ("f() { [ -f x ] || return 1; return 3; }; if f; then Y=b; else Y=a; fi", "a"),
         ("Y=a; pip install x || true", "a"),
         ("Y=a; [ -f x ] && Z=1", "a"),
         ("[ -f x ] && [ a = b ] && Y=b; Y=${Y:-a}", "a"),
@@ -172,6 +174,19 @@ def test_what_does_not_matter_is_passed_over(lines, value):
         ("Y=b; for i in 1 2; do if [ -f x ]; then break; fi; Y=a; done", "Y"),
         ("read Y", "Y"),
         ("Y=$(cat x) || Y=b", "Y"),
+        ("D=$(uname); case Linux in $D) Y=a ;; *) Y=b ;; esac", "D"),
+        ("case qwen in @(qwen|llama)) Y=a ;; *) Y=b ;; esac", "Y"),
+        ("for i in 1 2; do [ -f x ] && break; Y=$i; done", "Y"),
+        ("f() { if command -v npu-smi; then return 0; fi; return 1; }; if f; then Y=npu; else Y=cuda; fi", "Y"),
+        ("f() { command -v npu-smi || return 1; return 0; }; if f; then Y=npu; else Y=cuda; fi", "Y"),
+        ("f() { [ -f x ] || return 1; }; Y=a; f || Y=b", "Y"),
+        ("f() { [ -f x ] && return; return 1; }; Y=a; ! f && Y=b", "Y"),
+        ("f() { case $(uname) in Linux) return 0 ;; esac; return 1; }; if f; then Y=a; else Y=b; fi", "Y"),
+        ("f() { [ -f x ] || { Y=a; return 1; }; Y=b; }; f", "Y"),
+        ("f() { if [ -f x ]; then return 1; fi; Y=a; }; f", "Y"),
+        ("f() { command -v uv; return $?; }; if f; then Y=a; else Y=b; fi", "Y"),
+        ("f() { command -v uv; return; }; if f; then Y=a; else Y=b; fi", "Y"),
+        ("f() { [ -f x ] && return 0; exit 1; }; Y=a; [ -f y ] && Y=b; f", "Y"),
     ],
 )
 def test_what_matters_names_the_variable_to_set(lines, name):
@@ -180,6 +195,12 @@ def test_what_matters_names_the_variable_to_set(lines, name):
     assert f"; write --set {name}=" in reason
     value = "Linux" if name == "D" else "z"
     assert train_files(lines, **{name: value}) == ("a" if name == "D" else "z")
+
+
+@pytest.mark.parametrize("word", ["break", "continue"])
+def test_a_break_outside_of_a_loop_is_one_line(word):
+    with pytest.raises(UserError, match=f"run.sh:1: {word} stands in no loop; take the line out of the script"):
+        written(f"if [ -f x ]; then {word}; fi\n{COMMAND}\n")
 
 
 def test_a_training_in_either_branch_is_the_same_training():

@@ -103,8 +103,8 @@ class Script:
     """What was put right, one line each."""
     others: list[str] = field(default_factory=list)
     """Programs of verl that do not train with rewards, each with its line."""
-    returned: list[Script] = field(default_factory=list)
-    """The state at each return out of this function whose condition only a run decides."""
+    returned: list[tuple[Script, bool | None]] = field(default_factory=list)
+    """The state at each return out of this function whose condition only a run decides, and whether it succeeds."""
     local: dict[str, str | list[str] | None] = field(default_factory=dict)
     """Variables of this function -> what they are outside of it."""
     depth: int = 0
@@ -164,12 +164,21 @@ class Undecided(Exception):
 
 
 @dataclass
+class _Turns(Exception):
+    """Which turn of a loop is the last, or skips what follows, is something that only a run decides."""
+
+    place: str
+    word: str
+
+
+@dataclass
 class _End(Exception):
     """exit, return out of a function, break and continue in a loop."""
 
     place: str
     word: str
-    status: bool = True
+    status: bool | None = True
+    """Whether it ends in success; None where that is unknown."""
 
 
 def read_script(
@@ -216,6 +225,8 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
     except _End as end:
         if not script.launches:
             raise UserError(f"{end.place}: the script ends here, before it trains; what it checks is not met") from None
+    except _Turns as turns:
+        raise UserError(f"{turns.place}: {turns.word} stands in no loop; take the line out of the script") from None
     if len(script.launches) > 1:
         places = ", ".join(launch.place for launch in script.launches)
         raise UserError(f"{script.place}: several trainings ({places}); give a script with one")
@@ -317,10 +328,19 @@ def _case(script: Script, node: Node) -> None:
             rest = rest and "*" not in map(_text, patterns)
         ways = [lambda branch, body=body: follow(branch, *body) for body in [*bodies, *[[]] * rest]]
         return _fork(script, node, replace(undecided, values=tuple(plain)), ways)
-    for item in items:
+    return _first_that_matches(script, node, value, items)
+
+
+def _first_that_matches(script: Script, node: Node, value: str, items: Sequence[Node]) -> None:
+    for index, item in enumerate(items):
         patterns, body = _case_item(item)
-        if any(_matches(script, value, pattern_of(script, pattern)) for pattern in patterns):
-            return follow(script, *body)
+        try:
+            if not any(_matches(script, value, pattern_of(script, pattern)) for pattern in patterns):
+                continue
+        except Undecided as undecided:
+            other = partial(_first_that_matches, node=node, value=value, items=items[index + 1 :])
+            return _fork(script, node, undecided, [lambda branch, body=body: follow(branch, *body), other])
+        return follow(script, *body)
     return None
 
 
@@ -342,13 +362,13 @@ def _for(script: Script, node: Node) -> None:
             script.variables[_text(name)] = word
             if not _turn(script, body):
                 break
-    except Undecided:  # which turn is the last
+    except _Turns:
         _forget(script, [node], node)
 
 
 def _while(script: Script, node: Node) -> None:
     condition, body = node.named_children[0], node.named_children[-1]
-    with contextlib.suppress(Undecided):
+    with contextlib.suppress(Undecided, _Turns):
         for _ in range(MOST_TURNS):
             if holds(script, condition) == (node.children[0].type == "until"):
                 return
@@ -420,7 +440,8 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
     if name in script.functions:
         _call(script, node, name, arguments)
     elif name in ("exit", "return", "break", "continue"):
-        raise _End(script.at(node), name, arguments[:1] in ([], ["0"]))
+        known = arguments and WHOLE.fullmatch(arguments[0])
+        raise _End(script.at(node), name, int(arguments[0]) % 256 == 0 if known else None)
     elif name == "set" and "--" in arguments:
         script.arguments = arguments[arguments.index("--") + 1 :]
     elif name == "shift":
@@ -476,26 +497,33 @@ def _call(script: Script, node: Node, name: str, arguments: list[str], in_test: 
     outside = script.arguments, script.returned, script.local
     script.arguments, script.returned, script.local = arguments, [], {}
     script.depth += 1
-    status = True
+    status, goes_on = True, True
     try:
         if in_test:
             status = holds(script, script.functions[name])
         else:
             follow(script, script.functions[name])
     except _End as end:
-        if end.word == "exit":
+        if end.word == "exit" and not script.returned:
             raise
-        status = end.status
+        status, goes_on = end.status, end.word != "exit"
     finally:
+        ways = [(replace(script), status)] * goes_on + script.returned
+        most = max(len(way.launches) for way, _ in ways)
+        # One that fails and does not train is a check that is not met.
+        ways = [it for it in ways if it[1] is not False or len(it[0].launches) == most]
         if script.returned:
-            _merge(script, [replace(script), *script.returned], node, Undecided())
+            _merge(script, [way for way, _ in ways], node, Undecided())
         for variable, value in script.local.items():
             script.variables.pop(variable, None)
             if value is not None:
                 script.variables[variable] = value
         script.arguments, script.returned, script.local = outside
         script.depth -= 1
-    return status
+    statuses = {status for _, status in ways}
+    if in_test and (len(statuses) > 1 or None in statuses):
+        raise Undecided
+    return status is not False
 
 
 Way = Callable[[Script], None]
@@ -521,16 +549,17 @@ def _fork(script: Script, node: Node, undecided: Undecided, ways: Sequence[Way])
         except _End as end:
             ends.append(end)
             if end.word in ("break", "continue"):
-                raise Undecided(undecided.name, undecided.values) from end
+                raise _Turns(end.place, end.word) from end
             if len(branch.launches) > len(script.launches):
                 _refuse_undecided(branch.launches[-1], undecided)
-            if end.word == "return" and end.status:
-                script.returned.append(branch)
+            if end.word == "return":
+                script.returned.append((branch, end.status))
         finally:
             script.budget = branch.budget
     if not taken:
-        if script.returned:
-            _merge(script, script.returned[-1:], node, undecided)
+        if returns := [end for end in ends if end.word == "return"]:
+            _merge(script, [script.returned[-1][0]], node, undecided)
+            raise returns[-1]
         raise ends[0]
     _merge(script, taken, node, undecided)
 
