@@ -156,6 +156,12 @@ def test_settings_go_to_scripts_alone():
         ("f() { local Y=b; }; Y=a; f", "a"),
         ("f() { if [ -f x ]; then Y=a; return; else Y=a; return; fi; }; f", "a"),
         ('test "$X" = "" && Y=a', "a"),
+        ("Y=1; ((Y+=1))", "2"),
+        ("B=2; N=3; ((B=B*N)); : $((B*=2)); (( B++ )); Y=$B", "13"),
+        ("i=0; while [ $i -lt 3 ]; do ((i++)); done; Y=$i", "3"),
+        ("i=1; Y=$((i++))$i", "12"),
+        ("Y=0; if ((Y++)); then Y=9; fi", "1"),
+        ("A=$(uname)b; Y=${A:+a}", "a"),
     ],
 )
 def test_what_does_not_matter_is_passed_over(lines, value):
@@ -174,6 +180,10 @@ def test_what_does_not_matter_is_passed_over(lines, value):
         ("Y=b; for i in 1 2; do if [ -f x ]; then break; fi; Y=a; done", "Y"),
         ("read Y", "Y"),
         ("Y=$(cat x) || Y=b", "Y"),
+        ("nvidia-smi; if [ $? -ne 0 ]; then Y=16; else Y=8; fi", "Y"),
+        ("Y=1; ((Y=1, Y++))", "Y"),
+        ("Y=1; for ((i=0; i<3; i++)); do ((Y*=2)); done", "Y"),
+        ("Y=1; ((Y+=$(nproc)))", "Y"),
         ("D=$(uname); case Linux in $D) Y=a ;; *) Y=b ;; esac", "D"),
         ("case qwen in @(qwen|llama)) Y=a ;; *) Y=b ;; esac", "Y"),
         ("for i in 1 2; do [ -f x ] && break; Y=$i; done", "Y"),
@@ -195,6 +205,22 @@ def test_what_matters_names_the_variable_to_set(lines, name):
     assert f"; write --set {name}=" in reason
     value = "Linux" if name == "D" else "z"
     assert train_files(lines, **{name: value}) == ("a" if name == "D" else "z")
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ('[[ "$OSTYPE" == linux* ]] && Y=a || Y=b', "OSTYPE"),
+        ("if [ $EUID -eq 0 ]; then Y=a; else Y=b; fi", "EUID"),
+        ("Y=${HOSTNAME-a}", "HOSTNAME"),
+        ("V=$(nproc); Y=${V:+5}", "V"),
+        ("[ -f x ] && V=1; Y=${V+set}", "V"),
+        ("[ -f x ] && V=1; [ -v V ] && Y=a || Y=b", "V"),
+    ],
+)
+def test_what_a_run_sets_is_unknown(monkeypatch, lines, name):
+    monkeypatch.delenv(name, raising=False)
+    assert f"; write --set {name}=" in train_files(lines)
 
 
 @pytest.mark.parametrize("word", ["break", "continue"])

@@ -38,6 +38,9 @@ MARK = secrets.token_hex(8)
 UNKNOWN = re.compile(f"\ue000{MARK}:(\\d+)\ue001")
 """What stands in a text for an unknown; no script can hold it, as each process draws its own."""
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
+SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
+              "OSTYPE", "PPID", "RANDOM", "SECONDS", "SHLVL", "UID")  # fmt: skip
+"""Variables that are set in each shell."""
 SHELL = re.compile(r"^(.*/)?(ba|z)?sh$")
 PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[\w./-]*)(?=[\s\\;]|$)")
 """KEY=<path>, which a shell would take for redirections."""
@@ -253,7 +256,10 @@ def follow(script: Script, *nodes: Node) -> None:
     """Do what statements do to the variables; note each training command."""
     for node in nodes:
         script.spend(STEP)
-        if (kind := STATEMENTS.get(node.type)) is not None:
+        if node.children and node.children[0].type == "((":
+            with contextlib.suppress(Undecided):
+                _computed(script, node)
+        elif (kind := STATEMENTS.get(node.type)) is not None:
             kind(script, node)
 
 
@@ -614,6 +620,9 @@ def _forget(script: Script, nodes: Sequence[Node], condition: Node) -> None:
             if descendant.type == "variable_assignment":
                 name = _text(descendant.children[0]).partition("[")[0]
                 script.store(name, script.unknown(descendant, why, name))
+            if descendant.children and descendant.children[0].type in ("((", "$(("):
+                for name in _set_in(descendant):
+                    script.store(name, script.unknown(descendant, why, name))
 
 
 def _refuse_training(script: Script, node: Node, why: str) -> None:
@@ -698,7 +707,7 @@ def holds(script: Script, node: Node) -> bool:
         follow(script, *before)
         return holds(script, last)
     if children and children[0].type == "((" and inside:
-        return bool(number_of(script, inside[0]))
+        return bool(_computed(script, node))
     if kind == "test_command" and {"-a", "-o"} & set(map(_text, operands := _operands(node))):
         return _test(script, [_tested(script, operand) for operand in operands])  # the grammar nests them otherwise
     if kind in ("test_command", "parenthesized_expression") and len(inside) == 1:
@@ -708,6 +717,8 @@ def holds(script: Script, node: Node) -> bool:
     if kind == "unary_expression" and _text(children[0]) == "-v":
         name = _tested(script, children[-1])
         script.used |= {name} & script.settings.keys()
+        if any(map(UNKNOWN.search, _as_list(script.variables.get(name)))) or name in SHELLS_OWN:
+            raise Undecided(name)
         return name in script.variables
     if kind == "binary_expression":
         if _text(children[1]) in ("&&", "||", "-a", "-o"):
@@ -899,6 +910,52 @@ OPERATORS = {
 }
 
 
+def _computed(script: Script, node: Node) -> int:
+    """The value of ((…)) or $((…)), whose assignment is done; of several, none is known.
+
+    Raises:
+        Undecided: as `number_of`.
+    """
+    whole, sets = node.named_children, list(_set_in(node))
+    if len(whole) == 1 and not sets:
+        return number_of(script, whole[0])
+    if not whole:
+        raise Undecided
+    top = whole[0]
+    target, sign = top.children[0], top.children[1 if len(top.children) > 1 else 0].type
+    try:
+        if len(whole) > 1 or len(sets) > 1 or target.type != "variable_name":
+            raise Undecided
+        before = number_of(script, target) if sign != "=" else 0
+        if top.type == "postfix_expression":
+            value, after = before, before + (1 if sign == "++" else -1)
+        elif sign == "=":
+            value = after = number_of(script, top.children[2])
+        elif sign[:-1] in ("+", "-", "*") and top.type == "binary_expression":
+            value = after = OPERATORS[sign[:-1]](before, number_of(script, top.children[2]))
+        else:
+            raise Undecided
+        if abs(after) >= 2**63:
+            raise Undecided
+    except Undecided:
+        for name in sets:
+            script.store(name, script.unknown(node, name=name))
+        raise
+    script.store(sets[0], str(after))
+    return value
+
+
+def _set_in(node: Node) -> Iterator[str]:
+    """Names of the variables that an arithmetic expression sets."""
+    for it in _all(node):
+        if it.type in ("binary_expression", "unary_expression", "postfix_expression"):
+            signs = {child.type for child in it.children}
+            if "++" in signs or "--" in signs:
+                yield _text(it.named_children[-1]).partition("[")[0]
+            elif any(re.fullmatch(r"([-+*/%&|^]|\*\*|<<|>>)?=", sign) for sign in signs):
+                yield _text(it.children[0]).partition("[")[0]
+
+
 def number_of(script: Script, node: Node) -> int:
     """The value of an arithmetic expression, which wraps at 64 bits as in bash.
 
@@ -972,8 +1029,8 @@ def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str]
         yield [_output_of(script, node)], ""
     elif kind == "arithmetic_expansion":
         try:
-            yield [str(number_of(script, node.named_children[0]))], ""
-        except (Undecided, IndexError):
+            yield [str(_computed(script, node))], ""
+        except Undecided:
             yield [script.unknown(node, f"{text} cannot be computed")], ""
     elif kind in ("process_substitution", "brace_expression", "ansi_c_string", "translated_string"):
         yield [script.unknown(node)], ""
@@ -1038,6 +1095,8 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
     if value is None or value is script.settings.get(name):
         script.inherited.add(name)
         script.used |= {name} & script.settings.keys()
+    if value is None and name in SHELLS_OWN:
+        return script.unknown(node, name="" if len(name) == 1 else name)
     if value is None and not default and not script.unset_is_empty:
         return script.unknown(node, f"the variable {name} is set neither in the script nor in the environment", name)
     return (_as_list(value) or [""])[0]
@@ -1086,7 +1145,9 @@ def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[
 
 
 def _or_default(script: Script, node: Node, name: str, sign: str, value: str | list[str], operand: str):
-    is_set = bool(value) if sign.startswith(":") else name in script.variables
+    is_set = bool(value) if sign.startswith(":") else name in script.variables or bool(value)
+    if sign.endswith("+") and is_set and not UNKNOWN.sub("", "".join(value)) and script.unknowns_in("".join(value)):
+        return script.unknown(node, name=name)
     if sign.endswith("+"):
         return operand if is_set else ""
     if sign.endswith("?") and not is_set:
