@@ -737,7 +737,7 @@ def test_nothing_of_a_script_is_executed(tmp_path):
         ("X=(~/a); data.train_files=${X[0]}${Y:-~}", "/home/me/a/home/me"),
         ("X='~/a' Y=b~/c; data.train_files=a${#X}${#Y}", "a34"),
         ("X=a Y=b\nZ=c X=d \\\n  true; data.train_files=$X$Y${Z:-e}", "abe"),
-        ("X=$(date); data.train_files=a${X:+b}", "ab"),
+        ("X=1$(date); data.train_files=a${X:+b}", "ab"),
         ("X=$((3037000500 * 3037000500)); data.train_files=a$X", "a-9223372036709301616"),
     ],
 )

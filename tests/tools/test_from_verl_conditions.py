@@ -147,13 +147,35 @@ def test_settings_go_to_scripts_alone():
         ("if command -v uv; then Y=a; else Y=a; fi", "a"),
         ("if [ -f x ]; then echo; exit 1; fi; Y=a", "a"),
         ("Y=a; case $(uname) in Linux) ;; *) exit 1 ;; esac", "a"),
-        ("f() { if [ -f x ]; then return 1; fi; Y=a; }; f", "a"),
+        ("f() { if [ -f x ]; then exit 1; fi; Y=a; }; f", "a"),
+        ("D=$(uname); case a in $D) Y=a ;; *) Y=a ;; esac", "a"),
+        ("f() { [ -f x ] || return 1; return 3; }; if f; then Y=b; else Y=a; fi", "a"),
         ("Y=a; pip install x || true", "a"),
         ("Y=a; [ -f x ] && Z=1", "a"),
         ("[ -f x ] && [ a = b ] && Y=b; Y=${Y:-a}", "a"),
         ("f() { local Y=b; }; Y=a; f", "a"),
         ("f() { if [ -f x ]; then Y=a; return; else Y=a; return; fi; }; f", "a"),
         ('test "$X" = "" && Y=a', "a"),
+        ("Y=1; ((Y+=1))", "2"),
+        ("[ -f x ] && cd /tmp; cd /usr/lib; Y=$PWD", "/usr/lib"),
+        ("cd /usr; cd lib/..; Y=$(pwd)/data", "/usr/data"),
+        ("cd /usr; Y=$(cd lib && pwd)", "/usr/lib"),
+        ("cd /usr; Y=$(realpath lib)", "/usr/lib"),
+        ("Y=1; (cd /usr; Y=2; export Y=3); Y=$Y", "1"),
+        ("cd /usr; (cd /); Y=$PWD", "/usr"),
+        ("Y=1; f() { Y=2; }; f | cat; { Y=3; } & Y=4$Y", "41"),
+        ("( exit 1 ) || Y=2", "2"),
+        ("Y=1; ( [ a = b ] && exit 1; true ) || Y=2", "1"),
+        ("LR=1; f() { Y=$LR; }; LR=6 f; Y=$Y$LR", "61"),
+        ("LR=1; f() { [ $LR = 6 ]; }; if LR=6 f; then Y=a; fi", "a"),
+        ("M=a/b/c; Y=${M//\\//_}", "a_b_c"),
+        ("M=a/b/c; Y=${M/\\//-}", "a-b/c"),
+        ("M=a/b; Y=${M/a}", "/b"),
+        ("B=2; N=3; ((B=B*N)); : $((B*=2)); (( B++ )); Y=$B", "13"),
+        ("i=0; while [ $i -lt 3 ]; do ((i++)); done; Y=$i", "3"),
+        ("i=1; Y=$((i++))$i", "12"),
+        ("Y=0; if ((Y++)); then Y=9; fi", "1"),
+        ("A=$(uname)b; Y=${A:+a}", "a"),
     ],
 )
 def test_what_does_not_matter_is_passed_over(lines, value):
@@ -172,6 +194,30 @@ def test_what_does_not_matter_is_passed_over(lines, value):
         ("Y=b; for i in 1 2; do if [ -f x ]; then break; fi; Y=a; done", "Y"),
         ("read Y", "Y"),
         ("Y=$(cat x) || Y=b", "Y"),
+        ("( [ -f x ] && exit 1; true ) || Y=2", "Y"),
+        ("case 7 in [[:digit:]]) Y=a ;; *) Y=b ;; esac", "Y"),
+        ('M=a/b; Y=${M//"/"/_}', "Y"),
+        ("M=a/b; a=b; Y=${M/$a/Q}", "Y"),
+        ("M=a/b; a=b; Y=${M/b/$a}", "Y"),
+        ("M=a/b; s=/b; Y=${M%$s}", "Y"),
+        ("M=a/b; Y=${M/b/[&]}", "Y"),
+        ("nvidia-smi; if [ $? -ne 0 ]; then Y=16; else Y=8; fi", "Y"),
+        ("Y=1; ((Y=1, Y++))", "Y"),
+        ("Y=1; for ((i=0; i<3; i++)); do ((Y*=2)); done", "Y"),
+        ("Y=1; ((Y+=$(nproc)))", "Y"),
+        ("D=$(uname); case Linux in $D) Y=a ;; *) Y=b ;; esac", "D"),
+        ("case qwen in @(qwen|llama)) Y=a ;; *) Y=b ;; esac", "Y"),
+        ("for i in 1 2; do [ -f x ] && break; Y=$i; done", "Y"),
+        ("f() { if command -v npu-smi; then return 0; fi; return 1; }; if f; then Y=npu; else Y=cuda; fi", "Y"),
+        ("f() { command -v npu-smi || return 1; return 0; }; if f; then Y=npu; else Y=cuda; fi", "Y"),
+        ("f() { [ -f x ] || return 1; }; Y=a; f || Y=b", "Y"),
+        ("f() { [ -f x ] && return; return 1; }; Y=a; ! f && Y=b", "Y"),
+        ("f() { case $(uname) in Linux) return 0 ;; esac; return 1; }; if f; then Y=a; else Y=b; fi", "Y"),
+        ("f() { [ -f x ] || { Y=a; return 1; }; Y=b; }; f", "Y"),
+        ("f() { if [ -f x ]; then return 1; fi; Y=a; }; f", "Y"),
+        ("f() { command -v uv; return $?; }; if f; then Y=a; else Y=b; fi", "Y"),
+        ("f() { command -v uv; return; }; if f; then Y=a; else Y=b; fi", "Y"),
+        ("f() { [ -f x ] && return 0; exit 1; }; Y=a; [ -f y ] && Y=b; f", "Y"),
     ],
 )
 def test_what_matters_names_the_variable_to_set(lines, name):
@@ -180,6 +226,43 @@ def test_what_matters_names_the_variable_to_set(lines, name):
     assert f"; write --set {name}=" in reason
     value = "Linux" if name == "D" else "z"
     assert train_files(lines, **{name: value}) == ("a" if name == "D" else "z")
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ('[[ "$OSTYPE" == linux* ]] && Y=a || Y=b', "OSTYPE"),
+        ("if [ $EUID -eq 0 ]; then Y=a; else Y=b; fi", "EUID"),
+        ("Y=${HOSTNAME-a}", "HOSTNAME"),
+        ("cd $(mktemp -d); cd ..; Y=$PWD/a", "PWD"),
+        ("cd -; Y=$(pwd)", "PWD"),
+        ("case 7 in\n7) Y=a ;&\n8) Y=b ;;\nesac", "Y"),
+        ("V=$(nproc); Y=${V:+5}", "V"),
+        ("[ -f x ] && V=1; Y=${V+set}", "V"),
+        ("[ -f x ] && V=1; [ -v V ] && Y=a || Y=b", "V"),
+    ],
+)
+def test_what_a_run_sets_is_unknown(monkeypatch, lines, name):
+    monkeypatch.delenv(name, raising=False)
+    assert f"; write --set {name}=" in train_files(lines)
+
+
+@pytest.mark.parametrize("line", ["source a/b.sh", ". a/b.sh", "eval X=2"])
+def test_a_file_that_is_not_read_is_one_note(line):
+    notes = written(f"{line}\n{COMMAND}\n").notes
+    said = line.replace("source ", "").replace(". ", "")
+    assert f"run.sh:1: {said}: not read; what it sets is written as --set NAME=VALUE" in notes
+
+
+@pytest.mark.parametrize("end", ["| tee log", "&", "2>&1 | tee log &"])
+def test_a_training_in_a_pipe_counts(end):
+    assert written(f"X=1; f() {{ {COMMAND} data.seed=$X {end}\n}}\n(X=2; f)\n").values["data.seed"] == "2"
+
+
+@pytest.mark.parametrize("word", ["break", "continue"])
+def test_a_break_outside_of_a_loop_is_one_line(word):
+    with pytest.raises(UserError, match=f"run.sh:1: {word} stands in no loop; take the line out of the script"):
+        written(f"if [ -f x ]; then {word}; fi\n{COMMAND}\n")
 
 
 def test_a_training_in_either_branch_is_the_same_training():
@@ -219,6 +302,14 @@ CONDITIONS = [
     "[ x ]",
     "[[ '' ]]",
     "[[ a-b == [!a]* ]]",
+    "[[ a-b == [^a]* ]]",
+    "[[ b-b == [^a]* ]]",
+    "[[ a = a || a = a && b = c ]]",
+    "[[ a = a && c = c ]]",
+    "[[ a = b && c = d || ! e = f ]]",
+    "[[ ( a = a || b = c ) && e = f ]]",
+    "[[ ! ( a = a && b = c ) && 3 -gt 1 ]]",
+    "[[ -z '' && -n a || a = b ]]",
 ]
 
 

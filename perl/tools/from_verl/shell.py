@@ -38,6 +38,9 @@ MARK = secrets.token_hex(8)
 UNKNOWN = re.compile(f"\ue000{MARK}:(\\d+)\ue001")
 """What stands in a text for an unknown; no script can hold it, as each process draws its own."""
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
+SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
+              "OSTYPE", "PPID", "RANDOM", "SECONDS", "SHLVL", "UID")  # fmt: skip
+"""Variables that are set in each shell."""
 SHELL = re.compile(r"^(.*/)?(ba|z)?sh$")
 PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[\w./-]*)(?=[\s\\;]|$)")
 """KEY=<path>, which a shell would take for redirections."""
@@ -103,10 +106,12 @@ class Script:
     """What was put right, one line each."""
     others: list[str] = field(default_factory=list)
     """Programs of verl that do not train with rewards, each with its line."""
-    returned: list[Script] = field(default_factory=list)
-    """The state at each return out of this function whose condition only a run decides."""
+    returned: list[tuple[Script, bool | None]] = field(default_factory=list)
+    """The state at each return out of this function whose condition only a run decides, and whether it succeeds."""
     local: dict[str, str | list[str] | None] = field(default_factory=dict)
     """Variables of this function -> what they are outside of it."""
+    apart: bool = False
+    """In a shell within the shell, which exit ends alone."""
     depth: int = 0
     """Of the functions, and of the shells within the shell, that are followed now."""
     before_first: int = 0
@@ -164,12 +169,21 @@ class Undecided(Exception):
 
 
 @dataclass
+class _Turns(Exception):
+    """Which turn of a loop is the last, or skips what follows, is something that only a run decides."""
+
+    place: str
+    word: str
+
+
+@dataclass
 class _End(Exception):
     """exit, return out of a function, break and continue in a loop."""
 
     place: str
     word: str
-    status: bool = True
+    status: bool | None = True
+    """Whether it ends in success; None where that is unknown."""
 
 
 def read_script(
@@ -216,6 +230,8 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
     except _End as end:
         if not script.launches:
             raise UserError(f"{end.place}: the script ends here, before it trains; what it checks is not met") from None
+    except _Turns as turns:
+        raise UserError(f"{turns.place}: {turns.word} stands in no loop; take the line out of the script") from None
     if len(script.launches) > 1:
         places = ", ".join(launch.place for launch in script.launches)
         raise UserError(f"{script.place}: several trainings ({places}); give a script with one")
@@ -241,9 +257,51 @@ def _tree(script: Script, source: bytes) -> Node:
 def follow(script: Script, *nodes: Node) -> None:
     """Do what statements do to the variables; note each training command."""
     for node in nodes:
-        script.spend(STEP)
-        if (kind := STATEMENTS.get(node.type)) is not None:
-            kind(script, node)
+        if node.next_sibling is not None and node.next_sibling.type == "&":
+            with contextlib.suppress(Undecided):
+                _apart(script, _one, node)
+        else:
+            _one(script, node)
+
+
+def _one(script: Script, node: Node) -> None:
+    script.spend(STEP)
+    if node.children and node.children[0].type == "((":
+        with contextlib.suppress(Undecided):
+            _computed(script, node)
+    elif (kind := STATEMENTS.get(node.type)) is not None:
+        kind(script, node)
+
+
+def _apart(script: Script, kind: Callable[[Script, Node], bool | None], node: Node) -> bool:
+    """Follow what a shell of its own does, whose variables end with it; its trainings stay. Whether it succeeds.
+
+    Raises:
+        Undecided: only a run decides that.
+    """
+    inner = replace(_copy(script), returned=[], local=dict(script.local), apart=True)
+    try:
+        status = kind(inner, node) is not False
+    except _End as end:
+        status = end.status
+    except _Turns:
+        status = None
+    finally:
+        script.budget, script.launches = inner.budget, inner.launches
+    if status is None or any(other != status for _, other in inner.returned):
+        raise Undecided
+    return status
+
+
+def _subshell(script: Script, node: Node) -> None:
+    with contextlib.suppress(Undecided):
+        _apart(script, _each, node)
+
+
+def _pipeline(script: Script, node: Node) -> None:
+    for child in node.named_children:
+        with contextlib.suppress(Undecided):
+            _apart(script, follow, child)
 
 
 def _each(script: Script, node: Node) -> None:
@@ -307,6 +365,8 @@ def _first_that_holds(script: Script, clauses: Sequence[Node]) -> None:
 def _case(script: Script, node: Node) -> None:
     bodies, plain, rest = [], [], True
     items = [child for child in node.named_children[1:] if child.type == "case_item"]
+    if any(child.type in (";&", ";;&") for item in items for child in item.children):
+        return _forget(script, [node], node)
     try:
         value = _tested(script, node.named_children[0])
     except Undecided as undecided:
@@ -317,10 +377,19 @@ def _case(script: Script, node: Node) -> None:
             rest = rest and "*" not in map(_text, patterns)
         ways = [lambda branch, body=body: follow(branch, *body) for body in [*bodies, *[[]] * rest]]
         return _fork(script, node, replace(undecided, values=tuple(plain)), ways)
-    for item in items:
+    return _first_that_matches(script, node, value, items)
+
+
+def _first_that_matches(script: Script, node: Node, value: str, items: Sequence[Node]) -> None:
+    for index, item in enumerate(items):
         patterns, body = _case_item(item)
-        if any(_matches(script, value, pattern_of(script, pattern)) for pattern in patterns):
-            return follow(script, *body)
+        try:
+            if not any(_matches(script, value, pattern_of(script, pattern)) for pattern in patterns):
+                continue
+        except Undecided as undecided:
+            other = partial(_first_that_matches, node=node, value=value, items=items[index + 1 :])
+            return _fork(script, node, undecided, [lambda branch, body=body: follow(branch, *body), other])
+        return follow(script, *body)
     return None
 
 
@@ -342,13 +411,13 @@ def _for(script: Script, node: Node) -> None:
             script.variables[_text(name)] = word
             if not _turn(script, body):
                 break
-    except Undecided:  # which turn is the last
+    except _Turns:
         _forget(script, [node], node)
 
 
 def _while(script: Script, node: Node) -> None:
     condition, body = node.named_children[0], node.named_children[-1]
-    with contextlib.suppress(Undecided):
+    with contextlib.suppress(Undecided, _Turns):
         for _ in range(MOST_TURNS):
             if holds(script, condition) == (node.children[0].type == "until"):
                 return
@@ -385,6 +454,17 @@ def _unset(script: Script, node: Node) -> None:
 
 
 def _command(script: Script, node: Node) -> None:
+    prefix = _prefix(script, node)
+    words = _words_of_command(script, node)
+    if words in (["{"], ["}"]):
+        script.notes.append(f"{script.at(node)}: a stray {words[0]} is left out")
+        script.variables |= prefix
+    elif words and not _note_launch(script, node, prefix, words):
+        _builtin(script, node, prefix, words)
+
+
+def _prefix(script: Script, node: Node) -> dict[str, str]:
+    """What a command's assignments set for it alone."""
     script.spend(len(script.variables) + len(script.arguments))
     gaps = [(gap.replace("\\\n", ""), child) for gap, child in _with_gaps(node)]
     # The grammar takes a line of several assignments for the beginning of the command on the next one.
@@ -395,12 +475,7 @@ def _command(script: Script, node: Node) -> None:
     follow(script, *assignments[first:])
     prefix = {name: str(script.variables[name]) for name in (_text(child.children[0]) for child in assignments[first:])}
     script.variables = before
-    words = _words_of_command(script, node)
-    if words in (["{"], ["}"]):
-        script.notes.append(f"{script.at(node)}: a stray {words[0]} is left out")
-        follow(script, *assignments[first:])
-    elif words and not _note_launch(script, node, prefix, words):
-        _builtin(script, node, prefix, words)
+    return prefix
 
 
 def _words_of_command(script: Script, node: Node) -> list[str]:
@@ -418,9 +493,12 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
             " after it, or is a comment"
         )
     if name in script.functions:
-        _call(script, node, name, arguments)
+        _call(script, node, prefix, name, arguments)
     elif name in ("exit", "return", "break", "continue"):
-        raise _End(script.at(node), name, arguments[:1] in ([], ["0"]))
+        known = arguments and WHOLE.fullmatch(arguments[0])
+        raise _End(script.at(node), name, int(arguments[0]) % 256 == 0 if known else None)
+    elif name in ("cd", "pushd", "popd"):
+        _go_to(script, node, name, arguments)
     elif name == "set" and "--" in arguments:
         script.arguments = arguments[arguments.index("--") + 1 :]
     elif name == "shift":
@@ -428,13 +506,38 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
         script.arguments = script.arguments[count:]
     elif inner := _inner_shell(words):
         _follow_inner(script, node, prefix, words, inner)
-    elif name == "eval" and not any(trainer in word for trainer in TRAINERS for word in arguments):
-        pass  # such as eval "$(conda shell.bash hook)"
+    elif name in ("source", ".") or (
+        name == "eval" and not any(trainer in word for trainer in TRAINERS for word in arguments)
+    ):
+        line = UNKNOWN.sub("?", " ".join(words if name == "eval" else arguments[:1]))
+        script.notes.append(f"{script.at(node)}: {line}: not read; what it sets is written as --set NAME=VALUE")
     elif name == "eval" or ("-c" in arguments and any(trainer in word for trainer in TRAINERS for word in arguments)):
         raise UserError(f"{script.at(node)}: {name} makes a command that only a run shows; write the command itself")
     elif name in SETS_VARIABLES and (name != "printf" or "-v" in arguments):
         for match in filter(None, (re.match(r"[A-Za-z_]\w*", word) for word in arguments)):
             script.store(match[0], script.unknown(node, f"{name} sets {match[0]}", match[0]))
+
+
+def _go_to(script: Script, node: Node, name: str, arguments: list[str]) -> None:
+    """cd: the folder that $PWD and relative paths mean from then on."""
+    words = [word for word in arguments if word not in ("--", "-L", "-P")]
+    home = script.variables.get("HOME", "")
+    folder = words[0] if words else home if name == "cd" and isinstance(home, str) else ""
+    known = (
+        folder
+        and not script.reasons_in(folder)
+        and len(words) <= 1
+        and name != "popd"
+        and not re.match(r"[-+]|.*[*?\[]", folder)
+    )
+    script.store("PWD", _joined(script, folder) if known else script.unknown(node, name="PWD"))
+
+
+def _joined(script: Script, path: str) -> str:
+    """A path from the folder in which the script stands."""
+    here = str(script.variables.get("PWD") or os.getcwd())
+    whole = path if UNKNOWN.match(path) else here if path == "." else os.path.join(here, path)
+    return whole if UNKNOWN.search(whole) else os.path.normpath(whole)
 
 
 def _inner_shell(words: list[str]) -> int | None:
@@ -452,7 +555,7 @@ def _follow_inner(script: Script, node: Node, prefix: dict[str, str], words: lis
         raise UserError(f"{script.at(node)}: bash -c calls itself")
     before, set_by_env = _split_before(words[: index - 2])
     outside = {*script.exported, *script.settings, *os.environ}
-    seen = {name for name in script.variables if name in outside}
+    seen = {name for name in script.variables if name in outside or name == "PWD"}
     inner = replace(
         script,
         variables={name: script.variables[name] for name in seen} | prefix | set_by_env,
@@ -469,36 +572,61 @@ def _follow_inner(script: Script, node: Node, prefix: dict[str, str], words: lis
     script.launches += [replace(launch, before=f"{before} {launch.before}".strip()) for launch in inner.launches]
 
 
-def _call(script: Script, node: Node, name: str, arguments: list[str], in_test: bool = False) -> bool:
+def _call(
+    script: Script, node: Node, prefix: Mapping[str, str], name: str, arguments: list[str], in_test: bool = False
+) -> bool:
     """Follow a function; whether it succeeds, where that is asked for (`in_test`)."""
     if script.depth > 20:
         raise UserError(f"{script.at(node)}: the function {name} calls itself")
     outside = script.arguments, script.returned, script.local
-    script.arguments, script.returned, script.local = arguments, [], {}
+    script.arguments, script.returned = arguments, []
+    script.local = {variable: script.variables.get(variable) for variable in prefix}
+    script.variables |= prefix
+    exported, script.exported = script.exported, [*script.exported, *prefix]
     script.depth += 1
-    status = True
+    status, goes_on = True, True
     try:
         if in_test:
             status = holds(script, script.functions[name])
         else:
             follow(script, script.functions[name])
     except _End as end:
-        if end.word == "exit":
+        if end.word == "exit" and not script.returned:
             raise
-        status = end.status
+        status, goes_on = end.status, end.word != "exit"
     finally:
+        ways = [(replace(script), status)] * goes_on + script.returned
+        most = max(len(way.launches) for way, _ in ways)
+        # One that fails and does not train is a check that is not met.
+        ways = [it for it in ways if it[1] is not False or len(it[0].launches) == most]
         if script.returned:
-            _merge(script, [replace(script), *script.returned], node, Undecided())
+            _merge(script, [way for way, _ in ways], node, Undecided())
         for variable, value in script.local.items():
             script.variables.pop(variable, None)
             if value is not None:
                 script.variables[variable] = value
+        script.exported = [it for it in script.exported if it not in prefix or it in exported]
         script.arguments, script.returned, script.local = outside
         script.depth -= 1
-    return status
+    statuses = {status for _, status in ways}
+    if in_test and (len(statuses) > 1 or None in statuses):
+        raise Undecided
+    return status is not False
 
 
 Way = Callable[[Script], None]
+
+
+def _copy(script: Script) -> Script:
+    """A script that sets variables of its own."""
+    return replace(
+        script,
+        variables=dict(script.variables),
+        arguments=list(script.arguments),
+        exported=list(script.exported),
+        functions=dict(script.functions),
+        launches=list(script.launches),
+    )
 
 
 def _fork(script: Script, node: Node, undecided: Undecided, ways: Sequence[Way]) -> None:
@@ -507,30 +635,24 @@ def _fork(script: Script, node: Node, undecided: Undecided, ways: Sequence[Way])
     script.spend(node.end_byte - node.start_byte + sum(STEP + len(value) for value in script.variables.values()))
     taken, ends = [], []
     for way in ways:
-        branch = replace(
-            script,
-            variables=dict(script.variables),
-            arguments=list(script.arguments),
-            exported=list(script.exported),
-            functions=dict(script.functions),
-            launches=list(script.launches),
-        )
+        branch = _copy(script)
         try:
             way(branch)
             taken.append(branch)
         except _End as end:
             ends.append(end)
             if end.word in ("break", "continue"):
-                raise Undecided(undecided.name, undecided.values) from end
+                raise _Turns(end.place, end.word) from end
             if len(branch.launches) > len(script.launches):
                 _refuse_undecided(branch.launches[-1], undecided)
-            if end.word == "return" and end.status:
-                script.returned.append(branch)
+            if end.word == "return" or script.apart:
+                script.returned.append((branch, end.status))
         finally:
             script.budget = branch.budget
     if not taken:
-        if script.returned:
-            _merge(script, script.returned[-1:], node, undecided)
+        if returns := [end for end in ends if end.word == "return" or script.apart]:
+            _merge(script, [script.returned[-1][0]], node, undecided)
+            raise returns[-1]
         raise ends[0]
     _merge(script, taken, node, undecided)
 
@@ -585,6 +707,9 @@ def _forget(script: Script, nodes: Sequence[Node], condition: Node) -> None:
             if descendant.type == "variable_assignment":
                 name = _text(descendant.children[0]).partition("[")[0]
                 script.store(name, script.unknown(descendant, why, name))
+            if descendant.children and descendant.children[0].type in ("((", "$(("):
+                for name in _set_in(descendant):
+                    script.store(name, script.unknown(descendant, why, name))
 
 
 def _refuse_training(script: Script, node: Node, why: str) -> None:
@@ -630,7 +755,9 @@ def _split_before(words: list[str]) -> tuple[str, dict[str, str]]:
 
 
 STATEMENTS = {
-    **dict.fromkeys(("program", "compound_statement", "do_group", "subshell", "pipeline", "negated_command"), _each),
+    **dict.fromkeys(("program", "compound_statement", "do_group", "negated_command"), _each),
+    "subshell": _subshell,
+    "pipeline": _pipeline,
     **dict.fromkeys(("variable_assignments", "redirected_statement"), _each),
     "variable_assignment": _assign,
     "declaration_command": _declaration,
@@ -664,28 +791,29 @@ def holds(script: Script, node: Node) -> bool:
         return not holds(script, inside[-1])
     if kind == "redirected_statement":
         return holds(script, inside[0])
-    if kind in ("compound_statement", "subshell") and inside and children[0].type != "((":
-        *before, last = [child for child in inside if child.type != "comment"]
-        follow(script, *before)
-        return holds(script, last)
+    if kind == "subshell" and inside:
+        return _apart(script, _last_holds, node)
+    if kind == "compound_statement" and inside and children[0].type != "((":
+        return _last_holds(script, node)
     if children and children[0].type == "((" and inside:
-        return bool(number_of(script, inside[0]))
+        return bool(_computed(script, node))
     if kind == "test_command" and {"-a", "-o"} & set(map(_text, operands := _operands(node))):
         return _test(script, [_tested(script, operand) for operand in operands])  # the grammar nests them otherwise
     if kind in ("test_command", "parenthesized_expression") and len(inside) == 1:
+        if {"&&", "||"} & set(map(_text, operands := _operands(node))):
+            return _either(script, operands)
         return holds(script, inside[0])
     if kind == "unary_expression" and _text(children[0]) in ("-z", "-n"):
         return (_text(children[0]) == "-n") == bool(_tested(script, children[-1]))
     if kind == "unary_expression" and _text(children[0]) == "-v":
-        name = _tested(script, children[-1])
-        script.used |= {name} & script.settings.keys()
-        return name in script.variables
+        return _is_set(script, children[-1])
     if kind == "binary_expression":
         if _text(children[1]) in ("&&", "||", "-a", "-o"):
             return _and_or(script, node)
         if children[0].type == "unary_expression" and children[0].children[0].type == "!":
-            return not _compared(script, node, children[0].named_children[-1])  # ! binds less than the grammar says
-        return _compared(script, node, children[0])
+            left = children[0].named_children[-1]  # ! binds less than the grammar says
+            return not _compared(script, _bracket(node), left, children[1], children[-1])
+        return _compared(script, _bracket(node), children[0], children[1], children[-1])
     if kind == "command":
         return _succeeds(script, node)
     if kind in ("word", "string", "raw_string", "simple_expansion", "expansion", "concatenation", "number"):
@@ -700,6 +828,45 @@ def holds(script: Script, node: Node) -> bool:
                 return True
             raise Undecided(name)
     raise Undecided  # files, too: those of the machine that trains
+
+
+def _last_holds(script: Script, node: Node) -> bool:
+    """Whether the last of several statements succeeds."""
+    *before, last = [child for child in node.named_children if child.type != "comment"]
+    follow(script, *before)
+    if last.next_sibling is not None and last.next_sibling.type == "&":
+        follow(script, last)
+        return True
+    return holds(script, last)
+
+
+def _either(script: Script, operands: list[Node]) -> bool:
+    """What stands in [[ ]], word by word, as the grammar takes a = b && c for a = (b && c); && binds more than ||."""
+    for sign, decides in (("||", True), ("&&", False)):
+        if sign in (signs := list(map(_text, operands))):
+            at = signs.index(sign)
+            undecided = None
+            for part in (operands[:at], operands[at + 1 :]):
+                try:
+                    if _either(script, part) == decides:
+                        return decides
+                except Undecided as error:
+                    undecided = undecided or error
+            if undecided is not None:
+                raise undecided
+            return not decides
+    if operands and _text(operands[0]) == "!":
+        return not _either(script, operands[1:])
+    words = [_text(operand) for operand in operands]
+    if len(operands) == 1:
+        return holds(script, operands[0])
+    if len(operands) == 2 and words[0] in ("-z", "-n"):
+        return (words[0] == "-n") == bool(_tested(script, operands[1]))
+    if len(operands) == 2 and words[0] == "-v":
+        return _is_set(script, operands[1])
+    if len(operands) == 3:
+        return _compared(script, "[[", *operands)
+    raise Undecided
 
 
 def _and_or(script: Script, node: Node) -> bool:
@@ -742,7 +909,7 @@ def _succeeds(script: Script, node: Node) -> bool:
         return _test(script, [_tested(script, word) for word in node.named_children[1:]])
     words = _words_of_command(script, node) or [""]
     if words[0] in script.functions:
-        return _call(script, node, words[0], words[1:], in_test=True)
+        return _call(script, node, _prefix(script, node), words[0], words[1:], in_test=True)
     follow(script, node)
     if words[0] in SUCCEED or _is_training(node):
         return True
@@ -757,8 +924,9 @@ SUCCEED = ("true", ":", "cd", "pushd", "popd", "echo", "printf", "set", "shopt",
 
 def _operands(node: Node) -> list[Node]:
     """What stands between [ and ]."""
-    parts = node.children[1:-1] if node.type == "test_command" else node.children
-    return [leaf for part in parts for leaf in (_operands(part) if part.type.endswith("ary_expression") else [part])]
+    parts = node.children[1:-1] if node.type in ("test_command", "parenthesized_expression") else node.children
+    inner = (part.type.endswith("ary_expression") and part.children[0].type != "-" for part in parts)
+    return [leaf for part, more in zip(parts, inner, strict=True) for leaf in (_operands(part) if more else [part])]
 
 
 def _test(script: Script, words: list[str]) -> bool:
@@ -793,16 +961,25 @@ def _tested(script: Script, node: Node) -> str:
     return text
 
 
-def _compared(script: Script, node: Node, left: Node) -> bool:
+def _is_set(script: Script, node: Node) -> bool:
+    """-v NAME."""
+    name = _tested(script, node)
+    script.used |= {name} & script.settings.keys()
+    if any(map(UNKNOWN.search, _as_list(script.variables.get(name)))) or name in SHELLS_OWN:
+        raise Undecided(name)
+    return name in script.variables
+
+
+def _compared(script: Script, bracket: str, left: Node, sign: Node, right: Node) -> bool:
     """`a = b` and the like: a pattern on the right of [[ ]], a text in [ ]."""
-    word, right = _text(node.children[1]), node.children[-1]
+    word = _text(sign)
     try:
         value = _tested(script, left)
     except Undecided as undecided:
         plain = _text(right).strip("\"'")
         raise replace(undecided, values=(plain,) * bool(re.fullmatch(r"[\w.-]+", plain))) from None
     if word in ("=", "==", "!="):
-        if _bracket(node) == "[":
+        if bracket == "[":
             alike = value == _tested(script, right)
         else:
             alike = _matches(script, value, pattern_of(script, right))
@@ -849,7 +1026,9 @@ def pattern_of(script: Script, node: Node) -> str:
 
 def _matches(script: Script, text: str, pattern: str) -> bool:
     script.spend(len(text) + 20 * len(pattern))  # a pattern is compiled
-    return fnmatch.fnmatchcase(text, pattern)
+    if re.search(r"\[[^]]*\[[:.=]", pattern):
+        raise Undecided
+    return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 
 COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
@@ -868,6 +1047,52 @@ OPERATORS = {
     "&&": lambda left, right: bool(left and right),
     "||": lambda left, right: bool(left or right),
 }
+
+
+def _computed(script: Script, node: Node) -> int:
+    """The value of ((…)) or $((…)), whose assignment is done; of several, none is known.
+
+    Raises:
+        Undecided: as `number_of`.
+    """
+    whole, sets = node.named_children, list(_set_in(node))
+    if len(whole) == 1 and not sets:
+        return number_of(script, whole[0])
+    if not whole:
+        raise Undecided
+    top = whole[0]
+    target, sign = top.children[0], top.children[1 if len(top.children) > 1 else 0].type
+    try:
+        if len(whole) > 1 or len(sets) > 1 or target.type != "variable_name":
+            raise Undecided
+        before = number_of(script, target) if sign != "=" else 0
+        if top.type == "postfix_expression":
+            value, after = before, before + (1 if sign == "++" else -1)
+        elif sign == "=":
+            value = after = number_of(script, top.children[2])
+        elif sign[:-1] in ("+", "-", "*") and top.type == "binary_expression":
+            value = after = OPERATORS[sign[:-1]](before, number_of(script, top.children[2]))
+        else:
+            raise Undecided
+        if abs(after) >= 2**63:
+            raise Undecided
+    except Undecided:
+        for name in sets:
+            script.store(name, script.unknown(node, name=name))
+        raise
+    script.store(sets[0], str(after))
+    return value
+
+
+def _set_in(node: Node) -> Iterator[str]:
+    """Names of the variables that an arithmetic expression sets."""
+    for it in _all(node):
+        if it.type in ("binary_expression", "unary_expression", "postfix_expression"):
+            signs = {child.type for child in it.children}
+            if "++" in signs or "--" in signs:
+                yield _text(it.named_children[-1]).partition("[")[0]
+            elif any(re.fullmatch(r"([-+*/%&|^]|\*\*|<<|>>)?=", sign) for sign in signs):
+                yield _text(it.children[0]).partition("[")[0]
 
 
 def number_of(script: Script, node: Node) -> int:
@@ -943,8 +1168,8 @@ def _parts(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[str]
         yield [_output_of(script, node)], ""
     elif kind == "arithmetic_expansion":
         try:
-            yield [str(number_of(script, node.named_children[0]))], ""
-        except (Undecided, IndexError):
+            yield [str(_computed(script, node))], ""
+        except Undecided:
             yield [script.unknown(node, f"{text} cannot be computed")], ""
     elif kind in ("process_substitution", "brace_expression", "ansi_c_string", "translated_string"):
         yield [script.unknown(node)], ""
@@ -1009,6 +1234,8 @@ def _value(script: Script, node: Node, name: str, default: bool = False) -> str 
     if value is None or value is script.settings.get(name):
         script.inherited.add(name)
         script.used |= {name} & script.settings.keys()
+    if value is None and name in SHELLS_OWN:
+        return script.unknown(node, name="" if len(name) == 1 else name)
     if value is None and not default and not script.unset_is_empty:
         return script.unknown(node, f"the variable {name} is set neither in the script nor in the environment", name)
     return (_as_list(value) or [""])[0]
@@ -1041,7 +1268,10 @@ def _braced(script: Script, node: Node) -> str | list[str]:
         return script.unknown(node) if sign else value
     if script.reasons_in(value + operand):
         return value + operand
-    changed = _changed(script, value, sign, operand, [_text(child) for child in rest])
+    try:
+        changed = _changed(script, value, sign, operand, [_text(child) for child in rest])
+    except Undecided:
+        changed = None
     return script.unknown(node, f"{_text(node)} is not understood") if changed is None else changed
 
 
@@ -1057,7 +1287,9 @@ def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[
 
 
 def _or_default(script: Script, node: Node, name: str, sign: str, value: str | list[str], operand: str):
-    is_set = bool(value) if sign.startswith(":") else name in script.variables
+    is_set = bool(value) if sign.startswith(":") else name in script.variables or bool(value)
+    if sign.endswith("+") and is_set and not UNKNOWN.sub("", "".join(value)) and script.unknowns_in("".join(value)):
+        return script.unknown(node, name=name)
     if sign.endswith("+"):
         return operand if is_set else ""
     if sign.endswith("?") and not is_set:
@@ -1071,16 +1303,20 @@ def _changed(script: Script, value: str, sign: str, operand: str, words: list[st
     """A value after ${NAME,,}, ${NAME#pattern}, ${NAME/pattern/text} or ${NAME:1:2}; None for what is not read."""
     if sign in ("^^", ",,"):
         return value.upper() if sign == "^^" else value.lower()
-    places = range(len(value) + 1)
+    places, raw = range(len(value) + 1), "".join(words[1:])
+    if sign in ("#", "##", "%", "%%", "/", "//") and re.search(r"""["'`$]|\\[^/]""", raw):
+        return None
     if sign in ("#", "##", "%", "%%"):
         if sign.startswith("#"):
             cuts = [value[i:] for i in places if _matches(script, value[:i], operand)]
         else:
             cuts = [value[:i] for i in reversed(places) if _matches(script, value[i:], operand)]
         return (cuts[0] if len(sign) == 1 else cuts[-1]) if cuts else value
-    if sign in ("/", "//") and len(words) >= 2 and not set(words[1]) & set("*?["):
-        script.spend(len(value) * max(map(len, words)))
-        return value.replace(words[1], words[3] if len(words) > 3 else "", -1 if sign == "//" else 1)
+    found = re.fullmatch(r"((?:\\/|[^/])+)(?:/(.*))?", raw, re.DOTALL)
+    if sign in ("/", "//") and found and not set(raw) & set("*?[&"):
+        pattern, text = (part.replace("\\/", "/") for part in (found[1], found[2] or ""))
+        script.spend(len(value) * max(len(pattern), len(text)))
+        return value.replace(pattern, text, -1 if sign == "//" else 1)
     if sign == ":" and all(map(WHOLE.fullmatch, words[1::2])):
         start = int(words[1])
         return value[start : start + int(words[3])] if len(words) > 3 else value[start:]
@@ -1088,11 +1324,11 @@ def _changed(script: Script, value: str, sign: str, operand: str, words: list[st
 
 
 PURE = {
-    "pwd": lambda words: os.getcwd(),
-    "basename": lambda words: os.path.basename(words[0].rstrip("/")).removesuffix(words[1] if words[1:] else ""),
-    "dirname": lambda words: os.path.dirname(words[0]) or ".",
-    "realpath": lambda words: os.path.realpath(words[-1]),
-    "echo": lambda words: " ".join(words),
+    "pwd": lambda script, words: _joined(script, "."),
+    "basename": lambda script, words: os.path.basename(words[0].rstrip("/")).removesuffix("".join(words[1:2])),
+    "dirname": lambda script, words: os.path.dirname(words[0]) or ".",
+    "realpath": lambda script, words: os.path.realpath(_joined(script, words[-1])),
+    "echo": lambda script, words: " ".join(words),
 }
 """Commands whose output follows from their words alone, or is where this runs."""
 
@@ -1106,12 +1342,12 @@ def _output_of(script: Script, node: Node) -> str:
     known = not any(script.reasons_in(word) for words in commands for word in words)
     if known and len(commands) == 2 and commands[1] == ["pwd"] and commands[0][:1] == ["cd"]:
         *_, folder = commands[0]
-        return os.path.normpath(os.path.join(os.getcwd(), folder))
+        return _joined(script, folder)
     if known and len(commands) == 1 and inside[0].type == "command" and commands[0]:
         name, *words = commands[0]
         if name in PURE and not any(word.startswith("-") for word in words):
             with contextlib.suppress(IndexError):
-                return PURE[name](words)
+                return PURE[name](script, words)
     return script.unknown(node, f"{' '.join(_text(node).split())} is only known to a run")
 
 
