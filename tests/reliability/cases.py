@@ -338,7 +338,7 @@ EVALUATION = [
         "sample_to_rescore_without_a_text", "perl/eval.py", lambda p: (results(p, samples='{"key": 1}\n'), RESCORE)[1]
     ),
     Case("identity_to_rescore_is_a_list", "perl/eval.py", lambda p: (results(p, run="[]"), RESCORE)[1]),
-    Case("lock_to_rescore_is_a_link", "perl/eval.py", lambda p: (results(p), link(p, "results/.lock"), RESCORE)[2]),
+    Case("lock_to_rescore_is_a_link", "perl/eval.py", lambda p: (results(p), link(p, "results/_lock"), RESCORE)[2]),
     score("negative_temperature", "--temperature", "-1"),
 ]
 MERGE = ("merge", "--model", "model", "--adapter", "adapter", "--output", "merged")
