@@ -21,7 +21,7 @@ from perl.evaluation.weights import WeightsAhead, remove_merged
 from perl.records import Completion, Sample
 from perl.scoring.results import Generation
 from perl.workers.pool import WorkerPool
-from perl.workers.worker import Request, RequestId
+from perl.workers.worker import EngineJob, Request, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,14 @@ def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
             skip_overlong(setup, run, recorder)
         if not samples:
             return
-        options, logs = engine_options(setup, samples.values()), Path(setup.config.result_dir) / "logs"
+        job, logs = (
+            EngineJob(setup.engine, engine_options(setup, samples.values())),
+            Path(setup.config.result_dir) / "logs",
+        )
         submitted: dict[str, UnderWay] = {}
         with (
             WeightsAhead(setup, candidates) as weights,
-            WorkerPool(setup.executor, setup.engine, options, logs, engine_works) as pool,
+            WorkerPool(setup.executor, job, logs, engine_works) as pool,
         ):
             while weights or pool.unfinished:
                 if ready := weights.take(sum(each.remaining > 0 for each in submitted.values())):

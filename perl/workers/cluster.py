@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec):
         self._events: queue.SimpleQueue[WorkerEvent | None] = queue.SimpleQueue()
-        missing = [path for path in spec.paths if not Path(path).exists()]
+        missing = [path for path in spec.job.paths(spec.weights) if not Path(path).exists()]
         self._link: ProcessLink | None = None
         if missing:
             why = f"node {self.node()} has no {missing[0]}; models and adapters have to be under the same path on"
@@ -58,6 +59,8 @@ class WorkerActor:
         return socket.gethostname()
 
     def send(self, batch: Batch | None) -> None:
+        if batch is not None and isinstance(batch.payload, ray.ObjectRef):
+            batch = replace(batch, payload=ray.get(batch.payload))
         if self._link is not None:
             self._link.send(batch)
 
@@ -156,6 +159,10 @@ class RayExecutor:
 
     def start(self, spec: WorkerSpec, deliver: Deliver) -> ActorLink:
         return ActorLink(spec, deliver, self._options)
+
+    def shared(self, payload: bytes) -> Any:
+        """In the object store, from where it crosses to each node once."""
+        return ray.put(payload)
 
     def close(self) -> None:
         ray.shutdown()

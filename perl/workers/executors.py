@@ -9,7 +9,7 @@ An Executor starts workers; the Link that it returns is the parent's way to one 
 from __future__ import annotations
 
 import importlib.util
-from typing import Protocol
+from typing import Any, Protocol
 
 from perl.base.errors import UserError
 from perl.device import Devices
@@ -50,6 +50,10 @@ class Executor(Protocol):
         ...
 
     def start(self, spec: WorkerSpec, deliver: Deliver) -> Link: ...
+
+    def shared(self, payload: bytes) -> Any:
+        """What several workers are sent in the place of `payload`, and get as that."""
+        ...
 
     def close(self) -> None:
         """Give back what the executor itself holds; the workers have been killed before."""

@@ -90,5 +90,8 @@ class LocalExecutor:
     def start(self, spec: WorkerSpec, deliver: Deliver) -> ProcessLink:
         return ProcessLink(replace(spec, cores=(spec.index, self.workers)), deliver)
 
+    def shared(self, payload: bytes) -> bytes:
+        return payload
+
     def close(self) -> None:
         pass

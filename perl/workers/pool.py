@@ -1,6 +1,6 @@
 """One queue of requests, as many workers as there are devices, each topped up as its requests finish.
 
-    with WorkerPool(make_executor("local", 2), "hf", options={}, logs=folder) as pool:
+    with WorkerPool(make_executor("local", 2), EngineJob("hf", {}), logs=folder) as pool:
         pool.submit(weights, requests)
         while pool.unfinished:
             for request_id, completion in pool.poll(timeout=0.5): ...
@@ -19,7 +19,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ from perl.workers.retries import Retries
 from perl.workers.worker import (
     Batch,
     Failed,
+    Job,
     Ready,
     Request,
     RequestId,
     Restart,
     Result,
-    WeightsSpec,
     WorkerEvent,
     WorkerSpec,
 )
@@ -58,7 +58,8 @@ class WorkerError(RuntimeError):
     that was done is lost."""
 
 
-Finished = tuple[RequestId, Completion]
+Finished = tuple[RequestId, Any]
+"""A request, and its completion as its job makes them: a Completion with an error where it kills its workers."""
 
 
 @dataclass(eq=False)
@@ -67,8 +68,10 @@ class Worker:
 
     index: int
     log: Path
-    weights: WeightsSpec | None = None
+    weights: Any = None
     """What it was started with last."""
+    given: Any = None
+    """The weights whose payload it was sent last."""
     link: Link | None = None
     """None: it is to be started, or was given up."""
     to_start: bool = True
@@ -91,7 +94,7 @@ class Worker:
         assert self.link is not None
         self.link.kill()
         reason = self.failure.message if self.failure is not None else self.link.exit_reason()
-        self.link, self.max_num_seqs, self.failure, self.retrying = None, None, None, False
+        self.link, self.max_num_seqs, self.failure, self.retrying, self.given = None, None, None, False, None
         self.held.clear()
         return f"{reason} (log: {self.log})"
 
@@ -99,12 +102,9 @@ class Worker:
 class WorkerPool:
     """Workers that complete what is submitted. Use as a context manager: on exit no process of theirs is left."""
 
-    def __init__(
-        self, executor: Executor, engine: str, options: Mapping[str, Any], logs: Path, engine_works: bool = False
-    ):
+    def __init__(self, executor: Executor, job: Job, logs: Path, engine_works: bool = False):
         """Args:
-        engine: key of ENGINES.
-        options: keyword arguments of the engine's builder, but for the dtype.
+        job: what each worker does.
         logs: folder of worker-N.log.
         engine_works: it has completed such requests before, so that one that fails now is at fault itself.
         """
@@ -114,15 +114,17 @@ class WorkerPool:
         """time.monotonic() when the first engine was ready."""
         self.restarts = 0
         self.workers = [Worker(index, (logs / f"worker-{index}.log").resolve()) for index in range(executor.workers)]
-        self._executor, self._engine, self._options = executor, engine, dict(options)
+        self._executor, self._job = executor, job
         self._engine_works = engine_works
         self._pending: deque[Request] = deque()
         """No worker has had them."""
-        self._weights: dict[RequestId, WeightsSpec] = {}
+        self._weights: dict[RequestId, Any] = {}
+        self._payloads: dict[Any, Any] = {}
+        """Of the weights of unfinished requests, as the executor shares them."""
         self._retries = Retries()
         self._error: WorkerError | None = None
         """To be raised by the next `poll`."""
-        self._inbox: queue.SimpleQueue[tuple[Worker, int, WorkerEvent | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Worker | None, int, WorkerEvent | None]] = queue.SimpleQueue()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -139,11 +141,21 @@ class WorkerPool:
             link.kill()
         self._executor.close()
 
-    def submit(self, weights: WeightsSpec, requests: Sequence[Request]) -> None:
-        """Add to the queue what `weights` complete. No id may come twice. Workers are started by the next `poll`."""
+    def submit(self, weights: Any, requests: Sequence[Any], payload: bytes | None = None) -> None:
+        """Add to the queue what `weights` complete. No id may come twice. Workers are started by the next `poll`.
+
+        Args:
+            payload: what the weights are made of, where no folder holds them; a worker gets it when it needs it.
+        """
         self._pending.extend(requests)
+        if payload is not None and weights not in self._payloads:
+            self._payloads[weights] = self._executor.shared(payload)
         self.unfinished |= {request.id: request for request in requests}
         self._weights |= dict.fromkeys((request.id for request in requests), weights)
+
+    def wake(self) -> None:
+        """End the wait of a `poll` in another thread."""
+        self._inbox.put((None, 0, None))
 
     def poll(self, timeout: float) -> list[Finished]:
         """The requests that have finished since the last call, each exactly once; one that kills its workers comes with
@@ -197,7 +209,9 @@ class WorkerPool:
 
     def _finish(self, request_id: RequestId) -> bool:
         """Whether it was unfinished until now."""
-        self._weights.pop(request_id, None)
+        weights = self._weights.pop(request_id, None)
+        if weights in self._payloads and weights not in self._weights.values():
+            del self._payloads[weights]
         return self.unfinished.pop(request_id, None) is not None
 
     def _failed(self) -> list[Finished]:
@@ -205,15 +219,14 @@ class WorkerPool:
         reasons = self._retries.failed
         return [(id_, Completion.failed(reasons[id_])) for id_ in sorted(reasons) if self._finish(id_)]
 
-    def _start(self, worker: Worker, weights: WeightsSpec) -> None:
+    def _start(self, worker: Worker, weights: Any) -> None:
         worker.weights, worker.to_start = weights, False
         worker.starts += 1
         spec = WorkerSpec(
             index=worker.index,
             device=self._executor.devices.kind,
-            engine=self._engine,
+            job=self._job,
             weights=weights,
-            options=self._options,
             environment=self._executor.environment(worker.index) | {"TOKENIZERS_PARALLELISM": "false"},
             log=worker.log,
         )
@@ -228,7 +241,7 @@ class WorkerPool:
             for _ in range(self._inbox.qsize()):
                 items.append(self._inbox.get_nowait())
         for worker, start, event in items:
-            if worker.link is not None and start == worker.starts:
+            if worker is not None and worker.link is not None and start == worker.starts:
                 yield worker, event
 
     def _dispatch(self) -> None:
@@ -251,7 +264,9 @@ class WorkerPool:
             assert worker.link is not None
             worker.held |= {request.id: request for request in requests}
             for weights, group in itertools.groupby(requests, lambda request: self._weights[request.id]):
-                worker.link.send(Batch(weights, list(group)))
+                payload = None if weights == worker.given else self._payloads.get(weights)
+                worker.link.send(Batch(weights, list(group), payload))
+                worker.given = weights
 
     def _take(self, count: int) -> list[Request]:
         """Up to `count` pending requests."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perl import device
 from perl.base.errors import UserError
@@ -60,6 +60,44 @@ class Request:
         return self.id[:-1]
 
 
+class Job(Protocol):
+    """What workers do. It crosses the pipe; weights, requests and results are of its own kinds."""
+
+    def paths(self, weights: Any) -> list[str]:
+        """What has to be there where the worker runs."""
+        ...
+
+    def serve(self, weights: Any, inbox: Inbox) -> Iterator[WorkerEvent]:
+        """Ready when the engine is loaded, then what becomes of the requests in `inbox`, until no more will come.
+
+        Args:
+            weights: of the first request.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """An engine of ENGINES completes each request by itself."""
+
+    engine: str
+    """Key of ENGINES."""
+    options: dict[str, Any]
+    """Keyword arguments of the engine's builder, but for the dtype."""
+
+    def paths(self, weights: WeightsSpec) -> list[str]:
+        return [weights.model, *self.options.get("adapters", ())]
+
+    def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
+        from perl.engines import ENGINES
+
+        started = time.monotonic()
+        engine = ENGINES[self.engine](weights.model, dtype=weights.dtype, **self.options)
+        yield Ready(engine.max_num_seqs, time.monotonic() - started)
+        yield from completed(engine, weights, inbox)
+        engine.close()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """All that a worker is started with."""
@@ -67,12 +105,9 @@ class WorkerSpec:
     index: int
     device: Kind
     """What it is to compute on."""
-    engine: str
-    """Key of ENGINES."""
-    weights: WeightsSpec
-    """What the engine starts with."""
-    options: dict[str, Any]
-    """Keyword arguments of the engine's builder, but for the dtype."""
+    job: Job
+    weights: Any
+    """What its engine starts with."""
     environment: dict[str, str]
     """Set before anything heavy is imported."""
     cores: tuple[int, int] | None = None
@@ -80,18 +115,16 @@ class WorkerSpec:
     log: Path
     """Gets what the worker and the libraries in it print."""
 
-    @property
-    def paths(self) -> list[str]:
-        """What has to be there where the worker runs."""
-        return [self.weights.model, *self.options.get("adapters", ())]
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Requests that the same weights complete. Their images cross the pipe once where they are one object."""
 
-    weights: WeightsSpec
-    requests: Sequence[Request]
+    weights: Any
+    requests: Sequence[Any]
+    payload: Any = None
+    """What the weights are made of, where that crosses the pipe: with the first of the batches in a row that need them
+    alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +141,8 @@ class Result:
     """A request is completed."""
 
     id: RequestId
-    completion: Completion
+    completion: Any
+    """A Completion, of an EngineJob."""
     max_num_seqs: int
     """As in Ready, now."""
 
@@ -141,18 +175,12 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
     os.environ.update(spec.environment)
     _log_to(spec.log)
     inbox = Inbox(connection)
-    started = time.monotonic()
     try:
-        from perl.engines import ENGINES
-
         require_device(spec.device, device.detect().kind)
         if spec.cores is not None:
             device.pin_cpu(*spec.cores)
-        engine = ENGINES[spec.engine](spec.weights.model, dtype=spec.weights.dtype, **spec.options)
-        connection.send(Ready(engine.max_num_seqs, time.monotonic() - started))
-        for event in completed(engine, spec.weights, inbox):
+        for event in spec.job.serve(spec.weights, inbox):
             connection.send(event)
-        engine.close()
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
         sys.stderr.write(hide(traceback.format_exc()))
         text = str(error).strip() or type(error).__name__
@@ -200,14 +228,16 @@ class Inbox:
     def __init__(self, connection: Connection):
         self.ended = False
         """No more will come than `next_weights` tells of."""
+        self.payload: Any = None
+        """Of the weights that `next_weights` has told of last."""
         self._connection = connection
         self._received: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._weights: WeightsSpec | None = None
-        self._requests: deque[Request] = deque()
+        self._weights: Any = None
+        self._requests: deque[Any] = deque()
         """The rest of a batch, completed by `_weights`."""
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def next_weights(self, *, wait: bool) -> WeightsSpec | None:
+    def next_weights(self, *, wait: bool) -> Any:
         """What completes the next request. None: there is none, with `wait` because all have been taken and no more
         will come."""
         while not self._requests and not self.ended:
@@ -219,9 +249,11 @@ class Inbox:
                 self.ended = True
             else:
                 self._weights, self._requests = batch.weights, deque(batch.requests)
+                if batch.payload is not None:
+                    self.payload = batch.payload
         return self._weights if self._requests else None
 
-    def take(self) -> Request:
+    def take(self) -> Any:
         """The next request, where `next_weights` has found one."""
         return self._requests.popleft()
 

@@ -22,7 +22,7 @@ from perl.config.evaluation import EvalConfig, parse
 from perl.workers import cluster
 from perl.workers.cluster import WorkerActor, slots_of
 from perl.workers.executors import make_executor
-from perl.workers.worker import Failed, WeightsSpec, WorkerSpec, require_device
+from perl.workers.worker import EngineJob, Failed, WeightsSpec, WorkerSpec, require_device
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import lines, wait_for
 
@@ -112,9 +112,8 @@ def test_a_node_without_the_model_says_so(tmp_path):
     spec = WorkerSpec(
         index=0,
         device="cpu",
-        engine="hf",
+        job=EngineJob("hf", {}),
         weights=WeightsSpec(str(tmp_path / "nowhere"), "auto"),
-        options={},
         environment={},
         log=tmp_path / "log",
     )

@@ -15,7 +15,7 @@ from perl.workers import pool as module
 from perl.workers.local import LocalExecutor
 from perl.workers.pool import WorkerError, WorkerPool
 from perl.workers.retries import TWICE_ALONE
-from perl.workers.worker import Request, RequestId, WeightsSpec
+from perl.workers.worker import EngineJob, Request, RequestId, WeightsSpec
 from tests.workers.poison import POISON, Hook, Late
 
 CONTEXT = 48
@@ -34,7 +34,7 @@ def make_requests(count: int, poisonous: set[int]) -> list[Request]:
 
 
 def poison_pool(folder: Path, engine_works: bool = False) -> WorkerPool:
-    return WorkerPool(LocalExecutor(1, 1), "poison", {**OPTIONS, "hook": Hook(POISON)}, folder, engine_works)
+    return WorkerPool(LocalExecutor(1, 1), EngineJob("poison", {**OPTIONS, "hook": Hook(POISON)}), folder, engine_works)
 
 
 def polled(pool: WorkerPool) -> Iterator[tuple[RequestId, Completion]]:
@@ -84,7 +84,7 @@ def test_a_worker_whose_first_weights_are_done_with_goes_on_with_the_next(tiny, 
 
     requests = make_requests(41, poisonous=set())
     finished = []
-    with WorkerPool(OneLate(2, 1), "late", {**OPTIONS, "late": Late()}, tmp_path) as pool:
+    with WorkerPool(OneLate(2, 1), EngineJob("late", {**OPTIONS, "late": Late()}), tmp_path) as pool:
         pool.submit(WeightsSpec(str(first), "auto"), requests[:1])
         while not pool.restarts:
             finished += pool.poll(timeout=0.5)
