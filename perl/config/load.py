@@ -395,18 +395,54 @@ def check_values(values: Namespace) -> None:
             f"--config.training.beta {training.beta:g}: a coefficient below 0 drives the policy away from the"
             " reference; write a number from 0"
         )
-    if values.rollout.importance_correction == "sequence" and training.loss_type == "vespo":
+    if values.rollout.importance_correction.startswith("sequence") and training.loss_type == "vespo":
         raise UserError(
-            "--config.rollout.importance_correction sequence: loss_type vespo weights sequences itself; write token"
+            f"--config.rollout.importance_correction {values.rollout.importance_correction}: loss_type vespo weights"
+            " sequences itself; write token"
         )
     if training.eval_strategy not in (None, "no"):
         raise UserError(
             "--config.training.eval_strategy: leave it at no; --config.validation.datasets scores while the model"
             " trains, perl/eval.py scores checkpoints"
         )
+    check_workers(values)
     check_dynamic_sampling(values)
     check_validation(values)
     check_critic(values)
+
+
+def check_workers(values: Namespace) -> None:
+    """What cannot be drawn by workers, or ahead."""
+    rollout = values.rollout
+    if rollout.workers and rollout.engine != "fast":
+        raise UserError(
+            f"--config.rollout.workers {rollout.workers}: workers draw with engine fast; write --config.rollout.engine"
+            " fast, or --config.rollout.workers 0"
+        )
+    if rollout.piece_size and rollout.engine != "fast":
+        raise UserError(
+            f"--config.rollout.piece_size {rollout.piece_size}: engine fast alone draws in pieces; leave it out, or"
+            " write --config.rollout.engine fast"
+        )
+    if not rollout.lag:
+        return
+    if not rollout.workers:
+        raise UserError(
+            f"--config.rollout.lag {rollout.lag}: the trainer cannot draw while it trains; write"
+            " --config.rollout.workers 1 or more, or --config.rollout.lag 0"
+        )
+    if values.algorithm.dynamic_sampling:
+        raise UserError(
+            f"--config.rollout.lag {rollout.lag}: which prompts a batch has under algorithm.dynamic_sampling is known"
+            " when the batch before it is scored, so nothing can be drawn ahead; write --config.rollout.lag 0, or"
+            " --config.algorithm.dynamic_sampling false"
+        )
+    if values.noise_injection.enabled and values.noise_injection.schedule == "target_kl":
+        raise UserError(
+            f"--config.rollout.lag {rollout.lag}: noise_injection.schedule target_kl measures what the noise does to"
+            " the policy that is trained, and an older one draws; write --config.noise_injection.schedule linear, or"
+            " --config.rollout.lag 0"
+        )
 
 
 def check_critic(values: Namespace) -> None:

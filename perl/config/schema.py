@@ -211,14 +211,31 @@ class RolloutConfig:
         merge_adapter: merge the adapter into the weights while completions are sampled; auto does so unless
             rounding to the weights' dtype would lose about a tenth of the update or more (fast and generate).
         importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole
-            completion, cut at training.vllm_importance_sampling_clip_max (vllm has TRL's own fields instead).
+            completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask; vllm has TRL's own
+            fields instead).
+        workers: processes, each with a device of its own, that draw while the trainer trains; 0: the trainer draws
+            (fast only).
+        executor: where workers run, processes of this machine or actors in a Ray cluster.
+        ray_address: of the cluster, as perl/eval.py has it.
+        lag: a generation batch is drawn by the policy of so many generation batches before, while those are trained
+            on; 0: the trainer waits for its batch.
+        piece_size: completions that are decoded together, by one worker; null is a quarter of the generation batch, in
+            whole groups, and without workers no division. A run repeats bit for bit with the same one.
+        behaviour: which log-probabilities importance_correction refers to: the engine's, or the trainer's own of the
+            policy that drew, computed again.
     """
 
     engine: Literal["fast", "generate", "vllm"] = "fast"
     max_batch_tokens: PositiveInt | None = None
     capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"
-    importance_correction: Literal["none", "token", "sequence"] = "none"
+    importance_correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = "none"
+    workers: NonNegativeInt = 0
+    executor: Literal["processes", "ray"] = "processes"
+    ray_address: str = "auto"
+    lag: NonNegativeInt = 0
+    piece_size: PositiveInt | None = None
+    behaviour: Literal["engine", "exact"] = "engine"
 
 
 @dataclass

@@ -121,6 +121,13 @@ RULES: tuple[Rule, ...] = (
     only_with("training.cache_implementation", "rollout.engine", "generate"),
     only_with("rollout.max_batch_tokens rollout.capture_graphs", "rollout.engine", "fast"),
     only_with("rollout.merge_adapter", "rollout.engine", "fast", "generate"),
+    Rule(("rollout.executor",), lambda v: v.rollout.workers > 0, "rollout.workers is 0"),
+    only_with("rollout.ray_address", "rollout.executor", "ray"),
+    Rule(
+        ("rollout.behaviour",),
+        lambda v: v.training.use_vllm or v.rollout.importance_correction != "none",
+        "rollout.importance_correction is none",
+    ),
     Rule(("rollout.merge_adapter",), lambda v: v.peft.type != "none", "peft.type none has no adapter"),
     Rule(
         ("reward.overlong_cache_length",),

@@ -98,6 +98,12 @@ def adopt(model: Any) -> str | None:
     return None
 
 
+def adopted_from(config: Any) -> str:
+    """The attention that a model of this configuration was loaded with."""
+    present = config._attn_implementation
+    return "sdpa" if present == ATTENTION else present
+
+
 def attention(
     module: Any,
     query: torch.Tensor,

@@ -20,12 +20,13 @@ from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
+from perl.engines.base import Feed
 from perl.engines.scheduler import Sequence
 from perl.engines.stock import generate_plain
 from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import token_ids
 from perl.noise.injector import NoiseInjector
-from perl.records import Sampling, Weights
+from perl.records import Completion, Sampling, Weights
 
 SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
 SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation"}
@@ -77,6 +78,7 @@ class TorchPolicyEngine(TorchEngine):
         self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
         self.plain = config.engine == "generate"
         self.weights, self.merging = Weights(), False
+        self.piece_size = config.piece_size
         self.eager_optimizer = eager_optimizer
         capture = config.capture_graphs
         self._settings: dict[str, Any] = {
@@ -98,6 +100,29 @@ class TorchPolicyEngine(TorchEngine):
             generation_kwargs=further,
             **self._settings,
         )
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        """In pieces where there are any: each is decoded by itself, as a worker decodes it (perl.workers.rollouts)."""
+        if self.piece_size is None:
+            yield from super().stream(feed)
+            return
+        prompts, size = [prompt for prompt in feed if prompt is not None], self.piece_size
+        self.merging = False  # what is merged depends on this version alone
+        with self.holding():
+            for first in range(0, len(prompts), size):
+                for place, completion in super().stream(prompts[first : first + size]):
+                    yield first + place, completion
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside, the model is the policy that was published, whatever number of streams is drawn."""
+        applied = self.applied
+        with applied():
+            self.applied = contextlib.nullcontext
+            try:
+                yield
+            finally:
+                self.applied = applied
 
     def publish(self, weights: Weights) -> None:
         """The model is what draws: only the noise has to be known, and on an accelerator the memory that the update

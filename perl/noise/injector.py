@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from perl.base.errors import UserError
+from perl.config.schema import NoiseConfig
 from perl.device.sharding import local, resharded, shard_of, whole
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,17 @@ class NoiseInjector:
         nothing)."""
         self.rms: list[float] = []
         """Root mean square of each target's clean weights, the same on every rank; empty before `measure`."""
+
+    @classmethod
+    def of(cls, model: nn.Module, config: NoiseConfig) -> NoiseInjector:
+        """As the group `noise_injection` of the configuration asks for it."""
+        assert config.seed is not None
+        return cls(model, config.target_modules, config.exclude_patterns, config.seed, config.relative)
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and weight of each target, as they are now."""
+        for target in self.targets:
+            yield target.name, target.weight
 
     def measure(self) -> None:
         """Compute `rms`. Every rank must call it, while the weights are clean and ZeRO-3's are gathered: each computes

@@ -45,6 +45,9 @@ class RolloutState:
     """Of the KL divergence in the reward; None where it is not adapted."""
     stream: dict[str, Any] | None = None
     """PromptStream.state, the same of every process; None before 0.13 without dynamic sampling."""
+    ahead: list[dict[str, Any]] = field(default_factory=list)
+    """Of each batch that workers draw ahead: its first position, the weights that draw it, and what they are made of,
+    the same of every process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -22,7 +23,7 @@ from perl.base.errors import UserError
 from perl.engines.base import PolicyEngine, warn_once
 from perl.engines.torch_policy import sampling_of
 from perl.prompts import row_seed
-from perl.records import Prompt, Sampling, Trajectory, Weights
+from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
 from perl.rewards.functions import GradeEarly, logged_name
 from perl.rewards.score import Rewards
 from perl.runs.metrics import StepClock, sequences
@@ -53,6 +54,19 @@ class Read(NamedTuple):
     images: tuple[bytes, ...] = ()
 
 
+@dataclass(slots=True)
+class Ahead:
+    """A batch that the engine has, or is drawing."""
+
+    first: int
+    """Position of its first prompt."""
+    weights: Weights
+    """That draw it."""
+    rows: list[Trajectory]
+    """This process's, those of the greedy baselines last."""
+    completions: Iterator[tuple[int, Completion]]
+
+
 @dataclass(slots=True, kw_only=True)
 class Collector:
     """
@@ -62,11 +76,13 @@ class Collector:
         text: of a completion's tokens.
         batch: prompts of a generation batch, of all processes.
         seed: of the run. A completion's own names its prompt's place in the stream, and its place in the group.
-        state: of the trainer, for reward functions.
+        state: of the trainer, for reward functions; transformers makes another when the training begins.
         max_resample_factor: groups that a rollout with dynamic sampling may draw, over those of a batch; None: equal
             groups are not replaced.
         greedy: the prompts' greedy completions are drawn and scored too, as baselines; see `Algorithm.greedy`.
         equal_by: the reward function that is asked whether a group is equal; None: the weighted sum.
+        lag: batches that are drawn ahead of the one that is collected; an engine that draws when it is read has 0.
+        ahead: the batches that were begun and not collected, the next one first.
     """
 
     stream: PromptStream
@@ -82,26 +98,39 @@ class Collector:
     seed: int
     processes: Processes
     clock: StepClock
-    state: Any
+    state: Callable[[], Any]
     greedy: bool = False
     max_resample_factor: float | None = None
     equal_by: int | None = None
+    lag: int = 0
+    ahead: deque[Ahead] = field(default_factory=deque)
 
-    def collect(self, weights: Weights) -> tuple[list[Trajectory], dict[str, float]]:
+    def collect(self, weights: Weights, left: int = 1) -> tuple[list[Trajectory], dict[str, float]]:
         """This process's trajectories, groups one after the other, sampled and scored, and what the log shows of it.
         Every process must come here.
 
+        Batch b is drawn by the weights of batch max(0, b - lag), which is known when it is begun, so that a run does
+        not depend on how fast anything is.
+
         Args:
             weights: those that the engine has been given.
+            left: batches that the run will collect, this one included.
         """
         if self.max_resample_factor is not None:
             return self._without_equal_groups(self._most_groups(self.max_resample_factor), weights)
-        count = self.batch * self.group_size // self.processes.count
-        first = self.processes.rank * count  # a group may lie on two processes
-        places = [divmod(place, self.group_size) for place in range(first, first + count)]
-        drawn = self._draw([(self.stream.next + prompt, sample) for prompt, sample in places], weights)
-        self.stream.next += self.batch
+        while len(self.ahead) <= min(self.lag, left - 1):
+            self.begin(self.stream.next, weights)
+            self.stream.next += self.batch
+        drawn = self._scored(self.ahead[0])
+        self.ahead.popleft()  # once it is whole: a run that ends before goes on with it
         return drawn, {}
+
+    def begin(self, first: int, weights: Weights) -> None:
+        """Have the engine draw the batch whose first prompt stands at `first`. Every process must come here."""
+        count = self.batch * self.group_size // self.processes.count
+        own = self.processes.rank * count  # a group may lie on two processes
+        places = [divmod(place, self.group_size) for place in range(own, own + count)]
+        self.ahead.append(self._begun(first, [(first + prompt, sample) for prompt, sample in places], weights))
 
     # Groups of equal rewards are replaced
 
@@ -117,7 +146,8 @@ class Collector:
             count = min(to_draw(missing, share), limit - len(equal))
             positions = range(first + len(equal), first + len(equal) + count)
             local = positions[self.processes.rank :: self.processes.count]
-            rows = self._draw([(position, sample) for position in local for sample in range(self.group_size)], weights)
+            places = [(position, sample) for position in local for sample in range(self.group_size)]
+            rows = self._scored(self._begun(first, places, weights))
             for place, position in enumerate(local):
                 groups[position] = rows[place * self.group_size : (place + 1) * self.group_size]
             verdicts = dict(
@@ -204,8 +234,9 @@ class Collector:
 
     # Sampled and scored
 
-    def _draw(self, places: Sequence[tuple[int, int]], weights: Weights) -> list[Trajectory]:
-        """A trajectory for each (position, sample). Every process must come here, with as many or fewer."""
+    def _begun(self, first: int, places: Sequence[tuple[int, int]], weights: Weights) -> Ahead:
+        """A trajectory for each (position, sample), for the engine to draw. Every process must come here, with as many
+        or fewer."""
         reads: dict[int, tuple[dict[str, Any], Read]] = {}
         for position, _ in places:
             if position not in reads:
@@ -225,7 +256,14 @@ class Collector:
             for position, sample in (*places, *baselines.items())
         ]
         with self.clock("rollout"):
-            for place, completion in self.engine.stream([self._prompt(row) for row in rows]):
+            completions = self.engine.stream([self._prompt(row) for row in rows])
+        return Ahead(first, weights, rows, completions)
+
+    def _scored(self, batch: Ahead) -> list[Trajectory]:
+        """Those that are trained on, once they are drawn. Every process must come here."""
+        rows = batch.rows
+        with self.clock("rollout"):
+            for place, completion in batch.completions:
                 row = rows[place]
                 row.add(completion)
                 text = self.text(completion.content_ids)
@@ -233,10 +271,11 @@ class Collector:
                 if self.grade_early is not None:
                     self.grade_early(text, row.row)
         self.clock.count_forward(sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows]))
-        drawn, greedy = rows[: len(places)], rows[len(places) :]
+        drawn = [row for row in rows if row.sample < self.group_size]
+        greedy = rows[len(drawn) :]
         with self.clock("reward"):
-            self.rewards.score(drawn, self.state)
-            self.rewards.score(greedy, self.state, log_metrics=False)
+            self.rewards.score(drawn, self.state())
+            self.rewards.score(greedy, self.state(), log_metrics=False)
         baselines = {row.position: row.rewards for row in greedy}
         for row in drawn:
             row.baseline = baselines.get(row.position, [])

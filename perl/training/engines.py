@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import TorchPolicyEngine
+from perl.models.folders import resolve_model
+from perl.models.images import has_images
+from perl.training.pool import PoolEngine
+from perl.training.processes import Processes
+from perl.workers.executors import make_executor
+from perl.workers.pool import WorkerPool
+from perl.workers.rollouts import RolloutJob
 
 if TYPE_CHECKING:
     from perl.config.schema import RolloutConfig
+
+log = logging.getLogger(__name__)
 
 
 def _torch(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> PolicyEngine:
@@ -60,4 +77,47 @@ POLICY_ENGINES: dict[str, Callable[..., PolicyEngine]] = {"fast": _torch, "gener
 
 
 def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> PolicyEngine:
-    return POLICY_ENGINES[config.engine](trainer, config, peft_config, kwargs)
+    """The engine, or what stands for it where workers draw."""
+    engine = POLICY_ENGINES[config.engine](trainer, config, peft_config, kwargs)
+    if not config.workers:
+        return engine
+    assert isinstance(engine, TorchPolicyEngine)
+    open_pool = functools.partial(_open_pool, trainer, config, peft_config, kwargs)
+    processes, size = Processes(trainer.accelerator), piece_size(trainer, config)
+    return PoolEngine(engine, open_pool, processes, trainer.gathered, size, config.lag)
+
+
+def piece_size(trainer: Any, config: RolloutConfig) -> int:
+    """Of what workers draw: by default a quarter of the generation batch, in whole groups. It depends on nothing that
+    differs from one machine to the next."""
+    group, rows = trainer.num_generations, trainer.args.generation_batch_size
+    return config.piece_size or group * max(1, rows // group // 4)
+
+
+def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> WorkerPool:
+    """On the main process, at the first rollout."""
+    policy = trainer.policy()
+    images = has_images(trainer.processing_class)
+    job = RolloutJob(
+        model=str(resolve_model(policy.config.name_or_path, "--config.model.model_name_or_path")),
+        load={
+            "dtype": policy.dtype,
+            "attn_implementation": adopted_from(policy.config),
+            "config": copy.deepcopy(policy.config),
+        },
+        peft_config=peft_config,
+        processing=trainer.processing_class if images else None,
+        rollout=config,
+        noise=trainer.noise_config if trainer.noise else None,
+        generation_config=trainer.generation_config,
+        generation_kwargs=kwargs,
+        kernels=trainer.args.attention_kernels,
+        dtype=trainer.compute_dtype(),
+        threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,
+    )
+    name = "local" if config.executor == "processes" else "ray"
+    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    executor = make_executor(name, config.workers, 1, config.ray_address, taken=taken)
+    log.info("rollouts: %d workers (%s), pieces of %d, lag %d", config.workers, config.executor,
+             piece_size(trainer, config), config.lag)  # fmt: skip
+    return WorkerPool(executor, job, Path(trainer.args.output_dir) / "logs")

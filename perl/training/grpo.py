@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,8 @@ def train(argv: Sequence[str]) -> Path:
                     callbacks=[*log_writers(run_dir), stop],
                 )
             watch.clock = trainer.clock
-            fit(trainer, run_dir, checked.checkpoint, stop)
+            with contextlib.closing(trainer.step.engine):
+                fit(trainer, run_dir, checked.checkpoint, stop)
             save_critic(trainer, run_dir)
             push_result(trainer, run_dir)
     return run_dir

@@ -145,6 +145,12 @@ def check_sampling(training: TrainingConfig) -> None:
 
 def check_engine(config: Config) -> None:
     """Where vLLM can't be given the policy, vLLM would say so with a traceback, after loading."""
+    strategy = strategy_of(config.training)
+    if config.rollout.piece_size and not config.rollout.workers and strategy:
+        raise UserError(
+            f"--config.rollout.piece_size {config.rollout.piece_size}: under {strategy} the processes draw together,"
+            " not in pieces of their own; write --config.rollout.workers 1 or more, or leave it out"
+        )
     if not config.training.use_vllm:
         return
     kind = device.detect().kind

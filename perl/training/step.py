@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +53,7 @@ from perl.training.metrics import (
 )
 from perl.training.packing import Reader
 from perl.training.passes import Passes
+from perl.training.pool import PoolEngine, PoolLost
 from perl.training.processes import Processes
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Step:
         noise: on the policy's norms, while it samples; None without noise.
         noisy_old: the ratio refers to the policy with its noise (noise_injection.old_logps).
         stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
+        pool: the engine, where workers draw.
+        exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
     """
 
     args: TrainingConfig
@@ -101,25 +104,32 @@ class Step:
     stale: bool
     kl_coefficient: KLCoefficient
     entropy_bonus: EntropyBonus | None
+    pool: PoolEngine | None = None
+    exact: bool = False
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
     weights: Weights = field(default_factory=lambda: Weights(version=-1))
-    """That have drawn the last batch."""
+    """That were published last."""
 
     # A generation batch
 
     def batch(self, step: int) -> tuple[Batch, list[MicroBatch]]:
         """The next generation batch, sampled by the policy after `step` optimizer steps: its rows prompt by prompt, and
         as the micro-batches of its updates. Every process must come here."""
-        weights = self._publish(step)
-        rows, collect_metrics = self.collector.collect(weights)
+        before = self.weights
+        try:
+            rows, collect_metrics = self.collector.collect(self._publish(step), self._batches_left(step))
+        except PoolLost:
+            self.weights = before  # a checkpoint that is saved now is of a run that has not begun this batch
+            raise
+        weights = rows[0].weights
         longest, logprobs = self.processes.largest(
             [max(len(row.token_ids) for row in rows), int(any(row.logprobs for row in rows))]
         )
         batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest, bool(logprobs))
         batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
         rewards = self._finite_rewards(rows, step)
-        self._compare_first(batch, weights)
+        self._compare(batch, weights)
         with self.clock("old_logps"):
             needed = self.kl_coefficient.value or (self.stale and not self.noisy_old)
             clean = self.passes.logps(self.model(), rows, batch.width) if needed else None
@@ -131,6 +141,12 @@ class Step:
         self._log_rollout(batch, rewards, collect_metrics)
         shuffled = batch.select(torch.randperm(len(rows)).tolist())  # as TRL shuffles rows over updates
         return batch, self.dealer.deal(shuffled, self.processes.largest)
+
+    def _batches_left(self, step: int) -> int:
+        """Generation batches from this one on, as far as is known."""
+        args = self.args
+        micro_batches = (self.collector.state().max_steps - step) * args.gradient_accumulation_steps
+        return max(1, math.ceil(micro_batches / ((args.steps_per_generation or 1) * args.num_iterations)))
 
     def _publish(self, step: int) -> Weights:
         """The policy as it is now, to the engine, with this step's noise: of each batch of a step another draw."""
@@ -160,7 +176,8 @@ class Step:
         """The policy that draws with these weights, its adapter unmerged: without dropout, with its noise."""
         draw = (weights.version, weights.draw)
         noisy = contextlib.nullcontext() if self.noise is None else self.noise.applied(weights.sigma, draw)
-        with self.gathered() as policy, evaluation_mode(policy), noisy:
+        sent = contextlib.nullcontext() if self.pool is None else self.pool.as_sent(weights)
+        with self.gathered() as policy, evaluation_mode(policy), sent, noisy:
             yield policy
 
     def _reference(self, batch: Batch) -> torch.Tensor | None:
@@ -233,10 +250,11 @@ class Step:
         return weighted_sum(baselines.to(functions.device), functions)
 
     @torch.no_grad()
-    def _compare_first(self, batch: Batch, weights: Weights) -> None:
-        """Before the first optimizer step: are the sampler's log-probabilities those of the weights that it should have
-        had? Afterwards the loss compares them at no cost."""
-        if self.metrics.tolerance is not None:
+    def _compare(self, batch: Batch, weights: Weights) -> None:
+        """Are the sampler's log-probabilities those of the weights that it should have had? Asked of a few rows before
+        the first optimizer step, as afterwards the loss compares them at no cost; where workers draw, of each batch.
+        With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
+        if self.metrics.tolerance is not None and self.pool is None:
             return
         why = self.engine.not_comparable(self.collector.sampling)
         if why or batch.sampler is None:
@@ -244,8 +262,9 @@ class Step:
             log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
             self.metrics.tolerance = math.inf
             return
+        first = self.metrics.tolerance is None
         mixed = 2 if self.args.bf16 or self.args.fp16 else 4
-        few = batch.select(range(min(COMPARED_ROWS, len(batch.rows))))
+        few = batch if self.exact else batch.select(range(min(COMPARED_ROWS, len(batch.rows))))
         with self.clock("rollout"), self._as_sampled(weights) as policy:
             tolerance = TOLERANCE[min(self.engine.itemsize, mixed, policy.dtype.itemsize)]
             trainer = self.passes.logps(policy, few.rows, few.width)
@@ -257,16 +276,45 @@ class Step:
         total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
         require_same_policy(total / count if count else None, tolerance)
         self.metrics.tolerance = tolerance
-        if count:
+        if count and first:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
+        if count and self.pool is not None:
+            self.metrics.value("rollout/engine_mismatch", total / count)
+        if self.exact:
+            batch.sampler = trainer.masked_fill(~known, math.nan)
 
     def _log_rollout(self, batch: Batch, rewards: torch.Tensor, metrics: dict[str, float]) -> None:
         functions = self.collector.rewards
         self.metrics.values(rollout_metrics(batch, rewards, functions.names, functions.weights, self.processes))
         self.metrics.values(metrics | self.engine.take_metrics() | logged_by_rewards(functions, self.processes))
+        if self.pool is not None:
+            self.metrics.value("pool/staleness", float(self.weights.version - batch.rows[0].weights.version))
         left_out = 1.0 - self.dealer.computed(batch).float().mean().item()
         share = self.processes.added_up([left_out])[0] / self.processes.count
         self.metrics.value("update/rows_left_out", share)
+
+    # What a checkpoint holds of the batches that are drawn ahead
+
+    def ahead(self) -> list[dict[str, Any]]:
+        """Tensors and plain values."""
+        if self.pool is None:
+            return []
+        return [
+            {"first": batch.first, "weights": asdict(batch.weights), **self.pool.state(batch.weights)}
+            for batch in self.collector.ahead
+        ]
+
+    def go_on_with(self, ahead: list[dict[str, Any]]) -> None:
+        """Have the workers draw what `ahead` was of, by the same policies. Every process must come here."""
+        if ahead and self.pool is None:
+            log.info("rollouts: without workers nothing is drawn ahead: the checkpoint's batches are drawn when needed")
+            self.collector.stream.next = ahead[0]["first"]
+            return
+        for batch in ahead:
+            assert self.pool is not None
+            weights = Weights(**batch["weights"])
+            self.pool.send_again(weights, batch)
+            self.collector.begin(batch["first"], weights)
 
     # A micro-batch
 
@@ -303,7 +351,7 @@ class Step:
             threshold = entropy_threshold(inputs.entropies, inputs.mask, share, self.processes.rows)
             inputs = replace(inputs, entropy_threshold=threshold)
         policy = policy_loss(inputs, self.settings, update)
-        self._measure(inputs, policy, step)
+        self._measure(inputs, policy, step, batch.rows[0].weights)
         loss = policy.loss
         if self.entropy_bonus is not None:
             assert inputs.entropies is not None
@@ -322,14 +370,14 @@ class Step:
             loss = loss * self.critic.policy_learns(step) + value_loss
         return loss
 
-    def _measure(self, inputs: LossInputs, outputs: LossOutputs, step: int) -> None:
-        """The numbers of a micro-batch, for the log; nothing is exchanged, nor waited for."""
+    def _measure(self, inputs: LossInputs, outputs: LossOutputs, step: int, weights: Weights) -> None:
+        """The numbers of a micro-batch that `weights` have drawn, for the log; nothing is exchanged, nor waited for."""
         self.metrics.add_loss(inputs, outputs)
         if inputs.sampler is None:
             return
-        noisy = self.weights.sigma != 0 and not self.noisy_old
-        self.metrics.add_sampler(inputs.sampler, inputs.old, inputs.mask, noisy)
-        if self.noise is not None and self.weights.version == step:  # the policy, before an update
+        other = self.collector.lag > 0 or weights.sigma != 0
+        self.metrics.add_sampler(inputs.sampler, inputs.old, inputs.mask, other and not self.noisy_old)
+        if self.noise is not None and weights.version == step:  # the policy, before an update
             self.metrics.add_noise(inputs.sampler, inputs.policy, inputs.mask)
 
     def end_of_update(self) -> None:

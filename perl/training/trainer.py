@@ -65,6 +65,7 @@ from perl.training.loss import EntropyBonus, LossSettings, masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
 from perl.training.passes import PASS_TOKENS, Passes
+from perl.training.pool import PoolEngine, PoolLost
 from perl.training.processes import Processes
 from perl.training.step import Step
 from perl.training.stream import PromptStream
@@ -157,7 +158,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         assert per_generation is not None
         if self.window_done() or self.pending is None:
             self.model.train()
-            with self.clock("prepare"):
+            with self.clock("prepare"), self.saved_where_workers_are_lost():
                 batch, self.pending = self.step.batch(self.state.global_step)
                 self._log_batch(batch)
         micro_batch = self.pending[self._step % per_generation]
@@ -173,6 +174,22 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if self.accelerator.sync_gradients:
             self.step.end_of_update()
         return loss
+
+    @contextlib.contextmanager
+    def saved_where_workers_are_lost(self) -> Iterator[None]:
+        """A checkpoint of the last step is there when a PoolLost leaves this context. Every process comes here, as each
+        has it."""
+        try:
+            yield
+        except PoolLost as error:
+            made, folder = self.state.global_step, f"checkpoint-{self.state.global_step}"
+            if not made or self._step % self.args.gradient_accumulation_steps:
+                raise
+            if not (Path(self.args.output_dir or ".") / folder).is_dir():
+                self._save_checkpoint(self.model, None)
+            raise PoolLost(
+                f"{error}; {folder} is saved, --config.training.resume_from_checkpoint auto goes on"
+            ) from None
 
     def window_done(self) -> bool:
         """Whether the next micro-batch begins a generation batch."""
@@ -241,7 +258,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             algorithm=chosen,
             settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
             engine=engine,
-            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes),
+            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes, rollout.lag),
             passes=self._make_passes(plan, processes),
             dealer=self._make_dealer(plan, without_zero=args.beta == 0.0 and not chosen.critic, one_loss=bonus is None),
             critic=made_critic,
@@ -261,6 +278,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
             ),
             entropy_bonus=bonus,
+            pool=engine if isinstance(engine, PoolEngine) else None,
+            exact=rollout.behaviour == "exact",
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 
@@ -309,6 +328,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         sampling: Sampling,
         grade_early: GradeEarly | None,
         processes: Processes,
+        lag: int,
     ) -> Collector:
         args = self.args
         per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
@@ -328,10 +348,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             seed=args.seed,
             processes=processes,
             clock=self.clock,
-            state=self.state,
+            state=lambda: self.state,
             greedy=ALGORITHMS[algorithm.name].greedy,
             max_resample_factor=algorithm.max_resample_factor if dynamic else None,
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
+            lag=lag,
         )
 
     def policy(self) -> Any:
@@ -413,11 +434,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     # Noise
 
     def _noise_injector(self, config: NoiseConfig) -> NoiseInjector | None:
-        if not config.enabled:
-            return None
-        assert config.seed is not None
-        chosen = config.target_modules, config.exclude_patterns
-        return NoiseInjector(self.policy(), *chosen, config.seed, config.relative)
+        return NoiseInjector.of(self.policy(), config) if config.enabled else None
 
     def _measure_weights(self) -> None:
         """How large are the weights that get noise? Relative noise is scaled by it; one warning where the noise is
@@ -508,6 +525,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
             kl_coefficient=self.step.kl_coefficient.value,
             stream=self.step.collector.stream.state(),
+            ahead=self.step.ahead(),
         )
 
     def _restore_rollout(self, state: RolloutState) -> None:
@@ -521,6 +539,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.noise_stage.adapted = Adapted(**state.adapted)
         if state.stream is not None:
             self.step.collector.stream.restore(state.stream)
+        self.step.go_on_with(state.ahead)
 
     def _save_own(self, checkpoint: Path) -> None:
         super()._save_own(checkpoint)
@@ -604,5 +623,5 @@ def correction_mode(args: TrainingConfig, rollout: RolloutConfig) -> Any:
     """How the loss is corrected for the sampler's log-probabilities: of engine vllm by TRL's flags."""
     if rollout.engine == "vllm":
         return args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else None
-    level = rollout.importance_correction
-    return None if level == "none" else f"{level}_truncate"
+    asked = rollout.importance_correction
+    return None if asked == "none" else asked if asked.endswith("_mask") else f"{asked}_truncate"

@@ -160,7 +160,7 @@ class RayExecutor:
     def start(self, spec: WorkerSpec, deliver: Deliver) -> ActorLink:
         return ActorLink(spec, deliver, self._options)
 
-    def shared(self, payload: bytes) -> Any:
+    def shared(self, payload: Any) -> Any:
         """In the object store, from where it crosses to each node once."""
         return ray.put(payload)
 

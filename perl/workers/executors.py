@@ -51,7 +51,7 @@ class Executor(Protocol):
 
     def start(self, spec: WorkerSpec, deliver: Deliver) -> Link: ...
 
-    def shared(self, payload: bytes) -> Any:
+    def shared(self, payload: Any) -> Any:
         """What several workers are sent in the place of `payload`, and get as that."""
         ...
 
@@ -60,11 +60,17 @@ class Executor(Protocol):
         ...
 
 
-def make_executor(name: str, workers: int, devices_each: int = 1, ray_address: str = "auto") -> Executor:
+def make_executor(
+    name: str, workers: int, devices_each: int = 1, ray_address: str = "auto", taken: int | None = None
+) -> Executor:
     """The executor `name` ("local" or "ray"). Raises a UserError where there are fewer than workers × devices_each
-    devices."""
+    devices.
+
+    Args:
+        taken: the first devices of this machine are a training's own, so many; None: it is no training.
+    """
     if name == "local":
-        return LocalExecutor(workers, devices_each)
+        return LocalExecutor(workers, devices_each, taken)
     if importlib.util.find_spec("ray") is None:
         raise UserError('--executor ray: ray is not installed; pip install "ray>=2.50", or leave --executor out')
     from perl.workers.cluster import RayExecutor

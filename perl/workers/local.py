@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from typing import Any
 
 from perl import device
 from perl.base.errors import UserError
@@ -72,17 +73,25 @@ class ProcessLink:
 class LocalExecutor:
     """Workers are processes of this machine, on a CPU each on its own share of the cores."""
 
-    def __init__(self, dp_size: int, tp_size: int):
+    def __init__(self, dp_size: int, tp_size: int, taken: int | None = None):
         self.devices = device.detect()
         self.workers, self._tp_size = dp_size, tp_size
-        if dp_size * tp_size > self.devices.count:
+        self._first = 0 if taken is None or self.devices.kind == "cpu" else taken
+        """Device of the first worker, in a training."""
+        if taken is not None and self._first + dp_size > self.devices.count and self.devices.kind != "cpu":
+            raise UserError(
+                f"--config.rollout.workers {dp_size}: the machine has {self.devices.count} {self.devices.kind} devices,"
+                f" and the training takes {taken}; start fewer processes, or write"
+                f" --config.rollout.workers {max(0, self.devices.count - taken)}"
+            )
+        if taken is None and dp_size * tp_size > self.devices.count:
             what = "cores" if self.devices.kind == "cpu" else f"{self.devices.kind} devices"
             product = f"--dp_size {dp_size}" + (f" × --tp_size {tp_size}" if tp_size > 1 else "")
             possible = self.devices.count // tp_size or 1
             raise UserError(f"{product}: there are {self.devices.count} {what}; write --dp_size {possible}")
 
     def environment(self, index: int) -> dict[str, str]:
-        environment = device.worker_environment(index, self._tp_size)
+        environment = device.worker_environment(self._first + index, self._tp_size)
         if self.devices.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(self.devices.count // self.workers)
         return environment
@@ -90,7 +99,7 @@ class LocalExecutor:
     def start(self, spec: WorkerSpec, deliver: Deliver) -> ProcessLink:
         return ProcessLink(replace(spec, cores=(spec.index, self.workers)), deliver)
 
-    def shared(self, payload: bytes) -> bytes:
+    def shared(self, payload: Any) -> Any:
         return payload
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ class WorkerPool:
             link.kill()
         self._executor.close()
 
-    def submit(self, weights: Any, requests: Sequence[Any], payload: bytes | None = None) -> None:
+    def submit(self, weights: Any, requests: Sequence[Any], payload: Any = None) -> None:
         """Add to the queue what `weights` complete. No id may come twice. Workers are started by the next `poll`.
 
         Args:

@@ -103,7 +103,7 @@ def by_hand(equal: str, needed: int, factor: float = 100.0, share: float = 0.0, 
         seed=0,
         processes=processes or Alone(),
         clock=Clock(),  # type: ignore[arg-type]
-        state=None,
+        state=lambda: None,
         max_resample_factor=factor,
     )
 

@@ -1,0 +1,310 @@
+"""Completions of a training, drawn by workers while the trainer does other things.
+
+    engine.publish(weights)            the policy as it is now
+    completions = engine.stream(…)     sends it, with the prompts cut into pieces; the workers begin at once
+    …                                  the trainer trains
+    for place, completion in completions: …
+
+What a token is depends on its prompt, its seed, its policy and its piece alone, so that neither the number of workers
+nor their speed, nor one that dies, changes a run. The main process owns the workers; the others ask it. Every answer
+says what policy its engine held (perl.adapters.delivery.digest), and one that was not sent ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+
+from perl.adapters.delivery import base_digest, delivered, digest, pack, put_into, unpacked
+from perl.base.errors import UserError
+from perl.device.sharding import local
+from perl.engines.base import Engine, Feed
+from perl.engines.torch_policy import TorchPolicyEngine
+from perl.records import Completion, Prompt, Sampling, Weights
+from perl.training.processes import Processes
+from perl.workers.pool import WorkerError, WorkerPool
+from perl.workers.rollouts import Drawn, Piece, Version
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How long the thread of the pool waits for an event; a new piece wakes it."""
+
+
+class PoolLost(UserError):
+    """No worker is left, or one has drawn with another policy than it was sent: one line."""
+
+
+Payload = tuple[bytes, list[float]]
+"""What a policy is made of (perl.adapters.delivery.pack), and the mean squares that relative noise is scaled by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A policy that was sent, for as long as a batch refers to it."""
+
+    version: Version
+    payload: Payload
+
+
+class PoolEngine:
+    """Draws by workers. See `perl.engines.PolicyEngine` for what it promises; `stream` begins when it is called.
+
+    Args:
+        local: the trained model itself, which validates.
+        open_pool: called once, on the main process.
+        gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
+        piece_size: sequences of a piece.
+        lag: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
+    """
+
+    itemsize = 4
+    context: int | None = None
+
+    def __init__(
+        self,
+        local: TorchPolicyEngine,
+        open_pool: Callable[[], WorkerPool],
+        processes: Processes,
+        gathered: Callable[[], contextlib.AbstractContextManager[Any]],
+        piece_size: int,
+        lag: int,
+    ):
+        self.local, self.processes, self.gathered, self.piece_size = local, processes, gathered, piece_size
+        self.max_num_seqs, self.merging = local.max_num_seqs, False
+        self.run = uuid.uuid4().hex[:12]
+        self.lag = lag
+        self.sent: dict[Weights, Sent] = {}
+        """The policies that a batch may refer to, the last one last."""
+        self._base: str | None = None
+        self._calls = 0
+        self._open_pool = open_pool
+        self._background: _Background | None = None
+        self._waited, self._since = 0.0, time.perf_counter()
+
+    def publish(self, weights: Weights) -> None:
+        self.local.publish(weights)
+
+    def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> Engine:
+        """The trainer's own model scores."""
+        return self.local.evaluating(eos_token_ids, context)
+
+    def not_comparable(self, sampling: Sampling) -> str | None:
+        return None
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
+        """The workers have the prompts when this returns. Every process must come here."""
+        own = [prompt for prompt in feed if prompt is not None]
+        counts = self.processes.gathered([len(own)])
+        first = sum(counts[: self.processes.rank])
+        prompts: list[Prompt] = self.processes.gathered(own)
+        sent = self._send()
+        size = self.piece_size
+        starts = range(0, len(prompts), size)
+        pieces = [Piece((self._calls, start // size), tuple(prompts[start : start + size])) for start in starts]
+        self._calls += 1
+        if self.processes.rank == 0:
+            self._workers().submit(sent, pieces)
+        return self._completions(sent.version, pieces, range(first, first + len(own)))
+
+    def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Completion]]:
+        """Of this process's prompts, piece by piece in their order. Every process must iterate to the end."""
+        for number, piece in enumerate(pieces):
+            began = time.perf_counter()
+            answer: list[Drawn | PoolLost | None] = [None]
+            if self.processes.rank == 0:
+                answer = [self._workers().take(piece.id)]
+            if self.processes.count > 1:
+                broadcast_object_list(answer)
+            self._waited += time.perf_counter() - began
+            (drawn,) = answer
+            if not isinstance(drawn, Drawn):
+                raise PoolLost(str(drawn))
+            require_sent(drawn, version)
+            for place, completion in enumerate(drawn.completions, number * self.piece_size):
+                if place in own:
+                    yield place - own.start, completion
+
+    def take_metrics(self) -> dict[str, float]:
+        now = time.perf_counter()
+        waited, elapsed = self._waited, now - self._since
+        self._waited, self._since = 0.0, now
+        metrics = {"pool/trainer_waited": waited / elapsed}
+        if self._background is not None:
+            metrics |= self._background.take_metrics(elapsed)
+        return self.local.take_metrics() | metrics
+
+    # The policy
+
+    def _send(self) -> Sent:
+        """The policy as it is now, if it was not sent before. Every process must come here."""
+        weights, noise = self.local.weights, self.local.noise
+        if weights not in self.sent:
+            with self.gathered():
+                payload = pack(delivered(self.local.model)), [] if noise is None else list(noise.rms)
+                self._keep(weights, payload)
+        return self.sent[weights]
+
+    def _keep(self, weights: Weights, payload: Payload) -> None:
+        """The trained model has the weights that `payload` was made of."""
+        policy, noise, noisy = self.local.model, self.local.noise, contextlib.nullcontext()
+        if self._base is None:
+            self._base = base_digest(policy)
+        if noise is not None:
+            noise.rms[:] = payload[1]
+            noisy = noise.applied(weights.sigma, (weights.version, weights.draw))
+        with noisy:
+            held = digest(policy, self._base, () if noise is None else noise.held())
+        self.sent[weights] = Sent(Version(self.run, weights, held), payload)
+        while len(self.sent) > self.lag + 1:
+            self.sent.pop(next(iter(self.sent)))
+
+    @contextlib.contextmanager
+    def as_sent(self, weights: Weights) -> Iterator[None]:
+        """Inside, the trained model has the weights that were sent as `weights`, without noise. Every process must come
+        here, inside `gathered`."""
+        if weights.version == self.local.weights.version:
+            yield
+            return
+        with self._holding(self.sent[weights].payload):
+            yield
+
+    @contextlib.contextmanager
+    def _holding(self, payload: Payload) -> Iterator[None]:
+        policy = self.local.model
+        kept = {name: local(tensor).clone() for name, tensor in delivered(policy).items()}
+        try:
+            put_into(policy, unpacked(payload[0]))
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in delivered(policy).items():
+                    local(tensor).copy_(kept[name])
+
+    def state(self, weights: Weights) -> dict[str, Any]:
+        """What was sent as `weights`, for a checkpoint: tensors and plain values."""
+        payload, rms = self.sent[weights].payload
+        return {"policy": torch.frombuffer(bytearray(payload), dtype=torch.uint8), "rms": rms}
+
+    def send_again(self, weights: Weights, state: dict[str, Any]) -> None:
+        """Publish a policy whose `state` this was, sent before the run was ended. Every process must come here."""
+        payload = state["policy"].cpu().numpy().tobytes(), state["rms"]
+        self.local.weights = weights
+        if weights not in self.sent:
+            with self.gathered(), self._holding(payload):
+                self._keep(weights, payload)
+
+    # The workers
+
+    def _workers(self) -> _Background:
+        if self._background is None:
+            self._background = _Background(self._open_pool())
+        return self._background
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+        self.local.close()
+
+
+def require_sent(drawn: Drawn, version: Version) -> None:
+    """A PoolLost where a worker has drawn with something else than it was sent."""
+    if drawn.version != version:
+        raise PoolLost(
+            f"rollout: a worker answers for version {drawn.version.weights.version} of run {drawn.version.run}, asked"
+            f" for version {version.weights.version} of run {version.run}: workers of another run are alive; end them"
+        )
+    if drawn.digest != version.digest:
+        raise PoolLost(
+            f"rollout: a worker holds another policy than version {version.weights.version} that it was sent (digest"
+            f" {drawn.digest[:12]}, not {version.digest[:12]}): its base, its adapter, its scale or its noise differs"
+        )
+
+
+class _Background:
+    """A thread that hands pieces to the workers and takes their answers."""
+
+    def __init__(self, pool: WorkerPool):
+        self.pool = pool
+        self._changed = threading.Condition()
+        self._submitted: list[tuple[Sent, Sequence[Piece]]] = []
+        self._done: dict[tuple[int, int], Any] = {}
+        self._error: str | None = None
+        self._closing = False
+        self._busy, self._tokens = 0.0, 0
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def submit(self, sent: Sent, pieces: Sequence[Piece]) -> None:
+        with self._changed:
+            self._submitted.append((sent, pieces))
+        self.pool.wake()
+
+    def take(self, piece: tuple[int, int]) -> Drawn | PoolLost:
+        """What became of a piece, waiting for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: piece in self._done or self._error is not None)
+            if piece not in self._done:
+                return PoolLost(f"rollout: {self._error}")
+            drawn = self._done.pop(piece)
+        if isinstance(drawn, Drawn):
+            return drawn
+        return PoolLost(f"rollout: a piece can't be drawn: {drawn.error}")
+
+    def take_metrics(self, elapsed: float) -> dict[str, float]:
+        with self._changed:
+            busy, tokens = self._busy, self._tokens
+            self._busy, self._tokens = 0.0, 0
+        workers = len(self.pool.workers)
+        return {
+            "pool/workers_idle": max(0.0, 1.0 - busy / (elapsed * workers)),
+            "pool/tokens_per_s": tokens / elapsed,
+            "pool/restarts": float(self.pool.restarts),
+        }
+
+    def close(self) -> None:
+        """No process of the workers is left afterwards."""
+        with self._changed:
+            self._closing = True
+        self.pool.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self.pool:
+                while not self._closing:
+                    with self._changed:
+                        submitted, self._submitted = self._submitted, []
+                    for sent, pieces in submitted:
+                        self.pool.submit(sent.version, pieces, sent.payload)
+                    finished = self.pool.poll(POLL_S)
+                    with self._changed:
+                        for piece, drawn in finished:
+                            self._done[piece] = drawn  # type: ignore[index]
+                            self._count(drawn)
+                        self._changed.notify_all()
+        except WorkerError as error:
+            self._fail(str(error))
+        except Exception as error:  # the training must hear of it
+            log.debug("the thread of the pool", exc_info=error)
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _count(self, drawn: Any) -> None:
+        if isinstance(drawn, Drawn):
+            self._busy += drawn.seconds
+            self._tokens += sum(len(each.token_ids) for each in drawn.completions)
+
+    def _fail(self, why: str) -> None:
+        with self._changed:
+            self._error = why
+            self._changed.notify_all()
