@@ -1,0 +1,191 @@
+"""Completions that workers draw: a run is the same bit for bit without workers, with one or two, with one that is
+killed, and when it is resumed; and what an engine holds is what it was sent."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from perl.adapters.delivery import base_digest, delivered, digest, pack, put_into, unpacked
+from perl.base.errors import UserError
+from perl.config.schema import NoiseConfig
+from perl.models.folders import load_model
+from perl.records import Weights
+from perl.training.pool import PoolLost, require_sent
+from perl.workers.rollouts import Drawn, Version
+from tests.tiny import save_tiny, tiny_model
+from tests.trainers import SUMS, make_trainer, reward_tokens
+
+NOISE = NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.01, num_stages=3)
+PIECE = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model"), scale=4.0)
+
+
+def train(model, folder, workers, lag, *, checkpoint=None, kill_at=None, **settings):
+    """The trained adapter, and the trainer."""
+    steps = []
+
+    def reward(trainer_state, completion_ids, **columns):
+        steps.append(trainer_state.global_step)
+        if len(steps) == kill_at:
+            link = trainer.step.engine._background.pool.workers[0].link
+            os.kill(link._process.pid, signal.SIGKILL)
+        return reward_tokens(completion_ids)
+
+    loaded = load_model(model)
+    loaded.name_or_path = str(model)
+    rollout = {"workers": workers, "lag": lag, "piece_size": PIECE} | settings.pop("rollout", {})
+    trainer = make_trainer(
+        folder, model=loaded, engine="fast", rollout=rollout, noise=NOISE, rewards=[reward],
+        **({"max_steps": 5, "prompts": SUMS} | settings),
+    )  # fmt: skip
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        trainer.step.engine.close()
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return weights, trainer, steps
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_is_the_same_with_workers_and_without(model, tmp_path):
+    alone, _, steps = train(model, tmp_path / "alone", 0, 0)
+    pooled, trainer, _ = train(model, tmp_path / "pooled", 1, 0)
+    assert same(alone, pooled)
+    assert steps == [0, 1, 2, 3, 4]  # what reward functions are told
+    logged = [row for row in trainer.state.log_history if "pool/staleness" in row]
+    assert [row["pool/staleness"] for row in logged] == [0.0] * 5
+    assert all(row["rollout/engine_mismatch"] < 1e-5 for row in logged)
+
+
+def test_with_a_lag_it_is_the_same_with_workers_that_are_killed_and_when_it_is_resumed(model, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 3}
+    whole, trainer, _ = train(model, tmp_path / "whole", 1, 2, **saved)
+    staleness = [row["pool/staleness"] for row in trainer.state.log_history if "pool/staleness" in row]
+    assert staleness == [0.0, 1.0, 2.0, 2.0, 2.0]
+    killed, trainer, _ = train(model, tmp_path / "killed", 2, 2, kill_at=2)
+    assert same(whole, killed)
+    assert trainer.state.log_history[-2]["pool/restarts"] == 1.0
+    resumed, _, steps = train(model, tmp_path / "whole", 1, 2, checkpoint=str(tmp_path / "whole/checkpoint-3"), **saved)
+    assert steps == [3, 4]
+    assert same(whole, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [
+    {"rollout": {"importance_correction": "token", "behaviour": "exact"}},
+    {"num_iterations": 2},
+    {"steps_per_generation": 4},
+    {"beta": 0.1, "algorithm": {"name": "rloo"}},
+    {"algorithm": {"name": "ppo"}},
+    {"algorithm": {"name": "remax"}},
+])  # fmt: skip
+def test_so_it_is_with_what_keeps_something_from_step_to_step(model, tmp_path, settings):
+    saved = {"save_strategy": "steps", "save_steps": 3}
+    whole, _, _ = train(model, tmp_path / "whole", 2, 1, **saved, **json.loads(json.dumps(settings)))
+    last = str(tmp_path / "whole/checkpoint-3")
+    resumed, _, _ = train(model, tmp_path / "whole", 1, 1, checkpoint=last, **saved, **settings)
+    assert same(whole, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["dora", "lora_fa", "vera", "ia3", "ln_tuning", "hra", "oft", "miss", "adalora",
+                                     "pissa", "milora", "milora_plus", "none"])  # fmt: skip
+def test_so_it_is_with_every_method(model, tmp_path, adapter):
+    alone, _, _ = train(model, tmp_path / "alone", 0, 0, adapter=adapter, max_steps=3)
+    pooled, _, _ = train(model, tmp_path / "pooled", 1, 0, adapter=adapter, max_steps=3)
+    assert same(alone, pooled)
+
+
+def test_a_worker_that_cannot_start_ends_the_run_in_one_line(tmp_path, model):
+    with pytest.raises(PoolLost, match=r"rollout: the engine of worker 0 did not start: .*\(log: .*worker-0\.log\)$"):
+        train(save_tiny(tmp_path / "gone", scale=4.0), tmp_path / "run", 1, 0,
+              callbacks=[Remove(tmp_path / "gone")])  # fmt: skip
+
+
+class Remove:
+    """The weights of the model's folder, once they are loaded."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+    def on_train_begin(self, *args, **kwargs):
+        (self.folder / "model.safetensors").unlink()
+
+
+# What an engine holds
+
+
+def policy(seed=0, **peft):
+    from peft import get_peft_model
+
+    from perl.adapters import ADAPTERS
+    from perl.config.schema import PeftConfig
+
+    wrapped = get_peft_model(tiny_model(seed=seed, scale=4.0), ADAPTERS["lora"].build(PeftConfig(r=4, **peft)))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in delivered(wrapped).values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return wrapped
+
+
+def held(wrapped, norms=()):
+    return digest(wrapped, base_digest(wrapped), norms)
+
+
+def test_what_is_delivered_makes_the_same_policy_and_its_digest_names_it():
+    sender, engine = policy(), policy()
+    with torch.no_grad():
+        for tensor in delivered(sender).values():
+            tensor.add_(1.0)
+    assert held(sender) != held(engine)
+    put_into(engine, unpacked(pack(delivered(sender))))
+    assert held(sender) == held(engine)
+
+
+def test_every_way_in_which_a_policy_can_arrive_wrong_has_another_digest():
+    sent = policy(lora_alpha=8)
+    right = held(sent)
+    tensors = unpacked(pack(delivered(sent)))
+    half = policy(lora_alpha=8)
+    with torch.no_grad():
+        next(iter(delivered(half).values())).zero_()  # one matrix was not sent
+    norms = [("norm", torch.ones(4))]
+    digests = {
+        "half of it": held(half),
+        "another scale": held(policy(lora_alpha=16)),
+        "another base": digest(policy(seed=1, lora_alpha=8), base_digest(policy(seed=1)), ()),
+        "without its noise": held(policy(lora_alpha=8), norms),
+        "other noise": held(policy(lora_alpha=8), [("norm", torch.ones(4) + 1e-6)]),
+    }
+    assert right not in digests.values()
+    assert len(set(digests.values())) == 5
+    payload = pack(delivered(sent))
+    with pytest.raises(UserError, match="the policy that was sent can't be read"):
+        unpacked(payload[:-10])
+    del tensors[next(iter(tensors))]
+    with pytest.raises(UserError, match="is another than this engine's, which differs in base_model"):
+        put_into(half, tensors)
+
+
+def test_an_answer_for_another_version_or_of_another_policy_ends_the_run():
+    version = Version("run", Weights(version=3, sigma=0.1, draw=0), "a" * 64)
+    require_sent(Drawn((), version, "a" * 64, 0.0), version)
+    with pytest.raises(PoolLost, match="a worker holds another policy than version 3 that it was sent"):
+        require_sent(Drawn((), version, "b" * 64, 0.0), version)
+    other = Version("another", Weights(version=3, sigma=0.1, draw=0), "a" * 64)
+    with pytest.raises(PoolLost, match="answers for version 3 of run another, asked for version 3 of run run"):
+        require_sent(Drawn((), other, "a" * 64, 0.0), version)
