@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
             else:
                 summaries = evaluate(config)
     except WorkerError as error:
-        print(f"error: {hide(str(error))}", file=sys.stderr)
+        print(f"error: {hide(str(error))}; the same command does the rest", file=sys.stderr)
         return 1
     except SweepError as error:
         print(f"error: {hide(str(error))}", file=sys.stderr)

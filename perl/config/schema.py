@@ -221,6 +221,7 @@ class RolloutConfig:
             on; 0: the trainer waits for its batch.
         piece_size: completions that are decoded together, by one worker; null is a quarter of the generation batch, in
             whole groups, and without workers no division. A run repeats bit for bit with the same one.
+        deadline_s: seconds after which a worker that says nothing is ended, and what it had given to another.
         behaviour: which log-probabilities importance_correction refers to: the engine's, or the trainer's own of the
             policy that drew, computed again.
     """
@@ -235,6 +236,7 @@ class RolloutConfig:
     ray_address: str = "auto"
     lag: NonNegativeInt = 0
     piece_size: PositiveInt | None = None
+    deadline_s: PositiveFloat = 1800.0
     behaviour: Literal["engine", "exact"] = "engine"
 
 

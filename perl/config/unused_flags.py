@@ -121,7 +121,7 @@ RULES: tuple[Rule, ...] = (
     only_with("training.cache_implementation", "rollout.engine", "generate"),
     only_with("rollout.max_batch_tokens rollout.capture_graphs", "rollout.engine", "fast"),
     only_with("rollout.merge_adapter", "rollout.engine", "fast", "generate"),
-    Rule(("rollout.executor",), lambda v: v.rollout.workers > 0, "rollout.workers is 0"),
+    Rule(("rollout.executor", "rollout.deadline_s"), lambda v: v.rollout.workers > 0, "rollout.workers is 0"),
     only_with("rollout.ray_address", "rollout.executor", "ray"),
     Rule(
         ("rollout.behaviour",),

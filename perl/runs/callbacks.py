@@ -34,6 +34,8 @@ SHOWN = {
     "aqn/sigma": "sigma {:.3g}",
     "aqn/sigma_relative": "({:.0%})",
     "perf/throughput": "{:.0f} tok/s",
+    "pool/trainer_waited": "trainer waited {:.0%}",
+    "pool/workers_idle": "workers idle {:.0%}",
     "perf/max_memory_allocated_gb": "{:.1f} GB",
 }
 """What the line shows, in this order; a metric that this device has not is left out."""

@@ -120,4 +120,4 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
     executor = make_executor(name, config.workers, 1, config.ray_address, taken=taken)
     log.info("rollouts: %d workers (%s), pieces of %d, lag %d", config.workers, config.executor,
              piece_size(trainer, config), config.lag)  # fmt: skip
-    return WorkerPool(executor, job, Path(trainer.args.output_dir) / "logs")
+    return WorkerPool(executor, job, Path(trainer.args.output_dir) / "logs", deadline_s=config.deadline_s)

@@ -88,6 +88,8 @@ class Worker:
     deaths_without_progress: int = 0
     """Since it last finished a request."""
     failure: Failed | None = None
+    heard: float = 0.0
+    """time.monotonic() of its start, of its last event, or of the first request that it got since."""
 
     def kill(self) -> str:
         """End it. Returns why it ended, as far as is known, and where to read more."""
@@ -102,10 +104,13 @@ class Worker:
 class WorkerPool:
     """Workers that complete what is submitted. Use as a context manager: on exit no process of theirs is left."""
 
-    def __init__(self, executor: Executor, job: Job, logs: Path, engine_works: bool = False):
+    def __init__(
+        self, executor: Executor, job: Job, logs: Path, engine_works: bool = False, deadline_s: float = math.inf
+    ):
         """Args:
         job: what each worker does.
         logs: folder of worker-N.log.
+        deadline_s: one that has work, or starts, and says nothing for so long counts as dead.
         engine_works: it has completed such requests before, so that one that fails now is at fault itself.
         """
         self.unfinished: dict[RequestId, Request] = {}
@@ -114,7 +119,7 @@ class WorkerPool:
         """time.monotonic() when the first engine was ready."""
         self.restarts = 0
         self.workers = [Worker(index, (logs / f"worker-{index}.log").resolve()) for index in range(executor.workers)]
-        self._executor, self._job = executor, job
+        self._executor, self._job, self._deadline_s = executor, job, deadline_s
         self._engine_works = engine_works
         self._pending: deque[Request] = deque()
         """No worker has had them."""
@@ -171,12 +176,14 @@ class WorkerPool:
         try:
             self._dispatch()
             for worker, event in self._events(timeout):
+                worker.heard = time.monotonic()
                 finished += self._on_event(worker, event)
+            self._end_silent()
             if self.unfinished and self.unfinished.keys() <= self._retries.failed.keys():
                 if not self._engine_works:
                     raise WorkerError(
-                        f"each of the {len(self.unfinished)} rows killed its worker and none was completed, so the"
-                        f" engine itself may be at fault; nothing is recorded (log: {self.workers[0].log})"
+                        f"each of the {len(self.unfinished)} {self._job.unit} killed its worker and none was completed,"
+                        f" so the engine itself may be at fault; nothing is recorded (log: {self.workers[0].log})"
                     )
                 finished += self._failed()
         except WorkerError as error:
@@ -207,6 +214,14 @@ class WorkerPool:
             self._on_exit(worker)
         return []
 
+    def _end_silent(self) -> None:
+        """Workers that have had no word for too long count as dead."""
+        for worker in self.workers:
+            at_work = worker.link is not None and (worker.held or worker.max_num_seqs is None)
+            if at_work and time.monotonic() - worker.heard > self._deadline_s:
+                worker.failure = Failed(f"it said nothing for {self._deadline_s:g} s")
+                self._on_exit(worker)
+
     def _finish(self, request_id: RequestId) -> bool:
         """Whether it was unfinished until now."""
         weights = self._weights.pop(request_id, None)
@@ -220,7 +235,7 @@ class WorkerPool:
         return [(id_, Completion.failed(reasons[id_])) for id_ in sorted(reasons) if self._finish(id_)]
 
     def _start(self, worker: Worker, weights: Any) -> None:
-        worker.weights, worker.to_start = weights, False
+        worker.weights, worker.to_start, worker.heard = weights, False, time.monotonic()
         worker.starts += 1
         spec = WorkerSpec(
             index=worker.index,
@@ -262,6 +277,7 @@ class WorkerPool:
                 goal = min(math.ceil(worker.max_num_seqs * PREFETCH), math.ceil(len(self.unfinished) / living))
                 requests = self._take(goal - len(worker.held))
             assert worker.link is not None
+            worker.heard = worker.heard if worker.held else time.monotonic()
             worker.held |= {request.id: request for request in requests}
             for weights, group in itertools.groupby(requests, lambda request: self._weights[request.id]):
                 payload = None if weights == worker.given else self._payloads.get(weights)
@@ -289,7 +305,9 @@ class WorkerPool:
         worker.failed_starts += not was_ready
         if worker.failed_starts <= MAX_FAILED_STARTS and worker.deaths_without_progress <= MAX_DEATHS_WITHOUT_PROGRESS:
             self.restarts += 1
-            logger.warning("worker %d died: %s; its %d rows go back, it starts again", index, reason, len(held))
+            logger.warning(
+                "worker %d died: %s; its %d %s go back, it starts again", index, reason, len(held), self._job.unit
+            )
             if self.unfinished:
                 self._start(worker, self._weights[next(iter(self.unfinished))])
             else:  # the next request starts it, with what that needs
@@ -298,6 +316,4 @@ class WorkerPool:
             logger.warning("worker %d died again: %s; the others go on without it", index, reason)
         else:
             left = len(self.unfinished)
-            raise WorkerError(
-                f"all workers died, the last one: {reason}; {left} rows are left, the same command does them"
-            )
+            raise WorkerError(f"all workers died, the last one: {reason}; {left} {self._job.unit} are left")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perl import device
 from perl.records import Completion, Prompt, Weights
@@ -64,6 +64,8 @@ class Drawn:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutJob:
     """How a worker builds its copy of the policy, and draws with it; fields as the trainer has them."""
+
+    unit: ClassVar[str] = "pieces"
 
     model: str
     """Folder of the base."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from perl import device
 from perl.base.errors import UserError
@@ -63,6 +63,9 @@ class Request:
 class Job(Protocol):
     """What workers do. It crosses the pipe; weights, requests and results are of its own kinds."""
 
+    unit: ClassVar[str]
+    """What its requests are called in messages, of several."""
+
     def paths(self, weights: Any) -> list[str]:
         """What has to be there where the worker runs."""
         ...
@@ -79,6 +82,8 @@ class Job(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineJob:
     """An engine of ENGINES completes each request by itself."""
+
+    unit: ClassVar[str] = "rows"
 
     engine: str
     """Key of ENGINES."""

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from perl.adapters.delivery import base_digest, delivered, digest, pack, put_into, unpacked
 from perl.base.errors import UserError
@@ -27,7 +28,7 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), scale=4.0)
 
 
-def train(model, folder, workers, lag, *, checkpoint=None, kill_at=None, **settings):
+def train(model, folder, workers, lag, *, checkpoint=None, kill_at=None, with_signal=signal.SIGKILL, **settings):
     """The trained adapter, and the trainer."""
     steps = []
 
@@ -35,7 +36,7 @@ def train(model, folder, workers, lag, *, checkpoint=None, kill_at=None, **setti
         steps.append(trainer_state.global_step)
         if len(steps) == kill_at:
             link = trainer.step.engine._background.pool.workers[0].link
-            os.kill(link._process.pid, signal.SIGKILL)
+            os.kill(link._process.pid, with_signal)
         return reward_tokens(completion_ids)
 
     loaded = load_model(model)
@@ -106,23 +107,43 @@ def test_so_it_is_with_every_method(model, tmp_path, adapter):
     assert same(alone, pooled)
 
 
+@pytest.mark.slow
+def test_a_worker_that_hangs_costs_its_pieces(model, tmp_path):
+    whole, _, _ = train(model, tmp_path / "whole", 1, 1)
+    stopped = {"with_signal": signal.SIGSTOP, "rollout": {"deadline_s": 20.0}}
+    hung, trainer, _ = train(model, tmp_path / "hung", 1, 1, kill_at=2, **stopped)
+    assert same(whole, hung)
+    assert trainer.state.log_history[-2]["pool/restarts"] >= 1.0
+
+
+@pytest.mark.slow
+def test_the_last_worker_ends_the_run_with_a_checkpoint_from_which_it_goes_on(model, tmp_path):
+    whole, _, _ = train(model, tmp_path / "whole", 1, 1)
+    base = save_tiny(tmp_path / "gone", scale=4.0)
+    lost = r"all workers died, .*; checkpoint-\d is saved, --config.training.resume_from_checkpoint auto goes on$"
+    with pytest.raises(PoolLost, match=lost):
+        train(base, tmp_path / "run", 1, 1, kill_at=3, callbacks=[Remove(base, at=2)])
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    resumed, _, steps = train(model, tmp_path / "run", 1, 1, checkpoint=str(checkpoint))
+    assert steps == list(range(int(checkpoint.name[-1]), 5))
+    assert same(whole, resumed)
+
+
 def test_a_worker_that_cannot_start_ends_the_run_in_one_line(tmp_path, model):
     with pytest.raises(PoolLost, match=r"rollout: the engine of worker 0 did not start: .*\(log: .*worker-0\.log\)$"):
         train(save_tiny(tmp_path / "gone", scale=4.0), tmp_path / "run", 1, 0,
               callbacks=[Remove(tmp_path / "gone")])  # fmt: skip
 
 
-class Remove:
+class Remove(TrainerCallback):
     """The weights of the model's folder, once they are loaded."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, at=0):
+        self.folder, self.at = folder, at
 
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-    def on_train_begin(self, *args, **kwargs):
-        (self.folder / "model.safetensors").unlink()
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            (self.folder / "model.safetensors").unlink()
 
 
 # What an engine holds
