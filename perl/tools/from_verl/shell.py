@@ -683,7 +683,7 @@ def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list
             script.others.append(f"{script.at(node)}: {word} does not train with rewards")
             return True
         if (is_module or is_file) and sum(map(bool, map(LOOKS_LIKE_KEY.match, words[index:]))) > 1:
-            script.others.append(f"{script.at(node)}: {word} is a program of its own")
+            script.others.append(f"{script.at(node)}: {UNKNOWN.sub('?', word)} is a program of its own")
             return True
     return False
 
