@@ -734,7 +734,6 @@ def test_nothing_of_a_script_is_executed(tmp_path):
         ("X=a/b.c; data.train_files=${X%.*}", "a/b"),
         ("X=aXbX; data.train_files=${X//X/-}", "a-b-"),
         ("X=Ab; data.train_files=${X,,}", "ab"),
-        ("X=abcdef; data.train_files=${X:1:3}", "bcd"),
         ("X=(a b c); data.train_files=${X[1]}${#X[@]}", "b3"),
         ("X=3; data.train_files=a$(( (X + 1) * 2 % 5 ))", "a3"),
         ("X=$(basename /a/b.parquet .parquet); data.train_files=$X", "b"),

@@ -219,6 +219,7 @@ def test_what_does_not_matter_is_passed_over(lines, value):
         ("f() { Y=b; }; for i in *; do f; done", "Y"),
         ("( exit 1 ) || Y=2", "Y"),
         ("((Y+=1))", "Y"),
+        ("X=abcdef; Y=${X:1:3}", "Y"),
         ("Y=0; while [ $Y -lt 3 ]; do Y=$((Y + 1)); done", "Y"),
         ("[[ 123 =~ ^[0-9]+$ ]] && Y=a", "Y"),
         ("[[ b > a ]] && Y=a", "Y"),
@@ -377,6 +378,12 @@ def test_stray_braces_are_one_warning_each():
 @pytest.mark.parametrize("lines", ["Y=a }", "}\n}\nY=a"])
 def test_stray_braces_between_statements_do_no_harm(lines):
     assert train_files(lines) == "a"
+
+
+def test_a_list_may_begin_with_a_variable():
+    lines = f"A=/a; B=/b\n{COMMAND} data.train_files=[$A,$B]\n"
+    result = written(lines)
+    assert result.values["data.train_files"] == "[/a,/b]"
 
 
 def test_a_script_may_end_in_a_backslash():

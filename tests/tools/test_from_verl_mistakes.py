@@ -101,7 +101,7 @@ SCRIPTS = {
     "eval": (f'eval "{COMMAND}"\n', "SCRIPT:1: eval"),
     "another user's shell": (
         f'su me -c "{COMMAND}"\n',
-        "SCRIPT:1: su makes a command that only a run shows; write the",
+        "SCRIPT:1: su: the command stands in a text; write it out",
     ),
     "behind a condition of the machine": (
         f"[ -f x ] && A=1 && B=2\n{COMMAND} data.train_files=$A\n",

@@ -43,6 +43,8 @@ SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTN
 """Variables that are set in each shell."""
 PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[\w./-]*)(?=[\s\\;]|$)")
 """KEY=<path>, which a shell would take for redirections."""
+LIST = re.compile(rb"(?<==\[)\$([A-Za-z_]\w*)")
+"""KEY=[$NAME, of which the grammar makes two words."""
 WHOLE = re.compile(r"\d{1,18}", re.ASCII)
 MOST_TURNS = 1000
 MOST_BYTES = 1 << 18
@@ -247,7 +249,7 @@ def _astray(end: _End) -> UserError:
 
 
 def _tree(script: Script, source: bytes) -> Node:
-    source = PLACEHOLDER.sub(rb"\1'\2'", source)
+    source = LIST.sub(rb"${\1}", PLACEHOLDER.sub(rb"\1'\2'", source))
     root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
     if bad := next((node for node in _all(root) if node.type == "ERROR" or node.is_missing), None):
         text = _text(bad).strip().splitlines() or ["something is missing"]
@@ -1164,10 +1166,10 @@ def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[
     name, index = _text(node.named_children[0]), text_of(script, node.named_children[1])
     if name not in script.variables and not absent:
         return script.unknown(node, f"the array {name} is not set in the script")
-    values = _as_list(script.variables.get(name))
+    values, why = _as_list(script.variables.get(name)), f"{text} is not followed; write its value out"
     if index in ("@", "*"):
         return values
-    return values[int(index)] if WHOLE.fullmatch(index) and int(index) < len(values) else script.unknown(node)
+    return values[int(index)] if WHOLE.fullmatch(index) and int(index) < len(values) else script.unknown(node, why)
 
 
 def _or_default(script: Script, node: Node, name: str, sign: str, value: str | list[str], operand: str):

@@ -250,7 +250,7 @@ def parallel_of(device: Device, count: int) -> Parallel:
         return "single"
     if chosen and (kind := path.stem.partition("_")[0]) != device.kind and kind in CONFIGS:
         raise UserError(
-            f"ACCELERATE_CONFIG={chosen}: is for {kind}, and this plan for {device.name}; name its --device, or unset it"
+            f"ACCELERATE_CONFIG={chosen}: is for {kind}, this plan for {device.name}; name its --device, or unset it"
         )
     names: dict[str, Any] = {"DEEPSPEED": f"zero{stage}", "FSDP": "fsdp2"}
     return names.get(content.get("distributed_type"), "ddp")
