@@ -154,6 +154,7 @@ def test_settings_go_to_scripts_alone():
         ("Y=a; [ -f x ] && Z=1", "a"),
         ("[ -f x ] && [ a = b ] && Y=b; Y=${Y:-a}", "a"),
         ("f() { local Y=b; }; Y=a; f", "a"),
+        ("g() { Y=a; }; f() { g; g; }; f", "a"),
         ('test "$X" = "" && Y=a', "a"),
         ("[ -f x ] && cd /tmp; cd /usr/lib; Y=$PWD", "/usr/lib"),
         ("cd /usr; cd lib/..; Y=$(pwd)/data", "/usr/data"),
@@ -278,6 +279,7 @@ def test_a_break_outside_of_a_loop_is_one_line(word, lines):
     [
         ("for i in 1; do for j in 1; do break 2; done; done", "run.sh:1: break 2: only break alone is followed"),
         ("case 7 in\n7) Y=a ;&\n8) Y=b ;;\nesac", "run.sh:2: ;& is not followed; end each part of the case in ;;"),
+        (f"while true; do {COMMAND}; done", "run.sh:1: a loop around the training; give a script with the one command"),
         ("return 0", "run.sh:1: return stands in no function; take the line out of the script"),
     ],
 )

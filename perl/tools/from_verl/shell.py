@@ -108,7 +108,7 @@ class Script:
     others: list[str] = field(default_factory=list)
     """Programs of verl that do not train with rewards, each with its line."""
     calls: list[str] = field(default_factory=list)
-    """Places of the calls of functions that are followed now."""
+    """Names of the functions that are followed now."""
     budget: int = BUDGET
     unset_is_empty: bool = False
     """In a test, as in bash; a setting made of an unset variable would silently lack a part."""
@@ -406,6 +406,7 @@ def _while(script: Script, node: Node) -> None:
     with contextlib.suppress(Undecided):
         if holds(script, node.named_children[0]) == (node.children[0].type == "until"):
             return
+    _refuse_training(script, node, "a loop around the training")
     _forget(script, node)
 
 
@@ -525,15 +526,15 @@ def _call(
 ) -> bool | None:
     """`follow` a function, or see whether it `holds`; None where it returns early."""
     name, *arguments = words
-    if (place := script.at(node)) in script.calls:
-        raise UserError(f"{place}: the function {name} calls itself")
+    if name in script.calls:
+        raise UserError(f"{script.at(node)}: the function {name} calls itself")
     body, outside, exported = script.functions[name], script.arguments, script.exported
     declared = (it for it in _all(body) if it.type == "declaration_command" and it.children[0].type == "local")
     local = {_text(child).partition("=")[0] for it in declared for child in it.named_children}
     kept = {variable: script.variables.get(variable) for variable in (*prefix, *local)}
     script.variables |= prefix
     script.arguments, script.exported = arguments, [*exported, *prefix]
-    script.calls.append(place)
+    script.calls.append(name)
     try:
         return kind(script, body)
     except _MayEnd as end:
