@@ -154,6 +154,7 @@ def test_settings_go_to_scripts_alone():
         ("Y=a; [ -f x ] && Z=1", "a"),
         ("[ -f x ] && [ a = b ] && Y=b; Y=${Y:-a}", "a"),
         ("f() { local Y=b; }; Y=a; f", "a"),
+        ("f() { declare Y=b; }; Y=a; f", "a"),
         ("g() { Y=a; }; f() { g; g; }; f", "a"),
         ('test "$X" = "" && Y=a', "a"),
         ("[ -f x ] && cd /tmp; cd /usr/lib; Y=$PWD", "/usr/lib"),

@@ -38,6 +38,7 @@ MARK = secrets.token_hex(8)
 UNKNOWN = re.compile(f"\ue000{MARK}:(\\d+)\ue001")
 """What stands in a text for an unknown; no script can hold it, as each process draws its own."""
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
+LOCAL = ("local", "declare", "typeset")
 SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
               "OSTYPE", "PPID", "RANDOM", "SECONDS", "SHLVL", "UID")  # fmt: skip
 """Variables that are set in each shell."""
@@ -529,7 +530,7 @@ def _call(
     if name in script.calls:
         raise UserError(f"{script.at(node)}: the function {name} calls itself")
     body, outside, exported = script.functions[name], script.arguments, script.exported
-    declared = (it for it in _all(body) if it.type == "declaration_command" and it.children[0].type == "local")
+    declared = (it for it in _all(body) if it.type == "declaration_command" and it.children[0].type in LOCAL)
     local = {_text(child).partition("=")[0] for it in declared for child in it.named_children}
     kept = {variable: script.variables.get(variable) for variable in (*prefix, *local)}
     script.variables |= prefix
@@ -757,7 +758,9 @@ def holds(script: Script, node: Node) -> bool:
 
 def _last_holds(script: Script, nodes: Sequence[Node]) -> bool:
     """Whether the last of several statements succeeds."""
-    *before, last = [node for node in nodes if node.type != "comment"]
+    if not (nodes := [node for node in nodes if node.type != "comment"]):
+        raise Undecided
+    *before, last = nodes
     follow(script, *before)
     if last.next_sibling is not None and last.next_sibling.type == "&":
         follow(script, last)
