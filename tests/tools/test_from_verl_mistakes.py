@@ -101,7 +101,7 @@ SCRIPTS = {
     "eval": (f'eval "{COMMAND}"\n', "SCRIPT:1: eval"),
     "another user's shell": (
         f'su me -c "{COMMAND}"\n',
-        "SCRIPT:1: su makes a command that only a run shows; write the",
+        "SCRIPT:1: su: the command stands in a text; write it out",
     ),
     "behind a condition of the machine": (
         f"[ -f x ] && A=1 && B=2\n{COMMAND} data.train_files=$A\n",
@@ -111,7 +111,7 @@ SCRIPTS = {
     "a variable in a quoted empty word": (f'EMPTY=\n{COMMAND} "$EMPTY"\n', "a variable in quotes may be empty"),
     "not text": (b"\xff\xfe\x00", "cannot be read as a script: it is no text"),
     "an endless function": (f"f() {{ f; }}\nf\n{COMMAND}\n", "calls itself"),
-    "an endless shell": ('X=\'bash -c "$X" # main_ppo\'\nexport X\nbash -c "$X"\n', "SCRIPT:3: bash -c calls itself"),
+    "an endless shell": ('X=\'bash -c "$X" # main_ppo\'\nexport X\nbash -c "$X"\n', "SCRIPT:3: bash: the comm"),
     "a text that doubles": (f"A=aaaa\nfor i in {WORDS_32}; do A=$A$A; done\n{COMMAND}\n", ENDLESS),
     "an array that doubles": (f'A=(a a)\nfor i in {WORDS_32}; do A+=("${{A[@]}}"); done\n{COMMAND}\n', ENDLESS),
     "loops in loops": (LOOPS + "X=$a\n" + "done\n" * 6 + COMMAND, ENDLESS),

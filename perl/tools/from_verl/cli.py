@@ -21,7 +21,6 @@ from perl.tools.from_verl.batch import N
 from perl.tools.from_verl.handlers import NOISE_RULES
 from perl.tools.from_verl.outcomes import Choices
 from perl.tools.from_verl.overrides import read_command
-from perl.tools.from_verl.shell import NAME_AND_VALUE
 from perl.tools.from_verl.translate import Translation, translate
 
 ROOT = Path(__file__).parents[3]
@@ -43,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", default=None, help="recipe to write (from_verl.yaml, or the file's name + _perl.yaml)"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script, as DEVICE=npu; it"
-        " goes before the environment's, and stands in for what only a run would show; repeatable"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script, as DEVICE=npu, or"
+        " an argument, as 1=8; goes before the environment's, and stands in for what only a run would show; repeatable"
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the lists as one line of JSON")
     parser.add_argument("--run", action="store_true", help="start the training")
@@ -121,7 +120,7 @@ def _source(words: list[str]) -> tuple[str | None, list[str]]:
 def _settings(words: list[str]) -> dict[str, str]:
     """The variables that --set gives."""
     for word in words:
-        if not NAME_AND_VALUE.match(word):
+        if not re.match(r"([A-Za-z_]\w*|[1-9]\d?)=", word):
             raise UserError(f"--set {word.partition('=')[0]}: write --set NAME=VALUE, such as --set DEVICE=npu")
     return dict(word.split("=", 1) for word in words)
 

@@ -20,6 +20,7 @@ from perl.tools.from_verl.values import (
     not_negative,
     number,
     path,
+    paths,
     positive,
     shown,
     whole,
@@ -303,9 +304,17 @@ def filter_limit(value: Any, verl: Verl) -> Outcome:
     )
 
 
-def validates(verl: Verl) -> bool:
+def validation_is_due(verl: Verl) -> bool:
     every = verl["trainer.test_freq"]
     return bool(verl["trainer.val_before_train"]) or (isinstance(every, int) and every > 0)
+
+
+def validates(verl: Verl) -> bool:
+    """Whether it is due, on files that can be named."""
+    try:
+        return validation_is_due(verl) and bool(paths(verl["data.val_files"]))
+    except ValueError:
+        return False
 
 
 def completion_length(value: Any, verl: Verl) -> Outcome:

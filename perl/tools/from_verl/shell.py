@@ -4,7 +4,8 @@ tree-sitter's grammar of bash makes a tree of the script, and `Script` follows i
 conditions, functions. What only a run could tell (the output of a command, a variable that nobody has set) becomes an
 *unknown*: a mark inside the text that says where it comes from. It does no harm until something that matters is made
 of it (`reasons_in`). So does a construct that is not read here. Where a condition depends on an unknown, each of its
-branches is followed, and what they disagree on is unknown (`_fork`).
+branches is followed, and what they disagree on is unknown (`_fork`). What a loop or a function sets of which only a run
+decides how far it goes, is unknown (`_forget`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import glob
-import math
 import operator
 import os
 import re
@@ -38,12 +38,14 @@ MARK = secrets.token_hex(8)
 UNKNOWN = re.compile(f"\ue000{MARK}:(\\d+)\ue001")
 """What stands in a text for an unknown; no script can hold it, as each process draws its own."""
 SETS_VARIABLES = ("read", "mapfile", "readarray", "getopts", "let", "printf")
+LOCAL = ("local", "declare", "typeset")
 SHELLS_OWN = ("?", "$", "!", "-", "_", "BASHPID", "BASH_VERSION", "EUID", "HOSTNAME", "HOSTTYPE", "LINENO", "MACHTYPE",
               "OSTYPE", "PPID", "RANDOM", "SECONDS", "SHLVL", "UID")  # fmt: skip
 """Variables that are set in each shell."""
-SHELL = re.compile(r"^(.*/)?(ba|z)?sh$")
 PLACEHOLDER = re.compile(rb"(?<=\s)([+]{0,2}[A-Za-z_][\w.]*=)(<[A-Za-z][\w -]*>[\w./-]*)(?=[\s\\;]|$)")
 """KEY=<path>, which a shell would take for redirections."""
+LIST = re.compile(rb"(?<==\[)\$([A-Za-z_]\w*)")
+"""KEY=[$NAME, of which the grammar makes two words."""
 WHOLE = re.compile(r"\d{1,18}", re.ASCII)
 MOST_TURNS = 1000
 MOST_BYTES = 1 << 18
@@ -106,22 +108,14 @@ class Script:
     """What was put right, one line each."""
     others: list[str] = field(default_factory=list)
     """Programs of verl that do not train with rewards, each with its line."""
-    returned: list[tuple[Script, bool | None]] = field(default_factory=list)
-    """The state at each return out of this function whose condition only a run decides, and whether it succeeds."""
-    local: dict[str, str | list[str] | None] = field(default_factory=dict)
-    """Variables of this function -> what they are outside of it."""
-    apart: bool = False
-    """In a shell within the shell, which exit ends alone."""
-    depth: int = 0
-    """Of the functions, and of the shells within the shell, that are followed now."""
-    before_first: int = 0
-    """Lines of the file before the text that is followed, which may stand in a word of it."""
+    calls: list[str] = field(default_factory=list)
+    """Names of the functions that are followed now."""
     budget: int = BUDGET
     unset_is_empty: bool = False
     """In a test, as in bash; a setting made of an unset variable would silently lack a part."""
 
     def at(self, node: Node) -> str:
-        return f"{self.place}:{self.before_first + node.start_point[0] + 1}"
+        return f"{self.place}:{node.start_point[0] + 1}"
 
     def spend(self, cost: int) -> None:
         """Raise a UserError once a script costs more than any that only starts a training."""
@@ -150,6 +144,10 @@ class Script:
         """Say that setting the variable `name` decides the unknowns from number `first` on."""
         self.unknowns[first:] = [replace(it, name=it.name or name) for it in self.unknowns[first:]]
 
+    def note(self, line: str) -> None:
+        if line not in self.notes:
+            self.notes.append(line)
+
     def store(self, name: str, value: str | list[str]) -> None:
         """Set a variable. What only a run shows gives way to what the user has set."""
         if name in self.settings and any(map(UNKNOWN.search, _as_list(value))):
@@ -169,21 +167,15 @@ class Undecided(Exception):
 
 
 @dataclass
-class _Turns(Exception):
-    """Which turn of a loop is the last, or skips what follows, is something that only a run decides."""
-
-    place: str
-    word: str
-
-
-@dataclass
 class _End(Exception):
     """exit, return out of a function, break and continue in a loop."""
 
     place: str
     word: str
-    status: bool | None = True
-    """Whether it ends in success; None where that is unknown."""
+
+
+class _MayEnd(_End):
+    """One that only a run decides on."""
 
 
 def read_script(
@@ -211,6 +203,7 @@ def read_script(
     settings = settings or {}
     own = {"0": str(path), "BASH_SOURCE": str(path), "PWD": os.getcwd()}
     script = Script(place=str(path), variables={**environment, **settings, **own}, settings=settings)
+    script.arguments = _arguments(settings)
     source = source.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
     found = read_source(script, re.sub(rb"\\\s*\Z", b"", source))
     for name in settings.keys() - script.used:
@@ -218,6 +211,15 @@ def read_script(
         hint = f"; did you mean {guess}?" if guess else ""
         raise UserError(f"--set {name}: {path} does not read {name} before it sets it{hint}")
     return found
+
+
+def _arguments(settings: Mapping[str, str]) -> list[str]:
+    """--set 1=VALUE --set 2=VALUE …: what the script is started with."""
+    given = {int(name): value for name, value in settings.items() if WHOLE.fullmatch(name)}
+    for number in given:
+        if number > 1 and number - 1 not in given:
+            raise UserError(f"--set {number}: an argument of the script; give --set {number - 1}=VALUE too")
+    return [given[number] for number in sorted(given)]
 
 
 def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
@@ -228,10 +230,10 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
             f"{script.place}: brackets, commands or conditions nest too deep; give a script with the one command"
         ) from None
     except _End as end:
+        if end.word != "exit":
+            raise _astray(end) from None
         if not script.launches:
             raise UserError(f"{end.place}: the script ends here, before it trains; what it checks is not met") from None
-    except _Turns as turns:
-        raise UserError(f"{turns.place}: {turns.word} stands in no loop; take the line out of the script") from None
     if len(script.launches) > 1:
         places = ", ".join(launch.place for launch in script.launches)
         raise UserError(f"{script.place}: several trainings ({places}); give a script with one")
@@ -242,8 +244,13 @@ def read_source(script: Script, source: bytes) -> tuple[Launch, Script]:
     return script.launches[0], script
 
 
+def _astray(end: _End) -> UserError:
+    where = "function" if end.word == "return" else "loop"
+    return UserError(f"{end.place}: {end.word} stands in no {where}; take the line out of the script")
+
+
 def _tree(script: Script, source: bytes) -> Node:
-    source = PLACEHOLDER.sub(rb"\1'\2'", source)
+    source = LIST.sub(rb"${\1}", PLACEHOLDER.sub(rb"\1'\2'", source))
     root = Parser(Language(tree_sitter_bash.language())).parse(source).root_node
     if bad := next((node for node in _all(root) if node.type == "ERROR" or node.is_missing), None):
         text = _text(bad).strip().splitlines() or ["something is missing"]
@@ -258,8 +265,7 @@ def follow(script: Script, *nodes: Node) -> None:
     """Do what statements do to the variables; note each training command."""
     for node in nodes:
         if node.next_sibling is not None and node.next_sibling.type == "&":
-            with contextlib.suppress(Undecided):
-                _apart(script, _one, node)
+            _apart(script, _one, node)
         else:
             _one(script, node)
 
@@ -273,35 +279,21 @@ def _one(script: Script, node: Node) -> None:
         kind(script, node)
 
 
-def _apart(script: Script, kind: Callable[[Script, Node], bool | None], node: Node) -> bool:
-    """Follow what a shell of its own does, whose variables end with it; its trainings stay. Whether it succeeds.
-
-    Raises:
-        Undecided: only a run decides that.
-    """
-    inner = replace(_copy(script), returned=[], local=dict(script.local), apart=True)
+def _apart(script: Script, kind: Callable[[Script, Node], None], node: Node) -> None:
+    """Follow what a shell of its own does, whose variables end with it; its trainings stay."""
+    inner = _copy(script)
     try:
-        status = kind(inner, node) is not False
-    except _End as end:
-        status = end.status
-    except _Turns:
-        status = None
-    finally:
-        script.budget, script.launches = inner.budget, inner.launches
-    if status is None or any(other != status for _, other in inner.returned):
-        raise Undecided
-    return status
-
-
-def _subshell(script: Script, node: Node) -> None:
-    with contextlib.suppress(Undecided):
-        _apart(script, _each, node)
+        kind(inner, node)
+    except _MayEnd:
+        raise
+    except _End:
+        pass  # the shell within, alone
+    script.budget, script.launches = inner.budget, inner.launches
 
 
 def _pipeline(script: Script, node: Node) -> None:
     for child in node.named_children:
-        with contextlib.suppress(Undecided):
-            _apart(script, follow, child)
+        _apart(script, follow, child)
 
 
 def _each(script: Script, node: Node) -> None:
@@ -312,8 +304,6 @@ def _declaration(script: Script, node: Node) -> None:
     exports = node.children[0].type == "export" or any(_text(child) == "-x" for child in node.named_children)
     for child in node.named_children:
         name = _text(child.children[0] if child.type == "variable_assignment" else child).partition("[")[0]
-        if script.depth and node.children[0].type in ("local", "declare", "typeset"):
-            script.local.setdefault(name, script.variables.get(name))
         follow(script, child)
         if exports:
             script.exported.append(name)
@@ -337,105 +327,88 @@ def _assign(script: Script, node: Node) -> None:
     script.store(name, result)
 
 
+Clause = tuple[Node, Callable[[Script], bool], list[Node]]
+"""What it is called in a line to the user, whether it is taken, and its statements."""
+
+
 def _if(script: Script, node: Node) -> None:
-    clauses = [child for child in node.named_children if child.type in ("elif_clause", "else_clause")]
-    _first_that_holds(script, [node, *clauses])
+    clauses = [node, *(child for child in node.named_children if child.type in ("elif_clause", "else_clause"))]
+    _first(script, [_clause(clause, clauses) for clause in clauses])
 
 
-def _first_that_holds(script: Script, clauses: Sequence[Node]) -> None:
-    """Follow the first of if, elif … whose condition holds, or else."""
-    for index, clause in enumerate(clauses):
-        tokens = [child.type for child in clause.children]
-        at = tokens.index("then") if "then" in tokens else 0
-        body = [child for child in clause.children[at + 1 :] if child.is_named and child not in clauses]
-        if clause.type == "else_clause":
-            return follow(script, *body)
-        *before, condition = [child for child in clause.children[:at] if child.is_named and child.type != "comment"]
-        follow(script, *before)
-        try:
-            if not holds(script, condition):
-                continue
-        except Undecided as undecided:
-            other = partial(_first_that_holds, clauses=clauses[index + 1 :])
-            return _fork(script, clause, undecided, [lambda branch, body=body: follow(branch, *body), other])
-        return follow(script, *body)
-    return None
+def _clause(node: Node, others: list[Node]) -> Clause:
+    """if, elif or else."""
+    tokens = [child.type for child in node.children]
+    at = tokens.index("then") if "then" in tokens else 0
+    condition = [child for child in node.children[:at] if child.is_named]
+    body = [child for child in node.children[at + 1 :] if child.is_named and child not in others]
+    return node, lambda script: _last_holds(script, condition) if condition else True, body
 
 
 def _case(script: Script, node: Node) -> None:
-    bodies, plain, rest = [], [], True
-    items = [child for child in node.named_children[1:] if child.type == "case_item"]
-    if any(child.type in (";&", ";;&") for item in items for child in item.children):
-        return _forget(script, [node], node)
-    try:
-        value = _tested(script, node.named_children[0])
-    except Undecided as undecided:
-        for item in items:
-            patterns, body = _case_item(item)
-            bodies.append(body)
-            plain += [_text(pattern) for pattern in patterns if re.fullmatch(r"[\w.-]+", _text(pattern))]
-            rest = rest and "*" not in map(_text, patterns)
-        ways = [lambda branch, body=body: follow(branch, *body) for body in [*bodies, *[[]] * rest]]
-        return _fork(script, node, replace(undecided, values=tuple(plain)), ways)
-    return _first_that_matches(script, node, value, items)
+    word, *items = [child for child in node.named_children if child.type != "comment"]
+    if bad := next((it for item in items for it in item.children if it.type in (";&", ";;&")), None):
+        raise UserError(f"{script.at(bad)}: {_text(bad)} is not followed; end each part of the case in ;;")
+    split = [next(at for at, child in enumerate(item.children) if child.type == ")") for item in items]
+    patterns = [[it for it in item.children[:at] if it.is_named] for item, at in zip(items, split, strict=True)]
+    plain = tuple(_text(it) for among in patterns for it in among if re.fullmatch(r"[\w.-]+", _text(it)))
 
-
-def _first_that_matches(script: Script, node: Node, value: str, items: Sequence[Node]) -> None:
-    for index, item in enumerate(items):
-        patterns, body = _case_item(item)
+    def matches(script: Script, among: Sequence[Node]) -> bool:
+        if "*" in map(_text, among):
+            return True
         try:
-            if not any(_matches(script, value, pattern_of(script, pattern)) for pattern in patterns):
+            value = _tested(script, word)
+        except Undecided as undecided:
+            raise replace(undecided, values=plain) from None
+        return any(_matches(script, value, pattern_of(script, pattern)) for pattern in among)
+
+    bodies = (item.children[at + 1 :] for item, at in zip(items, split, strict=True))
+    return _first(
+        script,
+        [(node, partial(matches, among=among), body) for among, body in zip(patterns, bodies, strict=True)],
+    )
+
+
+def _first(script: Script, clauses: Sequence[Clause]) -> None:
+    """Follow the first clause that is taken."""
+    for at, (node, is_taken, body) in enumerate(clauses):
+        try:
+            if not is_taken(script):
                 continue
         except Undecided as undecided:
-            other = partial(_first_that_matches, node=node, value=value, items=items[index + 1 :])
-            return _fork(script, node, undecided, [lambda branch, body=body: follow(branch, *body), other])
+            ways = [lambda branch, body=body: follow(branch, *body), partial(_first, clauses=clauses[at + 1 :])]
+            return _fork(script, node, undecided, ways)
         return follow(script, *body)
     return None
-
-
-def _case_item(item: Node) -> tuple[list[Node], list[Node]]:
-    """Patterns and statements."""
-    closed = next(i for i, child in enumerate(item.children) if child.type == ")")
-    return [child for child in item.children[:closed] if child.is_named], item.children[closed + 1 :]
 
 
 def _for(script: Script, node: Node) -> None:
     name, *items, body = node.named_children
     words = [word for child in items for word in words_of(script, child)]
-    if any(script.reasons_in(word) or "*" in word or "?" in word for word in words):
-        _forget(script, [node], node)
-        return
-    _refuse_training(script, node, "a loop around the training")
-    try:
-        for word in words[:MOST_TURNS]:
-            script.variables[_text(name)] = word
-            if not _turn(script, body):
-                break
-    except _Turns:
-        _forget(script, [node], node)
+    if len(words) > MOST_TURNS or any(script.reasons_in(word) or "*" in word or "?" in word for word in words):
+        return _forget(script, node)
+    for word in words:
+        _refuse_training(script, node, "a loop around the training")
+        script.variables[_text(name)] = word
+        try:
+            follow(script, body)
+        except _End as end:
+            if end.word in ("exit", "return"):
+                raise
+            if isinstance(end, _MayEnd):
+                return _forget(script, node)
+            if end.word == "break":
+                return None
+    return None
 
 
 def _while(script: Script, node: Node) -> None:
-    condition, body = node.named_children[0], node.named_children[-1]
-    with contextlib.suppress(Undecided, _Turns):
-        for _ in range(MOST_TURNS):
-            if holds(script, condition) == (node.children[0].type == "until"):
-                return
-            _refuse_training(script, node, "a loop around the training")
-            if not _turn(script, body):
-                return
-    _forget(script, [node], node)
-
-
-def _turn(script: Script, body: Node) -> bool:
-    """One turn of a loop; whether there may be a further one."""
-    try:
-        follow(script, body)
-    except _End as end:
-        if end.word not in ("break", "continue"):
-            raise
-        return end.word == "continue"
-    return True
+    """Only one that does not begin is followed."""
+    with contextlib.suppress(Undecided):
+        if holds(script, node.named_children[0]) == (node.children[0].type == "until"):
+            return
+    _refuse_training(script, node, "a loop around the training")
+    _forget(script, node)
 
 
 def _list(script: Script, node: Node) -> None:
@@ -457,7 +430,7 @@ def _command(script: Script, node: Node) -> None:
     prefix = _prefix(script, node)
     words = _words_of_command(script, node)
     if words in (["{"], ["}"]):
-        script.notes.append(f"{script.at(node)}: a stray {words[0]} is left out")
+        script.note(f"{script.at(node)}: a stray {words[0]} is left out")
         script.variables |= prefix
     elif words and not _note_launch(script, node, prefix, words):
         _builtin(script, node, prefix, words)
@@ -486,6 +459,7 @@ def _words_of_command(script: Script, node: Node) -> list[str]:
 def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str]) -> None:
     """What a command that is no training does to the variables. Other programs do nothing to them."""
     name, *arguments = words
+    trains = any(trainer in word for trainer in TRAINERS for word in arguments)
     if LOOKS_LIKE_KEY.match(name):
         key = name.partition("=")[0]
         raise UserError(
@@ -493,10 +467,11 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
             " after it, or is a comment"
         )
     if name in script.functions:
-        _call(script, node, prefix, name, arguments)
+        _call(script, node, follow, prefix, words)
+    elif name in ("break", "continue") and arguments not in ([], ["1"]):
+        raise UserError(f"{script.at(node)}: {' '.join(words)}: only {name} alone is followed; write the command out")
     elif name in ("exit", "return", "break", "continue"):
-        known = arguments and WHOLE.fullmatch(arguments[0])
-        raise _End(script.at(node), name, int(arguments[0]) % 256 == 0 if known else None)
+        raise _End(script.at(node), name)
     elif name in ("cd", "pushd", "popd"):
         _go_to(script, node, name, arguments)
     elif name == "set" and "--" in arguments:
@@ -504,18 +479,25 @@ def _builtin(script: Script, node: Node, prefix: dict[str, str], words: list[str
     elif name == "shift":
         count = int(arguments[0]) if arguments and WHOLE.fullmatch(arguments[0]) else 1
         script.arguments = script.arguments[count:]
-    elif inner := _inner_shell(words):
-        _follow_inner(script, node, prefix, words, inner)
-    elif name in ("source", ".") or (
-        name == "eval" and not any(trainer in word for trainer in TRAINERS for word in arguments)
-    ):
+    elif trains and (name == "eval" or any(re.fullmatch(r"-[a-z]*c", word) for word in arguments)):
+        raise UserError(
+            f"{script.at(node)}: {name}: the command stands in a text; write it out, as a line of the script"
+        )
+    elif name in ("source", ".", "eval"):
         line = UNKNOWN.sub("?", " ".join(words if name == "eval" else arguments[:1]))
-        script.notes.append(f"{script.at(node)}: {line}: not read; what it sets is written as --set NAME=VALUE")
-    elif name == "eval" or ("-c" in arguments and any(trainer in word for trainer in TRAINERS for word in arguments)):
-        raise UserError(f"{script.at(node)}: {name} makes a command that only a run shows; write the command itself")
-    elif name in SETS_VARIABLES and (name != "printf" or "-v" in arguments):
-        for match in filter(None, (re.match(r"[A-Za-z_]\w*", word) for word in arguments)):
-            script.store(match[0], script.unknown(node, f"{name} sets {match[0]}", match[0]))
+        script.note(f"{script.at(node)}: {line}: not read; what it sets is written as --set NAME=VALUE")
+    else:
+        for variable in _set_by(words):
+            script.store(variable, script.unknown(node, f"{name} sets {variable}", variable))
+
+
+def _set_by(words: Sequence[str]) -> list[str]:
+    """Names of the variables that a command sets in some way of its own, as `read NAME` does."""
+    if words[:1] in (["cd"], ["pushd"], ["popd"]):
+        return ["PWD"]
+    if not words or words[0] not in SETS_VARIABLES or (words[0] == "printf" and "-v" not in words):
+        return []
+    return [match[0] for match in map(re.compile(r"[A-Za-z_]\w*").match, words[1:]) if match]
 
 
 def _go_to(script: Script, node: Node, name: str, arguments: list[str]) -> None:
@@ -540,78 +522,40 @@ def _joined(script: Script, path: str) -> str:
     return whole if UNKNOWN.search(whole) else os.path.normpath(whole)
 
 
-def _inner_shell(words: list[str]) -> int | None:
-    """Where a training command stands in the words, as the text of `bash -c TEXT`."""
-    for index in range(2, len(words)):
-        is_text = re.fullmatch(r"-[a-z]*c", words[index - 1]) and SHELL.match(words[index - 2])
-        if is_text and any(trainer in words[index] for trainer in TRAINERS):
-            return index
-    return None
-
-
-def _follow_inner(script: Script, node: Node, prefix: dict[str, str], words: list[str], index: int) -> None:
-    """`bash -c TEXT NAME ARGUMENT …`: a shell that sees what is exported, and whose variables end with it."""
-    if script.depth > 20:
-        raise UserError(f"{script.at(node)}: bash -c calls itself")
-    before, set_by_env = _split_before(words[: index - 2])
-    outside = {*script.exported, *script.settings, *os.environ}
-    seen = {name for name in script.variables if name in outside or name == "PWD"}
-    inner = replace(
-        script,
-        variables={name: script.variables[name] for name in seen} | prefix | set_by_env,
-        arguments=words[index + 2 :],
-        exported=[*script.exported, *prefix, *set_by_env],
-        functions={},
-        launches=[],
-        depth=script.depth + 1,
-        before_first=script.before_first + node.start_point[0],
-    )
-    with contextlib.suppress(_End):
-        follow(inner, _tree(inner, words[index].encode()))
-    script.budget = inner.budget
-    script.launches += [replace(launch, before=f"{before} {launch.before}".strip()) for launch in inner.launches]
-
-
 def _call(
-    script: Script, node: Node, prefix: Mapping[str, str], name: str, arguments: list[str], in_test: bool = False
-) -> bool:
-    """Follow a function; whether it succeeds, where that is asked for (`in_test`)."""
-    if script.depth > 20:
+    script: Script, node: Node, kind: Callable[[Script, Node], bool | None], prefix: dict[str, str], words: list[str]
+) -> bool | None:
+    """`follow` a function, or see whether it `holds`; None where it returns early."""
+    name, *arguments = words
+    if name in script.calls:
         raise UserError(f"{script.at(node)}: the function {name} calls itself")
-    outside = script.arguments, script.returned, script.local
-    script.arguments, script.returned = arguments, []
-    script.local = {variable: script.variables.get(variable) for variable in prefix}
+    body, outside, exported = script.functions[name], script.arguments, script.exported
+    declared = (it for it in _all(body) if it.type == "declaration_command" and it.children[0].type in LOCAL)
+    local = {_text(child).partition("=")[0] for it in declared for child in it.named_children}
+    kept = {variable: script.variables.get(variable) for variable in (*prefix, *local)}
     script.variables |= prefix
-    exported, script.exported = script.exported, [*script.exported, *prefix]
-    script.depth += 1
-    status, goes_on = True, True
+    script.arguments, script.exported = arguments, [*exported, *prefix]
+    script.calls.append(name)
     try:
-        if in_test:
-            status = holds(script, script.functions[name])
-        else:
-            follow(script, script.functions[name])
+        return kind(script, body)
+    except _MayEnd as end:
+        if end.word != "return":
+            raise _astray(end) from None
+        return _forget(script, body)
     except _End as end:
-        if end.word == "exit" and not script.returned:
+        if end.word == "exit":
             raise
-        status, goes_on = end.status, end.word != "exit"
+        if end.word != "return":
+            raise _astray(end) from None
+        return None
     finally:
-        ways = [(replace(script), status)] * goes_on + script.returned
-        most = max(len(way.launches) for way, _ in ways)
-        # One that fails and does not train is a check that is not met.
-        ways = [it for it in ways if it[1] is not False or len(it[0].launches) == most]
-        if script.returned:
-            _merge(script, [way for way, _ in ways], node, Undecided())
-        for variable, value in script.local.items():
+        for variable, value in kept.items():
             script.variables.pop(variable, None)
             if value is not None:
                 script.variables[variable] = value
         script.exported = [it for it in script.exported if it not in prefix or it in exported]
-        script.arguments, script.returned, script.local = outside
-        script.depth -= 1
-    statuses = {status for _, status in ways}
-    if in_test and (len(statuses) > 1 or None in statuses):
-        raise Undecided
-    return status is not False
+        script.arguments = outside
+        script.calls.pop()
 
 
 Way = Callable[[Script], None]
@@ -640,19 +584,14 @@ def _fork(script: Script, node: Node, undecided: Undecided, ways: Sequence[Way])
             way(branch)
             taken.append(branch)
         except _End as end:
-            ends.append(end)
-            if end.word in ("break", "continue"):
-                raise _Turns(end.place, end.word) from end
             if len(branch.launches) > len(script.launches):
                 _refuse_undecided(branch.launches[-1], undecided)
-            if end.word == "return" or script.apart:
-                script.returned.append((branch, end.status))
+            if end.word != "exit":
+                raise _MayEnd(end.place, end.word) from None
+            ends.append(end)
         finally:
             script.budget = branch.budget
     if not taken:
-        if returns := [end for end in ends if end.word == "return" or script.apart]:
-            _merge(script, [script.returned[-1][0]], node, undecided)
-            raise returns[-1]
         raise ends[0]
     _merge(script, taken, node, undecided)
 
@@ -697,19 +636,26 @@ def _refuse_undecided(launch: Launch, undecided: Undecided) -> NoReturn:
     raise UserError(f"{why}; or give a script with the one command")
 
 
-def _forget(script: Script, nodes: Sequence[Node], condition: Node) -> None:
-    """How often these statements run is unknown: so is what they set. A training among them cannot be translated."""
-    script.spend(sum(node.end_byte - node.start_byte for node in (condition, *nodes)))
-    why = f"it depends on {' '.join(_text(condition).split())[:60]!r}, which only a run decides"
-    for node in nodes:
-        _refuse_training(script, node, "whether this training runs depends on what only a run decides")
-        for descendant in _all(node):
-            if descendant.type == "variable_assignment":
-                name = _text(descendant.children[0]).partition("[")[0]
-                script.store(name, script.unknown(descendant, why, name))
-            if descendant.children and descendant.children[0].type in ("((", "$(("):
-                for name in _set_in(descendant):
-                    script.store(name, script.unknown(descendant, why, name))
+def _forget(script: Script, node: Node) -> None:
+    """How often this runs, or how far, is unknown: so is what it sets. A training in it cannot be translated."""
+    why = f"it depends on {' '.join(_text(node).split())[:60]!r}, which is not followed, or which only a run decides"
+    parts = [node]
+    for part in parts:
+        _refuse_training(script, part, "whether this training runs depends on what only a run decides")
+        for it in _all(part):
+            words = [_text(child) for child in it.named_children] if it.type == "command" else []
+            names = _set_by(words)
+            if it.type in ("variable_assignment", "for_statement"):
+                names = [_text(it.named_children[0]).partition("[")[0]]
+            elif it.children and it.children[0].type in ("((", "$(("):
+                names = list(_set_in(it))
+            for name in names:
+                script.store(name, script.unknown(it, why, name))
+            if words[:1] == ["shift"] and script.arguments:
+                script.arguments = [script.unknown(it, why)]
+            called = script.functions.get(words[0]) if words else None
+            if called is not None and called not in parts:
+                parts.append(called)
 
 
 def _refuse_training(script: Script, node: Node, why: str) -> None:
@@ -741,7 +687,7 @@ def _note_launch(script: Script, node: Node, prefix: dict[str, str], words: list
             script.others.append(f"{script.at(node)}: {word} does not train with rewards")
             return True
         if (is_module or is_file) and sum(map(bool, map(LOOKS_LIKE_KEY.match, words[index:]))) > 1:
-            script.others.append(f"{script.at(node)}: {word} is a program of its own")
+            script.others.append(f"{script.at(node)}: {UNKNOWN.sub('?', word)} is a program of its own")
             return True
     return False
 
@@ -756,7 +702,7 @@ def _split_before(words: list[str]) -> tuple[str, dict[str, str]]:
 
 STATEMENTS = {
     **dict.fromkeys(("program", "compound_statement", "do_group", "negated_command"), _each),
-    "subshell": _subshell,
+    "subshell": lambda script, node: _apart(script, _each, node),
     "pipeline": _pipeline,
     **dict.fromkeys(("variable_assignments", "redirected_statement"), _each),
     "variable_assignment": _assign,
@@ -764,7 +710,7 @@ STATEMENTS = {
     "if_statement": _if,
     "case_statement": _case,
     "for_statement": _for,
-    "c_style_for_statement": lambda script, node: _forget(script, [node], node),
+    "c_style_for_statement": _forget,
     "while_statement": _while,
     "list": _list,
     "function_definition": _function,
@@ -784,55 +730,37 @@ def holds(script: Script, node: Node) -> bool:
         Undecided: only a run decides.
     """
     script.spend(STEP)
-    kind, children, inside = node.type, node.children, node.named_children
+    kind, inside = node.type, [child for child in node.named_children if child.type != "comment"]
+    if node.children and node.children[0].type == "((":
+        return bool(_computed(script, node))
     if kind == "list":
         return _and_or(script, node)
-    if kind == "negated_command" or (kind == "unary_expression" and children[0].type == "!"):
+    if kind == "negated_command":
         return not holds(script, inside[-1])
     if kind == "redirected_statement":
         return holds(script, inside[0])
-    if kind == "subshell" and inside:
-        return _apart(script, _last_holds, node)
-    if kind == "compound_statement" and inside and children[0].type != "((":
-        return _last_holds(script, node)
-    if children and children[0].type == "((" and inside:
-        return bool(_computed(script, node))
-    if kind == "test_command" and {"-a", "-o"} & set(map(_text, operands := _operands(node))):
-        return _test(script, [_tested(script, operand) for operand in operands])  # the grammar nests them otherwise
-    if kind in ("test_command", "parenthesized_expression") and len(inside) == 1:
-        if {"&&", "||"} & set(map(_text, operands := _operands(node))):
-            return _either(script, operands)
-        return holds(script, inside[0])
-    if kind == "unary_expression" and _text(children[0]) in ("-z", "-n"):
-        return (_text(children[0]) == "-n") == bool(_tested(script, children[-1]))
-    if kind == "unary_expression" and _text(children[0]) == "-v":
-        return _is_set(script, children[-1])
-    if kind == "binary_expression":
-        if _text(children[1]) in ("&&", "||", "-a", "-o"):
-            return _and_or(script, node)
-        if children[0].type == "unary_expression" and children[0].children[0].type == "!":
-            left = children[0].named_children[-1]  # ! binds less than the grammar says
-            return not _compared(script, _bracket(node), left, children[1], children[-1])
-        return _compared(script, _bracket(node), children[0], children[1], children[-1])
+    if kind == "test_command":
+        return _test(script, _operands(node), node.children[0].type == "[[")
     if kind == "command":
         return _succeeds(script, node)
-    if kind in ("word", "string", "raw_string", "simple_expansion", "expansion", "concatenation", "number"):
-        return bool(_tested(script, node))
-    if kind in STATEMENTS:
-        follow(script, node)
-        if kind == "declaration_command" or any(map(_is_training, _all(node))):
+    if kind == "compound_statement":
+        return _last_holds(script, inside)
+    _one(script, node)
+    if kind in ("declaration_command", "function_definition") or any(map(_is_training, _all(node))):
+        return True
+    if kind == "variable_assignment":
+        name = _text(node.children[0]).partition("[")[0]
+        if not any(map(UNKNOWN.search, _as_list(script.variables.get(name)))):
             return True
-        if kind == "variable_assignment":
-            name = _text(children[0]).partition("[")[0]
-            if not any(map(UNKNOWN.search, _as_list(script.variables.get(name)))):
-                return True
-            raise Undecided(name)
+        raise Undecided(name)
     raise Undecided  # files, too: those of the machine that trains
 
 
-def _last_holds(script: Script, node: Node) -> bool:
+def _last_holds(script: Script, nodes: Sequence[Node]) -> bool:
     """Whether the last of several statements succeeds."""
-    *before, last = [child for child in node.named_children if child.type != "comment"]
+    if not (nodes := [node for node in nodes if node.type != "comment"]):
+        raise Undecided
+    *before, last = nodes
     follow(script, *before)
     if last.next_sibling is not None and last.next_sibling.type == "&":
         follow(script, last)
@@ -840,46 +768,17 @@ def _last_holds(script: Script, node: Node) -> bool:
     return holds(script, last)
 
 
-def _either(script: Script, operands: list[Node]) -> bool:
-    """What stands in [[ ]], word by word, as the grammar takes a = b && c for a = (b && c); && binds more than ||."""
-    for sign, decides in (("||", True), ("&&", False)):
-        if sign in (signs := list(map(_text, operands))):
-            at = signs.index(sign)
-            undecided = None
-            for part in (operands[:at], operands[at + 1 :]):
-                try:
-                    if _either(script, part) == decides:
-                        return decides
-                except Undecided as error:
-                    undecided = undecided or error
-            if undecided is not None:
-                raise undecided
-            return not decides
-    if operands and _text(operands[0]) == "!":
-        return not _either(script, operands[1:])
-    words = [_text(operand) for operand in operands]
-    if len(operands) == 1:
-        return holds(script, operands[0])
-    if len(operands) == 2 and words[0] in ("-z", "-n"):
-        return (words[0] == "-n") == bool(_tested(script, operands[1]))
-    if len(operands) == 2 and words[0] == "-v":
-        return _is_set(script, operands[1])
-    if len(operands) == 3:
-        return _compared(script, "[[", *operands)
-    raise Undecided
-
-
 def _and_or(script: Script, node: Node) -> bool:
-    """`a && b`, `a || b`, as commands or inside a test."""
+    """`a && b`, `a || b`."""
     left, sign, right = node.children[0], _text(node.children[1]), node.children[-1]
-    decides = sign in ("||", "-o")
+    decides = sign == "||"
     try:
         first = holds(script, left)
     except Undecided as undecided:
-        if node.type == "binary_expression" or right.type == "test_command":
+        if right.type == "test_command":
             if holds(script, right) == decides:
                 return decides
-        elif sign == "&&" and _is_step(left) and _trains(script, right):
+        elif sign == "&&" and _is_step(left) and any(map(_is_training, _all(right))):
             return holds(script, right)  # it trains only where what goes before succeeds
         else:
             _fork(script, node, undecided, (lambda branch: follow(branch, right), lambda branch: None))
@@ -893,23 +792,18 @@ def _is_step(node: Node) -> bool:
     """Whether it is a program, or several one after the other, and no test."""
     if node.type == "list":
         return node.children[1].type == "&&" and all(map(_is_step, (node.children[0], node.children[2])))
-    return node.type in ("command", "pipeline", "redirected_statement", "variable_assignment")
-
-
-def _trains(script: Script, node: Node) -> bool:
-    """Whether a training stands in it, or in a function that it calls."""
-    script.spend(node.end_byte - node.start_byte)
-    bodies = (script.functions.get(_text(it)) for it in _all(node) if it.type == "command_name")
-    return any(_is_training(it) for part in (node, *filter(None, bodies)) for it in _all(part))
+    return node.type in ("command", "pipeline", "redirected_statement", "variable_assignment", "subshell")
 
 
 def _succeeds(script: Script, node: Node) -> bool:
     """Whether a command does: what only prepares the shell is taken to."""
     if _text(node.children[0]) == "test":
-        return _test(script, [_tested(script, word) for word in node.named_children[1:]])
+        return _test(script, [(it,) for it in node.named_children[1:] if not it.type.endswith("redirect")], False)
     words = _words_of_command(script, node) or [""]
     if words[0] in script.functions:
-        return _call(script, node, _prefix(script, node), words[0], words[1:], in_test=True)
+        if (status := _call(script, node, holds, _prefix(script, node), words)) is None:
+            raise Undecided
+        return status
     follow(script, node)
     if words[0] in SUCCEED or _is_training(node):
         return True
@@ -922,38 +816,68 @@ SUCCEED = ("true", ":", "cd", "pushd", "popd", "echo", "printf", "set", "shopt",
            "shift", "sleep")  # fmt: skip
 
 
-def _operands(node: Node) -> list[Node]:
-    """What stands between [ and ]."""
-    parts = node.children[1:-1] if node.type in ("test_command", "parenthesized_expression") else node.children
-    inner = (part.type.endswith("ary_expression") and part.children[0].type != "-" for part in parts)
-    return [leaf for part, more in zip(parts, inner, strict=True) for leaf in (_operands(part) if more else [part])]
+Word = tuple[Node, ...]
+"""Nodes without a gap between them."""
 
 
-def _test(script: Script, words: list[str]) -> bool:
-    """The words of `test`, or between [ and ]."""
-    for sign in ("-o", "-a"):
-        if sign in words[1:-1]:
-            at = words.index(sign, 1)
-            left, right = _test(script, words[:at]), _test(script, words[at + 1 :])
-            return left or right if sign == "-o" else left and right
-    if words[:1] == ["!"]:
-        return not _test(script, words[1:])
+def _operands(node: Node) -> list[Word]:
+    """What stands between [ and ], word by word: the grammar groups a = b && c, ! a = b and *"b"* otherwise than bash
+    does."""
+    words: list[Word] = []
+    for leaf in _leaves(node.children[1:-1]):
+        is_apart = not words or leaf.start_byte > words[-1][-1].end_byte
+        if is_apart or leaf.type in ("(", ")") or words[-1][-1].type in ("(", ")"):
+            words.append((leaf,))
+        else:
+            words[-1] = (*words[-1], leaf)
+    return words
+
+
+def _leaves(nodes: Sequence[Node]) -> Iterator[Node]:
+    for node in nodes:
+        groups = node.type in ("binary_expression", "unary_expression", "parenthesized_expression")
+        if groups and node.children[0].type != "-":
+            yield from _leaves(node.children)
+        else:
+            yield node
+
+
+def _test(script: Script, operands: Sequence[Word], double: bool) -> bool:
+    """What stands between [ and ], or behind `test`; between [[ and ]] where `double`."""
+    script.spend(STEP * len(operands))
+    words = ["".join(map(_text, operand)) for operand in operands]
+    for signs, decides in ((("||", "-o"), True), (("&&", "-a"), False)):
+        depths = [words[:at].count("(") - words[:at].count(")") for at in range(len(words))]
+        at = next((at for at, word in enumerate(words) if word in signs and depths[at] == 0), 0)
+        if 0 < at < len(words) - 1:
+            undecided = None
+            for part in (operands[:at], operands[at + 1 :]):
+                try:
+                    if _test(script, part, double) == decides:
+                        return decides
+                except Undecided as error:
+                    undecided = undecided or error
+            if undecided is not None:
+                raise undecided
+            return not decides
+    if words[:1] == ["!"] and len(words) > 1:
+        return not _test(script, operands[1:], double)
+    if words[:1] == ["("] and words[-1] == ")":
+        return _test(script, operands[1:-1], double)
     if len(words) == 1:
-        return bool(words[0])
+        return bool(_tested(script, *operands[0]))
     if len(words) == 2 and words[0] in ("-z", "-n"):
-        return (words[0] == "-n") == bool(words[1])
-    if len(words) == 3 and words[1] in ("=", "==", "!="):
-        return (words[0] == words[2]) == (words[1] != "!=")
-    if len(words) == 3 and words[1] in COMPARISONS:
-        return COMPARISONS[words[1]](_integer(words[0]), _integer(words[2]))
-    raise Undecided
+        return (words[0] == "-n") == bool(_tested(script, *operands[1]))
+    if len(words) == 3:
+        return _compared(script, operands[0], words[1], operands[2], double)
+    raise Undecided(words[1] if words[:1] == ["-v"] and len(words) == 2 else "")
 
 
-def _tested(script: Script, node: Node) -> str:
+def _tested(script: Script, *nodes: Node) -> str:
     """The text of a word in a condition."""
     script.unset_is_empty = True
     try:
-        text = text_of(script, node)
+        text = "".join(text_of(script, node) for node in nodes)
     finally:
         script.unset_is_empty = False
     if unknowns := script.unknowns_in(text):
@@ -961,44 +885,20 @@ def _tested(script: Script, node: Node) -> str:
     return text
 
 
-def _is_set(script: Script, node: Node) -> bool:
-    """-v NAME."""
-    name = _tested(script, node)
-    script.used |= {name} & script.settings.keys()
-    if any(map(UNKNOWN.search, _as_list(script.variables.get(name)))) or name in SHELLS_OWN:
-        raise Undecided(name)
-    return name in script.variables
-
-
-def _compared(script: Script, bracket: str, left: Node, sign: Node, right: Node) -> bool:
+def _compared(script: Script, left: Word, sign: str, right: Word, double: bool) -> bool:
     """`a = b` and the like: a pattern on the right of [[ ]], a text in [ ]."""
-    word = _text(sign)
     try:
-        value = _tested(script, left)
+        value = _tested(script, *left)
     except Undecided as undecided:
-        plain = _text(right).strip("\"'")
+        plain = "".join(map(_text, right)).strip("\"'")
         raise replace(undecided, values=(plain,) * bool(re.fullmatch(r"[\w.-]+", plain))) from None
-    if word in ("=", "==", "!="):
-        if bracket == "[":
-            alike = value == _tested(script, right)
-        else:
-            alike = _matches(script, value, pattern_of(script, right))
-        return alike == (word != "!=")
-    other = _tested(script, right)
-    if word in COMPARISONS:
-        return COMPARISONS[word](_integer(value), _integer(other))
-    if word in ("<", ">"):
-        return value < other if word == "<" else value > other
-    if word == "=~" and len(value) <= 200 and re.fullmatch(r"\^?(\[[^][\\]*\]|[\w.-])[+*?]?\$?", other):
-        return bool(re.search(other, value))
+    if sign in ("=", "==", "!="):
+        pattern = "".join(pattern_of(script, node) for node in right) if double else ""
+        alike = _matches(script, value, pattern) if double else value == _tested(script, *right)
+        return alike == (sign != "!=")
+    if sign in COMPARISONS:
+        return COMPARISONS[sign](_integer(value), _integer(_tested(script, *right)))
     raise Undecided
-
-
-def _bracket(node: Node) -> str:
-    """How the test begins in which it stands: [ or [[."""
-    while node.parent is not None and node.type != "test_command":
-        node = node.parent
-    return node.children[0].type
 
 
 def _integer(text: str) -> int:
@@ -1036,8 +936,8 @@ OPERATORS = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
-    "/": lambda left, right: int(left / right),  # bash rounds towards zero
-    "%": math.fmod,
+    "/": lambda left, right: abs(left) // abs(right) * (1 if left * right >= 0 else -1),  # bash rounds towards zero
+    "%": lambda left, right: abs(left) % abs(right) * (1 if left >= 0 else -1),
     "<": operator.lt,
     ">": operator.gt,
     "<=": operator.le,
@@ -1050,38 +950,17 @@ OPERATORS = {
 
 
 def _computed(script: Script, node: Node) -> int:
-    """The value of ((…)) or $((…)), whose assignment is done; of several, none is known.
+    """The value of ((…)) or $((…)). What it sets is unknown.
 
     Raises:
-        Undecided: as `number_of`.
+        Undecided: as `number_of`, or it sets a variable.
     """
-    whole, sets = node.named_children, list(_set_in(node))
-    if len(whole) == 1 and not sets:
-        return number_of(script, whole[0])
-    if not whole:
+    names = list(_set_in(node))
+    for name in names:
+        script.store(name, script.unknown(node, f"{_text(node)}: what arithmetic sets is not followed", name))
+    if names or len(node.named_children) != 1:
         raise Undecided
-    top = whole[0]
-    target, sign = top.children[0], top.children[1 if len(top.children) > 1 else 0].type
-    try:
-        if len(whole) > 1 or len(sets) > 1 or target.type != "variable_name":
-            raise Undecided
-        before = number_of(script, target) if sign != "=" else 0
-        if top.type == "postfix_expression":
-            value, after = before, before + (1 if sign == "++" else -1)
-        elif sign == "=":
-            value = after = number_of(script, top.children[2])
-        elif sign[:-1] in ("+", "-", "*") and top.type == "binary_expression":
-            value = after = OPERATORS[sign[:-1]](before, number_of(script, top.children[2]))
-        else:
-            raise Undecided
-        if abs(after) >= 2**63:
-            raise Undecided
-    except Undecided:
-        for name in sets:
-            script.store(name, script.unknown(node, name=name))
-        raise
-    script.store(sets[0], str(after))
-    return value
+    return number_of(script, node.named_children[0])
 
 
 def _set_in(node: Node) -> Iterator[str]:
@@ -1224,6 +1103,8 @@ def _expanded(script: Script, node: Node, quoted: bool) -> Iterator[tuple[list[s
 
 
 def _value(script: Script, node: Node, name: str, default: bool = False) -> str | list[str]:
+    if name in ("@", "*", "#") or WHOLE.fullmatch(name):
+        script.used |= {it for it in script.settings if WHOLE.fullmatch(it)}
     if name in ("@", "*"):
         return list(script.arguments)
     if name == "#":
@@ -1262,8 +1143,8 @@ def _braced(script: Script, node: Node) -> str | list[str]:
         return script.unknown(node) if isinstance(value, str) and script.reasons_in(value) else str(len(value))
     if absent:
         return _or_default(script, node, name, sign, value, operand)
-    if isinstance(value, list) and sign == ":" and WHOLE.fullmatch(operand):
-        return value[max(0, int(operand) - (name in ("@", "*"))) :]
+    if isinstance(value, list) and sign == ":":
+        return _slice(script, node, value, rest, first=int(name in ("@", "*")))
     if isinstance(value, list) or not sign:
         return script.unknown(node) if sign else value
     if script.reasons_in(value + operand):
@@ -1275,15 +1156,24 @@ def _braced(script: Script, node: Node) -> str | list[str]:
     return script.unknown(node, f"{_text(node)} is not understood") if changed is None else changed
 
 
+def _slice(script: Script, node: Node, value: list[str], rest: Sequence[Node], first: int) -> str | list[str]:
+    """${NAME[@]:1} and ${NAME[@]:0:2}; `first` is the number of the first word."""
+    numbers = [text_of(script, child) for child in rest if child.is_named]
+    if not all(map(WHOLE.fullmatch, numbers)) or not first <= int(numbers[0]):
+        return script.unknown(node, f"{_text(node)} is not understood")
+    start = int(numbers[0]) - first
+    return value[start:] if len(numbers) == 1 else value[start : start + int(numbers[1])]
+
+
 def _element(script: Script, node: Node, text: str, absent: bool) -> str | list[str]:
     """${NAME[@]} or ${NAME[2]}."""
     name, index = _text(node.named_children[0]), text_of(script, node.named_children[1])
     if name not in script.variables and not absent:
         return script.unknown(node, f"the array {name} is not set in the script")
-    values = _as_list(script.variables.get(name))
+    values, why = _as_list(script.variables.get(name)), f"{text} is not followed; write its value out"
     if index in ("@", "*"):
         return values
-    return values[int(index)] if WHOLE.fullmatch(index) and int(index) < len(values) else script.unknown(node)
+    return values[int(index)] if WHOLE.fullmatch(index) and int(index) < len(values) else script.unknown(node, why)
 
 
 def _or_default(script: Script, node: Node, name: str, sign: str, value: str | list[str], operand: str):
@@ -1300,7 +1190,7 @@ def _or_default(script: Script, node: Node, name: str, sign: str, value: str | l
 
 
 def _changed(script: Script, value: str, sign: str, operand: str, words: list[str]) -> str | None:
-    """A value after ${NAME,,}, ${NAME#pattern}, ${NAME/pattern/text} or ${NAME:1:2}; None for what is not read."""
+    """A value after ${NAME,,}, ${NAME#pattern} or ${NAME/pattern/text}; None for what is not read."""
     if sign in ("^^", ",,"):
         return value.upper() if sign == "^^" else value.lower()
     places, raw = range(len(value) + 1), "".join(words[1:])
@@ -1317,9 +1207,6 @@ def _changed(script: Script, value: str, sign: str, operand: str, words: list[st
         pattern, text = (part.replace("\\/", "/") for part in (found[1], found[2] or ""))
         script.spend(len(value) * max(len(pattern), len(text)))
         return value.replace(pattern, text, -1 if sign == "//" else 1)
-    if sign == ":" and all(map(WHOLE.fullmatch, words[1::2])):
-        start = int(words[1])
-        return value[start : start + int(words[3])] if len(words) > 3 else value[start:]
     return None
 
 

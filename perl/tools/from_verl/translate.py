@@ -148,7 +148,7 @@ def _note(result: Translation, key: str, outcome: Outcome) -> None:
             result.notes.append(f"{key}: {outcome.note}")  # once, where several keys come to the same
     elif isinstance(outcome, NoEffect):
         result.no_effect[key] = outcome.why
-    elif VALIDATION.fullmatch(key):
+    elif VALIDATION.fullmatch(key) and handler_of(key) is not None:
         result.no_effect[key] = f"left out: {outcome.why}"
         result.notes.append(f"warning: {key}={result.values[key]} is left out of the validation: {outcome.why}")
     else:

@@ -248,5 +248,9 @@ def parallel_of(device: Device, count: int) -> Parallel:
         raise UserError(f"ACCELERATE_CONFIG={chosen}: not a readable YAML file; take one of {CONFIG_FOLDER}") from error
     if count == 1 and not chosen:
         return "single"
+    if chosen and (kind := path.stem.partition("_")[0]) != device.kind and kind in CONFIGS:
+        raise UserError(
+            f"ACCELERATE_CONFIG={chosen}: is for {kind}, this plan for {device.name}; name its --device, or unset it"
+        )
     names: dict[str, Any] = {"DEEPSPEED": f"zero{stage}", "FSDP": "fsdp2"}
     return names.get(content.get("distributed_type"), "ddp")

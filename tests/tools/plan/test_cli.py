@@ -135,6 +135,14 @@ def test_the_accelerate_file_of_the_environment_decides(plan, monkeypatch):
     assert json.loads(plan(*flags, "--parallel", "zero3"))["parallel"] == "zero3"
 
 
+def test_the_accelerate_file_of_another_kind_of_device_is_one_line(plan, monkeypatch):
+    file = ROOT / "scripts" / "accelerate" / "npu_zero3.yaml"
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
+    with pytest.raises(UserError) as error:
+        plan(RECIPE, MODEL, QWEN, "--device", "cpu")
+    assert str(error.value).startswith(f"ACCELERATE_CONFIG={file}: is for npu, this plan for cpu")
+
+
 TORN = '{"model_type": "qwen2", "hidden_size": 35'
 IMAGES = json.dumps({"model_type": "qwen2_vl"})
 OTHER = json.dumps({"model_type": "gpt2", "n_layer": 2})
