@@ -193,6 +193,7 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
         engine=rollout.engine,
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
+        greedy=ALGORITHMS[config.algorithm.name].greedy,
         critic=critic_of(config) is not None,
         vllm_share=training.vllm_gpu_memory_utilization if training.use_vllm else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),

@@ -42,6 +42,15 @@ def test_all_weights_of_a_recipe(plan):
     assert "all trained" in " ".join(plan(RECIPE, *flags, MODEL, QWEN).split())  # a long path breaks the line
 
 
+def test_remax_draws_a_greedy_completion_of_each_prompt(plan):
+    caches = []
+    for name in ("rloo", "remax"):
+        flags = ("--config.algorithm.name", name, "--config.training.num_generations", "2", "--device", "cpu")
+        found = json.loads(plan(RECIPE, *flags, MODEL, QWEN, "--json"))
+        caches += [item["bytes"] for item in found["items"] if item["name"] == "KV cache"]
+    assert caches[1] == 1.5 * caches[0]
+
+
 def test_a_7b_recipe_from_config_json_alone(tmp_path):
     """The folder holds nothing else: no weights, no tokenizer, and the recipe's data set is not read."""
     (tmp_path / "config.json").write_text(Path(QWEN).read_text())
