@@ -1,6 +1,7 @@
 """python -m perl plan: the real command, in a process of its own where that matters."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,9 @@ def plan(capsys):
     return run
 
 
-def process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "perl", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+def process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "-m", "perl", "plan", *arguments], {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120, env=env)
 
 
 def test_all_weights_of_a_recipe(plan):
@@ -180,7 +181,7 @@ MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden
         (["--method", "rl"], None, "--method: unknown method 'rl'"),
         (["--config.training.nothing", "3"], None, "unknown flag --config.training.nothing"),
         ([MODEL, "no/where/at_all"], None, "no such folder"),
-        ([MODEL, "perl-tests/not-there"], None, "the hub gave no config.json"),
+        ([MODEL, "perl-tests/not-there"], None, "the hub gave nothing"),
     ],
     ids=lambda value: None,
 )
@@ -191,6 +192,14 @@ def test_mistakes_are_one_line(flags, config, message, tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         main(["plan", RECIPE, MODEL, str(tmp_path) if config is not None else QWEN, *flags])
     assert message in str(error.value)
+
+
+def test_a_hub_that_does_not_answer_is_one_line():
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "PERL_USE_MODELSCOPE": ""}
+    done = process(RECIPE, "--device", "910b", MODEL, "perl-tests/not-there", **nobody)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if "real_accelerator" not in line)
+    assert line.startswith(f"error: {MODEL} perl-tests/not-there: no such folder, and the hub gave nothing (")
 
 
 def test_a_recipe_that_is_not_there():
