@@ -72,7 +72,8 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
     folder = user_path(model)
     if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         if not (folder / "config.json").is_file():
-            hint = "; it holds an adapter, write it after --adapter" if (folder / ADAPTER_CONFIG).is_file() else ""
+            adapter = "--adapter" if flag == "--model" else "--config.peft.adapter"
+            hint = f"; it holds an adapter, write it after {adapter}" if (folder / ADAPTER_CONFIG).is_file() else ""
             raise UserError(f"{flag} {model}: no config.json in this folder{hint}")
         require_plain_data(folder, f"{flag} {model}")
         return folder
