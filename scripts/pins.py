@@ -8,7 +8,6 @@ holds. Ascend's files are asked for aarch64 and Python 3.11, whatever runs here.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
@@ -27,6 +26,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from perl.base.errors import UserError, report_errors
+from perl.config.parser import Parser
 from perl.tools.doctor.versions import SET, TABLE, release
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -261,8 +261,8 @@ def _as_json(rows: list[Row]) -> str:
     )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="What of this checkout's pins has moved in pip's package registry.")
+def make_parser() -> Parser:
+    parser = Parser(description="What of this checkout's pins has moved in pip's package registry.")
     parser.add_argument("--json", action="store_true", help="print one JSON list, of all pins, instead of a table")
     return parser
 

@@ -52,6 +52,11 @@ def test_help_explains_every_flag(capsys):
         assert flag in text
 
 
+def test_what_is_missing_is_named_as_it_is_written():
+    with pytest.raises(UserError, match=r"^missing: --model, --dataset; see --help$"):
+        main([])
+
+
 def test_use_vllm_is_a_switch():
     common = ["--model", "m", "--dataset", "gsm8k"]
     assert parse(common).use_vllm is False

@@ -217,7 +217,8 @@ def stopped_by_sigterm(message: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_ERRORS = (*FULL, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 """What a disk that is full, broken or not to be written to makes of a write."""
 
 
@@ -231,13 +232,16 @@ DISK_WORDS = re.compile(
 def _disk_refuses(error: Exception) -> str | None:
     """One line where a file could not be written because of the disk; None for any other error. The libraries that
     write tensors have errors of their own for it."""
-    advice = "what was written before stays: make room, and go on (a training with resume_from_checkpoint auto)"
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return f"{error.filename or 'a file'}: {error.strerror}; {advice}"
-    if not isinstance(error, OSError) and (refusal := DISK_WORDS.search(text)):
-        return f"a file could not be written ({refusal[0]}); {advice}"
-    return None
+        said, full = f"{error.filename or 'a file'}: {error.strerror}", error.errno in FULL
+    elif not isinstance(error, OSError) and (refusal := DISK_WORDS.search(text)):
+        said, full = f"a file could not be written ({refusal[0]})", "Read-only" not in refusal[0]
+    else:
+        return None
+    if not full:
+        return f"{said}; give another place, or this user the right to it"
+    return f"{said}; what was written before stays: make room, and go on (a training with resume_from_checkpoint auto)"
 
 
 def _stdout_is_closed() -> bool:

@@ -82,6 +82,9 @@ class Parser(ArgumentParser):
             if flag is None:
                 return f"unexpected argument {words[0]!r}: every value follows its flag"
             return self._unknown(flag.split("=")[0])
+        if match := re.match(r"the following arguments are required: (.*)", message):
+            flags = {known.removeprefix("--"): known for known in self.known_flags()}
+            return f"missing: {', '.join(flags.get(name, name) for name in match[1].split(', '))}; see --help"
         if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
             return self._unknown(f"--{match[1]}.{match[2]}")
         if match := re.search(r"[Pp]arser key \"([\w.]+)\": Unable to load config \"(.*?)\"", message):

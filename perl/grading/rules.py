@@ -48,17 +48,17 @@ _TEX_FRACTION = rf"(?:\\[dtc]?frac(?:\s*+(?:\d|\{{{_GROUP}\}})){{2}}|\{{[^{{}}\\
 _BLANK = r"(?:[ \t~]|\\[,;:!])"
 _NUMERAL = rf"(?:-{_CURRENCY}|\\?[$€£¥]-?|)(?:{_UNSIGNED})(?:[eE]-?\d{{1,3}}(?!\w))?+(?!\d|\.\d|,\d{{3}})"
 _MIXED = rf"(?:{_BLANK}?{_TEX_FRACTION}|[ ]\d++[ ]?/[ ]?\d++|[½¼¾⅓⅔])"
-_ROOT = r"(?:\\sqrt|√)[\s{(]*+"
+_FUNCTION = r"(?:\\(?:sqrt|log|ln|exp|sin|cos|tan|lfloor|lceil|binom)(?![A-Za-z])(?:_\{?\d\}?)?+|√)[\s{(]*+"
 _OPERATOR = r"(?:[-+*×·⋅÷/±x]|\*\*)"
-# A number, a root or a fraction, with the arithmetic behind it.
+# A number, a function of one or a fraction, with the arithmetic behind it.
 _EXPRESSION = re.compile(
-    rf"""(?:(?<![\w^])(?<!\^[-{{])(?<!\d\.)(?<![)\]}}](?=-))(?P<number>{_NUMERAL})|{_ROOT}{_NUMERAL}[)}}]?+|{_TEX_FRACTION})
+    rf"""(?:(?<![\w^])(?<!\^[-{{])(?<!\d\.)(?<![)\]}}](?=-))(?P<number>{_NUMERAL})|{_FUNCTION}{_NUMERAL}[)}}]?+|{_TEX_FRACTION})
     (?P<more>(?:{_MIXED}|(?:\\?[)\]}}$%])*+(?:
         [ ]?\^[ ]?[{{(]?-?\d*+[)}}]?+|[²³⁰¹⁴-⁹]
         # An operator has blanks on both sides or on none: `18** 3` ends bold text, `18 -3` are two numbers.
         |(?:{_BLANK}++{_OPERATOR}{_BLANK}++|{_OPERATOR}|:|(?<=[\d)}}])(?=[({{√]|\\sqrt)
           |{_BLANK}*+\\(?:times|cdot|div|pm|[bp]?mod)(?![A-Za-z]){_BLANK}*+)
-         (?:\\?[(\[{{$])*+(?:{_ROOT})?+(?:{_NUMERAL}|{_TEX_FRACTION})
+         (?:\\?[(\[{{$])*+(?:{_FUNCTION})?+(?:{_NUMERAL}|{_TEX_FRACTION})
     ))*+)""",
     re.VERBOSE,
 )
@@ -67,7 +67,7 @@ _ONE_NUMBER = re.compile(
 )
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 _HEADING = re.compile(r"[*_\s]*+(?:step|part|case|method|question|solution|explanation|note)\b", re.IGNORECASE)
-_CONTRADICTION = re.compile(r"\b(?:or|not|any|every|either)\b|\\(?:neq?|text\{\s*or)\b|[<>≤≥≠]")
+_CONTRADICTION = re.compile(r"\b(?:or|not|any|every|either|all of(?= \d))\b|\\(?:neq?|text\{\s*or)\b|[<>≤≥≠]")
 # What a statement may hold around its number, in the notation of stated.tidy: words, a percent sign, an aside.
 _STATED_NUMBER = re.compile(
     rf"(?P<before>(?:[A-Za-z']++[:,.]?\s++)*+)(?:dollars!\s)?[(\[]?(?P<number>-?\s?(?:{_UNSIGNED})(?:\s\d{{3}}\b)*+)[)\]]?"

@@ -253,7 +253,7 @@ _IS_NAME = re.compile(
     rf"(?:[A-Za-z ]*\s)?{_NAME}'?|\\(?:mathbf|vec|overrightarrow|mathbb|mathcal)\s?\{{[A-Za-z]+\}}"
     r"|\\(?:sin|cos|tan|angle)\s?[A-Z]+"
 )
-_QUANTIFIER = re.compile(r"\b(?:any|every|either|not)\s")
+_QUANTIFIER = re.compile(r"\b(?:any|every|either|not|all of(?= \d))\s")
 _OPEN, _CLOSE = re.compile(r"\\\{|\\langle|\\begin|[(\[{]"), re.compile(r"\\\}|\\rangle|\\end|[)\]}]")
 _TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
 _ORDER = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|\\ne(?![a-z])|<|>")

@@ -72,15 +72,12 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
     folder = user_path(model)
     if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         if not (folder / "config.json").is_file():
-            hint = "; it holds an adapter, write it after --adapter" if (folder / ADAPTER_CONFIG).is_file() else ""
+            adapter = "--adapter" if flag == "--model" else "--config.peft.adapter"
+            hint = f"; it holds an adapter, write it after {adapter}" if (folder / ADAPTER_CONFIG).is_file() else ""
             raise UserError(f"{flag} {model}: no config.json in this folder{hint}")
         require_plain_data(folder, f"{flag} {model}")
         return folder
-    if model.count("/") != 1 or model.startswith((".", "~", "/")) or os.path.exists(folder):
-        raise UserError(
-            f"{flag} {model}: no such folder; write the folder of a model, or a hub name such as Qwen/Qwen2.5-7B"
-        )
-    folder = _download(model, flag)
+    folder = from_hub(model, flag)
     require_plain_data(folder, f"{flag} {model}")
     return folder
 
@@ -122,23 +119,27 @@ def _weight_files(folder: Path, where: str) -> list[str]:
     return files
 
 
-def _download(model: str, flag: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.py")
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.py"]
+
+def from_hub(model: str, flag: str, files: Sequence[str] = MODEL_FILES) -> Path:
+    """The folder in the hub's cache with these files of `model`, fetched where they are not there."""
+    if model.count("/") != 1 or model.startswith((".", "~", "/")) or os.path.exists(user_path(model)):
+        raise UserError(
+            f"{flag} {model}: no such folder; write the folder of a model, or a hub name such as Qwen/Qwen2.5-7B"
+        )
     variable = modelscope_variable()
     try:
         if variable:
-            import modelscope  # pyright: ignore[reportMissingImports]
-
-            return Path(modelscope.snapshot_download(model, allow_patterns=patterns))
-        return Path(snapshot_download(model, allow_patterns=patterns))
+            from modelscope import snapshot_download  # pyright: ignore[reportMissingImports]
+        else:
+            from huggingface_hub import snapshot_download
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except ImportError as error:
         raise UserError(
             f"{flag} {model}: {variable} is set, but modelscope is not installed; pip install modelscope"
         ) from error
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # the hubs have a class of error for each of a dozen causes
         raise UserError(
             f"{flag} {model}: no such folder, and the hub gave nothing ({type(error).__name__});"
             " write the path of a model's folder"

@@ -17,6 +17,7 @@ from perl.base.errors import UserError
 
 Row = dict[str, Any]
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+_WRITE = f"write a file of rows ({', '.join(SUFFIXES)}), or a folder"
 LONGEST_ROW = 64 << 20
 """Characters of one row; images as base64 are the longest that there are."""
 TOO_LONG = f"a row of more than {LONGEST_ROW >> 20} million characters; is this a file of rows?"
@@ -32,12 +33,12 @@ def find_files(path: Path, split: str | None) -> list[Path]:
     """The files of `path` that hold `split`: the file itself, or in a folder `<split>.parquet` and the like, or the
     shards `<split>-00000-of-00002.parquet`. Without a split, a folder's test files, else its train files."""
     if not os.path.exists(path):  # Path.exists raises for a name that is too long
-        raise UserError(f"{path}: no such file or folder")
+        raise UserError(f"{path}: no such file or folder; {_WRITE}")
     if path.is_file():
         check_suffix(path)
         return [path]
     if not path.is_dir():
-        raise UserError(f"{path}: is a device or a pipe; write a file of rows ({', '.join(SUFFIXES)}), or a folder")
+        raise UserError(f"{path}: is a device or a pipe; {_WRITE}")
     for folder in (path, *(path / name for name in _SUBFOLDERS)):
         files = sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
         for name in [split] if split else ["test", "train"]:

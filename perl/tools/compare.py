@@ -71,10 +71,7 @@ def compare_evaluations(args: argparse.Namespace, a: list[Path], b: list[Path]) 
         if not is_evaluation(path) and is_training(path):
             raise UserError(f"{flag} {path}: is a training, and the other one an evaluation; write two of one kind")
     comparison = compare(other, this, flags=("A", "B"))
-    try:
-        write_json(this / COMPARE, comparison)
-    except OSError as error:
-        raise UserError(f"{this / COMPARE}: {error.strerror}") from error
+    write_json(this / COMPARE, comparison)
     if args.json:
         print(json.dumps(comparison, ensure_ascii=False))
     else:

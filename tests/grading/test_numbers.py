@@ -37,6 +37,7 @@ HEDGES = [
     "5 million", "5 dozen", "5 hundred", "5²", "5½", "5 1/2", "5 \\frac{1}{2}", "5:30", "5 over 4", "5_6", "5_000",
     "5 5", "5^{\\circ} 30'", "101_2", "5\\ldots", "\\{5,6\\}", "[0,5]", "(5,6)", "5\\pm 1", "5 / 6", "all of 1, 2, 5",
     "5 \\text{ less than } 7", "5 \\text{ tenths}", "20 \\to 5", "20 \\Rightarrow 5", "5 \\text{ or so}", "any x = 5",
+    "all of 1..1000 = 5",
     "5 dollars or 6 dollars", "either 5", "5 \\text{ choose } 3", "5,000", "50\\%", "0.5", "-5", "5k", "5 thousand",
 ]  # fmt: skip
 # What states 5.
@@ -155,6 +156,12 @@ def test_no_operand_of_the_last_expression_is_the_answer(accepted):
         "20 - $5",
         "2(3)",
         "20-2",
+        "\\log 0",
+        "\\ln{0}",
+        "\\log_2 8",
+        "\\sin(0)",
+        "\\binom{5}{2}",
+        "\\lfloor 5 \\rfloor",
     ]
     golds = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "10", "15", "18", "20", "30", "-1", "-4", "-10", "-20"]
     assert accepted("gsm8k", [(gold, f"So it is {text}.") for text in texts for gold in golds]) == []

@@ -236,7 +236,7 @@ def test_mistakes_are_one_line(tmp_path):
     write_results(result / "gsm8k", [record("0-0")])
     (tmp_path / "empty").mkdir()
     for arguments, said in (
-        ([run], "arguments are required: B"),
+        ([run], "missing: B; see --help"),
         ([run, str(tmp_path / "none")], r"^B .*none: no such file"),
         ([run, str(tmp_path / "empty")], r"^B .*empty: no log of a training"),
         ([run, other, "--window", "0"], r"^--window 0: write 1 or more"),

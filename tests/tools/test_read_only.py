@@ -13,7 +13,7 @@ from rich.console import Console
 from perl.__main__ import main
 from perl.base.errors import UserError, report_errors
 from perl.evaluation.store import locked
-from perl.models.folders import written_whole
+from perl.models.folders import content_hash, written_whole
 from perl.runs.rundir import check_folder, held
 from perl.scoring.results import COMPARE
 from perl.tools.stages import alone
@@ -24,12 +24,19 @@ VERL = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
 
 @pytest.fixture
 def place(tmp_path):
-    """rows.jsonl, the evaluation a, and disk/, which binds root too: the evaluation b and an adapter."""
+    """Rows in files, the evaluation a, and disk/, which binds root too: the evaluation b and their adapter."""
     (tmp_path / "rows.jsonl").write_text('{"gold": "3", "output": "#### 3"}\n')
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 2", "answer": "#### 3"}\n')
+    adapter = tmp_path / "disk" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").touch()
+    scored = summary([record("a")], 1, adapter_hash=content_hash(adapter))
     for name in ("a", "disk/b"):
         (tmp_path / name / "sums").mkdir(parents=True)
         (tmp_path / name / "sums" / "samples.jsonl").write_text(json.dumps(record("a")) + "\n")
-        (tmp_path / name / "sums" / "summary.json").write_text(json.dumps(summary([record("a")], 1)))
+        (tmp_path / name / "sums" / "summary.json").write_text(json.dumps(scored))
+        (tmp_path / name / "sums" / "run.json").write_text("{}")
     disk = str(tmp_path / "disk")
     try:
         subprocess.run(["mount", "--bind", disk, disk], check=True, capture_output=True)
@@ -51,9 +58,12 @@ def files(folder: Path) -> set[Path]:
     [
         (["report", "disk/b"], "disk/b/report.html", 2),
         (["report", "a", "--output", "disk/page.html"], "disk/page.html", 2),
-        (["compare", "a", "disk/b"], f"disk/b/{COMPARE}", 2),
+        (["compare", "a", "disk/b"], f"disk/b/{COMPARE}", 1),
         (["grade", "--task", "gsm8k", "--input", "rows.jsonl", "--output", "disk/rows.jsonl"], "disk/rows.jsonl", 1),
         (["from-verl", "--output", "disk/recipe.yaml", VERL], "disk/recipe.yaml", 1),
+        (["card", "disk/adapter", "--results", "a"], "disk/adapter/README.md", 1),
+        (["prepare", "gsm8k", "--source", "train.jsonl", "--local_save_dir", "disk"], "disk/train.parquet", 1),
+        (["prepare", "gsm8k", "--source", "train.jsonl", "--local_save_dir", "disk/x"], "--local_save_dir disk/x", 2),
     ],
 )
 def test_a_tool_that_cannot_write_its_output(place, monkeypatch, capsys, words, named, code):
@@ -66,7 +76,8 @@ def test_a_tool_that_cannot_write_its_output(place, monkeypatch, capsys, words, 
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert named in said
-    assert "Read-only file system" in said
+    assert "Read-only file system; " in said
+    assert "make room" not in said
     assert files(place) == before
 
 

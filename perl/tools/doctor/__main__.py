@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from perl.base.errors import report_errors
+from perl.base.errors import UserError, report_errors
 from perl.tools.doctor.cli import add_arguments, run
 
 
@@ -14,7 +14,10 @@ def main() -> int:
         epilog="Exit code 0: nothing fails; 1: something fails; 2: the doctor could not run.",
     )
     add_arguments(parser)
-    return run(parser.parse_args())
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        raise UserError(f"unknown argument {unknown[0]!r}; known: --json, --fix-hints")
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,11 @@ from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
-from perl.models.folders import modelscope_variable, reason_of, require_sizes
+from perl.models.folders import from_hub, reason_of, require_sizes
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape
 
 MODEL_FLAG = "--config.model.model_name_or_path"
-HUB_TIMEOUT_S = 5.0
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Of a layer of Llama's family; with others in it the formulas would count wrong."""
 OF_OTHER_SHAPE = ("dora", "vera", "miss", "ia3", "ln_tuning", "hra", "oft")
@@ -37,7 +36,8 @@ def read_config(model: str) -> Any:
     from transformers import AutoConfig
 
     path = user_path(model)
-    file = path / "config.json" if path.is_dir() else path if path.exists() else _from_hub(model)
+    folder = path if path.exists() else from_hub(model, MODEL_FLAG, ["config.json"])
+    file = folder / "config.json" if folder.is_dir() else folder
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -54,30 +54,6 @@ def read_config(model: str) -> Any:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # each class of configuration has checks, and errors, of its own
         raise UserError(f"{MODEL_FLAG} {file}: transformers cannot read it: {reason_of(error)}") from error
-
-
-def _from_hub(model: str) -> Path:
-    """config.json in the hub's cache, fetched where it is not there."""
-    if model.count("/") != 1 or model.startswith((".", "~", "/")):
-        raise UserError(f"{MODEL_FLAG} {model}: no such folder; write a model's folder, its config.json, or a hub name")
-    variable = modelscope_variable()
-    try:
-        if variable:
-            from modelscope import model_file_download  # pyright: ignore[reportMissingImports]
-
-            return Path(model_file_download(model, "config.json"))
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(model, "config.json", etag_timeout=HUB_TIMEOUT_S))
-    except ImportError as error:
-        raise UserError(
-            f"{MODEL_FLAG} {model}: {variable} is set, but modelscope is not installed; pip install modelscope"
-        ) from error
-    except Exception as error:  # the hubs have a class of error for each of a dozen causes
-        raise UserError(
-            f"{MODEL_FLAG} {model}: no such folder, and the hub gave no config.json ({type(error).__name__});"
-            " write the path of a config.json"
-        ) from error
 
 
 def critic_of(config: Config | SFTRunConfig) -> CriticConfig | None:
@@ -193,6 +169,7 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
         engine=rollout.engine,
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
+        greedy=ALGORITHMS[config.algorithm.name].greedy,
         critic=critic_of(config) is not None,
         vllm_share=training.vllm_gpu_memory_utilization if training.use_vllm else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),

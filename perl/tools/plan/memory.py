@@ -116,6 +116,8 @@ class Job:
     vllm_sleeps: bool = False
     vllm_devices: int = 1
     """vllm_tensor_parallel_size."""
+    greedy: bool = False
+    """A greedy completion of each prompt is drawn too, and not trained on (ReMax)."""
     critic: bool = False
     """The rows are computed twice, by the policy and by a critic on its base."""
     full: bool = False
@@ -129,8 +131,18 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Completions that a process samples at once."""
+        """Completions of a rollout, on a process, that are trained on."""
         return self.micro_batch * self.steps_per_generation
+
+    @property
+    def prompts(self) -> int:
+        """Of these rows at most: a group that is not whole may lie on two processes."""
+        return self.rows // self.group if self.rows % self.group == 0 else (self.rows - 2) // self.group + 2
+
+    @property
+    def sampled(self) -> int:
+        """Completions that a process samples at once."""
+        return min(self.rows + (self.prompts if self.greedy else 0), MAX_NUM_SEQS)
 
     @property
     def update_rows(self) -> int:
@@ -254,13 +266,13 @@ def _rollout(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item
         yield Item("weights in oneDNN's layout", 4 * shape.linear, "rollout")
         free -= 4 * shape.linear
     size = job.sampled_bytes
-    prompts = max(1, min(-(-job.rows // job.group), PREFILL_TOKENS // job.prompt))
+    prompts = max(1, min(job.prompts, PREFILL_TOKENS // job.prompt))
     layer = (3 * shape.intermediate + 2 * shape.hidden) * size + 4 * shape.hidden + a_token(shape, job)
     prefill = prompts * (job.prompt * layer + 4 * shape.vocabulary)
     cache = kv_cache(shape, job, device, free)
     yield Item("KV cache", cache, "rollout")
     yield Item("prefill", prefill, "rollout", True)
-    logits = min(job.rows, MAX_NUM_SEQS) * shape.vocabulary * (4 * 4 + (12 + 3 * 4 if job.truncates else 0))
+    logits = job.sampled * shape.vocabulary * (4 * 4 + (12 + 3 * 4 if job.truncates else 0))
     yield Item("decode step (logits)", logits + (0 if device.cpu else cache // shape.layers), "rollout", True)
 
 
@@ -276,7 +288,7 @@ def kv_cache(shape: Shape, job: Job, device: Device, free: int) -> int:
     bound = job.max_batch_tokens
     if bound is None and block > 1:
         bound = max(0, int(free * CACHE_SHARE)) // a_token(shape, job)
-    tokens = min(job.rows, MAX_NUM_SEQS) * -(-job.length // block) * block
+    tokens = job.sampled * -(-job.length // block) * block
     return (tokens if bound is None else min(tokens, bound)) * a_token(shape, job)
 
 
@@ -304,7 +316,7 @@ def micro_batch(job: Job) -> Micro:
         rows = min(job.update_rows, max(1, job.max_tokens * group // (shared + group * unshared)))
     prompts = -(-rows // group)
     if math.gcd(job.steps_per_generation, job.accumulation) < job.steps_per_generation:
-        prompts = min(rows, -(-job.rows // group))  # several updates of a rollout: TRL has shuffled its rows
+        prompts = min(rows, job.prompts)  # several updates of a rollout: TRL has shuffled its rows
     if not job.critic and (not job.packed or prompts == rows):
         return Micro(rows * job.length, rows * job.length, rows * job.length)
     copies = 2 if job.critic else 1

@@ -109,6 +109,11 @@ def test_as_json(configured, checkout, capsys):
     ]
 
 
+def test_an_unknown_flag_is_one_line():
+    with pytest.raises(UserError, match=r"^unknown flag --jsno; did you mean --json\?$"):
+        pins.make_parser().parse_args(["--jsno"])
+
+
 def test_every_pin_of_this_repository_is_read():
     found = {(pin.where, pin.name): pin for pin in pins.pins_of(REPOSITORY)}
     assert {where for where, _ in found} >= {

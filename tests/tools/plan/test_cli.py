@@ -1,6 +1,7 @@
 """python -m perl plan: the real command, in a process of its own where that matters."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,9 @@ def plan(capsys):
     return run
 
 
-def process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "perl", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+def process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "-m", "perl", "plan", *arguments], {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120, env=env)
 
 
 def test_all_weights_of_a_recipe(plan):
@@ -40,6 +41,15 @@ def test_all_weights_of_a_recipe(plan):
     assert held["float32 copy of the weights"] == 4 * 7_615_616_512 // 8
     assert held["optimizer (AdamW)"] == 8 * 7_615_616_512 // 8
     assert "all trained" in " ".join(plan(RECIPE, *flags, MODEL, QWEN).split())  # a long path breaks the line
+
+
+def test_remax_draws_a_greedy_completion_of_each_prompt(plan):
+    caches = []
+    for name in ("rloo", "remax"):
+        flags = ("--config.algorithm.name", name, "--config.training.num_generations", "2", "--device", "cpu")
+        found = json.loads(plan(RECIPE, *flags, MODEL, QWEN, "--json"))
+        caches += [item["bytes"] for item in found["items"] if item["name"] == "KV cache"]
+    assert caches[1] == 1.5 * caches[0]
 
 
 def test_a_7b_recipe_from_config_json_alone(tmp_path):
@@ -179,7 +189,7 @@ MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden
         (["--method", "rl"], None, "--method: unknown method 'rl'"),
         (["--config.training.nothing", "3"], None, "unknown flag --config.training.nothing"),
         ([MODEL, "no/where/at_all"], None, "no such folder"),
-        ([MODEL, "perl-tests/not-there"], None, "the hub gave no config.json"),
+        ([MODEL, "perl-tests/not-there"], None, "the hub gave nothing"),
     ],
     ids=lambda value: None,
 )
@@ -190,6 +200,14 @@ def test_mistakes_are_one_line(flags, config, message, tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         main(["plan", RECIPE, MODEL, str(tmp_path) if config is not None else QWEN, *flags])
     assert message in str(error.value)
+
+
+def test_a_hub_that_does_not_answer_is_one_line():
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "PERL_USE_MODELSCOPE": ""}
+    done = process(RECIPE, "--device", "910b", MODEL, "perl-tests/not-there", **nobody)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if "real_accelerator" not in line)
+    assert line.startswith(f"error: {MODEL} perl-tests/not-there: no such folder, and the hub gave nothing (")
 
 
 def test_a_recipe_that_is_not_there():

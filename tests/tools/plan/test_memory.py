@@ -147,6 +147,17 @@ def test_the_cache_is_half_of_what_is_free():
     assert memory.kv_cache(shape, JOB, DEVICES["cpu"], free=0) == 8 * 12 * a_token  # the pages written to
 
 
+def test_greedy_completions_are_drawn_too():
+    """Eight rows of two prompts, and one more of each: 10 x 12 tokens, and logits of 10 x 100 numbers four times."""
+    job, cpu = replace(JOB, greedy=True), DEVICES["cpu"]
+    table = {item.name: item.bytes for item in items(SHAPE, job, cpu)}
+    assert table["KV cache"] == 10 * 12 * memory.a_token(SHAPE, job)
+    assert table["decode step (logits)"] == 10 * 100 * 16
+    of_three = replace(job, group=3)  # the second process draws the rows 8 to 15: of the prompts 2, 3, 4 and 5
+    assert (of_three.prompts, of_three.sampled) == (4, 12)
+    assert replace(job, steps_per_generation=128).sampled == memory.MAX_NUM_SEQS
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "zero2"])
 def test_the_cache_leaves_room_for_what_the_update_allocates(parallel):
     """As `update_memory` of perl.engines has it: gradients and Adam's moments, but not DeepSpeed's, which are there."""
