@@ -34,6 +34,12 @@ SKIPPED = 3
 """Steps at the start that are not counted: engines load, and nothing is drawn ahead yet."""
 
 
+REWARD = """def irregular(completion_ids, **columns):
+    return [sum((7 * i + 3) * token for i, token in enumerate(ids)) % 101 / 101 for ids in completion_ids]
+"""
+"""So that every group has a gradient."""
+
+
 def make_model(folder: Path) -> None:
     """The quickstart's architecture and tokenizer, larger, with random weights."""
     import torch
@@ -45,6 +51,7 @@ def make_model(folder: Path) -> None:
     config.update(sizes | {"num_key_value_heads": 6, "head_dim": 64, "layer_types": ["full_attention"] * 8})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART).save_pretrained(folder)
+    (folder / "reward.py").write_text(REWARD)
 
 
 def command(model: Path, run: Path, options: argparse.Namespace, processes: int, **flags: Any) -> list[str]:
@@ -65,7 +72,8 @@ def command(model: Path, run: Path, options: argparse.Namespace, processes: int,
         "training.save_strategy": "no",
         "training.report_to": "none",
         "training.disable_tqdm": "true",
-        "rollout.piece_size": 8,
+        "rollout.piece_size": 32,
+        "reward.functions": json.dumps([f"{model / 'reward.py'}:irregular"]),
         **{name.replace("__", "."): value for name, value in flags.items()},
     }
     given = [part for name, value in values.items() for part in (f"--config.{name}", str(value))]
@@ -115,7 +123,12 @@ def main() -> None:
             if side == "alone":
                 beside = command(folder / "model", folder / "beside", options, processes)
                 made.append(started(beside, folder / "beside.log", threads))
-            if any(process.wait() for process in made):
+            try:
+                failed = any(process.wait() for process in made)
+            finally:
+                for process in made:
+                    process.kill()
+            if failed:
                 sys.exit(f"{side}: {(folder / f'{run.name}.log').read_text()[-2000:]}")
             figures[side] = seconds(run)
             print(side, {name: round(value, 3) for name, value in figures[side].items()}, flush=True)
