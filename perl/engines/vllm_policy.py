@@ -186,9 +186,7 @@ class VLLMPolicyEngine(DrawingVLLM):
                     yield place - first, completion
 
     def not_comparable(self, sampling: Sampling) -> str | None:
-        if sampling.truncates or self.further:
-            return "of a truncated distribution"
-        return None
+        return not_comparable(sampling, self.further)
 
     def take_metrics(self) -> dict[str, float]:
         return {} if self.noise is None else {"aqn/sigma_realized": self.noise.realized_sigma}
@@ -280,6 +278,15 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("", 0))
         return one.getsockname()[1]
+
+
+def not_comparable(sampling: Sampling, further: Mapping[str, Any]) -> str | None:
+    """What the log-probabilities of such completions are, where they are not of all tokens.
+
+    Args:
+        further: the user's fields of SamplingParams.
+    """
+    return "of a truncated distribution" if sampling.truncates or further else None
 
 
 def quantization_of(policy: Any) -> str | None:
