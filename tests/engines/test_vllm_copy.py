@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from peft import get_peft_model
 
 from perl.adapters import ADAPTERS
 from perl.adapters.delivery import delivered, pack, unpacked
-from perl.config.schema import NoiseConfig, PeftConfig
+from perl.base.errors import UserError
+from perl.config.load import check_workers
+from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.engines.vllm import ENVIRONMENT
 from perl.engines.vllm_copy import outline, sent_digest
 from perl.models.folders import load_model
@@ -159,3 +162,20 @@ def test_what_a_trainer_says_that_it_sent_is_of_scale_adapter_and_noise(tmp_path
     assert len({digest(sender), *others}) == 5
     assert [list(weight.shape) for _, weight in outline(noise).held()] == [[64], [64]]
     assert all(weight.is_meta for _, weight in outline(noise).held())
+
+
+@pytest.mark.parametrize(
+    ("rollout", "tensor_parallel", "said"),
+    [
+        ({"engine": "vllm", "workers": 2, "piece_size": 4}, 1, None),
+        ({"engine": "vllm", "piece_size": 4}, 1, "without workers engine fast alone draws in pieces"),
+        ({"engine": "generate", "workers": 2}, 1, "workers draw with engine fast or vllm"),
+        ({"engine": "vllm", "workers": 2}, 2, "vllm_tensor_parallel_size 2: a worker has one device"),
+    ],
+)
+def test_what_workers_with_vllm_take(rollout, tensor_parallel, said):
+    values: Any = SimpleNamespace(
+        rollout=RolloutConfig(**rollout), training=SimpleNamespace(vllm_tensor_parallel_size=tensor_parallel)
+    )
+    with nullcontext() if said is None else pytest.raises(UserError, match=said):
+        check_workers(values)
