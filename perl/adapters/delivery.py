@@ -80,7 +80,7 @@ def base_digest(policy: Any) -> str:
     hashed = hashlib.sha256()
     for name, parameter in sorted(policy.named_parameters()):
         if not others & set(name.split(".")):
-            _add(hashed, name, parameter)
+            add_tensor(hashed, name, parameter)
     return hashed.hexdigest()
 
 
@@ -93,16 +93,17 @@ def digest(policy: Any, base: str, norms: Iterable[tuple[str, torch.Tensor]]) ->
     """
     hashed = hashlib.sha256(base.encode())
     for name, tensor in sorted(delivered(policy).items()):
-        _add(hashed, name, tensor)
+        add_tensor(hashed, name, tensor)
     for name, module in policy.named_modules():
         if isinstance(module, BaseTunerLayer) and ADAPTER in (scaling := getattr(module, "scaling", {})):
             hashed.update(f"{name} {float(scaling[ADAPTER])!r}".encode())
     for name, tensor in norms:
-        _add(hashed, name, tensor)
+        add_tensor(hashed, name, tensor)
     return hashed.hexdigest()
 
 
-def _add(hashed: Any, name: str, tensor: torch.Tensor) -> None:
+def add_tensor(hashed: Any, name: str, tensor: torch.Tensor) -> None:
+    """Its name, dtype, shape and bits. Every rank must come here where it is split."""
     full = whole(tensor).cpu().contiguous()
     hashed.update(f"{name} {full.dtype} {list(full.shape)}".encode())
     hashed.update(full.flatten().view(torch.uint8).numpy())

@@ -414,15 +414,21 @@ def check_values(values: Namespace) -> None:
 def check_workers(values: Namespace) -> None:
     """What cannot be drawn by workers, or ahead."""
     rollout = values.rollout
-    if rollout.workers and rollout.engine != "fast":
+    tensor_parallel = values.training.vllm_tensor_parallel_size
+    if rollout.workers and rollout.engine == "generate":
         raise UserError(
-            f"--config.rollout.workers {rollout.workers}: workers draw with engine fast; write --config.rollout.engine"
-            " fast, or --config.rollout.workers 0"
+            f"--config.rollout.workers {rollout.workers}: workers draw with engine fast or vllm; write"
+            " --config.rollout.engine fast, or --config.rollout.workers 0"
         )
-    if rollout.piece_size and rollout.engine != "fast":
+    if rollout.workers and rollout.engine == "vllm" and tensor_parallel > 1:
         raise UserError(
-            f"--config.rollout.piece_size {rollout.piece_size}: engine fast alone draws in pieces; leave it out, or"
-            " write --config.rollout.engine fast"
+            f"--config.training.vllm_tensor_parallel_size {tensor_parallel}: a worker has one device; leave it out, or"
+            " write --config.rollout.workers 0"
+        )
+    if rollout.piece_size and not rollout.workers and rollout.engine != "fast":
+        raise UserError(
+            f"--config.rollout.piece_size {rollout.piece_size}: without workers engine fast alone draws in pieces;"
+            " leave it out, or write --config.rollout.engine fast"
         )
     if not rollout.lag:
         return

@@ -201,8 +201,8 @@ class RolloutConfig:
 
     Args:
         engine: fast is perl's decode loop (one prefill a prompt, sequences leave as they end, a seed for each);
-            generate is the model's own, as TRL calls it; vllm runs vLLM in the trainer's process (also written
-            training.use_vllm true).
+            generate is the model's own, as TRL calls it; vllm runs vLLM in the trainer's process, or in each worker's
+            (also written training.use_vllm true).
         max_batch_tokens: most tokens of KV cache at once; null is half of the memory that the update leaves free (fast
             only).
         capture_graphs: run decode steps as captured graphs, so that they are not bound by kernel launches; with
@@ -214,7 +214,7 @@ class RolloutConfig:
             completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask; vllm has TRL's own
             fields instead).
         workers: processes, each with a device of its own, that draw while the trainer trains; 0: the trainer draws
-            (fast only).
+            (fast and vllm).
         executor: where workers run, processes of this machine or actors in a Ray cluster.
         ray_address: of the cluster, as perl/eval.py has it.
         lag: a generation batch is drawn by the policy of so many generation batches before, while those are trained

@@ -114,6 +114,11 @@ RULES: tuple[Rule, ...] = (
     ),
     only_with("training.vllm_", "rollout.engine", "vllm", keep=IS_BOUNDS),
     Rule(
+        ("training.vllm_enable_sleep_mode",),
+        lambda v: not v.rollout.workers or not v.training.use_vllm,
+        "rollout.workers: an engine that shares no device with the trainer has no need to sleep",
+    ),
+    Rule(
         ("rollout.importance_correction",),
         lambda v: v.rollout.engine != "vllm",
         "rollout.engine is vllm: there it is training.vllm_importance_sampling_correction",

@@ -239,7 +239,7 @@ class VLLMEngine(RunningVLLM):
             "max_num_seqs": MAX_SEQUENCES,
             "disable_log_stats": True,
             "enable_prefix_caching": True,
-            **_cpu_options(config, max_model_len, "gpu_memory_utilization" in vllm_options),
+            **cpu_options(config, max_model_len, "gpu_memory_utilization" in vllm_options),
             **vllm_options,
         }
         if takes_images(config):
@@ -328,7 +328,7 @@ def lora_rank(adapter: str) -> int:
     return max_lora_rank(config)
 
 
-def _cpu_options(config: PreTrainedConfig, max_model_len: int | None, share_given: bool) -> dict[str, Any]:
+def cpu_options(config: PreTrainedConfig, max_model_len: int | None, share_given: bool) -> dict[str, Any]:
     """What a CPU needs in addition. A seeded request dies there on a prefill in several parts (torch's CPU generator
     has no offset to set back), so a prompt is always prefilled whole. torch.compile takes a minute or more at each
     engine's start, for a few per cent of speed (docs/performance.md), so it is left out. Unless the user gives a share

@@ -32,9 +32,72 @@ KWARGS = "--config.training.generation_kwargs"
 BATCHED_TOKENS = 4096
 """Tokens that vLLM computes at once. It measures the memory for its cache with a batch of as many, and with its own
 default of 32768 finds too little."""
+LOGPROBS = "processed_logprobs"
+"""Of the distribution that is drawn from."""
 
 
-class VLLMPolicyEngine(RunningVLLM):
+class DrawingVLLM(RunningVLLM):
+    """A vLLM that draws with a policy under its noise: a training's own engine, and a worker's.
+
+    Args:
+        llm: the vllm.LLM.
+        adapter: the LoRARequest of the policy as it is now, or None.
+        further: fields of SamplingParams that are the user's (further_fields).
+        noise: what puts the trainer's noise on the weights of the engine, or None.
+        eos_token_ids: tokens that end a completion of a rollout.
+
+    Attributes:
+        weights: that were published last.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        adapter: Callable[[], Any],
+        further: Mapping[str, Any],
+        noise: NoiseInjector | None,
+        eos_token_ids: Collection[int],
+    ):
+        super().__init__(llm.llm_engine, eos_token_ids=eos_token_ids, lora=lambda prompt: adapter())
+        self.llm, self.further, self.noise = llm, further, noise
+        self.weights = Weights(version=-1)
+
+    def _fields(self, prompt: Prompt) -> dict[str, Any]:
+        """The user's go before the run's, but for seeds, and for lengths where those are smaller."""
+        fields, further = super()._fields(prompt), self.further
+        ends = set() if further.get("ignore_eos") else self.eos_token_ids
+        return {
+            **fields,
+            "logprobs": 0,  # those of the drawn tokens
+            "detokenize": bool(further.get("stop")),
+            **further,
+            **({"temperature": 0.0} if prompt.sampling.temperature == 0 else {}),  # of a baseline's
+            "max_tokens": min(fields["max_tokens"], further.get("max_tokens") or math.inf),
+            "seed": fields["seed"],
+            "stop_token_ids": sorted(ends | set(further.get("stop_token_ids") or ())),
+            "output_kind": fields["output_kind"],
+        }
+
+    @contextlib.contextmanager
+    def noisy(self) -> Iterator[None]:
+        """Inside, the engine's norm weights hold the noise. Keys and values that vLLM keeps of prompts are of the
+        weights that computed them, so none is found by another noise, nor by the clean weights."""
+        if self.noise is None or not self.weights.sigma:
+            yield
+            return
+        try:
+            with self.noise.applied(self.weights.sigma, (self.weights.version, self.weights.draw)):
+                self.forget_prompts()
+                yield
+        finally:
+            self.forget_prompts()
+
+    def forget_prompts(self) -> None:
+        if self.llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM's prefix cache could not be emptied between rollouts of different weights")
+
+
+class VLLMPolicyEngine(DrawingVLLM):
     """Draws with the policy that was published last. See `perl.engines.PolicyEngine` for what it promises.
 
     Args:
@@ -77,7 +140,7 @@ class VLLMPolicyEngine(RunningVLLM):
     ):
         with random_state_kept():
             import_vllm()
-            self.further = further_fields(generation_kwargs, regex)
+            further = further_fields(generation_kwargs, regex)
             self.policy, self.gather, self.sync = policy, gather, VLLMSync(peft_config)
             self.sharing = Sharing(processes, options["tensor_parallel_size"])
             engine_seed = row_seed(seed, "vllm", self.sharing.number) % 2**31  # the same in all that share the engine
@@ -88,18 +151,17 @@ class VLLMPolicyEngine(RunningVLLM):
                 "seed": engine_seed,
                 "distributed_executor_backend": "external_launcher",
                 "max_num_batched_tokens": BATCHED_TOKENS,
-                "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
+                "logprobs_mode": LOGPROBS,
             }
-            self.llm: Any = start_vllm(self.sync.options(started_with, policy), training=True)
+            llm: Any = start_vllm(self.sync.options(started_with, policy), training=True)
         self.sleeps = self.asleep = bool(options["enable_sleep_mode"])
         self.sleep_level = 1 if self.sync.reason is None else 2  # 2 throws the base away, which is sent again
         if self.sleeps:
-            self.llm.sleep(level=self.sleep_level)
+            llm.sleep(level=self.sleep_level)
         processes.wait_for_everyone()  # DeepSpeed's own start hangs where some are still loading
-        super().__init__(self.llm.llm_engine, eos_token_ids=eos_token_ids, lora=lambda prompt: self.sync.adapter)
-        self.noise = None if noise is None else noise_of_engine(self.llm, noise)
+        on_engine = None if noise is None else noise_of_engine(llm, noise)
+        super().__init__(llm, lambda: self.sync.adapter, further, on_engine, eos_token_ids)
         self.itemsize: int = self.engine.vllm_config.model_config.dtype.itemsize
-        self.weights = Weights(version=-1)
 
     def publish(self, weights: Weights) -> None:
         if weights.version != self.weights.version:
@@ -118,37 +180,19 @@ class VLLMPolicyEngine(RunningVLLM):
     ) -> Iterator[tuple[int, Completion]]:
         """What `stream` draws for this process, of the prompts of all that share the engine."""
         first, count, shared = self.sharing.gathered(feed)
-        with self._awake(), self._noisy():
+        with self._awake(), self.noisy():
             for place, completion in stream(shared):
                 if first <= place < first + count:
                     yield place - first, completion
 
     def not_comparable(self, sampling: Sampling) -> str | None:
-        if sampling.truncates or self.further:
-            return "of a truncated distribution"
-        return None
+        return not_comparable(sampling, self.further)
 
     def take_metrics(self) -> dict[str, float]:
         return {} if self.noise is None else {"aqn/sigma_realized": self.noise.realized_sigma}
 
     def close(self) -> None:
         """The engine lives as long as the trainer."""
-
-    def _fields(self, prompt: Prompt) -> dict[str, Any]:
-        """The user's go before the run's, but for seeds, and for lengths where those are smaller."""
-        fields, further = super()._fields(prompt), self.further
-        ends = set() if further.get("ignore_eos") else self.eos_token_ids
-        return {
-            **fields,
-            "logprobs": 0,  # those of the drawn tokens
-            "detokenize": bool(further.get("stop")),
-            **further,
-            **({"temperature": 0.0} if prompt.sampling.temperature == 0 else {}),  # of a baseline's
-            "max_tokens": min(fields["max_tokens"], further.get("max_tokens") or math.inf),
-            "seed": fields["seed"],
-            "stop_token_ids": sorted(ends | set(further.get("stop_token_ids") or ())),
-            "output_kind": fields["output_kind"],
-        }
 
     def _load(self) -> None:
         """Give vLLM the policy as it is now. Every process must come here."""
@@ -157,7 +201,7 @@ class VLLMPolicyEngine(RunningVLLM):
             self.llm.wake_up(tags=["weights"])
             self.asleep = False
         self.sync.load(self.llm, self.policy, self.gather)
-        self._forget_prompts()
+        self.forget_prompts()
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
@@ -173,24 +217,6 @@ class VLLMPolicyEngine(RunningVLLM):
         finally:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
-
-    @contextlib.contextmanager
-    def _noisy(self) -> Iterator[None]:
-        """Inside, the engine's norm weights hold the noise. Keys and values that vLLM keeps of prompts are of the
-        weights that computed them, so none is found by another noise, nor by the clean weights."""
-        if self.noise is None or not self.weights.sigma:
-            yield
-            return
-        try:
-            with self.noise.applied(self.weights.sigma, (self.weights.version, self.weights.draw)):
-                self._forget_prompts()
-                yield
-        finally:
-            self._forget_prompts()
-
-    def _forget_prompts(self) -> None:
-        if self.llm.reset_prefix_cache() is False:
-            raise RuntimeError("vLLM's prefix cache could not be emptied between rollouts of different weights")
 
 
 class Evaluating(RunningVLLM):
@@ -252,6 +278,15 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("", 0))
         return one.getsockname()[1]
+
+
+def not_comparable(sampling: Sampling, further: Mapping[str, Any]) -> str | None:
+    """What the log-probabilities of such completions are, where they are not of all tokens.
+
+    Args:
+        further: the user's fields of SamplingParams.
+    """
+    return "of a truncated distribution" if sampling.truncates or further else None
 
 
 def quantization_of(policy: Any) -> str | None:

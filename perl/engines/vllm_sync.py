@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +61,8 @@ class VLLMSync:
 
     def options(self, options: Mapping[str, Any], model: Any) -> dict[str, Any]:
         """Those of a vllm.LLM, and those with which it serves the adapter of `model`, unless something stands against
-        it."""
-        self.reason = self.reason or _model_refuses(options) or _odd_layer(model)
+        it. Where workers draw, the trainer has looked at its layers (odd_layer), and `model` is None."""
+        self.reason = self.reason or _model_refuses(options) or (None if model is None else odd_layer(model))
         if self.reason is not None:
             what = "all weights" if self.reason == NO_ADAPTER else "merged weights, not the adapter alone"
             log.info("rollouts: vLLM is sent %s: %s", what, self.reason)
@@ -77,7 +77,7 @@ class VLLMSync:
             UserError: vLLM refuses the adapter, or has no weights that others could replace.
         """
         if self.reason is None:
-            self._hand_over(llm, model, gather)
+            self.serve(llm, lambda folder: save_adapter(model, gather, folder))
             return
         (replaceable,) = llm.apply_model(_holds_weights)
         if not replaceable:
@@ -88,14 +88,17 @@ class VLLMSync:
         for named in merged_weights(model, gather):
             llm.apply_model(lambda inner, named=named: inner.load_weights([named]))
 
-    def _hand_over(self, llm: Any, model: Any, gather: Gather) -> None:
+    def serve(self, llm: Any, save: Callable[[Path], None], of: str = "") -> None:
+        """Have `llm` load what `save` writes to a folder, under a name that holds `of` and that it has not had before,
+        and forget what it served until now: no request may be under way."""
         from vllm.lora.request import LoRARequest
 
         previous, self._number = self.adapter, self._number + 1
-        with tempfile.TemporaryDirectory(prefix="perl-adapter-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
-            save_adapter(model, gather, Path(folder))
+        name = f"perl-{self._number}{of}"
+        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+            save(Path(folder))
             # The name is part of the prefix cache's keys: what another adapter computed is never found.
-            request = LoRARequest(f"perl-{self._number}", self._number, folder)
+            request = LoRARequest(name, self._number, folder)
             try:
                 if previous is not None:
                     llm.llm_engine.remove_lora(previous.lora_int_id)
@@ -129,7 +132,7 @@ def save_adapter(model: Any, gather: Gather, folder: Path) -> None:
     from safetensors.torch import save_file
 
     def named() -> dict[str, nn.Parameter]:
-        return {_own_name(name): p for name, p in model.named_parameters() if model.prefix in name}
+        return {_unwrapped(name): p for name, p in model.named_parameters() if model.prefix in name}
 
     with resharded(model), gather(list(named().values())):
         tensors = {name: whole(p).cpu() for name, p in named().items()}
@@ -145,7 +148,7 @@ def merged_weights(model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tens
     """Each weight of the base with the adapter in it, if there is one, in the base's dtype; the model itself is only
     read."""
     with resharded(model), gather(list(model.parameters())):
-        layers = {_own_name(layer.name): layer for layer in adapted_layers(model)}
+        layers = {_unwrapped(layer.name): layer for layer in adapted_layers(model)}
         for layer in layers.values():
             if why := layer.cannot_merge():
                 raise UserError(
@@ -158,10 +161,10 @@ def merged_weights(model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tens
                 model.prefix in full_name
                 or "original_module" in full_name
                 or ".ranknum." in full_name  # AdaLoRA's scale
-                or not _own_name(full_name).startswith("base_model.")  # the critic's
+                or not _unwrapped(full_name).startswith("base_model.")  # the critic's
             ):
                 continue
-            name = _own_name(full_name).removeprefix("base_model.model.").replace(".base_layer", "")
+            name = _unwrapped(full_name).removeprefix("base_model.model.").replace(".base_layer", "")
             module, _, weight = name.replace("modules_to_save.default.", "").rpartition(".")
             if module in layers:
                 if weight not in merged:
@@ -172,13 +175,18 @@ def merged_weights(model: Any, gather: Gather) -> Iterator[tuple[str, torch.Tens
             yield f"{module}.{weight}", tensor
 
 
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
+    """A layer's name in the checkpoint."""
+    return _unwrapped(name).removeprefix("base_model.model.")
+
+
+def _unwrapped(name: str) -> str:
     for part in WRAPPERS:
         name = name.replace(part, "")
     return name
 
 
-def _odd_layer(model: Any) -> str | None:
+def odd_layer(model: Any) -> str | None:
     """A layer with an adapter that is not applied as vLLM applies LoRA; an embedding may be tied or padded there."""
     from peft.tuners.lora import Linear
 
@@ -204,7 +212,7 @@ def _holds_weights(model: nn.Module) -> bool:
 
 def _layer_of_engine(modules: dict[str, nn.Module], rename: Any, target: Target) -> nn.Module:
     """The engine's layer for one of the trainer's, by its own name in the checkpoint or by vLLM's for it."""
-    name = _own_name(target.name).removeprefix("base_model.model.")
+    name = own_name(target.name)
     renamed = rename.map_name(f"{name}.weight") if rename is not None else None
     module = modules.get(name) or modules.get((renamed or "").removesuffix(".weight"))
     weight = getattr(module, "weight", None)

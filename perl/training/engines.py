@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from perl.base.errors import UserError
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import TorchPolicyEngine
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _torch(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> PolicyEngine:
+def _torch(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> TorchPolicyEngine:
     return TorchPolicyEngine(
         trainer.policy(),
         trainer.processing_class,
@@ -48,19 +49,14 @@ def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[st
     from perl.engines.vllm_policy import VLLMPolicyEngine
 
     args = trainer.args
+    rows = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
     return VLLMPolicyEngine(
         trainer.policy(),
         peft_config,
-        {
+        _vllm_options(args, rows)
+        | {
             "tensor_parallel_size": args.vllm_tensor_parallel_size,
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "max_model_len": args.vllm_max_model_length,
-            "max_num_seqs": args.per_device_train_batch_size
-            * args.vllm_tensor_parallel_size
-            * args.steps_per_generation,
             "enable_sleep_mode": args.vllm_enable_sleep_mode,
-            "model_impl": args.vllm_model_impl,
-            "trust_remote_code": args.trust_remote_code,
         },
         processes=trainer.accelerator,
         gather=trainer.whole,
@@ -72,19 +68,47 @@ def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[st
     )
 
 
+def _vllm_options(args: Any, rows: int) -> dict[str, Any]:
+    return {
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "max_model_len": args.vllm_max_model_length,
+        "max_num_seqs": rows,
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+    }
+
+
 POLICY_ENGINES: dict[str, Callable[..., PolicyEngine]] = {"fast": _torch, "generate": _torch, "vllm": _vllm}
 """name -> (trainer, the group `rollout`, PEFT's configuration, the user's generation_kwargs) -> engine."""
 
 
 def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> PolicyEngine:
     """The engine, or what stands for it where workers draw."""
-    engine = POLICY_ENGINES[config.engine](trainer, config, peft_config, kwargs)
     if not config.workers:
-        return engine
-    assert isinstance(engine, TorchPolicyEngine)
+        return POLICY_ENGINES[config.engine](trainer, config, peft_config, kwargs)
     open_pool = functools.partial(_open_pool, trainer, config, peft_config, kwargs)
-    processes, size = Processes(trainer.accelerator), piece_size(trainer, config)
-    return PoolEngine(engine, open_pool, processes, trainer.gathered, size, config.lag)
+    by_vllm, further = config.engine == "vllm", {}
+    if by_vllm:
+        from perl.engines.vllm_copy import sent_digest
+        from perl.engines.vllm_policy import not_comparable
+        from perl.engines.vllm_sync import odd_layer
+
+        if why := odd_layer(trainer.policy()):
+            raise UserError(f"--config.rollout.engine vllm: {why}; use --config.rollout.engine fast")
+        regex = trainer.args.vllm_structured_outputs_regex
+        further = {
+            "held": functools.partial(sent_digest, dtype=trainer.compute_dtype()),
+            "incomparable": functools.partial(not_comparable, further=kwargs or ({"regex": regex} if regex else {})),
+        }
+    return PoolEngine(
+        _torch(trainer, config, peft_config, {} if by_vllm else kwargs),
+        open_pool,
+        Processes(trainer.accelerator),
+        trainer.gathered,
+        piece_size(trainer, config),
+        config.lag,
+        **further,
+    )
 
 
 def piece_size(trainer: Any, config: RolloutConfig) -> int:
@@ -92,6 +116,23 @@ def piece_size(trainer: Any, config: RolloutConfig) -> int:
     differs from one machine to the next."""
     group, rows = trainer.num_generations, trainer.args.generation_batch_size
     return config.piece_size or group * max(1, rows // group // 4)
+
+
+def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of perl.engines.vllm_copy.VLLMCopy."""
+    from perl.engines.vllm_copy import outline
+    from perl.engines.vllm_policy import quantization_of
+
+    args = trainer.args
+    options = _vllm_options(args, piece_size(trainer, config)) | {"quantization": quantization_of(trainer.policy())}
+    return {
+        "options": options,
+        "dtype": trainer.compute_dtype(),
+        "generation_kwargs": kwargs,
+        "regex": args.vllm_structured_outputs_regex,
+        "noise": outline(trainer.noise) if trainer.noise else None,
+        "eos_token_ids": trainer.eos_token_ids,
+    }
 
 
 def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> WorkerPool:
@@ -113,6 +154,7 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
         generation_kwargs=kwargs,
         kernels=trainer.args.attention_kernels,
         dtype=trainer.compute_dtype(),
+        vllm=_vllm_copy(trainer, config, kwargs) if config.engine == "vllm" else {},
         threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,
     )
     name = "local" if config.executor == "processes" else "ray"

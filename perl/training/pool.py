@@ -29,6 +29,7 @@ from perl.base.errors import UserError
 from perl.device.sharding import local
 from perl.engines.base import Engine, Feed
 from perl.engines.torch_policy import TorchPolicyEngine
+from perl.noise.injector import NoiseInjector
 from perl.records import Completion, Prompt, Sampling, Weights
 from perl.training.processes import Processes
 from perl.workers.pool import WorkerError, WorkerPool
@@ -65,6 +66,9 @@ class PoolEngine:
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
         piece_size: sequences of a piece.
         lag: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
+        held: digest of what an engine holds that has the policy as it is now: (policy, noise, weights). By default of
+            one that loads the policy as the trainer does.
+        incomparable: as `not_comparable`; None: the engine's log-probabilities are those of all tokens.
     """
 
     itemsize = 4
@@ -78,6 +82,8 @@ class PoolEngine:
         gathered: Callable[[], contextlib.AbstractContextManager[Any]],
         piece_size: int,
         lag: int,
+        held: Callable[[Any, NoiseInjector | None, Weights], str] | None = None,
+        incomparable: Callable[[Sampling], str | None] = lambda sampling: None,
     ):
         self.local, self.processes, self.gathered, self.piece_size = local, processes, gathered, piece_size
         self.max_num_seqs, self.merging = local.max_num_seqs, False
@@ -85,7 +91,7 @@ class PoolEngine:
         self.lag = lag
         self.sent: dict[Weights, Sent] = {}
         """The policies that a batch may refer to, the last one last."""
-        self._base: str | None = None
+        self._held, self._incomparable = held or HeldByTorch(), incomparable
         self._calls = 0
         self._open_pool = open_pool
         self._background: _Background | None = None
@@ -99,7 +105,7 @@ class PoolEngine:
         return self.local.evaluating(eos_token_ids, context)
 
     def not_comparable(self, sampling: Sampling) -> str | None:
-        return None
+        return self._incomparable(sampling)
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         """The workers have the prompts when this returns. Every process must come here."""
@@ -156,14 +162,10 @@ class PoolEngine:
 
     def _keep(self, weights: Weights, payload: Payload) -> None:
         """The trained model has the weights that `payload` was made of."""
-        policy, noise, noisy = self.local.model, self.local.noise, contextlib.nullcontext()
-        if self._base is None:
-            self._base = base_digest(policy)
+        noise = self.local.noise
         if noise is not None:
             noise.rms[:] = payload[1]
-            noisy = noise.applied(weights.sigma, (weights.version, weights.draw))
-        with noisy:
-            held = digest(policy, self._base, () if noise is None else noise.held())
+        held = self._held(self.local.model, noise, weights)
         self.sent[weights] = Sent(Version(self.run, weights, held), payload)
         while len(self.sent) > self.lag + 1:
             self.sent.pop(next(iter(self.sent)))
@@ -215,6 +217,21 @@ class PoolEngine:
             self._background.close()
             self._background = None
         self.local.close()
+
+
+class HeldByTorch:
+    """The digest of what an engine holds that loads the policy as the trainer does (perl.adapters.delivery)."""
+
+    def __init__(self) -> None:
+        self._base: str | None = None
+
+    def __call__(self, policy: Any, noise: NoiseInjector | None, weights: Weights) -> str:
+        if self._base is None:
+            self._base = base_digest(policy)
+        if noise is None:
+            return digest(policy, self._base, ())
+        with noise.applied(weights.sigma, (weights.version, weights.draw)):
+            return digest(policy, self._base, noise.held())
 
 
 def require_sent(drawn: Drawn, version: Version) -> None:

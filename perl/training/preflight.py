@@ -153,12 +153,13 @@ def check_engine(config: Config) -> None:
         )
     if not config.training.use_vllm:
         return
-    kind = device.detect().kind
+    kind, workers = device.detect().kind, config.rollout.workers
     peft_config = ADAPTERS[config.peft.type].build(config.peft)
     why = NO_ADAPTER if peft_config is None else cannot_serve(peft_config.to_dict())
-    if why and not device.VLLM_TAKES_WEIGHTS[kind]:
+    if why and (workers or not device.VLLM_TAKES_WEIGHTS[kind]):
+        where = "in a worker" if workers else f"on a {kind} device"
         raise UserError(
-            f"--config.rollout.engine vllm: on a {kind} device vLLM takes the adapter alone, but {why}; use"
+            f"--config.rollout.engine vllm: {where} vLLM takes the adapter alone, but {why}; use"
             " --config.rollout.engine fast"
         )
     require_vllm("--config.rollout.engine vllm (or --config.training.use_vllm true)")

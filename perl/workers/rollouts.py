@@ -7,10 +7,12 @@ of a number: so a completion does not depend on which worker draws it, nor on wh
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from perl import device
 from perl.records import Completion, Prompt, Weights
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from perl.config.schema import NoiseConfig, RolloutConfig
+    from perl.engines.base import Feed
     from perl.engines.torch_policy import TorchPolicyEngine
 
 
@@ -82,6 +85,8 @@ class RolloutJob:
     kernels: bool | Literal["auto"]
     dtype: torch.dtype | None
     """That the trainer computes in."""
+    vllm: dict[str, Any]
+    """The further arguments of perl.engines.vllm_copy.VLLMCopy, where engine vllm draws."""
     threads: int
     """Of a CPU's cores, for each worker: a sum that is divided otherwise has other last bits."""
 
@@ -89,38 +94,29 @@ class RolloutJob:
         return [self.model]
 
     def serve(self, weights: Version, inbox: Inbox) -> Iterator[WorkerEvent]:
-        from perl.adapters.delivery import base_digest, digest, put_into, unpacked
+        import torch
 
         started = time.monotonic()
-        engine = self._engine()
-        policy, noise = engine.model, engine.noise
-        base = base_digest(policy)
+        torch.set_num_threads(self.threads)
+        copy = COPIES[self.rollout.engine](self)
         yield Ready(1, time.monotonic() - started)
         while (version := inbox.next_weights(wait=True)) is not None:
-            tensors, rms = unpacked(inbox.payload[0]), inbox.payload[1]
-            put_into(policy, tensors)
-            if noise is not None:
-                noise.rms[:] = rms
-            engine.publish(version.weights)
-            engine.merging = False  # what is merged depends on this version alone, whichever the worker had before
-            with engine.holding():
-                held = digest(policy, base, noise.held() if noise is not None else ())
+            with copy.holding(version.weights, f"{version.run}-{version.digest[:16]}", inbox.payload) as held:
                 while inbox.next_weights(wait=True) == version:
                     piece, began = inbox.take(), time.monotonic()
-                    made = dict(engine.stream(piece.prompts))
+                    made = dict(copy.stream(piece.prompts))
                     completions = tuple(made[place] for place in range(len(piece.prompts)))
                     yield Result(piece.id, Drawn(completions, version, held, time.monotonic() - began), 1)
-        engine.close()
+        copy.close()
 
-    def _engine(self) -> TorchPolicyEngine:
-        import torch
+    def torch_engine(self) -> TorchPolicyEngine:
+        """The base loaded again, with an adapter like the trainer's."""
         from peft import get_peft_model
 
         from perl.engines.torch_policy import TorchPolicyEngine
         from perl.models.folders import load_model
         from perl.noise.injector import NoiseInjector
 
-        torch.set_num_threads(self.threads)
         model: Any = load_model(self.model, **self.load).eval().to(device.torch_device())
         if self.peft_config is not None:
             model = get_peft_model(model, self.peft_config).eval()
@@ -135,3 +131,53 @@ class RolloutJob:
             kernels=self.kernels,
             dtype=self.dtype,
         )
+
+
+class Copy(Protocol):
+    """A worker's copy of the policy."""
+
+    def holding(self, weights: Weights, name: str, payload: Any) -> AbstractContextManager[str]:
+        """Inside, it is the policy that `payload` makes, with this noise; gives the digest of what it holds.
+
+        Args:
+            name: that no other policy has.
+        """
+        ...
+
+    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]: ...
+
+    def close(self) -> None: ...
+
+
+class TorchCopy:
+    """By perl's decode loop."""
+
+    def __init__(self, job: RolloutJob):
+        from perl.adapters.delivery import base_digest
+
+        self.engine = job.torch_engine()
+        self.stream, self.close = self.engine.stream, self.engine.close
+        self._base = base_digest(self.engine.model)
+
+    @contextlib.contextmanager
+    def holding(self, weights: Weights, name: str, payload: Any) -> Iterator[str]:
+        from perl.adapters.delivery import digest, put_into, unpacked
+
+        policy, noise = self.engine.model, self.engine.noise
+        put_into(policy, unpacked(payload[0]))
+        if noise is not None:
+            noise.rms[:] = payload[1]
+        self.engine.publish(weights)
+        self.engine.merging = False  # what is merged depends on this version alone, whichever the worker had before
+        with self.engine.holding():
+            yield digest(policy, self._base, noise.held() if noise is not None else ())
+
+
+def _vllm(job: RolloutJob) -> Copy:
+    from perl.engines.vllm_copy import VLLMCopy
+
+    return VLLMCopy(job.model, job.peft_config, **job.vllm)
+
+
+COPIES: dict[str, Callable[[RolloutJob], Copy]] = {"fast": TorchCopy, "vllm": _vllm}
+"""By rollout.engine."""

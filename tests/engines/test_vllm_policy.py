@@ -88,7 +88,7 @@ def vllm(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, os.environ.get(name, "0"))  # put back afterwards
     monkeypatch.setattr(vllm_sync, "_model_refuses", lambda options: None)
-    monkeypatch.setattr(vllm_sync, "_odd_layer", lambda model: None)
+    monkeypatch.setattr(vllm_sync, "odd_layer", lambda model: None)
 
 
 def load(sync: Any, llm: Any, model: Any, gather: Any) -> None:
