@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from perl import device
+from perl.base.errors import UserError
 from perl.records import Completion, Prompt, Weights
 from perl.workers.worker import Inbox, Ready, Result, WorkerEvent
 
@@ -95,8 +96,13 @@ class RolloutJob:
         base = base_digest(policy)
         yield Ready(1, time.monotonic() - started)
         while (version := inbox.next_weights(wait=True)) is not None:
-            tensors, rms = unpacked(inbox.payload[0]), inbox.payload[1]
-            put_into(policy, tensors)
+            payload, rms = inbox.payload
+            try:
+                put_into(policy, unpacked(payload))
+            except UserError as error:  # another start of this worker would be told the same
+                while inbox.next_weights(wait=True) == version:
+                    yield Result(inbox.take().id, Completion.failed(str(error)), 1)
+                continue
             if noise is not None:
                 noise.rms[:] = rms
             engine.publish(version.weights)
