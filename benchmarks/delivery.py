@@ -223,7 +223,6 @@ def train(base: str, folder: Path, steps: int, fault: str | None, other: str = "
         train_dataset=Dataset.from_list([{"prompt": f"w{1100 + i} w1050 w{1060 + i}"} for i in range(PROMPTS)]),
         processing_class=make_tokenizer(),
         reward_funcs=[reward],
-        peft_config=ADAPTERS["lora"].build(peft),
         adapter=ADAPTERS["lora"],
         adapter_config=peft,
         noise=NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.05, num_stages=2),
@@ -276,7 +275,7 @@ def measure(fault: str, folder: Path) -> dict[str, Any]:
         "within_one_step": stopped.line is not None and stopped.steps <= at + 1,
         "line": stopped.line,
         "nats": None if fault == "truncated" else alone.apart,
-        "by_comparison_alone": alone.line is not None,
+        "by_comparison_alone": alone.line is not None and fault != "truncated",
         "trl": FAULTS[fault],
     }
 
