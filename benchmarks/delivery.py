@@ -118,7 +118,8 @@ class FaultyJob(RolloutJob):
     fault: str
 
     def serve(self, weights: Version, inbox: Any) -> Iterator[WorkerEvent]:
-        for event in RolloutJob.serve(self, weights, FaultyInbox(inbox, self.fault, _start)):
+        faulty: Any = FaultyInbox(inbox, self.fault, _start)
+        for event in RolloutJob.serve(self, weights, faulty):
             if self.fault == "workers of a killed run" and isinstance(event, Result):
                 drawn = event.completion
                 if drawn.version.weights.version >= FAULTY:
@@ -190,7 +191,7 @@ class Outcome:
 
 def make_base(folder: Path, seed: int) -> str:
     torch.manual_seed(seed)
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape: Any = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen2Config(
         vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, **shape
     )
@@ -237,7 +238,7 @@ def train(base: str, folder: Path, steps: int, fault: str | None, other: str = "
         pool = open_pool()
         job = {each.name: getattr(pool._job, each.name) for each in fields(RolloutJob)}
         job |= {"model": other} if fault == "another base" else {}
-        pool._job = FaultyJob(**job, fault=fault)
+        pool._job = FaultyJob(**job, fault=str(fault))
         return pool
 
     if fault is not None:

@@ -239,10 +239,11 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int) -> dic
         pool = WorkerPool(executor, Any, Path(folder))  # type: ignore[arg-type]  # no worker has a job here
         engine = VirtualEngine(pool, executor, piece_size)
         rows = [{"prompt": str(i)} for i in range(batch * steps)]
+        parts: Any = {"engine": engine, "rewards": NoRewards(), "processes": Alone(), "clock": NoClock()}
         collector = Collector(
             stream=PromptStream(len(rows), batch, seed=1), rows=rows, read=lambda row: Read((5,) * PROMPT),
-            text=lambda ids: "", engine=engine, sampling=Sampling(), rewards=NoRewards(), grade_early=None,
-            batch=batch, group_size=GROUP, seed=row_seed(1, "simulation", 0), processes=Alone(), clock=NoClock(),
+            text=lambda ids: "", sampling=Sampling(), grade_early=None,
+            batch=batch, group_size=GROUP, seed=row_seed(1, "simulation", 0), **parts,
             state=lambda: None, lag=lag,
         )  # type: ignore[arg-type]  # fmt: skip
         waited, kept, staleness, began = 0.0, 0, 0, time.process_time()

@@ -1,4 +1,4 @@
-"""The simulated pool: what it hands out when, and what waits for it, by the real queue and the real order of batches."""
+"""The simulated pool: what is handed out when, and what waits for it, by the real queue and order of batches."""
 
 import pytest
 
