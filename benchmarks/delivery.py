@@ -7,7 +7,8 @@ on the worker draws with another policy than the trainer has sent. Each fault is
 the proof of what an engine holds switched off (perl.training.pool.require_sent), which leaves the comparison of
 log-probabilities, and says how far the fault moves the policy. Then `--clean` steps without a fault, where any stop is
 a false alarm. "TRL 1.16, by reading" is what its AsyncGRPOTrainer would do (trl/experimental/async_grpo): it checks
-that the server takes the adapter's files, and nothing of what draws. Ends in a Markdown table and a line of JSON.
+that the server takes the adapter's files, and nothing of what draws: ratio and KL are logged, and stop nothing. Ends in
+a Markdown table and a line of JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ LEAST = 0.01
 PROMPTS, GROUP, LENGTH = 2, 4, 12
 
 FAULTS = {
-    "not sent": "no: its base is drawn from",
+    "not sent": "an adapter that was not loaded has no name at the server; merged weights: no",
     "not named": "no",
     "another version": "no",
     "half of it": "no",
