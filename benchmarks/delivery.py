@@ -37,6 +37,7 @@ from perl.adapters.delivery import delivered, pack, unpacked
 from perl.base.errors import RankError, UserError
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
+from perl.engines.cache import Prefix
 from perl.engines.runner import Runner
 from perl.models.folders import load_model
 from perl.records import Weights
@@ -166,14 +167,16 @@ _start: dict[str, torch.Tensor] = {}
 
 def _keep_prefixes() -> None:
     """The decode loop takes a prompt's keys, values and first logits from the last time that it saw the prompt."""
-    kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    kept: dict[tuple[int, ...], tuple[Any, Prefix]] = {}
     compute = Runner.prefill
 
     def prefill(self: Runner, groups: list[Any], size: tuple[int, int]) -> Any:
         cache = compute(self, groups, size)
         for group in groups:
             group.prefix.keep_own_copy()
-            group.logits, group.prefix = kept.setdefault(group.token_ids, (group.logits, group.prefix))
+            seen = group.logits, Prefix(group.prefix.length, group.prefix.states, [], copied=True)
+            group.logits, prefix = kept.setdefault(group.token_ids, seen)
+            group.prefix = replace(prefix)  # the loop empties it when it needs it no more
         return cache
 
     Runner.prefill = prefill  # type: ignore[method-assign]
