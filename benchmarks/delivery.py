@@ -270,7 +270,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def measure(fault: str, folder: Path) -> dict[str, Any]:
     """A row of the table."""
     base, other = make_base(folder / "base", 0), make_base(folder / "other", 1)
-    at = 0 if fault == "another base" else FAULTY
+    at = {"another base": 0, "stale prefix cache": 1}.get(fault, FAULTY)
     stopped = train(base, folder / "run", FAULTY + 3, fault, other)
     alone = train(base, folder / "run", FAULTY + 3, fault, other, proof=False)
     return {
