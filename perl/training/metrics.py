@@ -260,17 +260,22 @@ def difference(sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) 
     return apart.masked_fill(~known, 0.0), known
 
 
-def require_same_policy(apart: float | None, allowed: float) -> None:
+def require_same_policy(apart: float | None, allowed: float, workers: bool = False) -> None:
     """Raise a RankError where completions do not come from the policy that is trained, their log-probabilities being
     more than `allowed` nats apart: a sampler that runs the base model, or the weights of another run, learns nothing
-    and looks healthy."""
-    if apart is not None and not apart <= allowed:
+    and looks healthy. `workers` have drawn them, which hold what they were sent (perl.training.pool.require_sent)."""
+    if apart is None or apart <= allowed:
+        return
+    by = f"its log-probabilities are {apart:.2g} nats from the trainer's on average, where {allowed:.2g} is rounding"
+    if workers:
         raise RankError(
-            f"rollout: the sampler does not run the policy that is trained: its log-probabilities are"
-            f" {apart:.2g} nats from the trainer's on average, where {allowed:.2g} is rounding;"
-            " --config.rollout.engine generate samples with the trainer's own model, --config.rollout.merge_adapter"
-            " false with the adapter unmerged"
+            f"rollout: a worker holds the policy that it was sent, and does not draw with it: {by}; its adapter is off"
+            " or merged twice, or its cache is another policy's; --config.rollout.workers 0 draws in the trainer"
         )
+    raise RankError(
+        f"rollout: the sampler does not run the policy that is trained: {by}; --config.rollout.engine generate samples"
+        " with the trainer's own model, --config.rollout.merge_adapter false with the adapter unmerged"
+    )
 
 
 def completions_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[dict[str, Any]]:

@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPARED_ROWS = 4
-"""Completions of each process that sampler and trainer are compared on before the first optimizer step."""
+"""Completions of each process that sampler and trainer are compared on before the first optimizer step, at least; of
+more pieces than these, one of each."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,7 +265,10 @@ class Step:
             return
         first = self.metrics.tolerance is None
         mixed = 2 if self.args.bf16 or self.args.fp16 else 4
-        few = batch if self.exact else batch.select(range(min(COMPARED_ROWS, len(batch.rows))))
+        spread = max(1, len(batch.rows) // COMPARED_ROWS)
+        if self.pool is not None:
+            spread = min(spread, self.pool.piece_size)  # of each piece, as another worker may have drawn it
+        few = batch if self.exact else batch.select(range(0, len(batch.rows), spread))
         with self.clock("rollout"), self._as_sampled(weights) as policy:
             tolerance = TOLERANCE[min(self.engine.itemsize, mixed, policy.dtype.itemsize)]
             trainer = self.passes.logps(policy, few.rows, few.width)
@@ -274,7 +278,7 @@ class Step:
         assert few.sampler is not None
         apart, known = difference(few.sampler, trainer, drawn)
         total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
-        require_same_policy(total / count if count else None, tolerance)
+        require_same_policy(total / count if count else None, tolerance, workers=self.pool is not None)
         self.metrics.tolerance = tolerance
         if count and first:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)

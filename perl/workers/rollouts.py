@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from perl import device
+from perl.base.errors import UserError
 from perl.records import Completion, Prompt, Weights
 from perl.workers.worker import Inbox, Ready, Result, WorkerEvent
 
@@ -101,7 +102,14 @@ class RolloutJob:
         copy = COPIES[self.rollout.engine](self)
         yield Ready(1, time.monotonic() - started)
         while (version := inbox.next_weights(wait=True)) is not None:
-            with copy.holding(version.weights, f"{version.run}-{version.digest[:16]}", inbox.payload) as held:
+            with contextlib.ExitStack() as stack:
+                try:
+                    name = f"{version.run}-{version.digest[:16]}"
+                    held = stack.enter_context(copy.holding(version.weights, name, inbox.payload))
+                except UserError as error:  # another start of this worker would be told the same
+                    while inbox.next_weights(wait=True) == version:
+                        yield Result(inbox.take().id, Completion.failed(str(error)), 1)
+                    continue
                 while inbox.next_weights(wait=True) == version:
                     piece, began = inbox.take(), time.monotonic()
                     made = dict(copy.stream(piece.prompts))

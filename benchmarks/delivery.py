@@ -1,0 +1,331 @@
+"""Twelve faults by which a policy does not reach the worker that draws: does the run stop, and what does it say?
+
+    python -m benchmarks.delivery [--only "half of it" ...] [--clean 1000]
+
+A training of a random model of two layers, drawn by one worker process, without a fault until step FAULTY; from there
+on the worker draws with another policy than the trainer has sent. Each fault is injected twice: as the run is, and with
+the proof of what an engine holds switched off (perl.training.pool.require_sent), which leaves the comparison of
+log-probabilities, and says how far the fault moves the policy. Then `--clean` steps without a fault, where any stop is
+a false alarm. "TRL 1.16, by reading" is what its AsyncGRPOTrainer would do (trl/experimental/async_grpo): it checks
+that the server takes the adapter's files, and nothing of what draws: ratio and KL are logged, and stop nothing. Ends in
+a Markdown table and a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import perl
+from benchmarks._learning import markdown
+from benchmarks._workload import EOS, PAD, VOCABULARY, make_tokenizer
+from perl.adapters import ADAPTERS
+from perl.adapters.delivery import delivered, pack, unpacked
+from perl.base.errors import RankError, UserError
+from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
+from perl.config.training import TrainingConfig
+from perl.engines.cache import Prefix
+from perl.engines.runner import Runner
+from perl.models.folders import load_model
+from perl.records import Weights
+from perl.training import pool as training_pool
+from perl.training.grpo import import_trainer
+from perl.workers.pool import WorkerPool
+from perl.workers.rollouts import RolloutJob, Version
+from perl.workers.worker import Result, WorkerEvent
+
+FAULTY = 2
+"""Optimizer steps before the first faulty batch: the adapter has moved, and two versions are there to be mixed up."""
+LEAST = 0.01
+"""Nats a token by which a fault has to move the policy."""
+PROMPTS, GROUP, LENGTH = 2, 4, 12
+
+FAULTS = {
+    "not sent": "an adapter that was not loaded has no name at the server; merged weights: no",
+    "not named": "no",
+    "another version": "no",
+    "half of it": "no",
+    "a used name": "a name in use is refused by the server; its names count on over a resume",
+    "stale prefix cache": "no, but each version has a name and so a cache of its own",
+    "loaded twice": "no",
+    "merged twice": "no",
+    "wrong scaling": "no",
+    "noise withheld": "has no noise",
+    "another base": "no: the name alone is compared",
+    "workers of a killed run": "no: its server outlives it and serves on",
+    "truncated": "yes, by the server that reads the file",
+}
+"""Fault -> whether TRL's AsyncGRPOTrainer stops it. "loaded twice" has two forms."""
+
+
+class FaultyInbox:
+    """The worker's inbox, with what becomes of a payload on the way."""
+
+    def __init__(self, inbox: Any, fault: str, start: dict[str, torch.Tensor]):
+        self._inbox, self.fault = inbox, fault
+        self._start = start
+        """What an engine holds to which nothing was sent."""
+        self._seen: dict[int, Any] = {}
+        """Payload of each version."""
+        self.version = 0
+
+    def next_weights(self, *, wait: bool) -> Any:
+        weights = self._inbox.next_weights(wait=wait)
+        if weights is not None:
+            self.version = weights.weights.version
+            self._seen.setdefault(self.version, self._inbox.payload)
+        return weights
+
+    def take(self) -> Any:
+        return self._inbox.take()
+
+    @property
+    def payload(self) -> Any:
+        sent, rms = self._seen[self.version]
+        if self.version < FAULTY:
+            return sent, rms
+        if self.fault == "not sent":
+            sent = pack(self._start)
+        if self.fault in ("another version", "workers of a killed run"):
+            sent, _ = self._seen[self.version - 1]
+        if self.fault == "a used name":  # "adapter-0" is there since version 0, and is kept
+            sent, _ = self._seen[self.version % 2]
+        if self.fault == "half of it":
+            tensors = unpacked(sent)
+            sent = pack({name: tensors[name] if i % 4 < 2 else self._start[name] for i, name in enumerate(tensors)})
+        if self.fault == "loaded twice":
+            sent = pack({name: 2 * tensor for name, tensor in unpacked(sent).items()})
+        if self.fault == "truncated":
+            sent = sent[: len(sent) // 2]
+        return sent, rms
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyJob(RolloutJob):
+    """A worker's job that goes wrong from version FAULTY on."""
+
+    fault: str
+
+    def serve(self, weights: Version, inbox: Any) -> Iterator[WorkerEvent]:
+        faulty: Any = FaultyInbox(inbox, self.fault, _start)
+        for event in RolloutJob.serve(self, weights, faulty):
+            if self.fault == "workers of a killed run" and isinstance(event, Result):
+                drawn = event.completion
+                if drawn.version.weights.version >= FAULTY:
+                    drawn = replace(drawn, version=replace(drawn.version, run="killed-run"))
+                yield replace(event, completion=drawn)
+            else:
+                yield event
+
+    def _engine(self) -> Any:
+        engine = RolloutJob._engine(self)
+        _start.update({name: tensor.detach().clone() for name, tensor in delivered(engine.model).items()})
+        publish = engine.publish
+
+        def published(weights: Weights) -> None:
+            if weights.version >= FAULTY:
+                weights = self._go_wrong(engine, weights)
+            publish(weights)
+
+        engine.publish = published  # type: ignore[method-assign]
+        if self.fault == "stale prefix cache":
+            _keep_prefixes()
+        return engine
+
+    def _go_wrong(self, engine: Any, weights: Weights) -> Weights:
+        if self.fault == "noise withheld":
+            return replace(weights, sigma=0.0)
+        if self.fault == "not named":
+            engine.merge._changes_weights = lambda: False  # so the base alone computes
+        if self.fault == "wrong scaling":
+            for adapted in engine.merge.layers:
+                adapted.layer.scaling["default"] *= 2
+        if self.fault == "merged twice":
+            for adapted in engine.merge.layers:
+                merged = {name: weight.clone() for name, weight in adapted.merged().items()}
+                for name, weight in adapted.weights().items():
+                    weight.data.copy_(merged[name])
+        return weights
+
+
+_start: dict[str, torch.Tensor] = {}
+"""In a worker: what its engine holds before anything is sent."""
+
+
+def _keep_prefixes() -> None:
+    """The decode loop takes a prompt's keys, values and first logits from the last time that it saw the prompt."""
+    kept: dict[tuple[int, ...], tuple[Any, Prefix]] = {}
+    compute = Runner.prefill
+
+    def prefill(self: Runner, groups: list[Any], size: tuple[int, int]) -> Any:
+        cache = compute(self, groups, size)
+        for group in groups:
+            group.prefix.keep_own_copy()
+            seen = group.logits, Prefix(group.prefix.length, group.prefix.states, [], copied=True)
+            group.logits, prefix = kept.setdefault(group.token_ids, seen)
+            group.prefix = replace(prefix)  # the loop empties it when it needs it no more
+        return cache
+
+    Runner.prefill = prefill  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended."""
+
+    steps: int
+    line: str | None
+    """That stopped it."""
+    apart: float
+    """Nats a token between the worker's log-probabilities and the trainer's, the last that is known."""
+
+
+def make_base(folder: Path, seed: int) -> str:
+    torch.manual_seed(seed)
+    shape: Any = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, **shape
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def train(base: str, folder: Path, steps: int, fault: str | None, other: str = "", proof: bool = True) -> Outcome:
+    """A training of `steps` steps with one worker.
+
+    Args:
+        other: folder of another base.
+        proof: the answers' digests and names are looked at.
+    """
+    model: Any = load_model(base)
+    model.name_or_path = base
+    peft = PeftConfig(type="lora", r=4, lora_alpha=8, target_modules="all-linear")
+    trainer: Any = import_trainer()(
+        model=model,
+        args=TrainingConfig(
+            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
+            max_completion_length=LENGTH, learning_rate=1e-2 if fault else 1e-3, logging_steps=1, save_strategy="no",
+            report_to="none", disable_tqdm=True, gradient_checkpointing=False, beta=0.0, seed=11, use_cpu=True,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": f"w{1100 + i} w1050 w{1060 + i}"} for i in range(PROMPTS)]),
+        processing_class=make_tokenizer(),
+        reward_funcs=[reward],
+        adapter=ADAPTERS["lora"],
+        adapter_config=peft,
+        noise=NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.05, num_stages=2),
+        rollout=RolloutConfig(engine="fast", workers=1, piece_size=GROUP),
+        algorithm=AlgorithmConfig(),
+        critic=CriticConfig(),
+    )  # fmt: skip
+    engine = trainer.step.engine
+    open_pool = engine._open_pool
+
+    def faulty_pool() -> WorkerPool:
+        pool = open_pool()
+        job = {each.name: getattr(pool._job, each.name) for each in fields(RolloutJob)}
+        job |= {"model": other} if fault == "another base" else {}
+        pool._job = FaultyJob(**job, fault=str(fault))
+        return pool
+
+    if fault is not None:
+        engine._open_pool = faulty_pool
+    line, look = None, training_pool.require_sent
+    try:
+        if not proof:
+            training_pool.require_sent = lambda drawn, version: None
+        with contextlib.redirect_stdout(None):
+            trainer.train()
+    except (UserError, RankError) as error:
+        line = str(error)
+    finally:
+        training_pool.require_sent = look
+        engine.close()
+    said = re.search(r"are (\S+) nats", line or "")
+    logged = [row["rollout/engine_mismatch"] for row in trainer.state.log_history if "rollout/engine_mismatch" in row]
+    return Outcome(trainer.state.global_step, line, float(said[1]) if said else max(logged, default=0.0))
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum((7 * i + 3) * token for i, token in enumerate(ids)) % 101 / 101 for ids in completion_ids]
+
+
+def measure(fault: str, folder: Path) -> dict[str, Any]:
+    """A row of the table."""
+    base, other = make_base(folder / "base", 0), make_base(folder / "other", 1)
+    at = {"another base": 0, "stale prefix cache": 1}.get(fault, FAULTY)
+    stopped = train(base, folder / "run", FAULTY + 3, fault, other)
+    alone = train(base, folder / "run", FAULTY + 3, fault, other, proof=False)
+    return {
+        "fault": fault,
+        "step": at,
+        "stopped_at": stopped.steps if stopped.line else None,
+        "within_one_step": stopped.line is not None and stopped.steps <= at + 1,
+        "line": stopped.line,
+        "nats": None if fault == "truncated" else alone.apart,
+        "by_comparison_alone": alone.line is not None and fault != "truncated",
+        "trl": FAULTS[fault],
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--clean", type=int, default=1000, help="steps without a fault; 0: none")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = make_parser().parse_args(arguments)
+    logging.disable(logging.WARNING)
+    began = time.monotonic()
+    rows, clean = [], Outcome(0, None, 0.0)
+    with tempfile.TemporaryDirectory(prefix="delivery-") as name:
+        for fault in options.only:
+            rows.append(measure(fault, Path(name) / fault.replace(" ", "_")))
+            print(f"{fault}: step {rows[-1]['stopped_at']}, {rows[-1]['nats']} nats: {rows[-1]['line']}", flush=True)
+        if options.clean:
+            base = make_base(Path(name) / "base", 0)
+            clean = train(base, Path(name) / "clean", options.clean, None)
+    heads = [
+        "fault",
+        "from step",
+        "nats a token",
+        "stopped at",
+        "by comparison alone",
+        "the line",
+        "TRL 1.16, by reading",
+    ]
+    print(markdown(heads, [
+        [row["fault"], str(row["step"]), "nothing drawn" if row["nats"] is None else f"{row['nats']:.2g}",
+         str(row["stopped_at"]), "yes" if row["by_comparison_alone"] else "no", str(row["line"]), row["trl"]]
+        for row in rows
+    ]))  # fmt: skip
+    print(json.dumps({
+        "benchmark": "delivery", "perl": perl.__version__, "stopped": sum(row["within_one_step"] for row in rows),
+        "injected": len(rows), "clean_steps": clean.steps, "false_alarms": int(clean.line is not None),
+        "clean_nats": clean.apart, "seconds": round(time.monotonic() - began), "rows": rows,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    from benchmarks.delivery import main as run  # a job is pickled by the name of this module, not as __main__'s
+
+    run()

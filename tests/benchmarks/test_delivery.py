@@ -1,0 +1,19 @@
+"""Policies that don't reach the worker, each by another means of finding it: the digest, the comparison, the bytes."""
+
+import json
+
+import pytest
+
+from benchmarks import delivery
+
+
+@pytest.mark.slow
+def test_a_run_stops_at_the_first_batch_of_a_faulty_worker(capfd):
+    delivery.main(["--only", "half of it", "not named", "truncated", "--clean", "5"])
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (found["stopped"], found["injected"], found["false_alarms"], found["clean_steps"]) == (3, 3, 0, 5)
+    half, unnamed, truncated = found["rows"]
+    assert min(half["nats"], unnamed["nats"]) >= delivery.LEAST
+    assert "a worker holds another policy than version 2 that it was sent" in half["line"]
+    assert "a worker holds the policy that it was sent, and does not draw with it" in unnamed["line"]
+    assert "the policy that was sent can't be read" in truncated["line"]
