@@ -58,6 +58,7 @@ class WorkerActor:
     def node(self) -> str:
         return socket.gethostname()
 
+    @ray.method(concurrency_group="send")  # one after the other: a batch may need the weights that came with another
     def send(self, batch: Batch | None) -> None:
         if batch is not None and isinstance(batch.payload, ray.ObjectRef):
             batch = replace(batch, payload=ray.get(batch.payload))
@@ -148,7 +149,8 @@ class RayExecutor:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._options = {
             **amount,
-            "max_concurrency": 4,  # send and exit_reason while receive waits
+            "max_concurrency": 4,  # exit_reason while receive waits
+            "concurrency_groups": {"send": 1},
             "max_restarts": 0,
             "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
         }
