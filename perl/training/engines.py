@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from perl.config.load import pieces_of
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import TorchPolicyEngine
@@ -90,8 +91,7 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
 def piece_size(trainer: Any, config: RolloutConfig) -> int:
     """Of what workers draw: by default a quarter of the generation batch, in whole groups. It depends on nothing that
     differs from one machine to the next."""
-    group, rows = trainer.num_generations, trainer.args.generation_batch_size
-    return config.piece_size or group * max(1, rows // group // 4)
+    return pieces_of(trainer.num_generations, trainer.args.generation_batch_size, config)
 
 
 def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> WorkerPool:

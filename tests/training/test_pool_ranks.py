@@ -1,6 +1,5 @@
 """Workers of a training of several processes: all have their rows, and a resumed run is the run."""
 
-import json
 import os
 import subprocess
 import sys
