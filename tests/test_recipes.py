@@ -23,6 +23,8 @@ GUIDES = {
     "gsm8k_qwen2_5_0_5b": (640, 320, 5),
     "gsm8k_full": (640, 320, 5),
     "gsm8k_qwen2_5_7b": (640, 320, 5),
+    "gsm8k_pool_7b": (640, 320, 5),
+    "gsm8k_pool_nodes_7b": (640, 320, 5),
     "gsm8k_qwen2_5_14b": (640, 320, 5),
     "gsm8k_qwen2_5_32b": (640, 320, 5),
     "math_qwen3_8b": (1280, 320, 5),
@@ -34,8 +36,8 @@ GUIDES = {
     "geo3k_qwen2_5_vl_7b": (2560, 640, 5),
 }
 """Completions a rollout and an update of the verl command on its devices, and its rollout.n."""
-DEVICES = {"ppo_gsm8k": 1}
-"""Of the guide, where they are not eight."""
+DEVICES = {"ppo_gsm8k": 1, "gsm8k_pool_7b": 4}
+"""That train, where they are not eight."""
 HBM = (
     "data.train_batch_size=128",
     "data.max_response_length=1024",
@@ -156,6 +158,25 @@ def test_the_memory_in_a_recipes_head_is_plans(name, tmp_path, capsys):
     assert line == f"# python -m perl plan, GB on each of 8, {parallel}: {'; '.join(parts)}"
 
 
+@pytest.mark.parametrize(("name", "count"), [("gsm8k_pool_7b", 4), ("gsm8k_pool_nodes_7b", 8)])
+def test_plan_knows_what_trains_and_what_draws(name, count, tmp_path, capsys):
+    """`# python -m perl plan, GB on each of 4, zero2: 910b trains 1.2, draws 3.4; h100 …`"""
+    (tmp_path / "config.json").write_text(Path("tests/tools/plan/qwen2_5_7b_instruct.json").read_text())
+    command = ["plan", f"recipes/{name}.yaml", "--count", str(count), "--parallel", "zero2", "--json"]
+    command += ["--config.model.model_name_or_path", str(tmp_path)]
+    parts = []
+    for device in ("910b", "h100"):
+        assert main([*command, "--device", device]) == 0
+        found = json.loads(capsys.readouterr().out)
+        (note,) = [note for note in found["notes"] if f"{count} + {count} devices: {count} workers draw" in note]
+        drawn = re.findall(r"each holds ([\d.]+) GB", note)[0]
+        parts.append(f"{device} trains {max(found['peak'].values()) / 2**30:.1f}, draws {drawn}")
+    assert (
+        f"# python -m perl plan, GB on each of {count}, zero2: {'; '.join(parts)}\n"
+        in Path(f"recipes/{name}.yaml").read_text()
+    )
+
+
 @pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
 def test_the_readmes_table_has_the_peaks_of_the_heads(page):
     rows = {
@@ -223,6 +244,8 @@ def tiny_flags(name: str, models: dict[str, Path], folder: Path) -> list[str]:
         "training.logging_steps": 1,
         "training.report_to": "none",
     }
+    if "pool" in name:
+        settings["rollout.workers"] = 1
     if name.startswith("dapo_math"):
         settings |= {"reward.overlong_cache_length": 4, "validation.datasets": "[]"}
     elif not name.startswith("dapo_lora"):
@@ -245,7 +268,7 @@ def require_run(name: str, run: Path) -> None:
     assert (run / result).is_file()
 
 
-@pytest.mark.parametrize("name", [name for name in GUIDES if not name.startswith("geo3k")])
+@pytest.mark.parametrize("name", [name for name in GUIDES if not name.startswith("geo3k") and "nodes" not in name])
 def test_each_trains_a_tiny_model_for_two_steps(name, models, tmp_path):
     assert train(["--recipe", f"recipes/{name}.yaml", *tiny_flags(name, models, tmp_path)]) == tmp_path / "run"
     require_run(name, tmp_path / "run")

@@ -411,6 +411,11 @@ def check_values(values: Namespace) -> None:
     check_critic(values)
 
 
+def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
+    """Completions of a piece, of a generation batch of `rows` in groups: by default a quarter, in whole groups."""
+    return rollout.piece_size or group * max(1, rows // group // 4)
+
+
 def check_workers(values: Namespace) -> None:
     """What cannot be drawn by workers, or ahead."""
     rollout = values.rollout

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["npu", "cuda", "cpu"]
 
+HIDDEN_DEVICES = "PERL_HIDDEN_DEVICES"
+"""Ids of the devices that the launch script hides from a training's only process, for its workers."""
 VISIBILITY_VARIABLE: dict[Kind, str | None] = {
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
     "cuda": "CUDA_VISIBLE_DEVICES",
@@ -177,16 +179,32 @@ def worker_environment(index: int, tp_size: int = 1) -> dict[str, str]:
     variable = VISIBILITY_VARIABLE[devices.kind]
     if variable is None:
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    visible = os.environ.get(variable, "").strip()
-    ids = [i.strip() for i in visible.split(",")] if visible else [str(i) for i in range(devices.count)]
-    ids = ids[: devices.count]  # the drivers drop ids from the first one on that does not exist, without a word
+    ids = visible_ids()
     share = ids[index * tp_size : (index + 1) * tp_size]
     if len(share) < tp_size:
         raise UserError(
             f"--dp_size: worker {index} needs {tp_size} {devices.kind} device(s), but only {len(ids)} are visible"
-            f" ({variable}={visible or 'unset'}); write a smaller --dp_size or --tp_size"
+            f" ({variable}={os.environ.get(variable) or 'unset'}); write a smaller --dp_size or --tp_size"
         )
     return {variable: ",".join(share)}
+
+
+def visible_ids() -> list[str]:
+    """Of the accelerators that this process sees, as its visibility variable has them; of a CPU none."""
+    devices = detect()
+    variable = VISIBILITY_VARIABLE[devices.kind]
+    if variable is None:
+        return []
+    visible = os.environ.get(variable, "").strip()
+    ids = [i.strip() for i in visible.split(",")] if visible else [str(i) for i in range(devices.count)]
+    return ids[: devices.count]  # the drivers drop ids from the first one on that does not exist, without a word
+
+
+def ids_beside(taken: int) -> list[str]:
+    """Of this machine's accelerators that a training of `taken` processes leaves to workers: those behind its own, or
+    those that the launch script has hidden from its only process."""
+    hidden = os.environ.get(HIDDEN_DEVICES)
+    return visible_ids()[taken:] if hidden is None else [i for i in hidden.split(",") if i]
 
 
 def pin_cpu(index: int, workers: int) -> None:

@@ -45,7 +45,8 @@ def plan(argv: list[str]) -> dict[str, str]:
     parsed.require_files()
     values = parsed.values
     devices = device.detect()
-    processes = requested_processes(devices)
+    rollout = values.rollout
+    processes = requested_processes(devices, rollout.workers if rollout.executor == "processes" else 0)
     config = parsed.build(processes)
     run_dir = values.training.output_dir or default_run_dir(values, devices.kind)
     require_free(Path(run_dir), goes_on(config.training.resume_from_checkpoint))
@@ -64,17 +65,19 @@ def start_environment(kind: device.Kind, processes: int) -> dict[str, str]:
 
 
 def visible_device(kind: device.Kind, processes: int) -> dict[str, str]:
-    """The variable that shows a single process a single device; empty where nothing is to be hidden."""
+    """What shows a single process a single device, and its workers the others; empty where nothing is to be hidden."""
     variable = device.VISIBILITY_VARIABLE[kind]
-    visible = device.worker_environment(0).get(variable, "") if variable and processes == 1 else ""
-    return {variable: visible} if variable and visible else {}
+    if not variable or processes != 1:
+        return {}
+    first, *others = device.visible_ids()
+    return {variable: first, device.HIDDEN_DEVICES: ",".join(others)}
 
 
-def requested_processes(devices: device.Devices) -> int:
-    """NUM_PROCESSES if set, else one for each accelerator, or one on a CPU."""
+def requested_processes(devices: device.Devices, workers: int = 0) -> int:
+    """NUM_PROCESSES if set, else one for each accelerator that no worker of this machine takes, or one on a CPU."""
     text = os.environ.get("NUM_PROCESSES", "")
     if not text:
-        return 1 if devices.kind == "cpu" else devices.count
+        return 1 if devices.kind == "cpu" else max(1, devices.count - workers)
     if not text.isdigit() or int(text) < 1:
         raise UserError(f"NUM_PROCESSES={text}: give a whole number from 1")
     if devices.kind != "cpu" and int(text) > devices.count:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perl.base.errors import UserError
+from perl.config.load import pieces_of
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import TorchPolicyEngine
@@ -114,8 +115,7 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
 def piece_size(trainer: Any, config: RolloutConfig) -> int:
     """Of what workers draw: by default a quarter of the generation batch, in whole groups. It depends on nothing that
     differs from one machine to the next."""
-    group, rows = trainer.num_generations, trainer.args.generation_batch_size
-    return config.piece_size or group * max(1, rows // group // 4)
+    return pieces_of(trainer.num_generations, trainer.args.generation_batch_size, config)
 
 
 def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list
 
 from perl.adapters.delivery import base_digest, delivered, digest, pack, put_into, unpacked
 from perl.base.errors import UserError
-from perl.device.sharding import local
+from perl.device.sharding import local, resharded
 from perl.engines.base import Engine, Feed
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.noise.injector import NoiseInjector
@@ -87,7 +87,7 @@ class PoolEngine:
     ):
         self.local, self.processes, self.gathered, self.piece_size = local, processes, gathered, piece_size
         self.max_num_seqs, self.merging = local.max_num_seqs, False
-        self.run = uuid.uuid4().hex[:12]
+        self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's
         self.lag = lag
         self.sent: dict[Weights, Sent] = {}
         """The policies that a batch may refer to, the last one last."""
@@ -184,13 +184,14 @@ class PoolEngine:
     def _holding(self, payload: Payload) -> Iterator[None]:
         policy = self.local.model
         kept = {name: local(tensor).clone() for name, tensor in delivered(policy).items()}
-        try:
-            put_into(policy, unpacked(payload[0]))
-            yield
-        finally:
-            with torch.no_grad():
-                for name, tensor in delivered(policy).items():
-                    local(tensor).copy_(kept[name])
+        with resharded(policy):
+            try:
+                put_into(policy, unpacked(payload[0]))
+                yield
+            finally:
+                with torch.no_grad():
+                    for name, tensor in delivered(policy).items():
+                        local(tensor).copy_(kept[name])
 
     def state(self, weights: Weights) -> dict[str, Any]:
         """What was sent as `weights`, for a checkpoint: tensors and plain values."""

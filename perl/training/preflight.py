@@ -7,6 +7,7 @@ before it starts any, so that a mistake is one line and exit code 2 there too, a
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from perl.runs.vision import check_images, check_mixed_rows, language_part
 from perl.training.collect import rollout_sampling
 from perl.training.loss import SURROGATES
 from perl.training.validation_setup import ValidationSetup, set_up_validation
+from perl.workers.local import require_room
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -151,6 +153,8 @@ def check_engine(config: Config) -> None:
             f"--config.rollout.piece_size {config.rollout.piece_size}: under {strategy} the processes draw together,"
             " not in pieces of their own; write --config.rollout.workers 1 or more, or leave it out"
         )
+    if config.rollout.workers and config.rollout.executor == "processes":
+        require_room(config.rollout.workers, int(os.environ.get("LOCAL_WORLD_SIZE", config.training.world_size)))
     if not config.training.use_vllm:
         return
     kind, workers = device.detect().kind, config.rollout.workers

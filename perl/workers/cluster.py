@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -50,7 +50,7 @@ class WorkerActor:
         self._link: ProcessLink | None = None
         if missing:
             why = f"node {self.node()} has no {missing[0]}; models and adapters have to be under the same path on"
-            self._events.put(Failed(f"{why} every node, and --result_dir too, as an adapter is merged there"))
+            self._events.put(Failed(f"{why} every node, and an evaluation's --result_dir, where an adapter is merged"))
             self._events.put(None)
         else:
             self._link = ProcessLink(spec, self._events.put)
@@ -58,6 +58,7 @@ class WorkerActor:
     def node(self) -> str:
         return socket.gethostname()
 
+    @ray.method(concurrency_group="send")  # one after the other: a batch may need the weights that came with another
     def send(self, batch: Batch | None) -> None:
         if batch is not None and isinstance(batch.payload, ray.ObjectRef):
             batch = replace(batch, payload=ray.get(batch.payload))
@@ -83,7 +84,7 @@ class ActorLink:
         self._deliver = deliver
         self._exit_reason = "its actor was ended"
         self._index = spec.index
-        self._actor: Any = ray.remote(WorkerActor).options(**options).remote(spec)
+        self._actor: Any = ray.remote(concurrency_groups={"send": 1})(WorkerActor).options(**options).remote(spec)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -124,21 +125,25 @@ class ActorLink:
 class RayExecutor:
     """Joins a cluster, or starts one on this machine, and checks that it has the slots."""
 
-    def __init__(self, dp_size: int, tp_size: int, address: str):
+    def __init__(self, dp_size: int, tp_size: int, address: str, taken: int | None = None):
         """Args:
             dp_size: workers.
             tp_size: devices of each.
             address: of the cluster; "auto": $RAY_ADDRESS, else the cluster that runs on this machine, else one of its
                 own that ends with the run.
+            taken: as in make_executor.
 
         Raises:
-            UserError: no cluster there, or too few slots in it.
+            UserError: no cluster there, too few slots in it, or slots on devices that the training has taken.
         """
-        where = _join(address)
-        kind = _kind(where)
+        flags = EVALUATION if taken is None else TRAINING
+        where = _join(address, flags)
+        kind = _kind(where, flags)
+        if taken is not None and kind != "cpu":
+            _require_others(where, taken)
         self.devices = Devices(kind, int(_total().get(RAY_RESOURCE[kind], 0)))
         self.workers = dp_size
-        _require_slots(where, kind, dp_size, tp_size)
+        _require_slots(where, kind, dp_size, tp_size, flags)
         resource = RAY_RESOURCE[kind]
         amount: dict[str, Any] = {"num_cpus": tp_size} if kind == "cpu" else {"num_cpus": 0}
         if resource == "GPU":
@@ -148,7 +153,7 @@ class RayExecutor:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._options = {
             **amount,
-            "max_concurrency": 4,  # send and exit_reason while receive waits
+            "max_concurrency": 4,  # exit_reason while receive waits
             "max_restarts": 0,
             "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
         }
@@ -168,12 +173,24 @@ class RayExecutor:
         ray.shutdown()
 
 
-def _join(address: str) -> str:
+class Flags(NamedTuple):
+    """What a user writes."""
+
+    workers: str
+    executor: str
+    address: str
+
+
+EVALUATION = Flags("--dp_size", "--executor ray", "--ray_address")
+TRAINING = Flags("--config.rollout.workers", "--config.rollout.executor ray", "--config.rollout.ray_address")
+
+
+def _join(address: str, flags: Flags) -> str:
     """Connect this process; returns what messages call the cluster."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     named = address if address != "auto" else os.environ.get("RAY_ADDRESS", "auto")
-    flag = "--ray_address" if address != "auto" else "RAY_ADDRESS"
+    flag = flags.address if address != "auto" else "RAY_ADDRESS"
     try:
         probe_port(named)
         ray.init(address=named, **options)
@@ -200,37 +217,54 @@ def probe_port(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
 
 
-def _kind(where: str) -> Kind:
+def _kind(where: str, flags: Flags) -> Kind:
     """The best kind of device that the cluster has registered."""
     total = _total()
     here = device.detect()
     if here.kind != "cpu" and not total.get(RAY_RESOURCE[here.kind]):
         resources = json.dumps({RAY_RESOURCE[here.kind]: here.count})
         raise UserError(
-            f"--executor ray: this machine has {here.count} {here.kind} devices, but the Ray cluster {where} registered"
-            f" {_listed(total)}; on each node: ray stop --force; ray start --head --resources='{resources}' (on all but"
-            " the first --address=HEAD:6379 in the place of --head)"
+            f"{flags.executor}: this machine has {here.count} {here.kind} devices, but the Ray cluster {where}"
+            f" registered {_listed(total)}; on each node: ray stop --force; ray start --head --resources='{resources}'"
+            " (on all but the first --address=HEAD:6379 in the place of --head)"
         )
     return next(kind for kind, resource in RAY_RESOURCE.items() if kind == "cpu" or total.get(resource))
 
 
-def _require_slots(where: str, kind: Kind, dp_size: int, tp_size: int) -> None:
+def _require_others(where: str, taken: int) -> None:
+    """Raise a UserError where Ray may hand out devices of this node that the training itself has taken."""
+    here = device.detect()
+    resource, this = RAY_RESOURCE[here.kind], ray.get_runtime_context().get_node_id()
+    (registered,) = [node["Resources"].get(resource, 0) for node in ray.nodes() if node["NodeID"] == this]
+    ids = device.ids_beside(taken)
+    left = len(ids)
+    if registered > left:
+        count = f"--num-gpus={left}" if resource == "GPU" else f"--resources='{json.dumps({resource: left})}'"
+        hidden = f"{device.VISIBILITY_VARIABLE[here.kind]}={','.join(ids)} " if left else ""
+        raise UserError(
+            f"{TRAINING.executor}: the cluster {where} registered {registered:g} {resource} on this machine, where the"
+            f" training takes {taken} and leaves {left}; here: ray stop --force; {hidden}ray start --head"
+            f" {count} (in the place of --head --address=HEAD:6379, where another node is the head)"
+        )
+
+
+def _require_slots(where: str, kind: Kind, dp_size: int, tp_size: int, names: Flags) -> None:
     """Raise a UserError, soon, when there are fewer slots than workers."""
     resource = RAY_RESOURCE[kind]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     slots = slots_of(nodes, resource, tp_size)
-    flags = f"--dp_size {dp_size}" + (f" × --tp_size {tp_size}" if tp_size > 1 else "")
+    flags = f"{names.workers} {dp_size}" + (f" × --tp_size {tp_size}" if tp_size > 1 else "")
     if slots < dp_size:
         raise UserError(
             f"{flags}: the cluster {where} has {_listed(_total())} on {len(nodes)} node(s), room for {slots} workers"
-            f"; write --dp_size {max(slots, 1)}, or add nodes with ray start --address=HEAD:6379"
+            f"; write {names.workers} {max(slots, 1)}, or add nodes with ray start --address=HEAD:6379"
         )
     deadline = time.monotonic() + SLOTS_TIMEOUT_S
     while (free := ray.available_resources().get(resource, 0)) < dp_size * tp_size:
         if time.monotonic() > deadline:
             raise UserError(
                 f"{flags}: {free:g} of {_total()[resource]:g} {resource} of the cluster {where} are free, other jobs"
-                " hold the rest; wait for them, or write a smaller --dp_size"
+                " hold the rest; wait for them, or write a smaller {names.workers}"
             )
         time.sleep(0.5)
 

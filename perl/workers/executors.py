@@ -72,7 +72,8 @@ def make_executor(
     if name == "local":
         return LocalExecutor(workers, devices_each, taken)
     if importlib.util.find_spec("ray") is None:
-        raise UserError('--executor ray: ray is not installed; pip install "ray>=2.50", or leave --executor out')
+        flag = "--executor" if taken is None else "--config.rollout.executor"
+        raise UserError(f'{flag} ray: ray is not installed; pip install "ray>=2.50", or leave {flag} out')
     from perl.workers.cluster import RayExecutor
 
-    return RayExecutor(workers, devices_each, ray_address)
+    return RayExecutor(workers, devices_each, ray_address, taken)

@@ -70,20 +70,26 @@ class ProcessLink:
             self._deliver(None)
 
 
+def require_room(workers: int, taken: int) -> None:
+    """Raise a UserError where this machine has fewer devices than a training of `taken` processes and its workers."""
+    kind, ids = device.detect().kind, device.ids_beside(taken)
+    if kind != "cpu" and workers > len(ids):
+        raise UserError(
+            f"--config.rollout.workers {workers}: the training's {taken} processes leave {len(ids)} {kind} devices of"
+            f" this machine; start fewer of them (NUM_PROCESSES), or write --config.rollout.workers {len(ids)}"
+        )
+
+
 class LocalExecutor:
     """Workers are processes of this machine, on a CPU each on its own share of the cores."""
 
     def __init__(self, dp_size: int, tp_size: int, taken: int | None = None):
         self.devices = device.detect()
         self.workers, self._tp_size = dp_size, tp_size
-        self._first = 0 if taken is None or self.devices.kind == "cpu" else taken
-        """Device of the first worker, in a training."""
-        if taken is not None and self._first + dp_size > self.devices.count and self.devices.kind != "cpu":
-            raise UserError(
-                f"--config.rollout.workers {dp_size}: the machine has {self.devices.count} {self.devices.kind} devices,"
-                f" and the training takes {taken}; start fewer processes, or write"
-                f" --config.rollout.workers {max(0, self.devices.count - taken)}"
-            )
+        self._training = taken is not None
+        if taken is not None:
+            require_room(dp_size, taken)
+            self._ids = device.ids_beside(taken)
         if taken is None and dp_size * tp_size > self.devices.count:
             what = "cores" if self.devices.kind == "cpu" else f"{self.devices.kind} devices"
             product = f"--dp_size {dp_size}" + (f" × --tp_size {tp_size}" if tp_size > 1 else "")
@@ -91,7 +97,9 @@ class LocalExecutor:
             raise UserError(f"{product}: there are {self.devices.count} {what}; write --dp_size {possible}")
 
     def environment(self, index: int) -> dict[str, str]:
-        environment = device.worker_environment(self._first + index, self._tp_size)
+        if self._training and (variable := device.VISIBILITY_VARIABLE[self.devices.kind]):
+            return {variable: self._ids[index]}
+        environment = device.worker_environment(index, self._tp_size)
         if self.devices.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(self.devices.count // self.workers)
         return environment

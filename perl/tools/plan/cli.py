@@ -12,7 +12,7 @@ from perl.base.errors import UserError, lookup
 from perl.config.files import look_for
 from perl.config.load import GRPO, parse_for
 from perl.tools.plan.devices import DEVICES
-from perl.tools.plan.inputs import critic_of, job_of, parallel_of, read_config, rough, shape_of, vllm_room
+from perl.tools.plan.inputs import critic_of, job_of, parallel_of, read_config, rough, shape_of, vllm_room, workers_room
 from perl.tools.plan.memory import Device, Parallel
 from perl.tools.plan.page import Plan, as_json, as_text
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
@@ -46,7 +46,8 @@ def run(args: Any) -> int:
     job = job_of(config, parsed, where, count, parallel)
     if parsed.program is GRPO and config.training.attention_kernels is True:
         where = dataclasses.replace(where, by_row=False)
-    notes = [*taken, *why, *parsed.warnings, *rough(config), *vllm_room(shape, job, where)]
+    rooms = [*vllm_room(shape, job, where), *workers_room(shape, job, where)]
+    notes = [*taken, *why, *parsed.warnings, *rough(config), *rooms]
     plan = Plan(config.model.model_name_or_path, shape, job, where, notes)
     print(as_json(plan) if args.json else as_text(plan))
     return 0

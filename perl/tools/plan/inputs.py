@@ -16,13 +16,13 @@ from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
 from perl.config.files import look_for
-from perl.config.load import Config, Parsed
+from perl.config.load import Config, Parsed, pieces_of
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
 from perl.models.folders import from_hub, reason_of, require_sizes
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
-from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape
+from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, worker_items
 
 MODEL_FLAG = "--config.model.model_name_or_path"
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -167,6 +167,8 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
         max_tokens=training.max_tokens_per_microbatch,
         max_batch_tokens=None if rollout.max_batch_tokens is None else int(rollout.max_batch_tokens),
         engine=rollout.engine,
+        workers=rollout.workers,
+        piece=pieces_of(int(training.num_generations or 1), int(training.generation_batch_size or 1), rollout),
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
         greedy=ALGORITHMS[config.algorithm.name].greedy,
@@ -199,6 +201,17 @@ def rough(config: Config | SFTRunConfig) -> Iterator[str]:
         yield f"optimizer {optimizer} is counted as AdamW"
     if peft.type in OF_OTHER_SHAPE:
         yield f"{peft.type} is counted as lora of its size: what its layers compute in between differs"
+
+
+def workers_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
+    """What each worker holds, on a device of its own."""
+    if job.workers:
+        table = worker_items(shape, job, device)
+        cache = next((item.bytes for item in table if item.name == "KV cache"), 0)
+        yield (
+            f"{job.processes} + {job.workers} devices: {job.workers} workers draw, in pieces of {job.piece}; each holds"
+            f" {peak(table, 'rollout') / GB:.1f} GB, {cache / GB:.1f} of it KV cache"
+        )
 
 
 def vllm_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:

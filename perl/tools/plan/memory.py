@@ -122,6 +122,10 @@ class Job:
     """The rows are computed twice, by the policy and by a critic on its base."""
     full: bool = False
     """All weights are trained (peft.type none)."""
+    workers: int = 0
+    """That sample in the processes' place."""
+    piece: int = 0
+    """Completions that a worker samples at once."""
     reference: bool = False
     """A reference model is held besides (beta > 0, without an adapter that could be switched off)."""
 
@@ -188,7 +192,7 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
     table = [Item("runtime (context, collectives)", device.runtime, "both"), *states(shape, job)]
     if job.engine == "vllm":  # its own weights and cache, of all there is
         table.append(Item("vLLM's share", int(job.vllm_share * capacity), "rollout" if job.vllm_sleeps else "both"))
-    elif job.engine is not None:
+    elif job.engine is not None and not job.workers:
         free = capacity - peak(table, "rollout")
         if not job.parallel.startswith(
             "zero"
@@ -199,6 +203,22 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
         if job.engine == "fast" and not device.cpu and left >= CACHE_SHARE / 2 * capacity:
             table.append(Item("KV cache, kept", kv_cache(shape, job, device, free), "update"))
     return [item for item in [*table, *update(shape, job, device)] if item.bytes]
+
+
+def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
+    """All that a worker holds: the policy, whole, and a rollout of one piece."""
+    trained = 0 if job.full else 4 * shape.adapter
+    table = [
+        Item("runtime (context, collectives)", device.runtime, "both"),
+        Item("weights", shape.parameters * job.weight_bytes, "both"),
+        Item("adapter", trained, "both"),
+    ]
+    if job.full and job.compute_bytes < job.weight_bytes:
+        table.append(Item("copies of the weights for rollouts", shape.parameters * job.compute_bytes, "both"))
+    own = dataclasses.replace(job, micro_batch=job.piece, steps_per_generation=1, processes=1, parallel="single")
+    return [
+        item for item in [*table, *_rollout(shape, own, device, device.memory - peak(table, "rollout"))] if item.bytes
+    ]
 
 
 def peak(table: Sequence[Item], phase: Literal["rollout", "update"]) -> int:

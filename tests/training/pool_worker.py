@@ -1,0 +1,68 @@
+"""One rank of several, started by accelerate: python -m tests.training.pool_worker FOLDER MODEL LAGS [SETTINGS].
+
+Trains with two workers, once for each lag, whole and resumed. Writes FOLDER/rank<N>.json: by lag whether both adapters
+are the same on this rank, how stale the batches were, and a digest of the adapter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from perl.adapters.delivery import delivered, pack
+from perl.config.schema import NoiseConfig
+from perl.models.folders import load_model
+from tests.ranks import leave
+from tests.trainers import SUMS, make_trainer, reward_tokens
+
+NOISE = NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.01, num_stages=3)
+CUT = 3
+
+
+def train(model: str, folder: Path, lag: int, checkpoint: str | None, settings: dict[str, Any]) -> tuple[bytes, Any]:
+    loaded = load_model(model)
+    loaded.name_or_path = model
+    fixed = {"max_steps": 5, "prompts": SUMS, "save_strategy": "steps", "save_steps": CUT}
+    fixed |= {"per_device_train_batch_size": 2}
+    rollout = {"workers": 2, "lag": lag, "piece_size": 4} | settings.pop("rollout", {})
+    noise = NOISE if settings.pop("noise", True) else None
+    trainer = make_trainer(
+        folder, model=loaded, engine="fast", rollout=rollout, noise=noise, rewards=[reward_tokens], **fixed | settings
+    )
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        trainer.step.engine.close()
+    with trainer.gathered():
+        return pack(delivered(trainer.policy())), trainer
+
+
+def compare(out: Path, model: str, lag: int, settings: dict[str, Any]) -> dict[str, Any]:
+    whole, trainer = train(model, out / "whole", lag, None, dict(settings))
+    logged = [row for row in trainer.state.log_history if "pool/staleness" in row]
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    resumed, _ = train(model, out / "whole", lag, str(out / "whole" / f"checkpoint-{CUT}"), dict(settings))
+    return {
+        "same": whole == resumed,
+        "staleness": [row["pool/staleness"] for row in logged],
+        "mismatch": max(row["rollout/engine_mismatch"] for row in logged),
+        "digest": hashlib.sha256(whole).hexdigest(),
+    }
+
+
+def main() -> None:
+    out, model = Path(sys.argv[1]), sys.argv[2]
+    settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    found = {lag: compare(out / f"lag{lag}", model, lag, settings) for lag in json.loads(sys.argv[3])}
+    leave(out, PartialState().process_index, found)
+
+
+if __name__ == "__main__":
+    main()
