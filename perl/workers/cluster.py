@@ -84,7 +84,8 @@ class ActorLink:
         self._deliver = deliver
         self._exit_reason = "its actor was ended"
         self._index = spec.index
-        self._actor: Any = ray.remote(concurrency_groups={"send": 1})(WorkerActor).options(**options).remote(spec)
+        remote: Any = ray.remote
+        self._actor: Any = remote(concurrency_groups={"send": 1})(WorkerActor).options(**options).remote(spec)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 

@@ -65,8 +65,12 @@ def lose_node(cluster):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_too_few_slots_and_an_address_where_nothing_answers_name_the_trainings_flags(tmp_path):
-    with ray_cluster({"num_cpus": 1}) as cluster, pytest.raises(UserError) as refused:
-        make_executor("ray", 3, ray_address=cluster.address, taken=1)
+    import ray
+
+    with ray_cluster({"num_cpus": 1}) as cluster:
+        with pytest.raises(UserError) as refused:
+            make_executor("ray", 3, ray_address=cluster.address, taken=1)
+        ray.shutdown()
     assert str(refused.value) == (
         f"--config.rollout.workers 3: the cluster at {cluster.address} has CPU 1 on 1 node(s), room for 1 workers;"
         " write --config.rollout.workers 1, or add nodes with ray start --address=HEAD:6379"
@@ -83,11 +87,13 @@ def test_devices_that_the_training_has_taken_are_not_rays(run_npu):
 from benchmarks._nodes import ray_cluster
 from perl.base.errors import UserError
 from perl.workers.executors import make_executor
+import ray
 with ray_cluster({"num_cpus": 1, "resources": {"NPU": 4}}) as cluster:
     try:
         make_executor("ray", 1, ray_address=cluster.address, taken=1)
     except UserError as error:
         print(str(error).replace(cluster.address, "HERE"))
+    ray.shutdown()
 """
     import sys
 
