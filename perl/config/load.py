@@ -442,6 +442,11 @@ def check_workers(values: Namespace) -> None:
             f"--config.rollout.lag {rollout.lag}: the trainer cannot draw while it trains; write"
             " --config.rollout.workers 1 or more, or --config.rollout.lag 0"
         )
+    if values.peft.type == "none":
+        raise UserError(
+            f"--config.rollout.lag {rollout.lag}: all weights are trained, and each policy that is kept is a whole"
+            " model; write --config.rollout.lag 0, or --config.peft.type lora"
+        )
     if values.algorithm.dynamic_sampling:
         raise UserError(
             f"--config.rollout.lag {rollout.lag}: which prompts a batch has under algorithm.dynamic_sampling is known"

@@ -12,6 +12,7 @@ says what policy its engine held (perl.adapters.delivery.digest), and one that w
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -88,13 +89,15 @@ class PoolEngine:
         self.local, self.processes, self.gathered, self.piece_size = local, processes, gathered, piece_size
         self.max_num_seqs, self.merging = local.max_num_seqs, False
         self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's
-        self.lag = lag
+        self._most = lag + 1
         self.sent: dict[Weights, Sent] = {}
         """The policies that a batch may refer to, the last one last."""
         self._held, self._incomparable = held or HeldByTorch(), incomparable
         self._calls = 0
         self._open_pool = open_pool
         self._background: _Background | None = None
+        self._refused: PoolLost | None = None
+        """Why there are no workers."""
         self._waited, self._since = 0.0, time.perf_counter()
 
     def publish(self, weights: Weights) -> None:
@@ -118,8 +121,11 @@ class PoolEngine:
         starts = range(0, len(prompts), size)
         pieces = [Piece((self._calls, start // size), tuple(prompts[start : start + size])) for start in starts]
         self._calls += 1
-        if self.processes.rank == 0:
-            self._workers().submit(sent, pieces)
+        if self.processes.rank == 0 and self._refused is None:
+            try:
+                self._workers().submit(sent, pieces)
+            except UserError as error:  # which the other processes hear of where they ask for the first piece
+                self._refused = PoolLost(str(error))
         return self._completions(sent.version, pieces, range(first, first + len(own)))
 
     def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Completion]]:
@@ -128,7 +134,7 @@ class PoolEngine:
             began = time.perf_counter()
             answer: list[Drawn | PoolLost | None] = [None]
             if self.processes.rank == 0:
-                answer = [self._workers().take(piece.id)]
+                answer = [self._refused or self._workers().take(piece.id)]
             if self.processes.count > 1:
                 broadcast_object_list(answer)
             self._waited += time.perf_counter() - began
@@ -167,7 +173,7 @@ class PoolEngine:
             noise.rms[:] = payload[1]
         held = self._held(self.local.model, noise, weights)
         self.sent[weights] = Sent(Version(self.run, weights, held), payload)
-        while len(self.sent) > self.lag + 1:
+        while len(self.sent) > self._most:
             self.sent.pop(next(iter(self.sent)))
 
     @contextlib.contextmanager
@@ -196,12 +202,20 @@ class PoolEngine:
     def state(self, weights: Weights) -> dict[str, Any]:
         """What was sent as `weights`, for a checkpoint: tensors and plain values."""
         payload, rms = self.sent[weights].payload
-        return {"policy": torch.frombuffer(bytearray(payload), dtype=torch.uint8), "rms": rms}
+        policy = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return {"policy": policy, "rms": rms, "piece_size": self.piece_size}
 
     def send_again(self, weights: Weights, state: dict[str, Any]) -> None:
         """Publish a policy whose `state` this was, sent before the run was ended. Every process must come here."""
         payload = state["policy"].cpu().numpy().tobytes(), state["rms"]
         self.local.weights = weights
+        self._most = max(self._most, len(self.sent) + 2)  # of a run with a larger lag, and the next one
+        if state["piece_size"] != self.piece_size:
+            log.warning(
+                "rollouts: the run was begun with pieces of %d, now of %d: its last bits will be others; write"
+                " --config.rollout.piece_size %d",
+                state["piece_size"], self.piece_size, state["piece_size"],
+            )  # fmt: skip
         if weights not in self.sent:
             with self.gathered(), self._holding(payload):
                 self._keep(weights, payload)
@@ -211,10 +225,12 @@ class PoolEngine:
     def _workers(self) -> _Background:
         if self._background is None:
             self._background = _Background(self._open_pool())
+            atexit.register(self.close)  # before multiprocessing waits for its processes
         return self._background
 
     def close(self) -> None:
         if self._background is not None:
+            atexit.unregister(self.close)
             self._background.close()
             self._background = None
         self.local.close()
@@ -314,7 +330,7 @@ class _Background:
         except WorkerError as error:
             self._fail(str(error))
         except Exception as error:  # the training must hear of it
-            log.debug("the thread of the pool", exc_info=error)
+            log.exception("the thread of the pool")
             self._fail(f"{type(error).__name__}: {error}")
 
     def _count(self, drawn: Any) -> None:

@@ -255,7 +255,7 @@ class Step:
         """Are the sampler's log-probabilities those of the weights that it should have had? Asked of a few rows before
         the first optimizer step, as afterwards the loss compares them at no cost; where workers draw, of each batch.
         With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
-        if self.metrics.tolerance is not None and self.pool is None:
+        if self.metrics.tolerance is not None and self.pool is None and not self.exact:
             return
         why = self.engine.not_comparable(self.collector.sampling)
         if why or batch.sampler is None:
@@ -303,10 +303,9 @@ class Step:
         """Tensors and plain values."""
         if self.pool is None:
             return []
-        return [
-            {"first": batch.first, "weights": asdict(batch.weights), **self.pool.state(batch.weights)}
-            for batch in self.collector.ahead
-        ]
+        ahead = self.collector.ahead
+        states = {weights: self.pool.state(weights) for weights in {batch.weights for batch in ahead}}
+        return [{"first": batch.first, "weights": asdict(batch.weights), **states[batch.weights]} for batch in ahead]
 
     def go_on_with(self, ahead: list[dict[str, Any]]) -> None:
         """Have the workers draw what `ahead` was of, by the same policies. Every process must come here."""

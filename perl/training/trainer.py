@@ -250,6 +250,17 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 f"--config.noise_injection.schedule target_kl: the KL divergence can't be measured, the sampler's"
                 f" log-probabilities are {why}; write --config.noise_injection.schedule linear"
             )
+        if rollout.behaviour == "exact" and (why := engine.not_comparable(sampling)):
+            raise UserError(
+                f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
+                " write --config.rollout.behaviour engine"
+            )
+        if rollout.lag and rollout.importance_correction == "none" and not args.use_vllm:
+            log.warning(
+                "--config.rollout.lag %d: the loss takes no notice that an older policy has drawn; with"
+                " --config.rollout.importance_correction token --config.rollout.behaviour exact it does",
+                rollout.lag,
+            )
         made_critic = self._make_critic(critic, algorithm.name, plan, metrics) if chosen.critic else None
         window = (args.steps_per_generation or 1) * self.num_iterations
         return Step(

@@ -265,7 +265,7 @@ def _require_slots(where: str, kind: Kind, dp_size: int, tp_size: int, names: Fl
         if time.monotonic() > deadline:
             raise UserError(
                 f"{flags}: {free:g} of {_total()[resource]:g} {resource} of the cluster {where} are free, other jobs"
-                " hold the rest; wait for them, or write a smaller {names.workers}"
+                f" hold the rest; wait for them, or write a smaller {names.workers}"
             )
         time.sleep(0.5)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from dataclasses import replace
@@ -30,12 +31,20 @@ class ProcessLink:
         self._process.start()
         far_end.close()
         self._deliver = deliver
+        self._outbox: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
+        threading.Thread(target=self._send, daemon=True).start()
 
     def send(self, batch: Batch | None) -> None:
+        self._outbox.put(batch)
+
+    def _send(self) -> None:
+        """In a thread of its own: a worker that reads nothing lets its sender wait for ever once the pipe is full."""
         try:
-            self._connection.send(batch)
+            while (batch := self._outbox.get()) is not None:
+                self._connection.send(batch)
+            self._connection.send(None)
         except OSError:
             logger.debug("%s is gone", self._process.name)
 
@@ -53,6 +62,7 @@ class ProcessLink:
                 break
             except ProcessLookupError:  # no group of its own yet, or gone already
                 continue
+        self._outbox.put(None)  # ends the sender, if it waits
         self._listener.join(2 * EXIT_S)
         self._process.join()
         self._connection.close()
