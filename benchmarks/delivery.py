@@ -130,8 +130,8 @@ class FaultyJob(RolloutJob):
             else:
                 yield event
 
-    def _engine(self) -> Any:
-        engine = RolloutJob._engine(self)
+    def torch_engine(self) -> Any:
+        engine = RolloutJob.torch_engine(self)
         _start.update({name: tensor.detach().clone() for name, tensor in delivered(engine.model).items()})
         publish = engine.publish
 

@@ -111,9 +111,9 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         forwards.append(len(rows))
         return torch.full((len(rows), width), -1.0)
 
-    def compare_first(batch, weights):
+    def compare(batch, weights):
         batches.append(batch)
-        Step._compare_first(step, batch, weights)
+        Step._compare(step, batch, weights)
 
     def clock(name):
         if name == "old_logps":
@@ -126,7 +126,7 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
     step = SimpleNamespace(
         metrics=SimpleNamespace(tolerance=None),
         engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4),
-        collector=SimpleNamespace(sampling=None, collect=lambda weights: ([row], {})),
+        collector=SimpleNamespace(sampling=None, collect=lambda weights, left: ([row], {})),
         processes=SimpleNamespace(
             largest=lambda numbers: [max(n, int(elsewhere)) for n in numbers], added_up=lambda numbers: [0.0, 2.0]
         ),
@@ -134,7 +134,11 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         clock=clock,
         _publish=lambda step: Weights(version=step),
         _finite_rewards=lambda rows, step: None,
-        _compare_first=compare_first,
+        _compare=compare,
+        weights=Weights(version=-1),
+        pool=None,
+        exact=False,
+        _batches_left=lambda step: 1,
         _as_sampled=lambda weights: nullcontext(SimpleNamespace(dtype=torch.float32)),
         passes=SimpleNamespace(logps=logps),
         device=torch.device("cpu"),
