@@ -578,3 +578,22 @@ def test_what_shapes_trls_advantages_has_no_effect_where_a_critic_makes_them():
         "--config.training.multi_objective_aggregation has no effect",
         "--config.training.scale_rewards has no effect",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("rollout.workers=2 rollout.engine=generate", "rollout.workers 2: workers draw with engine fast or vllm"),
+        ("rollout.piece_size=4 rollout.engine=generate", "rollout.piece_size 4: without workers engine fast alone"),
+        ("rollout.lag=1", "rollout.lag 1: the trainer cannot draw while it trains"),
+        ("rollout.lag=1 rollout.workers=1 peft.type=none", "each policy that is kept is a whole model"),
+        ("rollout.lag=1 rollout.workers=1 algorithm.dynamic_sampling=true", "nothing can be drawn ahead"),
+        (
+            "rollout.lag=1 rollout.workers=1 noise_injection.enabled=true noise_injection.schedule=target_kl",
+            "schedule target_kl measures what the noise does",
+        ),
+    ],
+)
+def test_what_workers_or_a_lag_cannot_have_is_one_line(flags, said):
+    given = [part for flag in flags.split() for part in f"--config.{flag}".split("=")]
+    assert said in message(*given)

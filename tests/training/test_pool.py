@@ -108,6 +108,28 @@ def test_so_it_is_with_every_method(model, tmp_path, adapter):
 
 
 @pytest.mark.slow
+def test_the_trainers_own_log_probabilities_are_taken_in_every_batch_without_workers_too(model, tmp_path):
+    """They were in the first batch alone."""
+    exact = {"importance_correction": "token", "behaviour": "exact"}
+    alone, _, _ = train(model, tmp_path / "alone", 0, 0, rollout=exact, max_steps=3)
+    pooled, _, _ = train(model, tmp_path / "pooled", 1, 0, rollout=exact, max_steps=3)
+    assert same(alone, pooled)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_a_smaller_lag_and_without_workers(model, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 3}
+    train(model, tmp_path / "whole", 1, 2, max_steps=5, **saved)
+    checkpoint = str(tmp_path / "whole/checkpoint-3")
+    _, trainer, steps = train(model, tmp_path / "sync", 1, 0, checkpoint=checkpoint, max_steps=6)
+    assert steps == [3, 4, 5]
+    staleness = [row["pool/staleness"] for row in trainer.state.log_history if "pool/staleness" in row]
+    assert staleness[-3:] == [2.0, 2.0, 0.0]  # what was handed out is used
+    _, trainer, steps = train(model, tmp_path / "alone", 0, 0, checkpoint=checkpoint, max_steps=5)
+    assert steps == [3, 4]
+
+
+@pytest.mark.slow
 def test_a_worker_that_hangs_costs_its_pieces(model, tmp_path):
     whole, _, _ = train(model, tmp_path / "whole", 1, 1)
     stopped = {"with_signal": signal.SIGSTOP, "rollout": {"deadline_s": 20.0}}
