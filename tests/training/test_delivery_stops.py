@@ -31,9 +31,12 @@ class Inbox:
 
 
 def test_a_worker_says_of_each_piece_what_it_cannot_read_and_lives_on():
-    engine = SimpleNamespace(model=tiny_model(), noise=None, close=lambda: None)
+    engine = SimpleNamespace(model=tiny_model(), noise=None, stream=None, close=lambda: None)
+    job = SimpleNamespace(
+        threads=torch.get_num_threads(), rollout=SimpleNamespace(engine="fast"), torch_engine=lambda: engine
+    )
     version = Version("run", Weights(version=2), "a" * 64)
-    ready, *answers = RolloutJob.serve(SimpleNamespace(_engine=lambda: engine), version, Inbox(version))
+    ready, *answers = RolloutJob.serve(job, version, Inbox(version))
     assert isinstance(ready, Ready)
     assert [answer.id for answer in answers if isinstance(answer, Result)] == [(0, 0), (0, 1)]
     assert all("the policy that was sent can't be read" in answer.completion.error for answer in answers)
