@@ -68,11 +68,12 @@ def test_too_few_slots_and_an_address_where_nothing_answers_name_the_trainings_f
     import ray
 
     with ray_cluster({"num_cpus": 1}) as cluster:
+        address = cluster.address  # None after its shutdown
         with pytest.raises(UserError) as refused:
-            make_executor("ray", 3, ray_address=cluster.address, taken=1)
+            make_executor("ray", 3, ray_address=address, taken=1)
         ray.shutdown()
     assert str(refused.value) == (
-        f"--config.rollout.workers 3: the cluster at {cluster.address} has CPU 1 on 1 node(s), room for 1 workers;"
+        f"--config.rollout.workers 3: the cluster at {address} has CPU 1 on 1 node(s), room for 1 workers;"
         " write --config.rollout.workers 1, or add nodes with ray start --address=HEAD:6379"
     )
     with pytest.raises(UserError, match=r"^--config\.rollout\.ray_address 127\.0\.0\.1:1: no Ray cluster answers"):
