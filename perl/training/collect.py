@@ -13,7 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -131,6 +131,21 @@ class Collector:
         own = self.processes.rank * count  # a group may lie on two processes
         places = [divmod(place, self.group_size) for place in range(own, own + count)]
         self.ahead.append(self._begun(first, [(first + prompt, sample) for prompt, sample in places], weights))
+
+    def state_ahead(self) -> list[dict[str, Any]]:
+        """What a checkpoint holds of the batches that are drawn ahead: tensors and plain values."""
+        policies = {weights: self.engine.state(weights) for weights in {batch.weights for batch in self.ahead}}
+        return [{"first": b.first, "weights": asdict(b.weights), **policies[b.weights]} for b in self.ahead]
+
+    def go_on_with(self, ahead: list[dict[str, Any]]) -> None:
+        """Have the engine draw what `ahead` was of, by the same policies. Every process must come here."""
+        for batch in ahead:
+            weights = Weights(**batch["weights"])
+            if not self.engine.publish_again(weights, batch):
+                log.info("rollouts: the prompts that were drawn ahead are drawn again when they are needed")
+                self.stream.next = batch["first"]
+                return
+            self.begin(batch["first"], weights)
 
     # Groups of equal rewards are replaced
 

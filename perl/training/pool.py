@@ -74,6 +74,8 @@ class PoolEngine:
 
     itemsize = 4
     context: int | None = None
+    remote = True
+    piece_size: int | None
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class PoolEngine:
         held: Callable[[Any, NoiseInjector | None, Weights], str] | None = None,
         incomparable: Callable[[Sampling], str | None] = lambda sampling: None,
     ):
-        self.local, self.processes, self.gathered, self.piece_size = local, processes, gathered, piece_size
+        self.local, self.processes, self.gathered = local, processes, gathered
+        self._size = self.piece_size = piece_size
         self.max_num_seqs, self.merging = local.max_num_seqs, False
         self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's
         self._most = lag + 1
@@ -117,7 +120,7 @@ class PoolEngine:
         first = sum(counts[: self.processes.rank])
         prompts: list[Prompt] = self.processes.gathered(own)
         sent = self._send()
-        size = self.piece_size
+        size = self._size
         starts = range(0, len(prompts), size)
         pieces = [Piece((self._calls, start // size), tuple(prompts[start : start + size])) for start in starts]
         self._calls += 1
@@ -130,7 +133,8 @@ class PoolEngine:
 
     def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Completion]]:
         """Of this process's prompts, piece by piece in their order. Every process must iterate to the end."""
-        for number, piece in enumerate(pieces):
+        first = 0
+        for piece in pieces:
             began = time.perf_counter()
             answer: list[Drawn | PoolLost | None] = [None]
             if self.processes.rank == 0:
@@ -142,9 +146,10 @@ class PoolEngine:
             if not isinstance(drawn, Drawn):
                 raise PoolLost(str(drawn))
             require_sent(drawn, version)
-            for place, completion in enumerate(drawn.completions, number * self.piece_size):
+            for place, completion in enumerate(drawn.completions, first):
                 if place in own:
                     yield place - own.start, completion
+            first += len(piece.prompts)
 
     def take_metrics(self) -> dict[str, float]:
         now = time.perf_counter()
@@ -177,9 +182,7 @@ class PoolEngine:
             self.sent.pop(next(iter(self.sent)))
 
     @contextlib.contextmanager
-    def as_sent(self, weights: Weights) -> Iterator[None]:
-        """Inside, the trained model has the weights that were sent as `weights`, without noise. Every process must come
-        here, inside `gathered`."""
+    def published(self, weights: Weights) -> Iterator[None]:
         if weights.version == self.local.weights.version:
             yield
             return
@@ -200,25 +203,24 @@ class PoolEngine:
                         local(tensor).copy_(kept[name])
 
     def state(self, weights: Weights) -> dict[str, Any]:
-        """What was sent as `weights`, for a checkpoint: tensors and plain values."""
         payload, rms = self.sent[weights].payload
         policy = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        return {"policy": policy, "rms": rms, "piece_size": self.piece_size}
+        return {"policy": policy, "rms": rms, "piece_size": self._size}
 
-    def send_again(self, weights: Weights, state: dict[str, Any]) -> None:
-        """Publish a policy whose `state` this was, sent before the run was ended. Every process must come here."""
+    def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
         payload = state["policy"].cpu().numpy().tobytes(), state["rms"]
         self.local.weights = weights
         self._most = max(self._most, len(self.sent) + 2)  # of a run with a larger lag, and the next one
-        if state["piece_size"] != self.piece_size:
+        if state["piece_size"] != self._size:
             log.warning(
                 "rollouts: the run was begun with pieces of %d, now of %d: its last bits will be others; write"
                 " --config.rollout.piece_size %d",
-                state["piece_size"], self.piece_size, state["piece_size"],
+                state["piece_size"], self._size, state["piece_size"],
             )  # fmt: skip
         if weights not in self.sent:
             with self.gathered(), self._holding(payload):
                 self._keep(weights, payload)
+        return True
 
     # The workers
 

@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +53,7 @@ from perl.training.metrics import (
 )
 from perl.training.packing import Reader
 from perl.training.passes import Passes
-from perl.training.pool import PoolEngine, PoolLost
+from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ class Step:
         noise: on the policy's norms, while it samples; None without noise.
         noisy_old: the ratio refers to the policy with its noise (noise_injection.old_logps).
         stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
-        pool: the engine, where workers draw.
         exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
     """
 
@@ -105,7 +104,6 @@ class Step:
     stale: bool
     kl_coefficient: KLCoefficient
     entropy_bonus: EntropyBonus | None
-    pool: PoolEngine | None = None
     exact: bool = False
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
@@ -177,8 +175,7 @@ class Step:
         """The policy that draws with these weights, its adapter unmerged: without dropout, with its noise."""
         draw = (weights.version, weights.draw)
         noisy = contextlib.nullcontext() if self.noise is None else self.noise.applied(weights.sigma, draw)
-        sent = contextlib.nullcontext() if self.pool is None else self.pool.as_sent(weights)
-        with self.gathered() as policy, evaluation_mode(policy), sent, noisy:
+        with self.gathered() as policy, evaluation_mode(policy), self.engine.published(weights), noisy:
             yield policy
 
     def _reference(self, batch: Batch) -> torch.Tensor | None:
@@ -253,9 +250,9 @@ class Step:
     @torch.no_grad()
     def _compare(self, batch: Batch, weights: Weights) -> None:
         """Are the sampler's log-probabilities those of the weights that it should have had? Asked of a few rows before
-        the first optimizer step, as afterwards the loss compares them at no cost; where workers draw, of each batch.
+        the first optimizer step, as afterwards the loss compares them at no cost; where copies draw, of each batch.
         With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
-        if self.metrics.tolerance is not None and self.pool is None and not self.exact:
+        if self.metrics.tolerance is not None and not self.engine.remote and not self.exact:
             return
         why = self.engine.not_comparable(self.collector.sampling)
         if why or batch.sampler is None:
@@ -266,8 +263,8 @@ class Step:
         first = self.metrics.tolerance is None
         mixed = 2 if self.args.bf16 or self.args.fp16 else 4
         spread = max(1, len(batch.rows) // COMPARED_ROWS)
-        if self.pool is not None:
-            spread = min(spread, self.pool.piece_size)  # of each piece, as another worker may have drawn it
+        if self.engine.remote and self.engine.piece_size:
+            spread = min(spread, self.engine.piece_size)  # of each piece, as another copy may have drawn it
         few = batch if self.exact else batch.select(range(0, len(batch.rows), spread))
         with self.clock("rollout"), self._as_sampled(weights) as policy:
             tolerance = TOLERANCE[min(self.engine.itemsize, mixed, policy.dtype.itemsize)]
@@ -278,11 +275,11 @@ class Step:
         assert few.sampler is not None
         apart, known = difference(few.sampler, trainer, drawn)
         total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
-        require_same_policy(total / count if count else None, tolerance, workers=self.pool is not None)
+        require_same_policy(total / count if count else None, tolerance, workers=self.engine.remote)
         self.metrics.tolerance = tolerance
         if count and first:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
-        if count and self.pool is not None:
+        if count and self.engine.remote:
             self.metrics.value("rollout/engine_mismatch", total / count)
         if self.exact:
             batch.sampler = trainer.masked_fill(~known, math.nan)
@@ -291,33 +288,11 @@ class Step:
         functions = self.collector.rewards
         self.metrics.values(rollout_metrics(batch, rewards, functions.names, functions.weights, self.processes))
         self.metrics.values(metrics | self.engine.take_metrics() | logged_by_rewards(functions, self.processes))
-        if self.pool is not None:
+        if self.engine.remote:
             self.metrics.value("pool/staleness", float(self.weights.version - batch.rows[0].weights.version))
         left_out = 1.0 - self.dealer.computed(batch).float().mean().item()
         share = self.processes.added_up([left_out])[0] / self.processes.count
         self.metrics.value("update/rows_left_out", share)
-
-    # What a checkpoint holds of the batches that are drawn ahead
-
-    def ahead(self) -> list[dict[str, Any]]:
-        """Tensors and plain values."""
-        if self.pool is None:
-            return []
-        ahead = self.collector.ahead
-        states = {weights: self.pool.state(weights) for weights in {batch.weights for batch in ahead}}
-        return [{"first": batch.first, "weights": asdict(batch.weights), **states[batch.weights]} for batch in ahead]
-
-    def go_on_with(self, ahead: list[dict[str, Any]]) -> None:
-        """Have the workers draw what `ahead` was of, by the same policies. Every process must come here."""
-        if ahead and self.pool is None:
-            log.info("rollouts: without workers nothing is drawn ahead: the checkpoint's batches are drawn when needed")
-            self.collector.stream.next = ahead[0]["first"]
-            return
-        for batch in ahead:
-            assert self.pool is not None
-            weights = Weights(**batch["weights"])
-            self.pool.send_again(weights, batch)
-            self.collector.begin(batch["first"], weights)
 
     # A micro-batch
 

@@ -65,7 +65,7 @@ from perl.training.loss import EntropyBonus, LossSettings, masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
 from perl.training.passes import PASS_TOKENS, Passes
-from perl.training.pool import PoolEngine, PoolLost
+from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 from perl.training.step import Step
 from perl.training.stream import PromptStream
@@ -289,7 +289,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
             ),
             entropy_bonus=bonus,
-            pool=engine if isinstance(engine, PoolEngine) else None,
             exact=rollout.behaviour == "exact",
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
@@ -536,7 +535,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
             kl_coefficient=self.step.kl_coefficient.value,
             stream=self.step.collector.stream.state(),
-            ahead=self.step.ahead(),
+            ahead=self.step.collector.state_ahead(),
         )
 
     def _restore_rollout(self, state: RolloutState) -> None:
@@ -550,7 +549,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.noise_stage.adapted = Adapted(**state.adapted)
         if state.stream is not None:
             self.step.collector.stream.restore(state.stream)
-        self.step.go_on_with(state.ahead)
+        self.step.collector.go_on_with(state.ahead)
 
     def _save_own(self, checkpoint: Path) -> None:
         super()._save_own(checkpoint)

@@ -61,7 +61,7 @@ def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pie
 
     step = SimpleNamespace(
         metrics=SimpleNamespace(tolerance=1e-3, value=lambda name, value: None),
-        engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4),
+        engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4, remote=True, piece_size=pieces),
         collector=SimpleNamespace(sampling=None),
         processes=SimpleNamespace(added_up=lambda numbers: numbers),
         args=SimpleNamespace(bf16=False, fp16=False),
@@ -69,7 +69,6 @@ def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pie
         _as_sampled=lambda weights: nullcontext(SimpleNamespace(dtype=torch.float32)),
         passes=SimpleNamespace(logps=logps),
         device=torch.device("cpu"),
-        pool=SimpleNamespace(piece_size=pieces),
         exact=False,
     )
     batch = Batch.of(rows, torch.device("cpu"), False, 1, True)
