@@ -137,7 +137,7 @@ class Sample(Prompt):
         return Prompt(**{each.name: getattr(self, each.name) for each in fields(Prompt)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Weights:
     """Which policy draws."""
 
@@ -164,6 +164,8 @@ class Completion:
     """From the engine's taking the prompt to its end, where somebody measured it."""
     error: str | None = None
     """Why nothing was generated."""
+    weights: Weights | None = field(default=None, compare=False)
+    """That drew it, where the engine does not draw with those that were published last."""
 
     @classmethod
     def failed(cls, error: str) -> Completion:
@@ -216,6 +218,7 @@ class Trajectory:
         self.token_ids += completion.token_ids
         self.sampled += [True] * drawn
         self.finish = completion.finish_reason
+        self.weights = completion.weights or self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

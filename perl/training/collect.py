@@ -109,8 +109,10 @@ class Collector:
         """This process's trajectories, groups one after the other, sampled and scored, and what the log shows of it.
         Every process must come here.
 
-        Batch b is drawn by the weights of batch max(0, b - lag), which is known when it is begun, so that a run does
-        not depend on how fast anything is.
+        Batch b is begun with the weights of batch max(0, b - lag), so that a run does not depend on how fast anything
+        is; and with an engine that has the newest draw what nobody has begun, at the latest by those of batch b. As
+        batches are taken in the stream's order, none is ever older than `lag`, and the long ones are as many as the
+        short ones.
 
         Args:
             weights: those that the engine has been given.
@@ -142,7 +144,8 @@ class Collector:
         for batch in ahead:
             weights = Weights(**batch["weights"])
             if not self.engine.publish_again(weights, batch):
-                log.info("rollouts: the prompts that were drawn ahead are drawn again when they are needed")
+                count = self.stream.next - batch["first"]
+                log.info("rollouts: %d prompts that were drawn ahead are drawn again, by newer weights", count)
                 self.stream.next = batch["first"]
                 return
             self.begin(batch["first"], weights)

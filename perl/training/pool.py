@@ -6,8 +6,9 @@
     for place, completion in completions: …
 
 What a token is depends on its prompt, its seed, its policy and its piece alone, so that neither the number of workers
-nor their speed, nor one that dies, changes a run. The main process owns the workers; the others ask it. Every answer
-says what policy its engine held (perl.adapters.delivery.digest), and one that was not sent ends the run.
+nor their speed, nor one that dies, changes a run. (With `newest` the policy is the last one when a worker begins a
+piece, and a run depends on its workers' speed.) The main process owns the workers; the others ask it. Every answer says
+what policy its engine held (perl.adapters.delivery.digest), and one that was not sent ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class PoolEngine:
         open_pool: called once, on the main process.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
         piece_size: sequences of a piece.
-        lag: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
+        ahead: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
+        newest: a piece is drawn by the policy that is the last one when it is begun, not when it is asked for.
         held: digest of what an engine holds that has the policy as it is now: (policy, noise, weights). By default of
             one that loads the policy as the trainer does.
         incomparable: as `not_comparable`; None: the engine's log-probabilities are those of all tokens.
@@ -84,7 +86,8 @@ class PoolEngine:
         processes: Processes,
         gathered: Callable[[], contextlib.AbstractContextManager[Any]],
         piece_size: int,
-        lag: int,
+        ahead: int,
+        newest: bool = False,
         held: Callable[[Any, NoiseInjector | None, Weights], str] | None = None,
         incomparable: Callable[[Sampling], str | None] = lambda sampling: None,
     ):
@@ -92,7 +95,7 @@ class PoolEngine:
         self._size = self.piece_size = piece_size
         self.max_num_seqs, self.merging = local.max_num_seqs, False
         self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's
-        self._most = lag + 1
+        self._most, self.newest = ahead + 1, newest
         self.sent: dict[Weights, Sent] = {}
         """The policies that a batch may refer to, the last one last."""
         self._held, self._incomparable = held or HeldByTorch(), incomparable
@@ -105,6 +108,8 @@ class PoolEngine:
 
     def publish(self, weights: Weights) -> None:
         self.local.publish(weights)
+        if self.newest:
+            self._submit(self._send(), [])
 
     def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> Engine:
         """The trainer's own model scores."""
@@ -124,12 +129,15 @@ class PoolEngine:
         starts = range(0, len(prompts), size)
         pieces = [Piece((self._calls, start // size), tuple(prompts[start : start + size])) for start in starts]
         self._calls += 1
+        self._submit(sent, pieces)
+        return self._completions(sent.version, pieces, range(first, first + len(own)))
+
+    def _submit(self, sent: Sent, pieces: Sequence[Piece]) -> None:
         if self.processes.rank == 0 and self._refused is None:
             try:
                 self._workers().submit(sent, pieces)
             except UserError as error:  # which the other processes hear of where they ask for the first piece
                 self._refused = PoolLost(str(error))
-        return self._completions(sent.version, pieces, range(first, first + len(own)))
 
     def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Completion]]:
         """Of this process's prompts, piece by piece in their order. Every process must iterate to the end."""
@@ -145,10 +153,11 @@ class PoolEngine:
             (drawn,) = answer
             if not isinstance(drawn, Drawn):
                 raise PoolLost(str(drawn))
-            require_sent(drawn, version)
+            sent = self.sent.get(drawn.version.weights) if self.newest else None
+            require_sent(drawn, version if sent is None else sent.version)
             for place, completion in enumerate(drawn.completions, first):
                 if place in own:
-                    yield place - own.start, completion
+                    yield place - own.start, replace(completion, weights=drawn.version.weights)
             first += len(piece.prompts)
 
     def take_metrics(self) -> dict[str, float]:
@@ -203,11 +212,15 @@ class PoolEngine:
                         local(tensor).copy_(kept[name])
 
     def state(self, weights: Weights) -> dict[str, Any]:
+        if self.newest:
+            return {}
         payload, rms = self.sent[weights].payload
         policy = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return {"policy": policy, "rms": rms, "piece_size": self._size}
 
     def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
+        if self.newest or "policy" not in state:
+            return False
         payload = state["policy"].cpu().numpy().tobytes(), state["rms"]
         self.local.weights = weights
         self._most = max(self._most, len(self.sent) + 2)  # of a run with a larger lag, and the next one
@@ -277,7 +290,7 @@ class _Background:
         self._done: dict[tuple[int, int], Any] = {}
         self._error: str | None = None
         self._closing = False
-        self._busy, self._tokens = 0.0, 0
+        self._busy, self._drained, self._tokens = 0.0, 0.0, 0
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -299,11 +312,12 @@ class _Background:
 
     def take_metrics(self, elapsed: float) -> dict[str, float]:
         with self._changed:
-            busy, tokens = self._busy, self._tokens
-            self._busy, self._tokens = 0.0, 0
+            busy, drained, tokens = self._busy, self._drained, self._tokens
+            self._busy, self._drained, self._tokens = 0.0, 0.0, 0
         workers = len(self.pool.workers)
         return {
             "pool/workers_idle": max(0.0, 1.0 - busy / (elapsed * workers)),
+            "pool/workers_draining": drained / (elapsed * workers),
             "pool/tokens_per_s": tokens / elapsed,
             "pool/restarts": float(self.pool.restarts),
         }
@@ -338,6 +352,7 @@ class _Background:
     def _count(self, drawn: Any) -> None:
         if isinstance(drawn, Drawn):
             self._busy += drawn.seconds
+            self._drained += drawn.drained_s
             self._tokens += sum(len(each.token_ids) for each in drawn.completions)
 
     def _fail(self, why: str) -> None:

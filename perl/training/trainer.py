@@ -255,11 +255,13 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
                 " write --config.rollout.behaviour engine"
             )
-        if rollout.lag and rollout.importance_correction == "none" and not args.use_vllm:
+        ahead = rollout.lag or rollout.max_staleness
+        if ahead and rollout.importance_correction == "none" and not args.use_vllm:
             log.warning(
-                "--config.rollout.lag %d: the loss takes no notice that an older policy has drawn; with"
+                "--config.rollout.%s %d: the loss takes no notice that an older policy has drawn; with"
                 " --config.rollout.importance_correction token --config.rollout.behaviour exact it does",
-                rollout.lag,
+                "lag" if rollout.lag else "max_staleness",
+                ahead,
             )
         made_critic = self._make_critic(critic, algorithm.name, plan, metrics) if chosen.critic else None
         window = (args.steps_per_generation or 1) * self.num_iterations
@@ -269,7 +271,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             algorithm=chosen,
             settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
             engine=engine,
-            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes, rollout.lag),
+            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes, ahead),
             passes=self._make_passes(plan, processes),
             dealer=self._make_dealer(plan, without_zero=args.beta == 0.0 and not chosen.critic, one_loss=bonus is None),
             critic=made_critic,
@@ -290,6 +292,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             ),
             entropy_bonus=bonus,
             exact=rollout.behaviour == "exact",
+            itemsize=min(policy.dtype.itemsize, 2 if args.bf16 or args.fp16 else 4),
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 
