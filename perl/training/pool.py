@@ -212,16 +212,20 @@ class PoolEngine:
                         local(tensor).copy_(kept[name])
 
     def state(self, weights: Weights) -> dict[str, Any]:
-        if self.newest:
+        if self.newest or self.processes.rank:  # the main process's checkpoint has it for all
             return {}
         payload, rms = self.sent[weights].payload
         policy = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return {"policy": policy, "rms": rms, "piece_size": self._size}
 
     def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
+        answer = [{name: value.cpu() if name == "policy" else value for name, value in state.items()}]
+        if self.processes.count > 1:
+            broadcast_object_list(answer)
+        (state,) = answer
         if self.newest or "policy" not in state:
             return False
-        payload = state["policy"].cpu().numpy().tobytes(), state["rms"]
+        payload = state["policy"].numpy().tobytes(), state["rms"]
         self.local.weights = weights
         self._most = max(self._most, len(self.sent) + 2)  # of a run with a larger lag, and the next one
         if state["piece_size"] != self._size:
