@@ -120,6 +120,20 @@ def test_max_prompt_length_is_taken_in_both_places():
     assert parse(["--config.dataset.max_prompt_length", "78"]).values.training.max_prompt_length == 78
 
 
+@pytest.mark.parametrize(("flags", "correction"), [
+    ((), "none"),
+    (("--config.rollout.workers", "2"), "none"),
+    (("--config.rollout.workers", "2", "--config.rollout.lag", "1"), "token"),
+    (("--config.rollout.workers", "2", "--config.rollout.max_staleness", "1"), "token"),
+    (("--config.rollout.workers", "2", "--config.rollout.lag", "1", "--config.rollout.importance_correction", "none"),
+     "none"),
+])  # fmt: skip
+def test_what_an_older_policy_draws_is_corrected_unless_said_otherwise(flags, correction):
+    parsed = parse(flags)
+    assert parsed.values.rollout.importance_correction == correction
+    assert any("as an older policy draws" in warning for warning in parsed.warnings) == (correction == "token")
+
+
 def test_unknown_flag_names_the_nearest():
     said = message("--config.training.max_stepz", "3")
     assert "--config.training.max_stepz" in said
