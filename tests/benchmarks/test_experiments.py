@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks import adapter_paths, algorithms, aqn, real, reward_curves
-from benchmarks._learning import is_there, markdown, panels, write_between
+from benchmarks import adapter_paths, algorithms, aqn, real, reward_curves, staleness
+from benchmarks._learning import comparison, is_there, markdown, paired_test, panels, write_between
 from perl.base.errors import UserError
 from perl.base.files import add_row, read_rows
 from perl.models.folders import load_model
@@ -23,10 +23,10 @@ from perl.tools.stages import ROOT
 def test_paired_test():
     """t of 1, 2, 3 is 2 / (1 / sqrt(3)) = 3.46; with two degrees of freedom p = 1 - t / sqrt(t^2 + 2)."""
     t = 2 * math.sqrt(3)
-    assert aqn.paired_test([1, 2, 3]) == pytest.approx((2, 1 - t / math.sqrt(t * t + 2)))
-    assert aqn.paired_test([0, 0]) == (0, 1)
-    assert aqn.paired_test([0.5, 0.5]) == (0.5, 0)
-    mean, p = aqn.paired_test([4])
+    assert paired_test([1, 2, 3]) == pytest.approx((2, 1 - t / math.sqrt(t * t + 2)))
+    assert paired_test([0, 0]) == (0, 1)
+    assert paired_test([0.5, 0.5]) == (0.5, 0)
+    mean, p = paired_test([4])
     assert mean == 4
     assert math.isnan(p)
 
@@ -60,13 +60,17 @@ def row(arm, seed, accuracy, reward):
     }
 
 
+def aqn_table(rows, heads):
+    return comparison(rows, aqn.ARMS, heads, lambda _: "none")
+
+
 def test_table_of_aqn_compares_with_no_noise_at_the_same_seed():
     """Accuracy 52 and 54 against 50 and 50: 3 points more, t = 3 / (sqrt(2) / sqrt(2)) = 3, p = 2 (1/2 - atan(3) / pi);
     Student's t of one degree of freedom is 12.706 at 95 %."""
     rows = [row("none", 1, 0.50, [0.0, 0.5]), row("none", 2, 0.50, [0.0, 0.5])]
     rows += [row("linear, clean", 2, 0.54, [0.5, 1.0]), row("linear, clean", 1, 0.52, [0.5, 1.0])]
     heads = [str(n) for n in range(8)]
-    none, linear = aqn.table(rows, heads).splitlines()[2:]
+    none, linear = aqn_table(rows, heads).splitlines()[2:]
     assert none == "| none | 2 | 50.0 ± 0.0 | 100.0 ± 0.0 | 0.250 ± 0.000 | 0.250 ± 0.000 |  |  |"
     p = 1 - 2 * math.atan(3) / math.pi
     assert (
@@ -103,7 +107,7 @@ def test_a_folder_that_has_not_finished_is_one_line(words, told, monkeypatch, ca
     assert capsys.readouterr().err.splitlines()[-1] == f"real: error: {told}"
 
 
-@pytest.mark.parametrize("module", [real, adapter_paths, algorithms, aqn])
+@pytest.mark.parametrize("module", [real, adapter_paths, algorithms, aqn, staleness])
 def test_nothing_to_draw_is_one_line_and_the_pages_stay(module, tmp_path, monkeypatch, capsys):
     """Two emptied the tables, one ended with a traceback."""
     pages = {page: page.read_bytes() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -167,9 +171,9 @@ def test_where_aqn_starts_on_a_pretrained_model(tmp_path):
 
 def test_one_seed_has_no_interval_in_the_table_of_aqn():
     """It said ± 0.0 and a p of nan."""
-    (line,) = aqn.table([row("none", 1, 0.5, [0.5])], "abcdefgh").splitlines()[2:]
+    (line,) = aqn_table([row("none", 1, 0.5, [0.5])], "abcdefgh").splitlines()[2:]
     assert line == "| none | 1 | 50.0 | 100.0 | 0.500 | 0.250 |  |  |"
-    lines = aqn.table([row("none", 1, 0.5, [0.5]), row("linear, clean", 1, 0.6, [0.7])], "abcdefgh").splitlines()
+    lines = aqn_table([row("none", 1, 0.5, [0.5]), row("linear, clean", 1, 0.6, [0.7])], "abcdefgh").splitlines()
     assert lines[3] == "| linear, clean | 1 | 60.0 | 100.0 | 0.700 | 0.250 | +10.0 | +0.200 |"
 
 
