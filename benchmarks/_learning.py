@@ -12,7 +12,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,14 @@ def write_between(page: Path, mark: str, text: str) -> None:
     page.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
-MEASURES: dict[str, Callable[[Mapping[str, Any]], float]] = {
+Row = Mapping[str, Any]
+MEASURES: dict[str, Callable[[Row], float]] = {
     "accuracy": lambda row: 100 * row["accuracy"],
     "pass@8": lambda row: 100 * row["pass@8"],
     "reward": lambda row: statistics.mean(row["reward"]),
     "entropy": lambda row: statistics.mean(row["entropy"][-LAST:]),
 }
+"""What is compared of a run."""
 DIGITS = {"accuracy": 1, "pass@8": 1, "reward": 3, "entropy": 3}
 
 
@@ -156,28 +158,23 @@ def paired_test(differences: Sequence[float]) -> tuple[float, float]:
     return mean, t_tails(mean / error, len(differences) - 1)
 
 
-def comparison(
-    results: Sequence[Mapping[str, Any]], arms: Iterable[str], heads: Sequence[str], baseline: Callable[[str], str]
-) -> str:
-    """Markdown: a row for each arm; means over its seeds, and what it has over its baseline at the same seed."""
-    by_arm = {arm: {row["seed"]: row for row in results if row["arm"] == arm} for arm in arms}
-    lines = []
-    for arm, runs in by_arm.items():
-        if not runs:
-            continue
-        cells = [arm, str(len(runs))]
-        for name, value in MEASURES.items():
-            values = [value(row) for row in runs.values()]
-            reach = f" ± {seeds_reach(values):.{DIGITS[name]}f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.{DIGITS[name]}f}{reach}")
-        for name in ("accuracy", "reward"):
-            value, base = MEASURES[name], by_arm[baseline(arm)]
-            differences = [value(row) - value(base[seed]) for seed, row in runs.items() if seed in base]
-            mean, p = paired_test(differences) if differences and arm != baseline(arm) else (math.nan, math.nan)
-            shown = "" if math.isnan(p) else " (< 0.001)" if p < 0.001 else f" ({p:.3f})"
-            cells.append("" if math.isnan(mean) else f"{mean:+.{DIGITS[name]}f}{shown}")
-        lines.append(cells)
-    return markdown(heads, lines)
+def mean_of(rows: Sequence[Row], name: str) -> str:
+    """Over seeds: "50.0 ± 1.2", with Student's t interval of 95 % where there are several."""
+    values = [MEASURES[name](row) for row in rows]
+    reach = f" ± {seeds_reach(values):.{DIGITS[name]}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{DIGITS[name]}f}{reach}"
+
+
+def difference_of(rows: Sequence[Row], base: Sequence[Row], name: str) -> str:
+    """What the rows have over those of `base` with the same seeds: "+3.0 (0.010)", the mean and `paired_test`'s p;
+    nothing where no seed is in both."""
+    value, others = MEASURES[name], {row["seed"]: row for row in base}
+    differences = [value(row) - value(others[row["seed"]]) for row in rows if row["seed"] in others]
+    if not differences:
+        return ""
+    mean, p = paired_test(differences)
+    shown = "" if math.isnan(p) else " (< 0.001)" if p < 0.001 else f" ({p:.3f})"
+    return f"{mean:+.{DIGITS[name]}f}{shown}"
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

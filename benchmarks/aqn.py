@@ -18,17 +18,20 @@ at the same seed with the p-value of a paired t-test (two-sided, not corrected f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from benchmarks._learning import (
-    comparison,
+    MEASURES,
+    Row,
+    difference_of,
     is_there,
     learn_once,
+    markdown,
+    mean_of,
     panels,
     quickstart_evaluation,
     rows_to_draw,
@@ -119,11 +122,23 @@ HEADS = ("arm, old_logps", "seeds", "at temperature 1, %", "pass@8, %", "mean re
          "entropy at the end", "points over none (p)", "mean reward over none (p)")  # fmt: skip
 
 
-def draw(results: Sequence[Mapping[str, Any]]) -> None:
+def table(results: Sequence[Row], heads: Sequence[str]) -> str:
+    """Markdown: a row for each arm."""
+    by_arm = {arm: [row for row in results if row["arm"] == arm] for arm in ARMS}
+    lines = []
+    for arm, runs in by_arm.items():
+        if runs:
+            base = by_arm["none"] if arm != "none" else []
+            cells = [arm, str(len(runs)), *(mean_of(runs, name) for name in MEASURES)]
+            lines.append([*cells, *(difference_of(runs, base, name) for name in ("accuracy", "reward"))])
+    return markdown(heads, lines)
+
+
+def draw(results: Sequence[Row]) -> None:
     for model in sorted({row["model"] for row in results}):
         rows = [row for row in results if row["model"] == model]
         steps = len(rows[0]["reward"])
-        write_between(PAGE, f"aqn-{model}-{steps}", comparison(rows, ARMS, HEADS, lambda _: "none"))
+        write_between(PAGE, f"aqn-{model}-{steps}", table(rows, HEADS))
         curves = {arm: [row["reward"] for row in rows if row["arm"] == arm] for arm in ARMS}
         found = {arm: several for arm, several in curves.items() if several}
         (ROOT / "assets" / f"aqn_{model}_{steps}.svg").write_text(panels(found, mean=True), encoding="utf-8")

@@ -11,25 +11,27 @@ PIECE, which is the same run bit for bit as one with workers. 160 steps are ten 
 Each run adds a line of JSON to --output (docs/results/staleness.jsonl): arm, lag, correction, noise, seed, flags,
 versions, reward, entropy and KL(sampler, trainer) of each step, scores on held-out problems at temperature 1, seconds
 and CPU-seconds. A run that stands there is not repeated, so that the list can be worked off in parts. `--draw` writes
-the table in docs/staleness.md and the curves assets/staleness_quickstart.svg.
+the tables in docs/staleness.md and the curves assets/staleness_quickstart.svg.
 
-The table gives means over seeds with Student's t intervals of 95 %, and for each arm the mean difference from lag 0
-(with the same noise) at the same seed with the p-value of a paired t-test, two-sided and not corrected for the number
-of arms.
+The tables give means over seeds with Student's t intervals of 95 %, and the mean difference from lag 0 (with the same
+noise) at the same seed with the p-value of a paired t-test, two-sided and not corrected for the number of arms.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, get_args
 
 from benchmarks._learning import (
-    comparison,
+    Row,
+    difference_of,
     is_there,
     learn_once,
+    markdown,
+    mean_of,
     panels,
     quickstart_evaluation,
     rows_to_draw,
@@ -93,18 +95,37 @@ def run_all(seeds: Sequence[int], arms: Sequence[Arm], steps: int, output: Path)
             learn_once(RECIPE, [*flags, "--config.training.max_steps", str(steps)], run, steps, output)
 
 
-HEADS = ("arm", "seeds", "at temperature 1, %", "pass@8, %", "mean reward over all steps", "entropy at the end",
-         "points over lag 0 (p)", "mean reward over lag 0 (p)")  # fmt: skip
+CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 
 
-def baseline(arm: str) -> str:
-    return str(Arm(0, noise=ARMS[arm].noise))
+def table(results: Sequence[Row], measure: str) -> str:
+    """Markdown: a row for each lag, a column for each correction; in a cell the mean, and what it has over lag 0.
+
+    Args:
+        measure: accuracy or reward (benchmarks._learning.MEASURES).
+    """
+    by_arm = {arm: [row for row in results if row["arm"] == str(arm)] for arm in ORDER}
+    lines = []
+    for noise in (True, False):
+        base = by_arm[Arm(0, noise=noise)]
+        for lag in sorted({0, *LAGS}):
+            cells = []
+            for correction in CORRECTIONS:
+                runs = by_arm.get(arm := Arm(lag, correction, noise), [])
+                over = difference_of(runs, base, measure) if arm != Arm(0, noise=noise) else ""
+                cells.append(", ".join(filter(None, [mean_of(runs, measure), over])) if runs else "")
+            if any(cells):
+                lines.append([f"{lag}{'' if noise else ', no noise'}", *cells])
+    return markdown(["lag", *CORRECTIONS], lines)
 
 
-def draw(results: Sequence[Mapping[str, Any]]) -> None:
-    write_between(PAGE, "staleness-quickstart", comparison(results, ARMS, HEADS, baseline))
+def draw(results: Sequence[Row]) -> None:
+    for measure in ("accuracy", "reward"):
+        write_between(PAGE, f"staleness-{measure}", table(results, measure))
     curves = {arm: [row["reward"] for row in results if row["arm"] == arm] for arm in ARMS}
     CURVES.write_text(panels({arm: several for arm, several in curves.items() if several}, mean=True), encoding="utf-8")
+    hours = sum(row["cpu_s"] for row in results) / 3600
+    print(f"{len(results)} runs, {hours:.1f} core-hours")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -113,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", default="1,2,3,4,5,6,7,8")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--draw", action="store_true", help="only write the table and the curves")
+    parser.add_argument("--draw", action="store_true", help="only write the tables and the curves")
     return parser
 
 

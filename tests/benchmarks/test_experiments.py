@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from benchmarks import adapter_paths, algorithms, aqn, real, reward_curves, staleness
-from benchmarks._learning import comparison, is_there, markdown, paired_test, panels, write_between
+from benchmarks._learning import is_there, markdown, paired_test, panels, write_between
 from perl.base.errors import UserError
 from perl.base.files import add_row, read_rows
 from perl.models.folders import load_model
@@ -60,17 +60,13 @@ def row(arm, seed, accuracy, reward):
     }
 
 
-def aqn_table(rows, heads):
-    return comparison(rows, aqn.ARMS, heads, lambda _: "none")
-
-
 def test_table_of_aqn_compares_with_no_noise_at_the_same_seed():
     """Accuracy 52 and 54 against 50 and 50: 3 points more, t = 3 / (sqrt(2) / sqrt(2)) = 3, p = 2 (1/2 - atan(3) / pi);
     Student's t of one degree of freedom is 12.706 at 95 %."""
     rows = [row("none", 1, 0.50, [0.0, 0.5]), row("none", 2, 0.50, [0.0, 0.5])]
     rows += [row("linear, clean", 2, 0.54, [0.5, 1.0]), row("linear, clean", 1, 0.52, [0.5, 1.0])]
     heads = [str(n) for n in range(8)]
-    none, linear = aqn_table(rows, heads).splitlines()[2:]
+    none, linear = aqn.table(rows, heads).splitlines()[2:]
     assert none == "| none | 2 | 50.0 ± 0.0 | 100.0 ± 0.0 | 0.250 ± 0.000 | 0.250 ± 0.000 |  |  |"
     p = 1 - 2 * math.atan(3) / math.pi
     assert (
@@ -171,10 +167,48 @@ def test_where_aqn_starts_on_a_pretrained_model(tmp_path):
 
 def test_one_seed_has_no_interval_in_the_table_of_aqn():
     """It said ± 0.0 and a p of nan."""
-    (line,) = aqn_table([row("none", 1, 0.5, [0.5])], "abcdefgh").splitlines()[2:]
+    (line,) = aqn.table([row("none", 1, 0.5, [0.5])], "abcdefgh").splitlines()[2:]
     assert line == "| none | 1 | 50.0 | 100.0 | 0.500 | 0.250 |  |  |"
-    lines = aqn_table([row("none", 1, 0.5, [0.5]), row("linear, clean", 1, 0.6, [0.7])], "abcdefgh").splitlines()
+    lines = aqn.table([row("none", 1, 0.5, [0.5]), row("linear, clean", 1, 0.6, [0.7])], "abcdefgh").splitlines()
     assert lines[3] == "| linear, clean | 1 | 60.0 | 100.0 | 0.700 | 0.250 | +10.0 | +0.200 |"
+
+
+def test_table_of_staleness_compares_with_lag_0_of_the_same_noise_at_the_same_seed():
+    """With noise accuracy 52 and 54 against 50 and 50, as above: p = 1 - 2 atan(3) / pi; 12.706 is Student's t. Without
+    noise one seed, 60 against 62."""
+    rows = [row("lag 0", seed, 0.50, [0.5]) for seed in (1, 2)]
+    rows += [row("lag 8, token", 1, 0.52, [0.25]), row("lag 8, token", 2, 0.54, [0.25])]
+    rows += [row("lag 0, no noise", 2, 0.62, [0.5]), row("lag 16, none, no noise", 2, 0.60, [0.5])]
+    rows.append(row("lag 8, exact", 3, 0.70, [0.5]))  # of a seed without lag 0
+    p = 1 - 2 * math.atan(3) / math.pi
+    assert staleness.table(rows, "accuracy").splitlines()[2:] == [
+        "| 0 | 50.0 ± 0.0 |  |  |  |",
+        f"| 8 |  | 53.0 ± 12.7, +3.0 ({p:.3f}) |  | 70.0 |",
+        "| 0, no noise | 62.0 |  |  |  |",
+        "| 16, no noise | 60.0, -2.0 |  |  |  |",
+    ]
+    assert "| 8 |  | 0.250 ± 0.000, -0.250 (< 0.001) |  | 0.500 |" in staleness.table(rows, "reward")
+
+
+def test_an_arm_of_the_study_is_a_lag_and_what_the_loss_makes_of_it():
+    names = "rollout.piece_size", "rollout.workers", "rollout.lag", "rollout.importance_correction", "rollout.behaviour"
+    for arm, values in {
+        "lag 0": "16",
+        "lag 8, none": "16 1 8",
+        "lag 2, token_mask": "16 1 2 token_mask",
+        "lag 4, exact": "16 1 4 token exact",
+    }.items():
+        flags = staleness.ARMS[arm].flags()
+        assert flags[1::2] == values.split()
+        assert flags[::2] == [f"--config.{name}" for name in names[: len(values.split())]]
+    without = staleness.ARMS["lag 0, token, no noise"].flags()
+    assert without[2:] == [
+        "--config.rollout.importance_correction",
+        "token",
+        "--config.noise_injection.enabled",
+        "false",
+    ]
+    assert len(staleness.ARMS) == len(staleness.ORDER) == 25
 
 
 def test_text_between_marks_is_replaced(tmp_path):

@@ -81,6 +81,19 @@ def test_with_a_lag_it_is_the_same_with_workers_that_are_killed_and_when_it_is_r
     assert same(whole, resumed)
 
 
+FOUR_PIECES = {"per_device_train_batch_size": 8, "max_steps": 4}
+"""A generation batch of 16 rows."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 2])
+def test_so_it_is_with_two_and_four_workers(model, tmp_path, lag):
+    one, _, _ = train(model, tmp_path / "1", 1, lag, **FOUR_PIECES)
+    for workers in (2, 4):
+        several, _, _ = train(model, tmp_path / str(workers), workers, lag, **FOUR_PIECES)
+        assert same(one, several)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {"rollout": {"importance_correction": "token", "behaviour": "exact"}},
