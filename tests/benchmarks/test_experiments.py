@@ -352,3 +352,15 @@ def test_one_run_of_aqn_stands_in_the_results_and_is_not_repeated(tmp_path):
     assert again.stdout == ""
     assert len(read_rows(tmp_path / "aqn.jsonl")) == 1
     assert json.dumps(found).count(str(tmp_path)) == 0
+
+
+@pytest.mark.slow
+def test_one_run_of_the_study_stands_in_the_results(tmp_path):
+    """With the CPU time of the trainer and of its worker."""
+    command = [sys.executable, "-m", "benchmarks.staleness", "--arms", "lag 1, exact", "--seeds", "3", "--steps", "2"]
+    subprocess.run([*command, "--output", str(tmp_path / "staleness.jsonl")], cwd=ROOT, check=True, timeout=300)
+    (found,) = read_rows(tmp_path / "staleness.jsonl")
+    assert [found[name] for name in ("arm", "lag", "correction", "noise")] == ["lag 1, exact", 1, "exact", True]
+    assert len(found["reward"]) == len(found["logp_kl"]) == 2
+    assert 0.2 < found["accuracy"] < 0.8
+    assert found["cpu_s"] > 2
