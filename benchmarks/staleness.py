@@ -98,13 +98,21 @@ def run_all(seeds: Sequence[int], arms: Sequence[Arm], steps: int, output: Path)
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 
 
+def late(row: Row, lag: int) -> Row:
+    """The run as it would be if its batches were drawn by older weights, and it learned from them all the same: what
+    its reward loses by the delay alone."""
+    return {**row, "reward": [row["reward"][max(0, step - lag)] for step in range(len(row["reward"]))]}
+
+
 def table(results: Sequence[Row], measure: str) -> str:
-    """Markdown: a row for each lag, a column for each correction; in a cell the mean, and what it has over lag 0.
+    """Markdown: a row for each lag, a column for each correction, and of rewards one for lag 0's own, so many steps
+    `late`; in a cell the mean, and what it has over lag 0.
 
     Args:
         measure: accuracy or reward (benchmarks._learning.MEASURES).
     """
     by_arm = {arm: [row for row in results if row["arm"] == str(arm)] for arm in ORDER}
+    heads = ["lag", *CORRECTIONS, *(["lag 0, late"] if measure == "reward" else [])]
     lines = []
     for noise in (True, False):
         base = by_arm[Arm(0, noise=noise)]
@@ -114,9 +122,13 @@ def table(results: Sequence[Row], measure: str) -> str:
                 runs = by_arm.get(arm := Arm(lag, correction, noise), [])
                 over = difference_of(runs, base, measure) if arm != Arm(0, noise=noise) else ""
                 cells.append(", ".join(filter(None, [mean_of(runs, measure), over])) if runs else "")
+            if measure == "reward" and lag and base and any(cells):
+                delayed = [late(row, lag) for row in base]
+                cells.append(f"{mean_of(delayed, measure)}, {difference_of(delayed, base, measure)}")
             if any(cells):
+                cells += [""] * (len(heads) - 1 - len(cells))
                 lines.append([f"{lag}{'' if noise else ', no noise'}", *cells])
-    return markdown(["lag", *CORRECTIONS], lines)
+    return markdown(heads, lines)
 
 
 def draw(results: Sequence[Row]) -> None:

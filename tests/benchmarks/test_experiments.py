@@ -187,7 +187,18 @@ def test_table_of_staleness_compares_with_lag_0_of_the_same_noise_at_the_same_se
         "| 0, no noise | 62.0 |  |  |  |",
         "| 16, no noise | 60.0, -2.0 |  |  |  |",
     ]
-    assert "| 8 |  | 0.250 ± 0.000, -0.250 (< 0.001) |  | 0.500 |" in staleness.table(rows, "reward")
+
+
+def test_rewards_of_a_lag_stand_beside_those_of_lag_0_so_many_steps_late():
+    """0, 1, 1, 1 two steps late is 0, 0, 0, 1."""
+    rows = [row("lag 0", seed, 0.5, [0.0, 1.0, 1.0, 1.0]) for seed in (1, 2)]
+    rows += [row("lag 2, none", seed, 0.5, [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)]
+    assert staleness.table(rows, "reward").splitlines() == [
+        "| lag | none | token | token_mask | exact | lag 0, late |",
+        "|---|---|---|---|---|---|",
+        "| 0 | 0.750 ± 0.000 |  |  |  |  |",
+        "| 2 | 0.000 ± 0.000, -0.750 (< 0.001) |  |  |  | 0.250 ± 0.000, -0.500 (< 0.001) |",
+    ]
 
 
 def test_an_arm_of_the_study_is_a_lag_and_what_the_loss_makes_of_it():
