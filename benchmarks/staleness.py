@@ -106,7 +106,7 @@ def late(row: Row, lag: int) -> Row:
 
 def table(results: Sequence[Row], measure: str) -> str:
     """Markdown: a row for each lag, a column for each correction, and of rewards one for lag 0's own, so many steps
-    `late`; in a cell the mean, what it has over lag 0, and of how many seeds it is where lag 0 has more.
+    `late`; in a cell the mean, what it has over lag 0, and the number of its seeds where lag 0 has more.
 
     Args:
         measure: accuracy or reward (benchmarks._learning.MEASURES).
@@ -121,7 +121,7 @@ def table(results: Sequence[Row], measure: str) -> str:
             for correction in CORRECTIONS:
                 runs = by_arm.get(arm := Arm(lag, correction, noise), [])
                 over = difference_of(runs, base, measure) if arm != Arm(0, noise=noise) else ""
-                fewer = f"{len(runs)} of {len(base)} seeds" if len(runs) < len(base) else ""
+                fewer = f"n={len(runs)}" if len(runs) < len(base) else ""
                 cells.append(", ".join(filter(None, [mean_of(runs, measure), over, fewer])) if runs else "")
             if measure == "reward" and lag and base and any(cells):
                 delayed = [late(row, lag) for row in base]

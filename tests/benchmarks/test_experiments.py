@@ -183,7 +183,7 @@ def test_table_of_staleness_compares_with_lag_0_of_the_same_noise_at_the_same_se
     p = 1 - 2 * math.atan(3) / math.pi
     assert staleness.table(rows, "accuracy").splitlines()[2:] == [
         "| 0 | 50.0 ± 0.0 |  |  |  |",
-        f"| 8 |  | 53.0 ± 12.7, +3.0 ({p:.3f}) |  | 70.0, 1 of 2 seeds |",
+        f"| 8 |  | 53.0 ± 12.7, +3.0 ({p:.3f}) |  | 70.0, n=1 |",
         "| 0, no noise | 62.0 |  |  |  |",
         "| 16, no noise | 60.0, -2.0 |  |  |  |",
     ]
