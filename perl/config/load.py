@@ -434,6 +434,13 @@ def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
     return group if rollout.max_staleness else rollout.piece_size or group * max(1, rows // group // 4)
 
 
+def drawn_at_once(group: int, rows: int, rollout: RolloutConfig) -> int:
+    """Completions that a worker decodes together: a piece, or with max_staleness whole groups, as many as perl's own
+    loop decodes on an accelerator."""
+    size = pieces_of(group, rows, rollout)
+    return max(size, min(256, rows) // size * size) if rollout.max_staleness else size
+
+
 def check_workers(values: Namespace) -> None:
     """What cannot be drawn by workers, or ahead."""
     rollout = values.rollout
@@ -462,6 +469,12 @@ def check_workers(values: Namespace) -> None:
         raise UserError(
             f"--config.rollout.piece_size {rollout.piece_size}: with max_staleness there are no pieces; leave it out,"
             f" or write --config.rollout.lag {rollout.max_staleness} in the place of max_staleness"
+        )
+    if rollout.max_staleness and ALGORITHMS[values.algorithm.name].greedy:
+        raise UserError(
+            f"--config.rollout.max_staleness {rollout.max_staleness}: algorithm {values.algorithm.name} draws a greedy"
+            " completion of each prompt, for which an engine would run empty each time; write --config.rollout.lag"
+            f" {rollout.max_staleness} in its place"
         )
     if not (ahead := rollout.lag or rollout.max_staleness):
         return
