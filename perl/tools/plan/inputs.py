@@ -209,8 +209,8 @@ def workers_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
         table = worker_items(shape, job, device)
         cache = next((item.bytes for item in table if item.name == "KV cache"), 0)
         yield (
-            f"{job.processes} + {job.workers} devices: {job.workers} workers draw, {job.piece} completions at once; each"
-            f" holds {peak(table, 'rollout') / GB:.1f} GB, {cache / GB:.1f} of it KV cache"
+            f"{job.processes} + {job.workers} devices: {job.workers} workers draw, {job.piece} completions at once;"
+            f" each holds {peak(table, 'rollout') / GB:.1f} GB, {cache / GB:.1f} of it KV cache"
         )
 
 
