@@ -1,17 +1,19 @@
 """The processes behind the Python tool, started by python_tool.PythonTool as a fresh interpreter without environment.
 
-    the training ─ watch ─ serve ─┬─ supervise ─ run      one pair a call
-                                  └─ supervise ─ run
+    the training ─ watch ─ serve ─┬─ run      one each call
+                                  └─ run
 
 `watch` imports the modules, enters the namespaces (perl/environments/sandbox.py) and ends `serve` with the training.
-`serve` forks for each socket that it is sent. `supervise` reads the code from that socket, forks `run`, reads what it
-prints, ends it at a limit and answers. `run` confines itself and then executes the code. Each dies with the one to its
-left; in namespaces the kernel ends all that are below a pid namespace's first process, which `serve` and `run` are.
+`serve` forks `run` for each socket that it is sent, reads what that prints, ends it at a limit and answers over the
+socket. `run` reads the code from the socket, confines itself, and executes it. Each dies with the one to its left; in
+namespaces the kernel ends all that are below a pid namespace's first process, which `serve` and each `run` are.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import dataclasses
 import gc
 import importlib
 import io
@@ -44,25 +46,31 @@ MESSAGE_CHARACTERS = 1000
 
 
 def main(arguments: list[str]) -> None:
-    """Args: descriptor of the control socket, process id of the training, level, modules with commas."""
+    """Args: descriptor of the control socket, process id of the training, level, Limits as JSON, modules with commas."""
     control = socket.socket(fileno=int(arguments[0]))
-    parent, namespaces, modules = int(arguments[1]), arguments[2] == "namespaces", arguments[3].split(",")
+    parent, namespaces = int(arguments[1]), arguments[2] == "namespaces"
+    limits, modules = sandbox.Limits(**json.loads(arguments[3])), arguments[4].split(",")
     os.environ.clear()
     try:
         folders = load(modules)
-        used = resource.getpagesize() * int(open("/proc/self/statm").read().split()[0])
+        with open("/proc/self/statm") as sizes:
+            used = resource.getpagesize() * int(sizes.read().split()[0])
         if namespaces:
-            sandbox.enter(["/dev/null", *folders], _site_folders())
+            sandbox.new_namespaces()
         signal.signal(signal.SIGCHLD, lambda *_: os._exit(1))
         server = os.fork()
+        if server == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            sandbox.die_with_parent()
+            own = None
+            if namespaces:
+                own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+                sandbox.new_root(["/dev/null", *folders], _site_folders())
+            Server(control, limits, own, used).serve()
+            os._exit(0)
     except Exception as error:  # noqa: BLE001  # the training says it
         control.sendall(f"{type(error).__name__}: {error}".encode()[:4096])
-        return
-    if server == 0:
-        try:
-            serve(control, namespaces, used)
-        finally:
-            os._exit(1)
+        os._exit(1)
     watch(control, parent, server)
 
 
@@ -100,83 +108,102 @@ def watch(control: socket.socket, parent: int, server: int) -> None:
     os.waitpid(server, 0)
 
 
-def serve(control: socket.socket, namespaces: bool, used: int) -> None:
-    sandbox.die_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors need no one to wait for them
-    gc.collect()
-    gc.freeze()
-    control.sendall(b"ready")
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        try:
-            supervisor = os.fork()
-        except OSError:  # no more processes: this call's socket closes without an answer
-            supervisor = None
-        if supervisor == 0:
-            control.close()
-            supervise(Connection(descriptors[0]), namespaces, used)
-        os.close(descriptors[0])
+@dataclasses.dataclass
+class Call:
+    child: int
+    connection: Connection
+    output: int
+    """The end of a pipe to which the child prints."""
+    deadline: float
+    printed: bytes = b""
 
 
-def supervise(connection: Connection, namespaces: bool, used: int) -> NoReturn:
-    """One call: the code, what it printed, how it ended."""
-    try:
-        sandbox.die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        request = json.loads(connection.recv_bytes())
-        limits = sandbox.Limits(**request["limits"])
-        if namespaces:
-            sandbox.new_processes()
+class Server:
+    """Args: `own`: descriptor of the server's pid namespace, or None where there are no namespaces; `used`: bytes of
+    address space that it takes."""
+
+    def __init__(self, control: socket.socket, limits: sandbox.Limits, own: int | None, used: int):
+        self._control, self._limits, self._own, self._used = control, limits, own, used
+        self._calls: dict[int, Call] = {}
+        """By either descriptor."""
+        self._poll = select.poll()
+
+    def serve(self) -> None:
+        for threads in (False, True):
+            sandbox.seccomp_filter(self._own is not None, threads)  # remembered, and not made in each call
+        gc.collect()
+        gc.freeze()
+        self._poll.register(self._control, select.POLLIN)
+        self._control.sendall(b"ready")
+        while True:
+            first = min((call.deadline for call in self._calls.values()), default=None)
+            wait_ms = None if first is None else max(0.0, first - time.monotonic()) * 1000
+            for descriptor, _ in self._poll.poll(wait_ms):
+                if descriptor == self._control.fileno():
+                    _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
+                    if not descriptors:
+                        return
+                    self._begin(Connection(descriptors[0]))
+                elif (call := self._calls.get(descriptor)) is None:
+                    continue  # ended by the event before this one
+                elif descriptor == call.output:
+                    self._read(call)
+                else:
+                    self._end(call)  # nobody waits for it any more
+            for call in {id(call): call for call in self._calls.values() if call.deadline <= time.monotonic()}.values():
+                self._end(call, f"TimeoutError: the code ran for more than {self._limits.timeout_s:g} s")
+
+    def _begin(self, connection: Connection) -> None:
         output, far_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            run(request["code"], far_end, limits, namespaces, used)
+        try:
+            if self._own is not None:
+                sandbox.new_processes(self._own)
+            child = os.fork()
+        except OSError:  # no more processes: the socket closes without an answer
+            os.close(output)
+            connection.close()
+        else:
+            if child == 0:
+                run(connection, far_end, self._limits, self._own is not None, self._used)
+            call = Call(child, connection, output, time.monotonic() + self._limits.timeout_s)
+            self._calls |= {output: call, connection.fileno(): call}
+            self._poll.register(output, select.POLLIN)
+            self._poll.register(connection, select.POLLRDHUP)
         os.close(far_end)
-        printed, ending = _read(output, connection, limits)
-        os.kill(child, signal.SIGKILL)  # where it ends by itself its own exit code stays
-        _, status = os.waitpid(child, 0)
-        text = printed.decode(errors="replace")
-        if len(text) > limits.max_output:
-            text = text[: limits.max_output]
-            ending = f"[output cut at {limits.max_output} characters]"
-        elif not ending and os.WIFSIGNALED(status):
-            ending = f"the process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
-        connection.send_bytes("\n".join(filter(None, [text.rstrip("\n"), ending])).encode())
-    except (EOFError, OSError):
-        pass  # the training is gone, or sees the socket close
-    finally:
-        os._exit(0)
+
+    def _read(self, call: Call) -> None:
+        part = os.read(call.output, 1 << 16)
+        call.printed += part
+        if not part or len(call.printed) > 4 * self._limits.max_output:  # of UTF-8's longest
+            self._end(call)
+
+    def _end(self, call: Call, reason: str = "") -> None:
+        """Kill what is left of a call, and answer."""
+        os.kill(call.child, signal.SIGKILL)  # where it ends by itself its own exit code stays
+        _, status = os.waitpid(call.child, 0)
+        text = call.printed.decode(errors="replace")
+        if len(text) > self._limits.max_output:
+            text = text[: self._limits.max_output]
+            reason = f"[output cut at {self._limits.max_output} characters]"
+        elif not reason and os.WIFSIGNALED(status):
+            reason = f"the process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+        with contextlib.suppress(OSError):  # the training may have gone
+            call.connection.send_bytes("\n".join(filter(None, [text.rstrip("\n"), reason])).encode())
+        for descriptor in (call.output, call.connection.fileno()):
+            self._poll.unregister(descriptor)
+            del self._calls[descriptor]
+        os.close(call.output)
+        call.connection.close()
 
 
-def _read(output: int, connection: Connection, limits: sandbox.Limits) -> tuple[bytes, str]:
-    """Until the code's end, the deadline, or more than may be printed. Returns it and why it ended, where that is not
-    the code's doing."""
-    printed, deadline = b"", time.monotonic() + limits.timeout_s
-    poll = select.poll()
-    poll.register(output, select.POLLIN)
-    poll.register(connection, select.POLLRDHUP)
-    while len(printed) <= 4 * limits.max_output:  # of UTF-8's longest
-        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-        if not ready:
-            return printed, f"TimeoutError: the code ran for more than {limits.timeout_s:g} s"
-        if connection.fileno() in ready:
-            break
-        part = os.read(output, 1 << 16)
-        if not part:
-            break
-        printed += part
-    return printed, ""
-
-
-def run(code: str, output: int, limits: sandbox.Limits, namespaces: bool, used: int) -> NoReturn:
-    """Execute `code` as a notebook's cell does: the value of a last expression is printed, an error is its last line."""
+def run(connection: Connection, output: int, limits: sandbox.Limits, namespaces: bool, used: int) -> NoReturn:
+    """Execute the code that comes over `connection` as a notebook's cell does: the value of a last expression is printed, an error is its last line."""
     status = 1
     try:
+        code = json.loads(connection.recv_bytes())
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.closerange(3, sandbox.FILES * 4)
+        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         sys.stdout = io.TextIOWrapper(open(1, "wb", 0), "utf-8", "backslashreplace", write_through=True)
         sys.stderr = sys.stdout
         sys.argv, sys.path[:] = [""], ["", *sys.path]

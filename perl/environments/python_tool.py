@@ -109,7 +109,7 @@ class PythonTool:
         with self._slots:
             server, connection = self._connect()
             try:
-                connection.send_bytes(json.dumps({"code": code, "limits": asdict(self.limits)}).encode())
+                connection.send_bytes(json.dumps(code).encode())
                 if connection.poll(self.limits.timeout_s + GRACE_S):
                     return connection.recv_bytes().decode()
             except (EOFError, OSError):
@@ -174,7 +174,7 @@ class PythonTool:
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-s", "-B", "-c", _START, str(theirs.fileno()), str(os.getpid())]
-                + [self.level, ",".join(self._modules), json.dumps(path)],
+                + [self.level, json.dumps(asdict(self.limits)), ",".join(self._modules), json.dumps(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import resource
@@ -65,7 +66,7 @@ sysinfo 99 179, uname 63 160, umask 95 166, alarm 37 -, getitimer 36 102, setiti
 exit_group 231 94, wait4 61 260, waitid 247 95, set_robust_list 273 99, set_tid_address 218 96, rseq 334 293,
 restart_syscall 219 128, membarrier 324 283, flock 73 32, fsync 74 82, fdatasync 75 83, sendto 44 206, recvfrom 45
 207, shutdown 48 210, getsockopt 55 209, getpeername 52 205, getsockname 51 204, openat 257 56, fcntl 72 25, ioctl
-16 29, prlimit64 302 261, kill 62 129, tgkill 234 131, clone 56 220, socketpair 53 199
+16 29, prlimit64 302 261, clone 56 220, socketpair 53 199
 """
 """What CPython needs to compute: name, number on x86-64, number on AArch64 (- where it has none). What stands in
 neither list is refused, so that a system call of tomorrow's kernel is too."""
@@ -87,7 +88,7 @@ Rule = tuple[int, int, tuple[int, ...]]
 """(argument, mask, values): a call is allowed where the argument's masked lower half is one of the values."""
 
 
-def _rules(pid: int, writing: bool, threads: bool) -> dict[str, Rule]:
+def _rules(writing: bool, threads: bool) -> dict[str, Rule]:
     namespaces = (
         _CLONE_NEWNS
         | _CLONE_NEWUTS
@@ -101,9 +102,7 @@ def _rules(pid: int, writing: bool, threads: bool) -> dict[str, Rule]:
     opens_for_writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
     stream = [1 | flags for flags in (0, 0o4000, 0o2000000, 0o2004000)]  # SOCK_STREAM: a datagram can be sent anywhere
     return {
-        "kill": (0, no_mask, (pid,)),
-        "tgkill": (0, no_mask, (pid,)),
-        "prlimit64": (0, no_mask, (0, pid)),
+        "prlimit64": (0, no_mask, (0,)),  # its own
         # Threads of this process; no new one, so nothing outlives it.
         "clone": (0, _CLONE_THREAD | namespaces, (_CLONE_THREAD,) if threads else ()),
         "openat": (2, 0 if writing else opens_for_writing, (0,)),
@@ -115,9 +114,10 @@ def _rules(pid: int, writing: bool, threads: bool) -> dict[str, Rule]:
     }
 
 
-def seccomp_filter(pid: int, writing: bool, threads: bool) -> bytes:
-    """A program of classic BPF (struct sock_filter: code, jump if true, jump if false, constant) for the process
-    `pid`. EPERM for what it does not allow, ENOSYS for what glibc has another way for.
+@functools.cache
+def seccomp_filter(writing: bool, threads: bool) -> bytes:
+    """A program of classic BPF (struct sock_filter: code, jump if true, jump if false, constant): EPERM for what it
+    does not allow, ENOSYS for what glibc has another way for.
 
     Raises:
         OSError: no numbers for this machine.
@@ -127,7 +127,7 @@ def seccomp_filter(pid: int, writing: bool, threads: bool) -> bytes:
     audit, column = _ARCHITECTURES[platform.machine()]
     load, and_, equal, at_least, return_ = 0x20, 0x54, 0x15, 0x35, 0x06
     program = [(load, 0, 0, 4), (equal, 1, 0, audit), (return_, 0, 0, _KILL), (load, 0, 0, 0)]
-    rules = _rules(pid, writing, threads)
+    rules = _rules(writing, threads)
     for entry in (_COMPUTE + ("," + _WRITE if writing else "")).split(","):
         name, *numbers = entry.split()
         if numbers[column] == "-":
@@ -173,54 +173,22 @@ def die_with_parent() -> None:
 # ------------------------------------------------------------------------------------------------ namespaces
 
 
-def enter(visible: Iterable[str], hidden: Iterable[str]) -> None:
-    """Move this process to namespaces of its own, whose root has the files and folders `visible`, read-only, under
-    their own names, and an empty folder SCRATCH. Its next child is the first process of a new pid namespace.
-
-    Args:
-        visible: absolute, without links.
-        hidden: folders below visible ones that are empty in the new root, but for what is visible in them.
+def new_namespaces() -> None:
+    """Move this process to namespaces of users, mounts, network, IPC and host name; its next child is the first
+    process of a pid namespace.
 
     Raises:
         OSError: this user may not do so here; the process is then to be ended, as half of it may be done.
     """
     uid, gid = os.geteuid(), os.getegid()
     new = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
-    if not (uid == 0 and _unshare_as_root(new)):
-        if uid:
-            _checked("unshare", new)
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{uid} {uid} 1")
-        _write("/proc/self/gid_map", f"{gid} {gid} 1")
-    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    sources = {path: os.open(path, os.O_PATH) for path in visible}  # before anything lies on top of them
-    top = SCRATCH
-    _mount("tmpfs", top, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
-    empty = {path: -1 for path in hidden}
-    mounted = []
-    for path, source in sorted((sources | empty).items(), key=lambda item: item[0].count("/")):
-        target = top + path
-        if source == -1:
-            if not os.path.isdir(target):
-                continue
-            _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
-        else:
-            is_folder = os.path.isdir(f"/proc/self/fd/{source}")
-            if not os.path.lexists(target):
-                os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
-                if not is_folder:
-                    os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-            _mount(f"/proc/self/fd/{source}", target, None, _MS_BIND)
-            os.close(source)
-        mounted.append(target)
-    os.makedirs(top + SCRATCH)
-    for target in [*mounted, top]:
-        kept = os.statvfs(target).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)  # a user may not take them away
-        _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept)
-    os.chdir(top)
-    _checked("syscall", _PIVOT_ROOT[platform.machine()], b".", b".")
-    _checked("umount2", b".", _MNT_DETACH)
-    os.chdir("/")
+    if uid == 0 and _unshare_as_root(new):
+        return
+    if uid:
+        _checked("unshare", new)
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{uid} {uid} 1")
+    _write("/proc/self/gid_map", f"{gid} {gid} 1")
 
 
 def _unshare_as_root(new: int) -> bool:
@@ -262,9 +230,53 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _checked("mount", *given, ctypes.c_ulong(flags), None if options is None else options.encode())
 
 
-def new_processes() -> None:
-    """The next child is the first process of a pid namespace, with mounts of its own: its end is the end of all."""
-    _checked("unshare", _CLONE_NEWPID | _CLONE_NEWNS)
+def new_root(visible: Iterable[str], hidden: Iterable[str]) -> None:
+    """Give this mount namespace a root that has the files and folders `visible`, read-only, under their own names, and
+    an empty folder SCRATCH.
+
+    Args:
+        visible: absolute, without links.
+        hidden: folders below visible ones that are empty in the new root, but for what is visible in them.
+    """
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    sources = {path: os.open(path, os.O_PATH) for path in visible}  # before anything lies on top of them
+    top = SCRATCH
+    _mount("tmpfs", top, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
+    mounted = [top]
+    for path in sorted({*sources, *hidden}, key=lambda path: path.count("/")):
+        target = top + path
+        if path in sources:
+            is_folder = os.path.isdir(f"/proc/self/fd/{sources[path]}")
+            if not os.path.lexists(target):
+                os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+                if not is_folder:
+                    os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+            _mount(f"/proc/self/fd/{sources[path]}", target, None, _MS_BIND)
+            os.close(sources[path])
+        elif os.path.isdir(target):
+            _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
+        else:
+            continue
+        mounted.append(target)
+    os.makedirs(top + SCRATCH)
+    for target in mounted:
+        kept = os.statvfs(target).f_flag & (_MS_NODEV | _MS_NOEXEC)  # a user may not take them away
+        _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept)
+    os.chdir(top)
+    _checked("syscall", _PIVOT_ROOT[platform.machine()], b".", b".")
+    _checked("umount2", b".", _MNT_DETACH)
+    os.chdir("/")
+
+
+def new_processes(own: int) -> None:
+    """The next child is the first process of a pid namespace: its end is the end of all that it starts.
+
+    Args:
+        own: descriptor of this process's pid namespace. The kernel makes a second one only for a process whose
+            children would be in its own.
+    """
+    _checked("setns", own, _CLONE_NEWPID)
+    _checked("unshare", _CLONE_NEWPID)
 
 
 def confine(limits: Limits, namespaces: bool, used: int) -> None:
@@ -277,6 +289,7 @@ def confine(limits: Limits, namespaces: bool, used: int) -> None:
         OSError: something was refused; the code must not run.
     """
     if namespaces:
+        _checked("unshare", _CLONE_NEWNS)
         _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, f"size={limits.scratch_mb}m,nr_inodes=1k")
         os.chdir(SCRATCH)
         os.umask(0o077)
@@ -306,7 +319,7 @@ def confine(limits: Limits, namespaces: bool, used: int) -> None:
             soft, hard = min(soft, given), min(hard, given)
         resource.setrlimit(kind, (soft, hard))
     # Of root no kernel counts the threads.
-    install_filter(seccomp_filter(os.getpid(), writing=namespaces, threads=os.getuid() != 0))
+    install_filter(seccomp_filter(namespaces, os.getuid() != 0))
 
 
 def _drop_capabilities() -> None:
