@@ -35,21 +35,35 @@ from typing import NoReturn
 from perl.environments import sandbox
 
 FILE = "<python>"
+# fmt: off
 STANDARD = (
-    ("ctypes", "decimal", "hashlib", "ssl", "sqlite3", "bz2", "lzma", "zlib", "uuid", "json", "fractions", "itertools")
-    + ("statistics", "collections", "functools", "heapq", "bisect", "string", "re", "datetime", "time", "cmath", "copy")
-    + ("dataclasses", "typing", "operator", "threading", "asyncio", "tempfile", "pickle", "array", "struct", "math")
+    "array", "asyncio", "bisect", "bz2", "cmath", "collections", "copy", "ctypes", "dataclasses", "datetime",
+    "decimal", "fractions", "functools", "hashlib", "heapq", "itertools", "json", "lzma", "math", "operator",
+    "pickle", "re", "sqlite3", "ssl", "statistics", "string", "struct", "tempfile", "threading", "time", "typing",
+    "uuid", "zlib",
 )
+# fmt: on
 """What code imports most; and what needs libraries of the system, which a call does not see."""
+PREPARED = {
+    "sympy": """
+from sympy import *
+import sympy.core.random
+sympy.core.random.seed(0)
+integrate(Symbol('x') ** 2)
+solve(Symbol('x') ** 2 - 1)
+""",
+    "numpy": "import numpy.random; numpy.random.seed(0)",
+}
+"""Run after a module's import: what a call prints depends on its code alone, and tables are made once."""
 MESSAGE_CHARACTERS = 1000
 """Of an error's text."""
 
 
 def main(arguments: list[str]) -> None:
-    """Args: descriptor of the control socket, process id of the training, level, Limits as JSON, modules with commas."""
+    """Args: descriptor of the control socket, process id of the training, level, Limits and modules as JSON."""
     control = socket.socket(fileno=int(arguments[0]))
     parent, namespaces = int(arguments[1]), arguments[2] == "namespaces"
-    limits, modules = sandbox.Limits(**json.loads(arguments[3])), arguments[4].split(",")
+    limits, modules = sandbox.Limits(**json.loads(arguments[3])), json.loads(arguments[4])
     os.environ.clear()
     try:
         folders = load(modules)
@@ -62,6 +76,9 @@ def main(arguments: list[str]) -> None:
         if server == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             sandbox.die_with_parent()
+            gc.collect()
+            gc.freeze()
+            sandbox.use_huge_pages()
             own = None
             if namespaces:
                 own = os.open("/proc/self/ns/pid", os.O_RDONLY)
@@ -81,7 +98,8 @@ def load(modules: list[str]) -> list[str]:
     before = set(sys.modules)
     for name in modules:
         importlib.import_module(name)
-    exec("from sympy import *\nintegrate(Symbol('x') ** 2)\nsolve(Symbol('x') ** 2 - 1)", {}) if "sympy" in modules else None
+        if name in PREPARED:
+            exec(PREPARED[name], {})
     folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     for name in {name.partition(".")[0] for name in set(sys.modules) - before}:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -131,8 +149,6 @@ class Server:
     def serve(self) -> None:
         for threads in (False, True):
             sandbox.seccomp_filter(self._own is not None, threads)  # remembered, and not made in each call
-        gc.collect()
-        gc.freeze()
         self._poll.register(self._control, select.POLLIN)
         self._control.sendall(b"ready")
         while True:
@@ -197,17 +213,18 @@ class Server:
 
 
 def run(connection: Connection, output: int, limits: sandbox.Limits, namespaces: bool, used: int) -> NoReturn:
-    """Execute the code that comes over `connection` as a notebook's cell does: the value of a last expression is printed, an error is its last line."""
+    """Execute the code that comes over `connection` as a notebook's cell does: the value of a last expression is
+    printed, and an error as its last line."""
     status = 1
     try:
         code = json.loads(connection.recv_bytes())
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        sys.stdout = io.TextIOWrapper(open(1, "wb", 0), "utf-8", "backslashreplace", write_through=True)
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), "utf-8", "backslashreplace", write_through=True)
         sys.stderr = sys.stdout
         sys.argv, sys.path[:] = [""], ["", *sys.path]
-        random.seed(0)  # what a call prints depends on its code alone
+        random.seed(0)  # a fork has drawn a seed of its own
         sandbox.confine(limits, namespaces, used)
         status = _execute(code)
         sys.stdout.flush()
@@ -231,7 +248,7 @@ def _execute(code: str) -> int:
         print(end.code)
         return 1
     except BaseException as error:  # noqa: BLE001
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         line = _line(error)
         traceback.clear_frames(error.__traceback__)

@@ -11,10 +11,10 @@ Python, without sympy.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +36,7 @@ ISOLATION: dict[Level, str] = {
     "namespaces": "namespaces of users, processes, files and network; limits; a filter of system calls",
 }
 """From the weakest to the strongest."""
+DEFAULT = Limits()
 START_DEADLINE_S = 120.0
 """Importing sympy takes half a second, and much longer on a machine that is busy loading a model."""
 GRACE_S = 10.0
@@ -79,9 +80,13 @@ class PythonTool:
         UserError: less than `required` can be had here, or a module is missing.
     """
 
-    def __init__(
-        self, limits: Limits = Limits(), required: Level = "namespaces", modules: tuple[str, ...] = ("sympy",)
-    ):
+    def __init__(self, limits: Limits = DEFAULT, required: Level = "namespaces", modules: tuple[str, ...] = ("sympy",)):
+        for name, value in asdict(limits).items():
+            if value <= 0:
+                raise UserError(f"the Python tool's {name} is {value:g}; write a number above 0")
+        for module in modules:
+            if importlib.util.find_spec(module) is None:
+                raise UserError(f"the Python tool is to import {module}, which is not installed for {sys.executable}")
         self.limits, self._modules = limits, modules
         self._lock = threading.Lock()
         # More at once would have each other's seconds counted.
@@ -171,10 +176,11 @@ class PythonTool:
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[2])
         path = [root, *(os.path.abspath(entry) for entry in sys.path if entry)]
+        interpreter = [sys.executable, "-P", "-s", "-B", "-c", _START]
+        settings = [json.dumps(value) for value in (asdict(self.limits), self._modules, path)]
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-P", "-s", "-B", "-c", _START, str(theirs.fileno()), str(os.getpid())]
-                + [self.level, json.dumps(asdict(self.limits)), ",".join(self._modules), json.dumps(path)],
+                [*interpreter, str(theirs.fileno()), str(os.getpid()), self.level, *settings],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
