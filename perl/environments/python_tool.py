@@ -12,20 +12,24 @@ Python, without sympy.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from perl.base.errors import UserError
+from perl.environments.python_server import EXIT_CODE, LENGTH
 from perl.environments.sandbox import Limits
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,8 @@ START_DEADLINE_S = 120.0
 """Importing sympy takes half a second, and much longer on a machine that is busy loading a model."""
 GRACE_S = 10.0
 """For the server, on top of a call's own limit."""
+UTF8 = 4
+"""Bytes that a character may take."""
 LOST = "RuntimeError: the code was not run to its end"
 _START = """
 import json, sys
@@ -112,17 +118,45 @@ class PythonTool:
         """What `code` printed, with the value of a last expression as in a notebook; behind it an error's last line,
         or why it was ended."""
         with self._slots:
-            server, connection = self._connect()
-            try:
-                connection.send_bytes(json.dumps(code).encode())
-                if connection.poll(self.limits.timeout_s + GRACE_S):
-                    return connection.recv_bytes().decode()
-            except (EOFError, OSError):
-                return LOST
-            finally:
-                connection.close()
-            server.kill()  # it hangs
-            return LOST
+            server, connection, output = self._begin()
+            with connection, os.fdopen(output, "rb", 0) as pipe:
+                try:
+                    message = json.dumps(code).encode()
+                    connection.sendall(LENGTH.pack(len(message)) + message)
+                    printed, late = self._read(pipe)
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.settimeout(GRACE_S)
+                    answer = connection.recv(EXIT_CODE.size)
+                except TimeoutError:
+                    server.kill()  # it hangs
+                    return LOST
+                except OSError:
+                    return LOST
+            return self._text(printed, EXIT_CODE.unpack(answer)[0], late) if answer else LOST
+
+    def _read(self, pipe: io.FileIO) -> tuple[bytes, bool]:
+        """What comes until the code has ended or has printed more than it may, and whether its time was over first."""
+        printed, deadline = b"", time.monotonic() + self.limits.timeout_s
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        while len(printed) <= UTF8 * self.limits.max_output:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return printed, True
+            part = pipe.read(1 << 16)
+            if not part:
+                break
+            printed += part
+        return printed, False
+
+    def _text(self, printed: bytes, exit_code: int, late: bool) -> str:
+        text, most = printed.decode(errors="replace").rstrip("\n"), self.limits.max_output
+        if len(text) > most:
+            return f"{text[:most]}\n[output cut at {most} characters]"
+        if exit_code >= 0:
+            return text
+        name = signal.Signals(-exit_code).name
+        why = f"TimeoutError: the code ran for more than {self.limits.timeout_s:g} s" if late else f"ended by {name}"
+        return "\n".join(filter(None, [text, why]))
 
     def __enter__(self) -> PythonTool:
         return self
@@ -151,19 +185,24 @@ class PythonTool:
             return f"tried, and {found}"
         return None
 
-    def _connect(self) -> tuple[subprocess.Popen[bytes], Connection]:
+    def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+        """Begin a call: the server, the socket for its code, the pipe that it prints to."""
         with self._lock:
             if self._owner != os.getpid():  # a fork: the server is the parent's
                 self._server, self._control, self._owner = None, None, os.getpid()
             for _ in range(2):
                 if self._server is not None and self._control is not None and self._server.poll() is None:
                     ours, theirs = socket.socketpair()
-                    with theirs:
-                        try:
-                            socket.send_fds(self._control, [b"c"], [theirs.fileno()])
-                            return self._server, Connection(ours.detach())
-                        except OSError:
-                            ours.close()
+                    output, far_end = os.pipe()
+                    try:
+                        socket.send_fds(self._control, [b"c"], [theirs.fileno(), far_end])
+                        return self._server, ours, output
+                    except OSError:
+                        ours.close()
+                        os.close(output)
+                    finally:
+                        theirs.close()
+                        os.close(far_end)
                 if self._server is not None:
                     self._end()
                     logger.warning("the Python tool's server has ended; it is started again")

@@ -22,7 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 NOBODY = 65534
-SCRATCH = "/tmp"
+SCRATCH = "/sandbox"
+"""A call's folder, in its own root; Python's files may lie below any other one."""
+_MOUNT_POINT = "/tmp"
+"""Any folder that each machine has: the new root lies here until it is the root."""
 FILES = 64
 """Descriptors that a call may have open."""
 THREADS = 64
@@ -245,13 +248,13 @@ def new_root(visible: Iterable[str], hidden: Iterable[str]) -> None:
     an empty folder SCRATCH.
 
     Args:
-        visible: absolute, without links.
+        visible: absolute.
         hidden: folders below visible ones that are empty in the new root, but for what is visible in them.
     """
     socket.sethostname("sandbox")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     sources = {path: os.open(path, os.O_PATH) for path in visible}  # before anything lies on top of them
-    top = SCRATCH
+    top = _MOUNT_POINT
     _mount("tmpfs", top, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
     mounted = [top]
     for path in sorted({*sources, *hidden}, key=lambda path: path.count("/")):

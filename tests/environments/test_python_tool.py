@@ -39,7 +39,7 @@ class Outside:
         self.file.write_text(SECRET)
         self.descriptor = os.open(self.file, os.O_RDWR)
         os.set_inheritable(self.descriptor, True)
-        os.environ["HF_TOKEN"] = SECRET
+        os.environ["GOLD_TOKEN"] = SECRET
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.abstract = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.abstract.bind(f"\0perl-{os.getpid()}")
@@ -62,7 +62,7 @@ class Outside:
 def outside(tmp_path_factory):
     outside = Outside(tmp_path_factory.mktemp("outside"))
     yield outside
-    del os.environ["HF_TOKEN"]
+    del os.environ["GOLD_TOKEN"]
     outside.listener.close()
     outside.abstract.close()
     os.close(outside.descriptor)
@@ -163,6 +163,7 @@ def call(number, *arguments):
         print(os.strerror(ctypes.get_errno()))
 """
 DENIED = "PermissionError: [Errno 1] Operation not permitted"
+DENIED_ERROR = re.escape(DENIED)
 DENIED_CALL = "Operation not permitted"
 NONE = "FileNotFoundError"
 X86 = platform.machine() == "x86_64"
@@ -203,18 +204,25 @@ ESCAPES = {
     "devices": ("import os\nprint(os.listdir('/dev'))", r"^\['null'\]$"),
     "make a device": (
         "import os\nos.mknod('d', 0o60600, os.makedev(8, 0))\nprint('ESCAPED')",
-        DENIED,
+        DENIED_ERROR,
     ),
-    "change root": ("import os\nos.mkdir('d')\nos.chroot('d')\nprint('ESCAPED')", DENIED),
-    "mount": (CALL + f"call({number(165, 40)}, b't', b'/tmp', b'tmpfs', 0, 0)", DENIED_CALL),
-    "unmount": (CALL + f"call({number(166, 39)}, b'/tmp', 2)", DENIED_CALL),
+    "change root": ("import os\nos.mkdir('d')\nos.chroot('d')\nprint('ESCAPED')", DENIED_ERROR),
+    "mount": (CALL + f"call({number(165, 40)}, b't', b'/sandbox', b'tmpfs', 0, 0)", DENIED_CALL),
+    "unmount": (CALL + f"call({number(166, 39)}, b'/sandbox', 2)", DENIED_CALL),
     "the new calls for mounts": (CALL + "call(428, -100, b'/', 1)\ncall(430, b'tmpfs', 0)", "Function not implemented"),
     "open by handle": (CALL + f"call({number(304, 265)}, 0, 0, 0)", DENIED_CALL),
     # data and secrets in memory
     "the environment": ("import os\nprint('ESCAPED' if $SECRET in str(os.environ) else dict(os.environ))", r"^\{\}$"),
     "the environment in C": (
-        "import ctypes\nvalue = ctypes.CDLL(None).getenv(b'HF_TOKEN')\nprint('ESCAPED' if value else 'none')",
+        "import ctypes\nvalue = ctypes.CDLL(None).getenv(b'GOLD_TOKEN')\nprint('ESCAPED' if value else 'none')",
         "^none$",
+    ),
+    "the environment that the server was started with": (  # lies behind the arguments, whatever becomes of os.environ
+        "import ctypes\nname = ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'program_invocation_name')\n"
+        "address, text = name.value, b'x'\n"
+        "while text:\n    text = ctypes.string_at(address)\n    address += len(text) + 1\n"
+        "    if ($SECRET).encode() in text: print('ESCAPED')\nprint('end')",
+        "^end$",
     ),
     "proc": ("print('ESCAPED', open('/proc/self/environ', 'rb').read())", NONE),
     "the training's memory by proc": ("print('ESCAPED', open('/proc/$PID/mem', 'rb'))", NONE),
@@ -224,26 +232,26 @@ ESCAPES = {
     # network and other processes
     "the network": (
         "import socket\nsocket.create_connection(('127.0.0.1', $PORT), 1)\nprint('ESCAPED')",
-        DENIED,
+        DENIED_ERROR,
     ),
     "a raw socket": (CALL + f"call({number(41, 198)}, 17, 3, 0)\ncall({number(41, 198)}, 16, 3, 0)", DENIED_CALL),
     "an abstract socket": (
         "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
         "print('ESCAPED', a.sendto(b'x', '\\0perl-$PID'))",
-        DENIED,
+        DENIED_ERROR,
     ),
     "an abstract socket from a stream": (
         "import socket\na, b = socket.socketpair()\na.sendto(b'x', '\\0perl-$PID')\n"
         "print('ESCAPED' if not b.recv(1) else 1)",
         "OSError|^1$",
     ),
-    "kill the training": ("import os\nos.kill($PID, 9)\nprint('ESCAPED')", DENIED),
-    "kill the parent": ("import os\nos.kill(os.getppid(), 9)\nprint('ESCAPED')", DENIED),
-    "kill all": ("import os\nos.kill(-1, 9)\nprint('ESCAPED')", DENIED),
-    "kill the group": ("import os\nos.killpg(0, 9)\nprint('ESCAPED')", DENIED),
+    "kill the training": ("import os\nos.kill($PID, 9)\nprint('ESCAPED')", DENIED_ERROR),
+    "kill the parent": ("import os\nos.kill(os.getppid(), 9)\nprint('ESCAPED')", DENIED_ERROR),
+    "kill all": ("import os\nos.kill(-1, 9)\nprint('ESCAPED')", DENIED_ERROR),
+    "kill the group": ("import os\nos.killpg(0, 9)\nprint('ESCAPED')", DENIED_ERROR),
     "a signal by a descriptor": (
         "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, $PID)\nprint('ESCAPED')",
-        DENIED,
+        DENIED_ERROR,
     ),
     "other processes' numbers": ("import os\nprint(os.getpid(), os.getppid())", "^1 0$"),
     "limits of the training": (
@@ -259,14 +267,17 @@ ESCAPES = {
     # rights
     "become root": (
         "import os\nprint('ESCAPED' if os.getuid() == 0 else 'no')\nos.setuid(0)",
-        DENIED,
+        DENIED_ERROR,
     ),
     "a program with the setuid bit": (
         "import os\nopen('p', 'w').write('#!/bin/sh')\nos.chmod('p', 0o4755)\nos.execv('./p', ['p'])",
-        DENIED,
+        DENIED_ERROR,
     ),
-    "a shell": ("import os, subprocess\nprint('ESCAPED', subprocess.run(['/bin/sh', '-c', 'echo']))", DENIED),
-    "another Python": ("import os, sys\nos.execv(sys.executable, ['python', '-c', 'print(\"ESCAPED\")'])", DENIED),
+    "a shell": ("import os, subprocess\nprint('ESCAPED', subprocess.run(['/bin/sh', '-c', 'echo']))", DENIED_ERROR),
+    "another Python": (
+        "import os, sys\nos.execv(sys.executable, ['python', '-c', 'print(\"ESCAPED\")'])",
+        DENIED_ERROR,
+    ),
     "a namespace of users": (CALL + f"call({number(272, 97)}, 0x10000000)", DENIED_CALL),
     "a namespace by clone": (CALL + f"call({number(56, 220)}, 0x10000011, 0, 0, 0, 0)", DENIED_CALL),
     "clone3": (CALL + "call(435, ctypes.create_string_buffer(88), 88)", "Function not implemented"),
@@ -285,9 +296,9 @@ ESCAPES = {
     "userfaultfd": (CALL + f"call({number(323, 282)}, 1)", DENIED_CALL),
     "io_uring": (CALL + "call(425, 8, ctypes.create_string_buffer(120))", "Function not implemented"),
     "the host's name": (f"import os\nprint('ESCAPED' if os.uname().nodename == {platform.node()!r} else 'no')", "^no$"),
-    "priority": ("import os\nos.setpriority(0, 0, -5)\nprint('ESCAPED')", DENIED),
+    "priority": ("import os\nos.setpriority(0, 0, -5)\nprint('ESCAPED')", DENIED_ERROR),
     # too much of something
-    "a bomb of forks": ("import os\nwhile True: os.fork()", DENIED),
+    "a bomb of forks": ("import os\nwhile True: os.fork()", DENIED_ERROR),
     "a bomb of threads": (
         "import threading, time\nthreading.stack_size(32768)\ntry:\n"
         "    for n in range(5000): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
@@ -297,7 +308,7 @@ ESCAPES = {
     "memory at once": ("x = bytearray(1 << 31)\nprint('ESCAPED')", "^MemoryError"),
     "memory by and by": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "^MemoryError"),
     "shared memory": ("import mmap\nx = mmap.mmap(-1, 1 << 30)\nprint('ESCAPED')", "Cannot allocate memory"),
-    "a file of memory": ("import os\nos.memfd_create('x')\nprint('ESCAPED')", DENIED),
+    "a file of memory": ("import os\nos.memfd_create('x')\nprint('ESCAPED')", DENIED_ERROR),
     "a large file": ("f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))", "OSError|ended by SIGXFSZ"),
     "many files": (
         "n = 0\ntry:\n    while True:\n        open(str(n), 'wb').write(bytes(1 << 20))\n        n += 1\n"
@@ -306,12 +317,12 @@ ESCAPES = {
     ),
     "many names": ("for n in range(5000): open(str(n), 'w').close()\nprint('ESCAPED')", "No space left"),
     "many descriptors": ("import os\nx = [os.pipe() for _ in range(1000)]\nprint('ESCAPED')", "Too many open files"),
-    "many locks": ("import fcntl\nfcntl.lockf(open('x', 'w'), fcntl.LOCK_EX, 1, 5)\nprint('ESCAPED')", DENIED),
+    "many locks": ("import fcntl\nfcntl.lockf(open('x', 'w'), fcntl.LOCK_EX, 1, 5)\nprint('ESCAPED')", DENIED_ERROR),
     "a flood": ("while True: print('x' * 999)", r"\[output cut at 1000 characters\]$"),
     "a flood of errors": ("import sys\nwhile True: sys.stderr.write('x' * 999)", r"\[output cut at 1000 characters\]$"),
     "a long line": ("import os\nwhile True: os.write(1, b'x' * (1 << 20))", r"\[output cut at 1000 characters\]$"),
     "bytes": ("import os\nos.write(1, bytes(range(256)))", "\ufffd"),
-    "a long error": ("raise ValueError('x' * 10**7)", r"^ValueError: x{900,1000}"),
+    "a long error": ("raise ValueError('x' * 10**7)", r"^ValueError: x{900}"),
     "an error that hangs": (
         "class E(Exception):\n    def __str__(self):\n        while True: pass\nraise E",
         "TimeoutError: the code ran for more than 3 s$",
@@ -342,7 +353,7 @@ ESCAPES = {
     "an end without clean-up": ("import os\nprint('x', flush=True)\nos._exit(0)", "^x$"),
     "other code for the next call": (
         "import builtins, sympy, sys\nsympy.Integer.__add__ = sympy.Integer.__repr__ = lambda *_: 'ESCAPED'\n"
-        "builtins.print = len\nsys.setrecursionlimit(50)\n'done'",
+        "builtins.len = max\nsys.setrecursionlimit(50)\n'done'",
         "^'done'$",
     ),
 }
@@ -406,7 +417,7 @@ def test_a_killed_process_costs_one_call(which, caplog):
         wait_until(lambda: len(processes(server)) == 3)
         os.kill(sorted(processes(server))[which], signal.SIGKILL)
         call.join()
-        assert answer == (["begun\nthe process was ended by SIGKILL"] if which == 2 else [LOST])
+        assert answer == (["begun\nended by SIGKILL"] if which == 2 else [LOST])
         assert python("print(1 + 1)") == "2"
         assert ("it is started again" in caplog.text) == (which < 2)
         wait_until(lambda: which == 2 or processes(server) == [])
@@ -553,6 +564,22 @@ def test_a_user_without_rights_has_namespaces(mapped):
     )
     run = subprocess.run([sys.executable, "-c", script, use], cwd=ROOT, capture_output=True, text=True)
     assert (run.stderr, run.stdout) == ("", f"{mapped} ['null']\nZeroDivisionError: division by zero (line 3)\n")
+
+
+def test_python_may_lie_below_tmp(tmp_path):
+    """Where the new root is put together, and where code looks for a folder of its own."""
+    (tmp_path / "mine.py").write_text("import mine_too\nanswer = 42")
+    (tmp_path / "mine_too.py").write_text("")
+    (tmp_path / "other.py").write_text("")
+    use = (
+        "from perl.environments.python_tool import PythonTool\n"
+        "with PythonTool(modules=('mine',)) as python:\n"
+        "    print(python('import importlib, mine, mine_too, tempfile\\nimportlib.reload(mine)\\nmine.answer'))\n"
+        "    print(python('import tempfile\\ntempfile.TemporaryFile()\\nimport other'))"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    run = subprocess.run([sys.executable, "-c", use], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert (run.stderr, run.stdout) == ("", "42\nModuleNotFoundError: No module named 'other' (line 3)\n")
 
 
 def test_mistakes_are_one_line():
