@@ -69,6 +69,8 @@ def main(arguments: list[str]) -> None:
     parent, namespaces = int(arguments[1]), arguments[2] == "namespaces"
     limits, modules = Limits(**json.loads(arguments[3])), json.loads(arguments[4])
     os.environ.clear()
+    with contextlib.suppress(OSError):
+        sandbox.write("/proc/self/oom_score_adj", "1000")  # where memory ends, a call ends, and not the training
     try:
         folders = load(modules)
         with open("/proc/self/statm") as sizes:
@@ -83,10 +85,12 @@ def main(arguments: list[str]) -> None:
             gc.collect()
             gc.freeze()
             sandbox.use_huge_pages()
-            own = None
+            own, visible = None, ["/dev/null", *folders]
             if namespaces:
                 own = os.open("/proc/self/ns/pid", os.O_RDONLY)
-                sandbox.new_root(["/dev/null", *folders], _site_folders())
+                sandbox.new_root(visible, _site_folders())
+            else:
+                sandbox.restrict_files(visible)
             serve(control, limits, own, used)
             os._exit(0)
     except Exception as error:  # noqa: BLE001  # the training says it

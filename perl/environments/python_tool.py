@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from perl.base.errors import UserError
+from perl.base.errors import RunError, UserError
 from perl.environments.python_server import EXIT_CODE, LENGTH
 from perl.environments.sandbox import Limits
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 Level = Literal["limits", "namespaces"]
 ISOLATION: dict[Level, str] = {
-    "limits": "limits and a filter of system calls: no network, no processes, no writing, but files can be read",
+    "limits": "limits and a filter of system calls: no network, no processes, no writing",
     "namespaces": "namespaces of users, processes, files and network; limits; a filter of system calls",
 }
 """From the weakest to the strongest."""
@@ -45,6 +45,8 @@ START_DEADLINE_S = 120.0
 """Importing sympy takes half a second, and much longer on a machine that is busy loading a model."""
 GRACE_S = 10.0
 """For the server, on top of a call's own limit."""
+MOST_AT_ONCE = 32
+"""Each may take its memory."""
 UTF8 = 4
 """Bytes that a character may take."""
 LOST = "RuntimeError: the code was not run to its end"
@@ -54,11 +56,12 @@ sys.path[:] = json.loads(sys.argv.pop())
 from perl.environments import python_server
 python_server.main(sys.argv[1:])
 """
+READABLE = "files can be read"
 _PROBE = """
 import os, socket
 found = []
 try:
-    found.append(open({file!r}) and "files can be read")
+    found.append(open({file!r}) and {readable!r})
 except OSError:
     pass
 try:
@@ -96,11 +99,13 @@ class PythonTool:
         self.limits, self._modules = limits, modules
         self._lock = threading.Lock()
         # More at once would have each other's seconds counted.
-        self._slots = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+        self._slots = threading.BoundedSemaphore(min(MOST_AT_ONCE, len(os.sched_getaffinity(0))))
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._owner = os.getpid()
+        self._owner, self._closed = os.getpid(), False
         self.level: Level = "namespaces"
+        self.isolation = ""
+        """What was reached, in words."""
         reason = self._try("namespaces")
         if reason and required == "limits":
             self.level = "limits"
@@ -109,10 +114,10 @@ class PythonTool:
         elif reason:
             raise UserError(
                 f"the Python tool can't be isolated by namespaces here: {reason}; allow them (in a container:"
-                " --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), or require 'limits', where code can read"
-                " every file that the training can"
+                " --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), or require 'limits', where on older"
+                " kernels code can read the training's files"
             )
-        logger.info("Python tool: %s%s", ISOLATION[self.level], f" (no namespaces: {reason})" if reason else "")
+        logger.info("Python tool: %s%s", self.isolation, f" (no namespaces: {reason})" if reason else "")
 
     def __call__(self, code: str) -> str:
         """What `code` printed, with the value of a last expression as in a notebook; behind it an error's last line,
@@ -154,8 +159,8 @@ class PythonTool:
             return f"{text[:most]}\n[output cut at {most} characters]"
         if exit_code >= 0:
             return text
-        name = signal.Signals(-exit_code).name
-        why = f"TimeoutError: the code ran for more than {self.limits.timeout_s:g} s" if late else f"ended by {name}"
+        reason = f"the code was ended: {signal.strsignal(-exit_code)}"
+        why = f"TimeoutError: the code ran for more than {self.limits.timeout_s:g} s" if late else reason
         return "\n".join(filter(None, [text, why]))
 
     def __enter__(self) -> PythonTool:
@@ -165,8 +170,9 @@ class PythonTool:
         self.close()
 
     def close(self) -> None:
-        """End the server and every call."""
+        """End the server and every call; there are no further ones."""
         with self._lock:
+            self._closed = True
             self._end()
 
     def _try(self, level: Level) -> str | None:
@@ -178,10 +184,14 @@ class PythonTool:
             if reason := self._start():
                 return reason
         namespaces = level == "namespaces"
-        probe = _PROBE.format(file=str(Path(__file__).resolve()), parent=os.getpid(), namespaces=namespaces)
+        probe = _PROBE.format(file=sys.executable, parent=os.getpid(), namespaces=namespaces, readable=READABLE)
         found = self(probe)
-        if found and (namespaces or found != "files can be read"):
-            self.close()
+        self.isolation = ISOLATION[level]
+        if not namespaces:
+            self.isolation += f", but {found}" if found else ", no files but Python's"
+        if found and (namespaces or found != READABLE):
+            with self._lock:
+                self._end()
             return f"tried, and {found}"
         return None
 
@@ -190,6 +200,8 @@ class PythonTool:
         with self._lock:
             if self._owner != os.getpid():  # a fork: the server is the parent's
                 self._server, self._control, self._owner = None, None, os.getpid()
+            if self._closed:
+                raise RunError("the Python tool is closed")
             for _ in range(2):
                 if self._server is not None and self._control is not None and self._server.poll() is None:
                     ours, theirs = socket.socketpair()
@@ -207,8 +219,8 @@ class PythonTool:
                     self._end()
                     logger.warning("the Python tool's server has ended; it is started again")
                 if reason := self._start():
-                    raise RuntimeError(f"the Python tool can't be started again: {reason}")
-            raise RuntimeError("the Python tool's server ends as soon as it is started")
+                    raise RunError(f"the Python tool can't be started again: {reason}")
+            raise RunError("the Python tool's server ends as soon as it is started")
 
     def _start(self) -> str | None:
         """Start the server at `level`; why not, where that fails. The lock is held."""
