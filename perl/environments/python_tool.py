@@ -122,13 +122,16 @@ class PythonTool:
     def __call__(self, code: str) -> str:
         """What `code` printed, with the value of a last expression as in a notebook; behind it an error's last line,
         or why it was ended."""
+        return self._run(code, self.limits.timeout_s)
+
+    def _run(self, code: str, timeout_s: float) -> str:
         with self._slots:
             server, connection, output = self._begin()
             with connection, os.fdopen(output, "rb", 0) as pipe:
                 try:
                     message = json.dumps(code).encode()
                     connection.sendall(LENGTH.pack(len(message)) + message)
-                    printed, late = self._read(pipe)
+                    printed, late = self._read(pipe, timeout_s)
                     connection.shutdown(socket.SHUT_WR)
                     connection.settimeout(GRACE_S)
                     answer = connection.recv(EXIT_CODE.size)
@@ -139,9 +142,9 @@ class PythonTool:
                     return LOST
             return self._text(printed, EXIT_CODE.unpack(answer)[0], late) if answer else LOST
 
-    def _read(self, pipe: io.FileIO) -> tuple[bytes, bool]:
+    def _read(self, pipe: io.FileIO, timeout_s: float) -> tuple[bytes, bool]:
         """What comes until the code has ended or has printed more than it may, and whether its time was over first."""
-        printed, deadline = b"", time.monotonic() + self.limits.timeout_s
+        printed, deadline = b"", time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while len(printed) <= UTF8 * self.limits.max_output:
@@ -185,7 +188,7 @@ class PythonTool:
                 return reason
         namespaces = level == "namespaces"
         probe = _PROBE.format(file=sys.executable, parent=os.getpid(), namespaces=namespaces, readable=READABLE)
-        found = self(probe)
+        found = self._run(probe, START_DEADLINE_S)
         self.isolation = ISOLATION[level]
         if not namespaces:
             self.isolation += f", but {found}" if found else ", no files but Python's"

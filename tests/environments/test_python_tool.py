@@ -76,16 +76,20 @@ def python(outside):
 
 
 def processes(session: int) -> list[int]:
-    """Of a server: it, and all that it has started, have its session."""
-    found = []
+    """Of a server, by generation: it, and all that it has started, have its session."""
+    parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(stat.parent.name))
-    return found
+            parents[int(stat.parent.name)] = int(fields[1])
+
+    def generation(pid: int) -> int:
+        return 1 + generation(parents[pid]) if pid in parents else 0
+
+    return sorted(parents, key=generation)
 
 
 def wait_until(true, seconds=10.0):
@@ -422,7 +426,7 @@ def test_a_killed_process_costs_one_call(which, caplog):
         call = threading.Thread(target=lambda: answer.append(python("print('begun')\nimport time\ntime.sleep(2)")))
         call.start()
         wait_until(lambda: len(processes(server)) == 3)
-        os.kill(sorted(processes(server))[which], signal.SIGKILL)
+        os.kill(processes(server)[which], signal.SIGKILL)
         call.join()
         assert answer == (["begun\nthe code was ended: Killed"] if which == 2 else [LOST])
         assert python("print(1 + 1)") == "2"
@@ -434,7 +438,7 @@ def test_a_server_that_hangs_costs_one_call(monkeypatch):
     monkeypatch.setattr("perl.environments.python_tool.GRACE_S", 0.5)
     with PythonTool(Limits(timeout_s=0.5)) as python:
         server = python._server.pid
-        os.kill(sorted(processes(server))[1], signal.SIGSTOP)
+        os.kill(processes(server)[1], signal.SIGSTOP)
         assert python("print(1)") == LOST
         assert python("print(1 + 1)") == "2"
         wait_until(lambda: processes(server) == [])
