@@ -182,6 +182,7 @@ def run(connection: socket.socket, output: int, limits: Limits, namespaces: bool
     try:
         (length,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
         code = json.loads(connection.recv(length, socket.MSG_WAITALL))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of the new root, where nothing can be changed
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

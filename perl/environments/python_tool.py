@@ -4,9 +4,9 @@
         python("print(1 + 1)")  # "2"
 
 Written here on the kernel's own means, as nothing that is kept does it: bubblewrap is a program that not every machine
-has and starts an interpreter for each call (0.4 s with sympy); sandlock shares the network and the process table, and
-needs Landlock, which the 4.19 and 5.10 kernels of Ascend hosts lack; pydantic-monty is an interpreter of a part of
-Python, without sympy.
+has, and sandlock (Landlock, seccomp; its page asks for Linux 6.7, where Ascend's hosts run 4.19 and 5.10) confines a
+command too, so that each call starts an interpreter, 0.4 s with sympy; pydantic-monty interprets a part of Python,
+without sympy.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177
 114, clock_nanosleep 230 115, nanosleep 35 101, time 201 -, times 100 153, getrusage 98 165, getrlimit 97 163,
 sysinfo 99 179, uname 63 160, umask 95 166, alarm 37 -, getitimer 36 102, setitimer 38 103, pause 34 -, exit 60 93,
 exit_group 231 94, wait4 61 260, waitid 247 95, set_robust_list 273 99, set_tid_address 218 96, rseq 334 293,
-restart_syscall 219 128, flock 73 32, fsync 74 82, fdatasync 75 83, sendto 44 206, recvfrom 45
+restart_syscall 219 128, fsync 74 82, fdatasync 75 83, sendto 44 206, recvfrom 45
 207, shutdown 48 210, getsockopt 55 209, getpeername 52 205, getsockname 51 204, openat 257 56, fcntl 72 25, ioctl
 16 29, prlimit64 302 261, clone 56 220, socketpair 53 199
 """

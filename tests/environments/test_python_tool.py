@@ -201,7 +201,11 @@ ESCAPES = {
         "print('none')",
         "^none$",
     ),
-    "descriptor 0": ("import os\nprint(os.read(0, 9), os.write(0, b'x'))", r"^b'' 1$"),
+    "descriptor 0": (
+        "import os\nprint(os.read(0, 9))\nfor change in (lambda: os.write(0, b'x'), lambda: os.fchmod(0, 0o777)):\n"
+        "    try: print('ESCAPED', change())\n    except OSError as error: print(error)",
+        r"^b''\n\[Errno 9\] Bad file descriptor\n\[Errno 30\] Read-only file system$",
+    ),
     "the file of the call before": (
         "import os\nprint('ESCAPED' if os.path.exists('left') else 'none')\nopen('left', 'w').write('x')",
         "^none",
@@ -322,6 +326,10 @@ ESCAPES = {
     ),
     "many names": ("for n in range(5000): open(str(n), 'w').close()\nprint('ESCAPED')", "No space left"),
     "many descriptors": ("import os\nx = [os.pipe() for _ in range(1000)]\nprint('ESCAPED')", "Too many open files"),
+    "a lock on Python's files": (
+        "import fcntl, os\nfcntl.flock(open(os.__file__), fcntl.LOCK_EX)\nprint('ESCAPED')",
+        DENIED_ERROR,
+    ),
     "many locks": ("import fcntl\nfcntl.lockf(open('x', 'w'), fcntl.LOCK_EX, 1, 5)\nprint('ESCAPED')", DENIED_ERROR),
     "a flood": ("while True: print('x' * 999)", r"\[output cut at 1000 characters\]$"),
     "a flood of errors": ("import sys\nwhile True: sys.stderr.write('x' * 999)", r"\[output cut at 1000 characters\]$"),
