@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Level = Literal["limits", "namespaces"]
 ISOLATION: dict[Level, str] = {
     "limits": "limits and a filter of system calls: no network, no processes, no writing",
-    "namespaces": "namespaces of users, processes, files and network; limits; a filter of system calls",
+    "namespaces": "namespaces of processes, files and network; limits; a filter of system calls",
 }
 """From the weakest to the strongest."""
 DEFAULT = Limits()

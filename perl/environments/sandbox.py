@@ -192,17 +192,22 @@ def use_huge_pages() -> None:
 
 def new_namespaces() -> None:
     """Move this process to namespaces of users, mounts, network, IPC and host name; its next child is the first
-    process of a pid namespace.
+    process of a pid namespace. Root may go without one of users, which some hosts have switched off.
 
     Raises:
         OSError: this user may not do so here; the process is then to be ended, as half of it may be done.
     """
     uid, gid = os.geteuid(), os.getegid()
-    new = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
-    if uid == 0 and _unshare_as_root(new):
-        return
-    if uid:
-        _checked("unshare", new)
+    new = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
+    if uid == 0:
+        try:
+            if _unshare_as_root(new | _CLONE_NEWUSER):
+                return
+        except OSError:
+            _checked("unshare", new)
+            return
+    else:
+        _checked("unshare", new | _CLONE_NEWUSER)
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"{uid} {uid} 1")
     write("/proc/self/gid_map", f"{gid} {gid} 1")

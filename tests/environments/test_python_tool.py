@@ -512,12 +512,11 @@ import struct, sys
 from perl.environments import sandbox
 from perl.environments.python_tool import PythonTool
 from perl.base.errors import report_errors
-refuse = [(0x06, 0, 0, 0x50001)]
-instructions = [(0x20, 0, 0, 0), (0x15, 0, 1, {number(272, 97)}), *refuse]
-if int(sys.argv[2]) > 0:
-    instructions += [(0x15, 0, 1, int(sys.argv[2])), *refuse]
-instructions += [(0x06, 0, 0, 0x7FFF0000)]
-sandbox.install_filter(b"".join(struct.pack("=HBBI", *i) for i in instructions))  # unshare: EPERM
+refuse, allow = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
+flags, landlock = (int(text, 0) & 0xFFFFFFFF for text in sys.argv[2:])
+instructions = [(0x20, 0, 0, 0), (0x15, 0, 1, landlock), refuse, (0x15, 1, 0, {number(272, 97)}), allow]
+instructions += [(0x20, 0, 0, 16), (0x54, 0, 0, flags), (0x15, 0, 1, 0), allow, refuse]  # any of unshare's flags
+sandbox.install_filter(b"".join(struct.pack("=HBBI", *i) for i in instructions))
 import logging
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 with report_errors(), PythonTool(required=sys.argv[1], modules=()) as python:
@@ -526,8 +525,9 @@ with report_errors(), PythonTool(required=sys.argv[1], modules=()) as python:
 """
 
 
-def without_namespaces(required: str, *codes: str, also: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT_NAMESPACES, required, str(also)]
+def without_namespaces(required: str, *codes: str, flags=0xFFFFFFFF, landlock=True) -> subprocess.CompletedProcess[str]:
+    """With a filter, as containers have it: unshare with one of the flags is refused, and perhaps Landlock."""
+    command = [sys.executable, "-c", WITHOUT_NAMESPACES, required, hex(flags), str(-1 if landlock else LANDLOCK)]
     return subprocess.run(command, input="---".join(codes), cwd=ROOT, capture_output=True, text=True)
 
 
@@ -559,7 +559,7 @@ def test_what_holds_without_namespaces(tmp_path, landlock):
         "import os; os.kill(os.getppid(), 9)",
         "x = bytearray(1 << 32)",
         "import fractions, colorsys; print(1 + 1)",
-        also=-1 if landlock else LANDLOCK,
+        landlock=landlock,
     )
     refused = "PermissionError: [Errno 13] Permission denied"
     assert run.stderr == ""
@@ -580,6 +580,15 @@ def test_what_holds_without_namespaces(tmp_path, landlock):
         "'2'",
     ]
     assert file.read_text() == "read"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone has namespaces without one of users")
+def test_root_needs_no_namespace_of_users():
+    code = "import os\nprint(os.getpid(), os.getuid(), os.listdir('/dev'))\nos.setuid(0)"
+    run = without_namespaces("namespaces", code, flags=0x10000000)
+    said, text = run.stdout.splitlines()
+    assert said == "Python tool: namespaces of processes, files and network; limits; a filter of system calls"
+    assert (run.stderr, text) == ("", repr(f"1 65534 ['null']\n{DENIED} (line 3)"))
 
 
 @pytest.mark.parametrize("mapped", ["0", "1000"])
