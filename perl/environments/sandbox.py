@@ -58,8 +58,6 @@ class Limits:
     max_output: int = 4000
 
 
-# ---------------------------------------------------------------------------------------------- system calls
-
 _COMPUTE = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, close 3 57, close_range 436 436,
 lseek 8 62, dup 32 23, dup2 33 -, dup3 292 24, fstat 5 80, newfstatat 262 79, statx 332 291, stat 4 -, lstat 6 -,
@@ -166,7 +164,7 @@ def install_filter(program: bytes) -> None:
 def _checked(name: str, *arguments: Any) -> None:
     if getattr(_libc, name)(*arguments) == -1:
         number = ctypes.get_errno()
-        shown = " ".join(a.decode() for a in arguments if isinstance(a, bytes))
+        shown = " ".join(a.decode(errors="replace") for a in arguments if isinstance(a, bytes))
         raise OSError(number, os.strerror(number), " ".join([name, *filter(None, [shown])]))
 
 
@@ -185,9 +183,6 @@ def use_huge_pages() -> None:
             start, end = (int(address, 16) for address in region[0].split("-"))
             for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
                 _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
-
-
-# ------------------------------------------------------------------------------------------------ namespaces
 
 
 def new_namespaces() -> None:
@@ -214,8 +209,8 @@ def new_namespaces() -> None:
 
 
 def _unshare_as_root(new: int) -> bool:
-    """unshare, as root of which NOBODY can be mapped too: root has no limit of processes. Whether it could be, which
-    a process that has stayed outside has to do."""
+    """unshare, and whether NOBODY is then mapped beside root, whose processes the kernel does not count. The maps are
+    written by a process that stays outside."""
     ready_out, ready_in = os.pipe()
     parent = os.getpid()
     helper = os.fork()

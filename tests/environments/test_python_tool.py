@@ -99,9 +99,6 @@ def wait_until(true, seconds=10.0):
         time.sleep(0.02)
 
 
-# ------------------------------------------------------------------------------------------- what it is for
-
-
 @pytest.mark.parametrize(
     ("code", "text"),
     [
@@ -155,8 +152,6 @@ def test_other_modules_can_be_had(python):
             "import numpy\nprint(5, numpy.random.rand())"
         )
 
-
-# ------------------------------------------------------------------------------------------------- escapes
 
 CALL = """
 import ctypes, os
@@ -407,9 +402,6 @@ def test_there_are_forty():
     assert len(ESCAPES) >= 40
 
 
-# ----------------------------------------------------------------------------------------- calls and servers
-
-
 def test_threads_share_it():
     answers = {}
     with PythonTool(LIMITS) as python:
@@ -502,8 +494,6 @@ def test_a_fork_has_its_own_server():
         assert os.waitpid(child, 0)[1] == 0
         assert python("print(1 + 1)") == "2"
 
-
-# -------------------------------------------------------------------------------------------------- levels
 
 LANDLOCK = 444
 """landlock_create_ruleset"""
