@@ -33,10 +33,14 @@ def processor_s() -> float:
     return sum(int(value) for pid in family for value in fields[pid][11:15]) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1000)
-    calls = parser.parse_args().calls
+    return parser
+
+
+def main() -> None:
+    calls = make_parser().parse_args().calls
     with PythonTool() as python:
         result: dict[str, object] = {"level": python.level, "calls": calls}
         for name, code in CODES.items():

@@ -150,7 +150,7 @@ def serve(control: socket.socket, limits: Limits, own: int | None, used: int) ->
                 poll.unregister(descriptor)
                 _end(*calls.pop(descriptor))
                 continue
-            _, (*received,), _, _ = socket.recv_fds(control, 1, 2)
+            _, received, _, _ = socket.recv_fds(control, 1, 2)
             if not received:
                 return
             connection, output = socket.socket(fileno=received[0]), received[1]
