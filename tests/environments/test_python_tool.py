@@ -436,11 +436,13 @@ def test_a_killed_process_costs_one_call(which, caplog):
 
 
 def test_a_server_that_hangs_costs_one_call(monkeypatch):
-    monkeypatch.setattr("perl.environments.python_tool.GRACE_S", 0.5)
-    with PythonTool(Limits(timeout_s=0.5)) as python:
+    monkeypatch.setattr("perl.environments.python_tool.GRACE_S", 2.0)
+    with PythonTool(Limits(timeout_s=2)) as python:
         server = python._server.pid
         os.kill(processes(server)[1], signal.SIGSTOP)
+        begin = time.monotonic()
         assert python("print(1)") == LOST
+        assert time.monotonic() - begin > 4.0  # both times are over: it hung, and had not ended
         assert python("print(1 + 1)") == "2"
         wait_until(lambda: processes(server) == [])
 
