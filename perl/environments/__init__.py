@@ -1,0 +1,1 @@
+"""What a policy acts in beyond its own text."""
