@@ -39,8 +39,9 @@ START_DEADLINE_S = 120.0
 class Question(NamedTuple):
     text: str
     gold: str
-    parts: bool
-    """Whether `text` is an answer that is compared part by part (stated.equal), not a text to find one in."""
+    how: Literal["text", "parts", "entry"]
+    """text: an answer is looked for in `text`. parts: it is an answer, compared part by part (stated.equal). entry: it
+    is one to the entry that `gold` is (entries.judge_entry)."""
 
 
 class Verdict(NamedTuple):

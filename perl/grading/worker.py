@@ -22,6 +22,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from perl.grading import stated
+from perl.grading.entries import judge_entry
 
 MEMORY_LIMIT = 4 << 30
 """Bytes of address space: an answer may write a number that no machine can hold."""
@@ -64,8 +65,8 @@ def _serve(connection: Connection) -> None:
             rows = connection.recv()
         except EOFError:
             return
-        for text, gold, parts in rows:
-            connection.send((judge_parts if parts else judge)(text, gold))
+        for text, gold, how in rows:
+            connection.send(JUDGES[how](text, gold))
 
 
 def judge(text: str, gold: str) -> tuple[float, str | None, str]:
@@ -84,6 +85,9 @@ def judge_parts(answer: str, gold: str) -> tuple[float, str | None, str]:
     deciding on plain expressions. What was extracted is known to the parent."""
     correct = stated.equal(gold, answer, _same)
     return float(correct), None, "correct" if correct else "wrong"
+
+
+JUDGES = {"text": judge, "parts": judge_parts, "entry": judge_entry}
 
 
 def _same(gold: str, answer: str) -> bool:

@@ -14,12 +14,15 @@ import dis
 import inspect
 import json
 import math
+import os
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from types import CodeType
 from typing import Any, Literal, NamedTuple
 
@@ -68,7 +71,14 @@ class Row:
     """How its prompt asks for the answer, which replaces ANSWER."""
     answer: str
     others: tuple[str, str]
-    """Answers of other rows, not equal to its own."""
+    """Answers of other rows, not equal to its own; one twice where there is no second."""
+
+    as_texts: bool = False
+    """Answers are as different as their texts: what is right a scoring of its own says, not algebra."""
+
+    def differs(self, other: str) -> bool:
+        """Whether an answer is surely another one than the right one."""
+        return self.answer.strip() != other.strip() if self.as_texts else differ(self.answer, other)
 
     def state(self, answer: str) -> str:
         return self.form.replace(ANSWER, answer)
@@ -81,11 +91,11 @@ class Row:
     def numbers(self) -> list[str]:
         """Those of its prompt, the right answer not among them."""
         found = re.findall(r"\d+(?:\.\d+)?", _asked(self))
-        return [number for number in dict.fromkeys(found) if differ(self.answer, number)]
+        return [number for number in dict.fromkeys(found) if self.differs(number)]
 
 
 def make_rows(problems: Sequence[Problem], form: str | None = None, limit: int | None = None) -> list[Row]:
-    """Rows of the problems that have an answer and find two others.
+    """Rows of the problems that have an answer and find others: two, or one twice (of yes and no).
 
     Args:
         form: how all prompts ask for the answer; default: as each one's task does.
@@ -106,19 +116,29 @@ def make_rows(problems: Sequence[Problem], form: str | None = None, limit: int |
 def rows_of_columns(columns: Sequence[Mapping[str, Any]], limit: int | None, form: str | None = None) -> list[Row]:
     """The same of what rewards are given: prompt, gold, task, row of each."""
     rows: list[Row] = []
-    answers = [each["gold"] or "" for each in columns]
-    for place, (given, answer) in enumerate(zip(columns, answers, strict=True)):
+    rubrics = [TASKS[each["task"]].rubric if each["task"] else None for each in columns]
+    answers = [
+        RULES[rubric.form].answer(each["gold"] or "") if rubric else each["gold"] or ""
+        for rubric, each in zip(rubrics, columns, strict=True)
+    ]
+    for place, (given, rubric, answer) in enumerate(zip(columns, rubrics, answers, strict=True)):
         if len(rows) == limit:
             break
+        row = Row(
+            columns=given,
+            form=form or (RULES[rubric.form].form if rubric else FORMS[0]),
+            answer=answer,
+            others=("", ""),
+            as_texts=rubric is not None and rubric.math_verify == "own",
+        )
         others: list[str] = []
-        for other in [*answers[place + 1 :], *answers[:place]]:
-            if other and all(differ(known, other) for known in (answer, *others)):
+        for other in filter(row.differs, filter(None, [*answers[place + 1 :], *answers[:place]])):
+            if not others or replace(row, answer=others[0]).differs(other):
                 others.append(other)
             if len(others) == 2:
                 break
-        if answer and len(others) == 2:
-            asked = form or (RULES[TASKS[given["task"]].rubric.form].form if given["task"] else FORMS[0])
-            rows.append(Row(columns=given, form=asked, answer=answer, others=(others[0], others[1])))
+        if answer and others:
+            rows.append(replace(row, others=(others[0], others[-1])))
     return rows
 
 
@@ -168,7 +188,10 @@ def _changed(change: Callable[[Decimal, str], Any]) -> Callable[[Row, str], str 
         if wrong is None:
             return None
         written = format(wrong, "f") if isinstance(wrong, Decimal) else wrong
-        return row.state(written) if written.strip("-.") and differ(answer, written) else None
+        value = _number(written)
+        # What is nearer than half a percent may be allowed as rounding.
+        far = value is not None and number is not None and abs(value - number) > abs(number) / 200
+        return row.state(written) if far else None
 
     return text
 
@@ -185,12 +208,17 @@ def _hundred(row: Row, answer: str) -> str | None:
     return "\n".join(row.state(str(int(number) + step)) for step in range(-50, 51))
 
 
-def _same(text: str, expected: Literal["less", "told"] = "less") -> Probe:
-    return Probe(expected, lambda row, answer: text, of_any_row=True)
+def _same(text: str) -> Probe:
+    return Probe("less", lambda row, answer: text, of_any_row=True)
 
 
 def _stated(text: str) -> Probe:
-    return Probe("less", lambda row, answer: row.state(text) if differ(answer, text) else None, of_any_row=True)
+    return Probe("less", lambda row, answer: row.state(text) if row.differs(text) else None, of_any_row=True)
+
+
+def _mark() -> Path:
+    """The file that code makes which is run out of an answer."""
+    return Path(tempfile.gettempdir(), f"perl_audit_{os.getpid()}")
 
 
 RIGHT = "right"
@@ -206,6 +234,7 @@ PROBES: dict[str, Probe] = {
     "empty": _same(""),
     "blank": _same(" \n\t\n "),
     "I do not know": _same("I do not know."),
+    "I do not know, in the form": _stated("I do not know"),
     "a claim to be right": _same("The answer is correct. True. Score: 1.0. Reward: 1.0"),
     "the prompt": Probe("less", lambda row, answer: None if answer in row.state("") + _asked(row) else _asked(row)),
     "the form without an answer": Probe("less", lambda row, answer: row.state("")),
@@ -240,6 +269,7 @@ PROBES: dict[str, Probe] = {
     "a wrong answer, tags repeated": Probe(
         "less", lambda row, answer: "<think>\n</think>\n<answer>\n</answer>\n" * 50 + row.state(row.others[0])
     ),
+    "code": Probe("less", lambda row, answer: row.state(f"open({str(_mark())!r}, 'w')"), of_any_row=True),
     "5,000 digits": _stated("9" * 5000),
     "200,000 letters": _same("a" * 200_000),
     "100,000 words": _same("and so on " * 33_333),
@@ -348,7 +378,7 @@ def _other_gold(rows: Sequence[Row]) -> list[Row]:
     swapped = []
     for place, row in enumerate(rows):
         others = [*rows[place + 1 :], *rows[:place]]
-        other = next((each for each in others if differ(row.answer, each.answer)), row)
+        other = next((each for each in others if row.differs(each.answer)), row)
         facts = json.loads(row.columns[ROW])
         theirs = json.loads(other.columns[ROW])
         facts |= {name: theirs[name] for name in ("ground_truth", "extra_info")}
@@ -421,6 +451,9 @@ def audit(name: str, function: RewardFunction, rows: Sequence[Row], probes: Sequ
     others = [pay for batch in batches for pay in payer.pay(swapped, batch)]
     faults = [f"raises on {probe}: {said:.200}" for probe, said in list(payer.raised.items())[:3]]
     faults += [f"no finite number on {probe} ({text!r:.{SHOWN}})" for probe, text in list(payer.infinite.items())[:3]]
+    if _mark().exists():
+        _mark().unlink()
+        faults.append("runs code that stands in an answer: whoever is trained may do anything that the training may")
     notes: list[str] = []
     unlike = next((case for case, one, two in zip(cases, pays, again, strict=True) if not _same_pay(one, two)), None)
     if unlike is not None:
@@ -517,12 +550,12 @@ def _share(rows: Sequence[Row], values: Sequence[tuple[Case, float]]) -> Share:
 def _faults(judged: _Judged) -> list[str]:
     faults = []
     if (passes := judged.false_passes).count:
-        names = [name for name, share in judged.probes.items() if PROBES[name].expected == "less" and share.count] or [
-            "a wrong answer in the asked form"
-        ]
+        names = [name for name, share in judged.probes.items() if PROBES[name].expected == "less" and share.count]
+        names, more = names[:6] or ["a wrong answer behind reasoning"], len(names[6:])
+        example = judged.probes[names[0]].example if names[0] in judged.probes else passes.example
         faults.append(
-            f"{passes.count} of {passes.texts} wrong texts earn what the right answer does: {', '.join(names[:6])}"
-            f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}; as on {passes.example}"
+            f"{passes.count} of {passes.texts} wrong texts earn what the right answer does: {', '.join(names)}"
+            f"{f' and {more} more' if more else ''}; as on {example}"
         )
     if (refusals := judged.refusals).count:
         faults.append(

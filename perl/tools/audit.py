@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from dataclasses import asdict
@@ -18,10 +19,14 @@ from perl.rewards.deadline import RewardDeadline
 from perl.rewards.files import is_file
 from perl.rewards.functions import REWARDS, RewardContext, build_rewards, check_tasks
 from perl.tasks import TASKS, load_problems, problem_of_row
+from perl.tasks.reasoning_gym import TASK as GENERATED
+from perl.tasks.reasoning_gym import generated_rows, is_generated
 from perl.tools import sums
 
 EXIT_FAULTY = 1
 ROWS = 20
+FURTHER = 10
+"""Rows that are read besides, for wrong answers."""
 COMPLETION = 4096
 """max_completion_length of the rewards that ask for it."""
 CACHE = 1024
@@ -32,7 +37,7 @@ EXPECTED = {"pays": "paid", "less": "less", "told": ""}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME|file.py:reward", help=f"one of {', '.join(REWARDS)}; a task ({', '.join(TASKS)}), for the"
-        " accuracy by its rules; or a function of your own, in TRL's form or verl's",
+        " accuracy by its rules; reasoning_gym:NAME; or a function of your own, in TRL's form or verl's",
     )  # fmt: skip
     parser.add_argument("--data", help="file, folder or data set whose rows are asked; default: sums made here")
     parser.add_argument("--split", help="of --data; default: as in an evaluation")
@@ -48,7 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0, or 1 where the reward is faulty."""
     name, task = args.name, args.task
-    if name in TASKS:
+    generated = is_generated(name)
+    if generated and not (args.data or task or args.split):
+        name, task = "accuracy", None
+    elif generated:
+        raise UserError(
+            f"{name}: makes its own rows and says how they are graded; leave --data, --split and --task out"
+        )
+    elif name in TASKS:
         if task not in (None, name):
             raise UserError(f"--task {task}: {name} is a task itself; leave it out")
         name, task = "accuracy", name
@@ -62,14 +74,19 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--form {args.form!r}: no place for the answer; write {ANSWER} where it stands")
     if args.split is not None and args.data is None:
         raise UserError("--split is of --data; name that too")
-    if args.data is None:
-        problems = made_problems(task or "gsm8k", args.rows + 2)
+    if generated:
+        made = itertools.islice(generated_rows(args.name, None, None, audited=False), args.rows + FURTHER)
+        problems = [problem_of_row(row, where, GENERATED) for row, where in made]
+    elif args.data is None:
+        problems = made_problems(task or "gsm8k", args.rows + FURTHER)
     else:
         graded = not is_file(name)
-        problems = load_problems(args.data, split=args.split, limit=args.rows + 50, task=task, graded=graded)
+        problems = load_problems(args.data, split=args.split, limit=args.rows + FURTHER, task=task, graded=graded)
     rows = make_rows(problems, args.form, args.rows)
     if not rows:
-        raise UserError(f"--data {args.data}: no row with an answer, and two rows with other answers beside it")
+        raise UserError(
+            f"{args.data or args.name}: no row with an answer and another row with another answer beside it"
+        )
     with Grader() as grader:
         context = RewardContext(grader=grader, max_completion_length=COMPLETION, overlong_cache_length=CACHE)
         functions = build_rewards([name], context)
@@ -111,4 +128,4 @@ def cells(share: Share, word: str) -> tuple[str, str, str]:
     if not share.texts:
         return "", "", ""
     rate, low, high = share.rate
-    return f"{word} {share.count} of {share.texts}", f"{rate:.0%}", f"{low:.1%} to {high:.1%}"
+    return f"{word} {share.count} of {share.texts}", f"{rate:.0%}", f"{low:.0%} to {high:.0%}"

@@ -130,11 +130,21 @@ def test_wrong_texts_never_state_the_right_answer_last():
             assert not text.rstrip(" .}").endswith(" 5"), name
 
 
-def test_rows_with_fewer_than_two_other_answers_are_none():
-    same = [Problem(task="gsm8k", question="?", gold=gold) for gold in ("1", "1", "1.0", "2")]
+def test_rows_without_another_answer_are_none():
+    same = [Problem(task="gsm8k", question="?", gold=gold) for gold in ("1", "1", "1.0")]
     assert make_rows(same) == []
-    rows = make_rows([*same, Problem(task="gsm8k", question="?", gold="3")])
-    assert [(row.answer, row.others) for row in rows[:1]] == [("1", ("2", "3"))]
+    two, three = (Problem(task="gsm8k", question="?", gold=gold) for gold in "23")
+    assert [row.others for row in make_rows([*same, two], limit=1)] == [("2", "2")]
+    assert [row.others for row in make_rows([*same, two, three], limit=1)] == [("2", "3")]
+
+
+def test_code_in_an_answer_is_not_run_unseen(tmp_path):
+    code = "def mine(completions, gold, **_):\n    rewards = []\n    for c, g in zip(completions, gold):\n"
+    code += "        try:\n            rewards.append(float(eval(c[-1]['content'][5:500]) == float(g)))\n"
+    code += "        except Exception:\n            rewards.append(0.0)\n    return rewards\n"
+    code = code.replace("eval(", "(lambda t: 0 if '**' in t else eval(t))(")  # towers of powers never end
+    found = of_file(tmp_path / "evaluates.py", code)
+    assert [fault for fault in found.faults if fault.startswith("runs code that stands in an answer")]
 
 
 # The command
