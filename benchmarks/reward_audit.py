@@ -123,7 +123,8 @@ def main() -> None:
     parser.add_argument("--digests", action="store_true", help="print those of the generators' problems instead")
     options = parser.parse_args()
     if options.digests:
-        print(json.dumps(digests(options.rows + FURTHER)))
+        found = json.dumps(digests(options.rows + FURTHER))
+        print(f"\n{found}")  # bf leaves dots on the line
         return
     from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
 
