@@ -49,6 +49,11 @@ def judge_entry(answer: str, gold: str) -> tuple[float, str | None, str]:
     return float(correct), None, "correct" if correct else "wrong"
 
 
+def import_generators() -> None:
+    """Before the first deadline runs."""
+    import reasoning_gym  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+
 _RAISED = (Exception,)
 """prime_factorization raises on any text that is no product."""
 

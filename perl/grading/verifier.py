@@ -72,6 +72,7 @@ class MathVerifier:
         self._early = ThreadPoolExecutor(1, thread_name_prefix="math-verify")
         self._started: dict[Question, Future[list[Verdict]]] = {}
         self._timeouts: dict[Question, None] = {}
+        self._entries = False  # whether the worker has imported reasoning-gym, which takes seconds
         self._left_s = BUDGET * deadline_s  # of this batch's budget
 
     def start(self, row: Question) -> Future[Any]:
@@ -101,6 +102,9 @@ class MathVerifier:
         verdicts: list[Verdict] = []
         died_at = -1
         with self._lock:
+            if not self._entries and any(row.how == "entry" for row in rows):
+                self._kill()
+                self._entries = True
             while len(verdicts) < len(rows):
                 row = rows[len(verdicts)]
                 if row in self._timeouts:
@@ -162,7 +166,8 @@ class MathVerifier:
         # Not multiprocessing's spawn: that would import the trainer's main module, torch included, into the worker.
         with theirs:
             self._worker = subprocess.Popen(
-                [sys.executable, "-P", "-m", "perl.grading.worker", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "perl.grading.worker", str(theirs.fileno()), str(os.getpid())]
+                + ["entries"] * self._entries,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
