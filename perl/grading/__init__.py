@@ -128,7 +128,7 @@ def _read(rubric: Rubric, completion: str, gold: str) -> _Reading:
         same = form == rule.normalize(gold) if form else False
         if form and name == rubric.primary:
             written, normalized = answer, form
-            settled = same or number is not None
+            settled = (same or number is not None) and rubric.math_verify != "own"
             if not same and rubric.math_verify == "parts":
                 as_written = equal_as_written(gold, written or "")
                 same, settled = bool(as_written), as_written is not None

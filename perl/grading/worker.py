@@ -1,10 +1,10 @@
 """The process that runs math-verify: `python -m perl.grading.worker FD PARENT [entries]`, started by
 `verifier.MathVerifier`.
 
-It imports math-verify, with `entries` reasoning-gym too, and then forks whenever it is sent a socket over FD; the fork reads lists of Questions from that
-socket and answers each as soon as it is judged. Nothing here bounds the time of a row (`9^{9^{9^{9}}}` keeps the
-interpreter inside one C call, where no signal handler runs): the parent kills the fork when an answer is late, and the
-kernel kills both when the parent dies.
+It imports math-verify, with `entries` reasoning-gym too, and then forks whenever it is sent a socket over FD; the fork
+reads lists of Questions from that socket and answers each as soon as it is judged. Nothing here bounds the time of a
+row (`9^{9^{9^{9}}}` keeps the interpreter inside one C call, where no signal handler runs): the parent kills the fork
+when an answer is late, and the kernel kills both when the parent dies.
 """
 
 from __future__ import annotations

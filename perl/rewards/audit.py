@@ -73,6 +73,8 @@ class Row:
     others: tuple[str, str]
     """Answers of other rows, not equal to its own; one twice where there is no second."""
 
+    other: Mapping[str, Any]
+    """The columns of the row whose answer others[0] is."""
     as_texts: bool = False
     """Answers are as different as their texts: what is right a scoring of its own says, not algebra."""
 
@@ -129,16 +131,19 @@ def rows_of_columns(columns: Sequence[Mapping[str, Any]], limit: int | None, for
             form=form or (RULES[rubric.form].form if rubric else FORMS[0]),
             answer=answer,
             others=("", ""),
+            other={},
             as_texts=rubric is not None and rubric.math_verify == "own",
         )
-        others: list[str] = []
-        for other in filter(row.differs, filter(None, [*answers[place + 1 :], *answers[:place]])):
-            if not others or replace(row, answer=others[0]).differs(other):
+        others: list[int] = []
+        for other in [*range(place + 1, len(answers)), *range(place)]:
+            known = [row, *(replace(row, answer=answers[each]) for each in others)]
+            if answers[other] and all(each.differs(answers[other]) for each in known):
                 others.append(other)
             if len(others) == 2:
                 break
         if answer and others:
-            rows.append(replace(row, others=(others[0], others[-1])))
+            pair = answers[others[0]], answers[others[-1]]
+            rows.append(replace(row, others=pair, other=columns[others[0]]))
     return rows
 
 
@@ -374,16 +379,13 @@ class _Payer:
 
 
 def _other_gold(rows: Sequence[Row]) -> list[Row]:
-    """The same prompts, each with the answer of the next row that has another one."""
+    """The same prompts, each with another row's answer."""
     swapped = []
-    for place, row in enumerate(rows):
-        others = [*rows[place + 1 :], *rows[:place]]
-        other = next((each for each in others if row.differs(each.answer)), row)
-        facts = json.loads(row.columns[ROW])
-        theirs = json.loads(other.columns[ROW])
+    for row in rows:
+        facts, theirs = json.loads(row.columns[ROW]), json.loads(row.other[ROW])
         facts |= {name: theirs[name] for name in ("ground_truth", "extra_info")}
-        columns = {**row.columns, "gold": other.columns["gold"], ROW: json.dumps(facts, ensure_ascii=False)}
-        swapped.append(replace(row, columns=columns, answer=other.answer))
+        columns = {**row.columns, "gold": row.other["gold"], ROW: json.dumps(facts, ensure_ascii=False)}
+        swapped.append(replace(row, columns=columns))
     return swapped
 
 

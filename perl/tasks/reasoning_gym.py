@@ -71,6 +71,8 @@ def generated_rows(spec: str, split: str | None, task: str | None, audited: bool
         ) from error
     for place in range(size):
         entry = made[place]
+        if not isinstance(entry["answer"], str):
+            raise UserError(f"{spec}: the generator ships no answer")
         gold = {"answer": entry["answer"], "generator": name, "settings": settings}
         gold |= {"question": entry["question"], "metadata": entry["metadata"]}
         text = json.dumps(gold, ensure_ascii=False, default=str)
