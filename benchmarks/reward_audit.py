@@ -3,9 +3,9 @@
     python -m benchmarks.reward_audit [--rows 6] [--data ../shared/data] [--output docs/results/reward_audit.json]
 
 Each generator's first held-out problems with its default settings, graded as an evaluation grades them: the answer in
-`<answer>`, the generator's own scoring, all of a point or nothing. One that does not make the same problems in two
-processes is refused too. What may be drawn from is written to perl/tasks/reasoning_gym.json. Each row is written when
-it is known: a run that is cut off goes on where it was.
+`<answer>`, the generator's own scoring, all of a point or nothing. One that does not make the same problems twice, and
+in two processes, is refused too. What may be drawn from is written to perl/tasks/reasoning_gym.json. Each row is
+written when it is known: a run that is cut off goes on where it was.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OWN = {
 }
 FURTHER = 2
 """Problems besides the rows, for wrong answers."""
-COMPARED = 3
+COMPARED = 8
 """Problems that two processes have to make alike."""
 MAKES_S = 300
 """Seconds that a generator has for its problems."""
@@ -96,10 +96,11 @@ def of_generator(name: str, rows: int, reward: Any, again: str) -> dict[str, Any
     try:
         with within(MAKES_S):
             problems = problems_of(name, rows + FURTHER)
+            same = {again, digest(problems[:COMPARED]), digest(problems_of(name, COMPARED))}
     except Exception as error:  # noqa: BLE001  # whatever a generator raises
         return {"verdict": "faulty", "faults": [f"makes no problems: {' '.join(str(error).split())}"]}
     found = row_of(audit(name, reward, make_rows(problems, limit=rows)))
-    if again != digest(problems[:COMPARED]):
+    if len(same) > 1:
         found["verdict"], found["faults"] = "faulty", ["makes other problems of the same seed", *found["faults"]]
     return found
 
