@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -46,6 +47,8 @@ FURTHER = 2
 """Problems besides the rows, for wrong answers."""
 COMPARED = 8
 """Problems that two processes have to make alike."""
+REPEATED, REPEATED_S = 100, 5.0
+"""Problems that are made twice in this process, and the seconds for it."""
 MAKES_S = 300
 """Seconds that a generator has for its problems."""
 
@@ -88,6 +91,14 @@ def row_of(found: Audit) -> dict[str, Any]:
     }
 
 
+def repeats(name: str) -> bool:
+    """Whether making the problems twice gives the same, as many as REPEATED, or as REPEATED_S has time for."""
+    until = time.monotonic() + REPEATED_S
+    once, twice = (generated_rows(f"{TASK}:{name}?size={REPEATED}", None, None, audited=False) for _ in range(2))
+    pairs = itertools.takewhile(lambda _: time.monotonic() < until, zip(once, twice, strict=True))
+    return all(one == two for one, two in pairs)
+
+
 def of_generator(name: str, rows: int, reward: Any, again: str) -> dict[str, Any]:
     """
     Args:
@@ -96,11 +107,11 @@ def of_generator(name: str, rows: int, reward: Any, again: str) -> dict[str, Any
     try:
         with within(MAKES_S):
             problems = problems_of(name, rows + FURTHER)
-            same = {again, digest(problems[:COMPARED]), digest(problems_of(name, COMPARED))}
+            same = again == digest(problems[:COMPARED]) and repeats(name)
     except Exception as error:  # noqa: BLE001  # whatever a generator raises
         return {"verdict": "faulty", "faults": [f"makes no problems: {' '.join(str(error).split())}"]}
     found = row_of(audit(name, reward, make_rows(problems, limit=rows)))
-    if len(same) > 1:
+    if not same:
         found["verdict"], found["faults"] = "faulty", ["makes other problems of the same seed", *found["faults"]]
     return found
 

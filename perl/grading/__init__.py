@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from perl.base.errors import UserError, lookup
 from perl.base.provenance import text_hash
+from perl.grading.entries import require_scoring
 from perl.grading.rules import RULES, Rule, is_number, normalize_answer
 from perl.grading.stated import equal_as_written
 from perl.grading.verifier import MathVerifier, Question, Verdict
@@ -145,8 +146,11 @@ def _needs_algebra(rubric: Rubric, reading: _Reading) -> bool:
 def _question(rubric: Rubric, reading: _Reading, completion: str, gold: str) -> Question:
     """What the worker is asked: about the stated answer where there is one, so that no other number of the completion
     can score in its place, else about the whole completion."""
-    if rubric.math_verify == "parts" or rubric.math_verify == "own":
-        return Question(reading.written or "", gold, "entry" if rubric.math_verify == "own" else "parts")
+    if rubric.math_verify == "own":
+        require_scoring(gold)
+        return Question(reading.written or "", gold, "entry")
+    if rubric.math_verify == "parts":
+        return Question(reading.written or "", gold, "parts")
     text = completion if reading.written is None else f"\\boxed{{{reading.written}}}"
     return Question(text, gold, "text")
 

@@ -86,8 +86,20 @@ def test_the_answer_stands_in_the_last_tag():
     ],
 )
 def test_code_is_wrong_unseen(answer):
-    """No entry is read: this is none."""
-    assert judge_entry(answer, "no entry") == (0.0, None, "wrong")
+    """The generator is not asked: there is none of this name."""
+    assert judge_entry(answer, ENTRY.replace("chain_sum", "no_such")) == (0.0, None, "wrong")
+
+
+def test_a_plain_gold_is_a_text():
+    with Grader() as grader:
+        grades = grader.grade(RUBRIC, ["<answer>f(1)</answer>", "<answer>8</answer>"], ["f(1)", "7"])
+    assert [grade.score for grade in grades] == [1.0, 0.0]
+
+
+@pytest.mark.skipif(INSTALLED, reason="reasoning-gym is installed")
+def test_an_entry_is_not_graded_as_wrong_for_want_of_the_package():
+    with Grader() as grader, pytest.raises(UserError, match="which grades these, is not installed"):
+        grader.grade(RUBRIC, ["<answer>7</answer>"], [ENTRY])
 
 
 @needed
