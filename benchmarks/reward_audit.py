@@ -130,6 +130,11 @@ def digests(count: int) -> dict[str, str]:
     return found
 
 
+def reason(faults: list[str]) -> str:
+    """The fault that says most: what is paid, where it pays for something wrong."""
+    return next((fault for fault in faults if "wrong texts" in fault), faults[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=6)
@@ -167,7 +172,7 @@ def main() -> None:
                 print(name, known["generators"][name]["verdict"], flush=True)
     found = known["generators"]
     sound = [name for name, row in found.items() if row["verdict"] == "sound"]
-    refused = {name: row["faults"][0] for name, row in found.items() if row["verdict"] != "sound"}
+    refused = {name: reason(row["faults"]) for name, row in found.items() if row["verdict"] != "sound"}
     write_json(AUDITED, {"version": version, "sound": sound, "refused": refused})
     print(f"{len(sound)} of {len(found)} generators are sound")
 
