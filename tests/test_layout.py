@@ -15,7 +15,7 @@ FILES = sorted((ROOT / "perl").rglob("*.py"))
 LEVELS = [
     {"base", "records", "algorithms", "device", "models", "prompts", "config"},
     {"tasks", "grading"},
-    {"rewards", "engines", "adapters", "noise", "scoring"},
+    {"rewards", "engines", "adapters", "noise", "scoring", "environments"},
     {"workers", "runs"},
     {"training", "finetuning", "evaluation", "reports"},
     {"tools", "train", "sft", "eval", "__main__"},

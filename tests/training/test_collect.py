@@ -160,7 +160,7 @@ def test_what_went_back_is_drawn_again_with_the_same_seeds():
     assert positions_of(again) == [5, 6]
     assert collector.stream.next == 7
     assert {row.weights.version for row in again} == {1}
-    prompts = [collector._prompt(row) for row in first]
+    prompts = [collector.prompt(row) for row in first]
     assert [prompt.seed for prompt in prompts] == [
         row_seed(0, f"stream-{place}", sample) for place in (1, 4) for sample in range(2)
     ]
