@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 
-from perl.config.schema import EnvironmentConfig
-from perl.environments.conversation import Conversations
-from perl.environments.template import ChatTemplate
-from perl.environments.tools import EnvironmentSource, ToolUse, _schema
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CALLS = [
@@ -22,43 +17,19 @@ CALLS = [
 ]
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One.
-        b: The other.
-    """
-    return a + b
-
-
-def calling_tokenizer(chat_template: str | None = None) -> Any:
+def calling_tokenizer() -> Any:
     """`tiny_tokenizer` with CALLS behind its words."""
-    tokenizer = tiny_tokenizer() if chat_template is None else tiny_tokenizer(chat_template)
+    tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken(call) for call in CALLS])
     return tokenizer
 
 
 def calling_model(**settings: Any) -> Any:
-    return tiny_model(vocab_size=len(calling_tokenizer()), **({"scale": 4.0} | settings))
+    return tiny_model(**({"scale": 4.0, "vocab_size": len(calling_tokenizer())} | settings))
 
 
-def save_calling(folder: Path, **settings: Any) -> Path:
-    calling_model(**settings).save_pretrained(folder)
+def save_calling(folder: Path) -> Path:
+    """As tests.tiny.save_tiny."""
+    calling_model().save_pretrained(folder)
     calling_tokenizer().save_pretrained(folder)
     return folder
-
-
-def conversations(
-    tokenizer: Any, *tools: Callable[..., Any], source: EnvironmentSource | None = None, **settings: Any
-) -> Conversations:
-    """With these tools (`add` where none is given), or an environment of `source`."""
-    config = EnvironmentConfig(**settings)
-    functions = {tool.__name__: tool for tool in tools or (add,)}
-    made = source or EnvironmentSource(
-        make=lambda: ToolUse(functions), schemas=[_schema(tool, "tools") for tool in functions.values()]
-    )
-    template = ChatTemplate(
-        tokenizer, made.schemas, made.role, config.tool_call_parser, most=config.max_observation_tokens
-    )
-    return Conversations(source=made, template=template, config=config)
