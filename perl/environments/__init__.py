@@ -7,4 +7,5 @@ tools         functions and TRL's environment classes as one
 calls         how a family of models writes a call
 template      the tokens that a chat template puts around a turn
 conversation  the loop, which feeds an engine
+python_tool   the tool python, in a sandbox
 """

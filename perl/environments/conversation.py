@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 0.005
 """What answers sooner costs others no more than a step of the engine."""
-MOST_THREADS = 64
 
 
 @dataclass(slots=True)
@@ -52,14 +51,15 @@ class Job:
 
 
 class Jobs:
-    """Calls under way, MOST_THREADS at once.
+    """Calls under way.
 
     Args:
         seconds: that each may take.
+        at_once: so many at most.
     """
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self, seconds: float, at_once: int):
+        self.seconds, self.at_once = seconds, at_once
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Job] = {}
         self.through: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -94,7 +94,7 @@ class Jobs:
         return job
 
     def _start(self) -> None:
-        while self.waiting and len(self.running) < MOST_THREADS:
+        while self.waiting and len(self.running) < self.at_once:
             job = self.waiting.popleft()
             job.began = self.newest = time.monotonic()
             self.running[id(job)] = job
@@ -163,7 +163,7 @@ class _Talk:
 
     def __init__(self, parts: Conversations, rows: Sequence[Trajectory], prompt: Callable[[Trajectory], Prompt]):
         self.parts, self.rows, self.prompt = parts, rows, prompt
-        self.jobs = Jobs(parts.config.tool_timeout_s)
+        self.jobs = Jobs(parts.config.tool_timeout_s, parts.source.at_once)
         self.ready: dict[Sampling, deque[tuple[Trajectory, Prompt]]] = {}
         """What the engine may be given, by the distribution that it is drawn from; `current` is under way."""
         self.current = Sampling()

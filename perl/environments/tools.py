@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,29 +28,42 @@ from perl.rewards.files import RAISED, ROW, import_named, is_file
 TOOLS_FLAG = "--config.environment.tools"
 FACTORY_FLAG = "--config.environment.factory"
 
+MOST_AT_ONCE = 64
+"""Calls of environments, each in a thread."""
+
 Function = Callable[..., Any]
 
 
-def _python(config: EnvironmentConfig) -> tuple[Function, contextlib.AbstractContextManager[Any]]:
-    from perl.environments.python_tool import PythonTool
+class _Python:
+    """The sandbox, which is started when it is opened, and the function that models see."""
 
-    run = PythonTool(required=config.sandbox)
+    def __init__(self, config: EnvironmentConfig):
+        self.config = config
 
-    def python(code: str) -> str:
-        """Run Python code and return what it prints. Each call starts anew.
+    def __enter__(self) -> None:
+        from perl.environments.python_tool import PythonTool
+        from perl.environments.sandbox import Limits
 
-        Args:
-            code: The code.
-        """
-        return run(code)
+        seconds = min(Limits.timeout_s, self.config.tool_timeout_s / 2)
+        self.run = PythonTool(Limits(timeout_s=seconds), required=self.config.sandbox)
 
-    return python, run
+    def __exit__(self, *_: Any) -> None:
+        self.run.close()
+
+    def function(self) -> Function:
+        def python(code: str) -> str:
+            """Run Python code and return what it prints. Each call starts anew.
+
+            Args:
+                code: The code.
+            """
+            return self.run(code)
+
+        return python
 
 
-TOOLS: dict[str, Callable[[EnvironmentConfig], tuple[Function, contextlib.AbstractContextManager[Any]]]] = {
-    "python": _python
-}
-"""name -> what it is, given the group `environment`: a function, and what is open while it is called."""
+TOOLS: dict[str, Callable[[EnvironmentConfig], Any]] = {"python": _Python}
+"""name -> what holds the tool, given the group `environment`: its `function` may be called inside `with`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +80,11 @@ class EnvironmentSource:
     needed: Sequence[str] = ()
     """Columns that reset can't do without."""
     resources: Sequence[contextlib.AbstractContextManager[Any]] = ()
+
+    @property
+    def at_once(self) -> int:
+        """Calls that may be under way: more of the sandbox's would wait for each other, and their deadline run."""
+        return len(os.sched_getaffinity(0)) if self.resources else MOST_AT_ONCE
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -93,8 +112,8 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
         if is_file(name):
             function = import_named(name, TOOLS_FLAG)
         else:
-            function, resource = lookup(TOOLS, name, "tool", TOOLS_FLAG)(config)
-            resources.append(resource)
+            resources.append(held := lookup(TOOLS, name, "tool", TOOLS_FLAG)(config))
+            function = held.function()
         if function.__name__ in functions:
             raise UserError(f"{TOOLS_FLAG}: two tools are called {function.__name__}; give one another name")
         functions[function.__name__] = function

@@ -51,7 +51,11 @@ def train(argv: Sequence[str]) -> Path:
     with StopOnSignal() as stop, begin(config, parsed) as run_dir:
         checked = check_run(config, run_dir)
         trainer_class = import_trainer()
-        with explain_out_of_memory(config) as watch, Grader(deadline_s=config.reward.deadline_s) as grader:
+        with (
+            environment_opened(checked),
+            explain_out_of_memory(config) as watch,
+            Grader(deadline_s=config.reward.deadline_s) as grader,
+        ):
             describe_run(run_dir, config, parsed, checked)
             context = reward_context(config, grader)
             functions = build_rewards(config.reward.functions, context) if config.reward.functions else []
@@ -83,7 +87,7 @@ def train(argv: Sequence[str]) -> Path:
                     callbacks=[*log_writers(run_dir), stop],
                 )
             watch.clock = trainer.clock
-            with contextlib.closing(trainer.step.engine), environment_opened(checked):
+            with contextlib.closing(trainer.step.engine):
                 fit(trainer, run_dir, checked.checkpoint, stop)
             save_critic(trainer, run_dir)
             push_result(trainer, run_dir)
