@@ -81,9 +81,7 @@ def load(modules: list[str]) -> list[str]:
     before = set(sys.modules)
     for name in modules:
         importlib.import_module(name)
-    exec(
-        "from sympy import *\nintegrate(Symbol('x') ** 2)\nsolve(Symbol('x') ** 2 - 1)", {}
-    ) if "sympy" in modules else None
+    exec("from sympy import *\nintegrate(Symbol('x') ** 2)\nsolve(Symbol('x') ** 2 - 1)", {}) if "sympy" in modules else None
     folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     for name in {name.partition(".")[0] for name in set(sys.modules) - before}:
         file = getattr(sys.modules.get(name), "__file__", None)

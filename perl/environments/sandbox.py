@@ -90,7 +90,13 @@ Rule = tuple[int, int, tuple[int, ...]]
 
 def _rules(writing: bool, threads: bool) -> dict[str, Rule]:
     namespaces = (
-        _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWCGROUP
+        _CLONE_NEWNS
+        | _CLONE_NEWUTS
+        | _CLONE_NEWIPC
+        | _CLONE_NEWUSER
+        | _CLONE_NEWPID
+        | _CLONE_NEWNET
+        | _CLONE_NEWCGROUP
     )
     no_mask = 0xFFFFFFFF
     opens_for_writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
@@ -284,9 +290,7 @@ def confine(limits: Limits, namespaces: bool, used: int) -> None:
     """
     if namespaces:
         _checked("unshare", _CLONE_NEWNS)
-        _mount(
-            "tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, f"size={limits.scratch_mb}m,nr_inodes=1k"
-        )
+        _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, f"size={limits.scratch_mb}m,nr_inodes=1k")
         os.chdir(SCRATCH)
         os.umask(0o077)
         if os.getuid() == 0:
