@@ -13,6 +13,7 @@ CALLS = [
     '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {"a": 7, "b": 1}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {"a": 7}}</tool_call>',
+    '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>',
     '<tool_call>{"name": "add", "arguments"',
 ]
 
