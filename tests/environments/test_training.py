@@ -16,7 +16,7 @@ from perl.config.schema import NoiseConfig
 from tests.environments.calling import save_calling
 from tests.environments.training import tokens, toolful
 from tests.ranks import reports
-from tests.trainers import reward_digits, reward_tokens
+from tests.trainers import SUMS, reward_digits, reward_tokens
 from tests.training.every_algorithm import reward_some
 from tests.training.small_run import SETTINGS, small_run
 
@@ -106,7 +106,8 @@ def test_every_algorithm(tmp_path, name):
         groups[group][field] = value
     dynamic = "dynamic_sampling" in groups["algorithm"]
     rewards = [reward_tokens, reward_digits] if name == "gdpo" else [reward_some if dynamic else reward_tokens]
-    trainer, batches = toolful(tmp_path, **({"rewards": rewards} | groups["training"]), algorithm=groups["algorithm"])
+    fields = {"rewards": rewards, "prompts": SUMS[:8]} | groups["training"]
+    trainer, batches = toolful(tmp_path, **fields, algorithm=groups["algorithm"])
     trainer.train()
     logs = [row for row in trainer.state.log_history if "loss" in row]
     assert all(math.isfinite(row["loss"]) for row in logs)
