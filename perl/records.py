@@ -138,7 +138,7 @@ class Sample(Prompt):
         return Prompt(**{each.name: getattr(self, each.name) for each in fields(Prompt)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Weights:
     """Which policy draws."""
 
@@ -165,6 +165,8 @@ class Completion:
     """From the engine's taking the prompt to its end, where somebody measured it."""
     error: str | None = None
     """Why nothing was generated."""
+    weights: Weights | None = field(default=None, compare=False)
+    """That drew it, where the engine does not draw with those that were published last."""
 
     @classmethod
     def failed(cls, error: str) -> Completion:
@@ -236,6 +238,7 @@ class Trajectory:
         self.sampled += [True] * drawn
         self.finish = completion.finish_reason
         self.turns += 1
+        self.weights = completion.weights or self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

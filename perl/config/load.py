@@ -413,8 +413,9 @@ def check_values(values: Namespace) -> None:
 
 
 def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
-    """Completions of a piece, of a generation batch of `rows` in groups: by default a quarter, in whole groups."""
-    return rollout.piece_size or group * max(1, rows // group // 4)
+    """Completions of a piece, of a generation batch of `rows` in groups: by default a quarter, in whole groups; a group
+    with max_staleness."""
+    return group if rollout.max_staleness else rollout.piece_size or group * max(1, rows // group // 4)
 
 
 def check_workers(values: Namespace) -> None:
@@ -436,29 +437,39 @@ def check_workers(values: Namespace) -> None:
             f"--config.rollout.piece_size {rollout.piece_size}: without workers engine fast alone draws in pieces;"
             " leave it out, or write --config.rollout.engine fast"
         )
-    if not rollout.lag:
+    if rollout.lag and rollout.max_staleness:
+        raise UserError(
+            f"--config.rollout.max_staleness {rollout.max_staleness}: --config.rollout.lag {rollout.lag} says which"
+            " policy draws; write one of the two"
+        )
+    if rollout.max_staleness and rollout.piece_size:
+        raise UserError(
+            f"--config.rollout.piece_size {rollout.piece_size}: with max_staleness there are no pieces; leave it out,"
+            f" or write --config.rollout.lag {rollout.max_staleness} in the place of max_staleness"
+        )
+    if not (ahead := rollout.lag or rollout.max_staleness):
         return
+    flag = f"--config.rollout.{'lag' if rollout.lag else 'max_staleness'}"
     if not rollout.workers:
         raise UserError(
-            f"--config.rollout.lag {rollout.lag}: the trainer cannot draw while it trains; write"
-            " --config.rollout.workers 1 or more, or --config.rollout.lag 0"
+            f"{flag} {ahead}: the trainer cannot draw while it trains; write --config.rollout.workers 1 or more, or"
+            f" {flag} 0"
         )
     if values.peft.type == "none":
         raise UserError(
-            f"--config.rollout.lag {rollout.lag}: all weights are trained, and each policy that is kept is a whole"
-            " model; write --config.rollout.lag 0, or --config.peft.type lora"
+            f"{flag} {ahead}: all weights are trained, and each policy that is kept is a whole model; write {flag} 0,"
+            " or --config.peft.type lora"
         )
     if values.algorithm.dynamic_sampling:
         raise UserError(
-            f"--config.rollout.lag {rollout.lag}: which prompts a batch has under algorithm.dynamic_sampling is known"
-            " when the batch before it is scored, so nothing can be drawn ahead; write --config.rollout.lag 0, or"
+            f"{flag} {ahead}: which prompts a batch has under algorithm.dynamic_sampling is known when the batch"
+            f" before it is scored, so nothing can be drawn ahead; write {flag} 0, or"
             " --config.algorithm.dynamic_sampling false"
         )
     if values.noise_injection.enabled and values.noise_injection.schedule == "target_kl":
         raise UserError(
-            f"--config.rollout.lag {rollout.lag}: noise_injection.schedule target_kl measures what the noise does to"
-            " the policy that is trained, and an older one draws; write --config.noise_injection.schedule linear, or"
-            " --config.rollout.lag 0"
+            f"{flag} {ahead}: noise_injection.schedule target_kl measures what the noise does to the policy that is"
+            f" trained, and an older one draws; write --config.noise_injection.schedule linear, or {flag} 0"
         )
 
 

@@ -219,6 +219,9 @@ class RolloutConfig:
         ray_address: of the cluster, as perl/eval.py has it.
         lag: a generation batch is drawn by the policy of so many generation batches before, while those are trained
             on; 0: the trainer waits for its batch.
+        max_staleness: a generation batch is drawn by the policies of at most so many generation batches before, each
+            prompt by the newest one when a worker begins it, without pieces: less waiting where lengths differ much,
+            and a run that does not repeat bit for bit. 0: lag says it.
         piece_size: completions that are decoded together, by one worker; null is a quarter of the generation batch, in
             whole groups, and without workers no division. A run repeats bit for bit with the same one.
         deadline_s: seconds after which a worker that says nothing is ended, and what it had given to another.
@@ -235,6 +238,7 @@ class RolloutConfig:
     executor: Literal["processes", "ray"] = "processes"
     ray_address: str = "auto"
     lag: NonNegativeInt = 0
+    max_staleness: NonNegativeInt = 0
     piece_size: PositiveInt | None = None
     deadline_s: PositiveFloat = 1800.0
     behaviour: Literal["engine", "exact"] = "engine"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perl import device
 from perl.records import Completion, Prompt, Sampling, Weights
@@ -66,9 +67,28 @@ class PolicyEngine(Engine, Protocol):
     """Most tokens of prompt and completion together; None: no limit of its own."""
     merging: bool
     """Whether the last rollout's adapter was merged by choice, the same on every process: a resumed run takes it up."""
+    remote: bool
+    """Copies of the policy draw, in other processes: `stream` has them begin when it is called, and what each has drawn
+    is compared with the trainer's own policy."""
+    piece_size: int | None
+    """Sequences that are decoded together and with no others; None: any."""
 
     def publish(self, weights: Weights) -> None:
         """From now on `stream` draws with the policy as it is now, with this noise."""
+        ...
+
+    def published(self, weights: Weights) -> contextlib.AbstractContextManager[None]:
+        """Inside, the trained model has the weights that were published as `weights`, without noise. Every process must
+        come here, where weights that are split are gathered."""
+        ...
+
+    def state(self, weights: Weights) -> dict[str, Any]:
+        """What `publish_again` needs in another process: tensors and plain values."""
+        ...
+
+    def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
+        """From now on `stream` draws with the policy of that state; False where it can't. Every process must come
+        here."""
         ...
 
     def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> Engine:
@@ -84,6 +104,22 @@ class PolicyEngine(Engine, Protocol):
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call, by the name that is logged."""
         ...
+
+
+class InProcess:
+    """Of a PolicyEngine that draws in the trainer's process: it has no policy but the one that was published last."""
+
+    remote = False
+    piece_size: int | None = None
+
+    def published(self, weights: Weights) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def state(self, weights: Weights) -> dict[str, Any]:
+        return {}
+
+    def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
+        return False
 
 
 def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:

@@ -20,7 +20,7 @@ from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
-from perl.engines.base import Feed
+from perl.engines.base import Feed, InProcess
 from perl.engines.scheduler import Sequence
 from perl.engines.stock import generate_plain
 from perl.engines.torch_engine import TorchEngine
@@ -35,7 +35,7 @@ model's own `generate` draws."""
 REFUSED = {"num_beams", "num_return_sequences", "stop_strings", "num_assistant_tokens", "prompt_lookup_num_tokens"}
 
 
-class TorchPolicyEngine(TorchEngine):
+class TorchPolicyEngine(InProcess, TorchEngine):
     """Draws with the trained model: in the decode loop, or by transformers' `generate` as TRL calls it. See
     `perl.engines.PolicyEngine` for what it promises.
 

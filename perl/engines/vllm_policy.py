@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from perl import device
 from perl.base.errors import UserError
 from perl.device.sharding import Gather
-from perl.engines.base import Feed
+from perl.engines.base import Feed, InProcess
 from perl.engines.vllm import RunningVLLM, import_vllm, random_state_kept, start_vllm
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine
 from perl.noise.injector import NoiseInjector
@@ -97,7 +97,7 @@ class DrawingVLLM(RunningVLLM):
             raise RuntimeError("vLLM's prefix cache could not be emptied between rollouts of different weights")
 
 
-class VLLMPolicyEngine(DrawingVLLM):
+class VLLMPolicyEngine(InProcess, DrawingVLLM):
     """Draws with the policy that was published last. See `perl.engines.PolicyEngine` for what it promises.
 
     Args:

@@ -13,7 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -116,8 +116,10 @@ class Collector:
         """This process's trajectories, groups one after the other, sampled and scored, and what the log shows of it.
         Every process must come here.
 
-        Batch b is drawn by the weights of batch max(0, b - lag), which is known when it is begun, so that a run does
-        not depend on how fast anything is.
+        Batch b is begun with the weights of batch max(0, b - lag), so that a run does not depend on how fast anything
+        is; and with an engine that has the newest draw what nobody has begun, at the latest by those of batch b. As
+        batches are taken in the stream's order, none is ever older than `lag`, and the long ones are as many as the
+        short ones.
 
         Args:
             weights: those that the engine has been given.
@@ -138,6 +140,22 @@ class Collector:
         own = self.processes.rank * count  # a group may lie on two processes
         places = [divmod(place, self.group_size) for place in range(own, own + count)]
         self.ahead.append(self._begun(first, [(first + prompt, sample) for prompt, sample in places], weights))
+
+    def state_ahead(self) -> list[dict[str, Any]]:
+        """What a checkpoint holds of the batches that are drawn ahead: tensors and plain values."""
+        policies = {weights: self.engine.state(weights) for weights in {batch.weights for batch in self.ahead}}
+        return [{"first": b.first, "weights": asdict(b.weights), **policies[b.weights]} for b in self.ahead]
+
+    def go_on_with(self, ahead: list[dict[str, Any]]) -> None:
+        """Have the engine draw what `ahead` was of, by the same policies. Every process must come here."""
+        for batch in ahead:
+            weights = Weights(**batch["weights"])
+            if not self.engine.publish_again(weights, batch):
+                count = self.stream.next - batch["first"]
+                log.info("rollouts: %d prompts that were drawn ahead are drawn again, by newer weights", count)
+                self.stream.next = batch["first"]
+                return
+            self.begin(batch["first"], weights)
 
     # Groups of equal rewards are replaced
 

@@ -107,7 +107,8 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
         Processes(trainer.accelerator),
         trainer.gathered,
         piece_size(trainer, config),
-        config.lag,
+        config.lag or config.max_staleness,
+        newest=bool(config.max_staleness),
         **further,
     )
 
@@ -154,12 +155,16 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
         generation_kwargs=kwargs,
         kernels=trainer.args.attention_kernels,
         dtype=trainer.compute_dtype(),
+        piece_size=piece_size(trainer, config),
+        closed=not config.max_staleness,
         vllm=_vllm_copy(trainer, config, kwargs) if config.engine == "vllm" else {},
         threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,
     )
     name = "local" if config.executor == "processes" else "ray"
     taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     executor = make_executor(name, config.workers, 1, config.ray_address, taken=taken)
-    log.info("rollouts: %d workers (%s), pieces of %d, lag %d", config.workers, config.executor,
-             piece_size(trainer, config), config.lag)  # fmt: skip
-    return WorkerPool(executor, job, Path(trainer.args.output_dir) / "logs", deadline_s=config.deadline_s)
+    ahead = f"staleness {config.max_staleness} at most" if config.max_staleness else f"lag {config.lag}"
+    log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor,
+             job.piece_size, ahead)  # fmt: skip
+    logs = Path(trainer.args.output_dir) / "logs"
+    return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=not job.closed)

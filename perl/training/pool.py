@@ -6,8 +6,9 @@
     for place, completion in completions: …
 
 What a token is depends on its prompt, its seed, its policy and its piece alone, so that neither the number of workers
-nor their speed, nor one that dies, changes a run. The main process owns the workers; the others ask it. Every answer
-says what policy its engine held (perl.adapters.delivery.digest), and one that was not sent ends the run.
+nor their speed, nor one that dies, changes a run. (With `newest` the policy is the last one when a worker begins a
+piece, and a run depends on its workers' speed.) The main process owns the workers; the others ask it. Every answer says
+what policy its engine held (perl.adapters.delivery.digest), and one that was not sent ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class PoolEngine:
         open_pool: called once, on the main process.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
         piece_size: sequences of a piece.
-        lag: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
+        ahead: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
+        newest: a piece is drawn by the policy that is the last one when it is begun, not when it is asked for.
         held: digest of what an engine holds that has the policy as it is now: (policy, noise, weights). By default of
             one that loads the policy as the trainer does.
         incomparable: as `not_comparable`; None: the engine's log-probabilities are those of all tokens.
@@ -74,6 +76,8 @@ class PoolEngine:
 
     itemsize = 4
     context: int | None = None
+    remote = True
+    piece_size: int | None
 
     def __init__(
         self,
@@ -82,14 +86,16 @@ class PoolEngine:
         processes: Processes,
         gathered: Callable[[], contextlib.AbstractContextManager[Any]],
         piece_size: int,
-        lag: int,
+        ahead: int,
+        newest: bool = False,
         held: Callable[[Any, NoiseInjector | None, Weights], str] | None = None,
         incomparable: Callable[[Sampling], str | None] = lambda sampling: None,
     ):
-        self.local, self.processes, self.gathered, self.piece_size = local, processes, gathered, piece_size
+        self.local, self.processes, self.gathered = local, processes, gathered
+        self._size = self.piece_size = piece_size
         self.max_num_seqs, self.merging = local.max_num_seqs, False
         self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's
-        self._most = lag + 1
+        self._most, self.newest = ahead + 1, newest
         self.sent: dict[Weights, Sent] = {}
         """The policies that a batch may refer to, the last one last."""
         self._held, self._incomparable = held or HeldByTorch(), incomparable
@@ -102,6 +108,8 @@ class PoolEngine:
 
     def publish(self, weights: Weights) -> None:
         self.local.publish(weights)
+        if self.newest:
+            self._submit(self._send(), [])
 
     def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> Engine:
         """The trainer's own model scores."""
@@ -117,20 +125,24 @@ class PoolEngine:
         first = sum(counts[: self.processes.rank])
         prompts: list[Prompt] = self.processes.gathered(own)
         sent = self._send()
-        size = self.piece_size
+        size = self._size
         starts = range(0, len(prompts), size)
         pieces = [Piece((self._calls, start // size), tuple(prompts[start : start + size])) for start in starts]
         self._calls += 1
+        self._submit(sent, pieces)
+        return self._completions(sent.version, pieces, range(first, first + len(own)))
+
+    def _submit(self, sent: Sent, pieces: Sequence[Piece]) -> None:
         if self.processes.rank == 0 and self._refused is None:
             try:
                 self._workers().submit(sent, pieces)
             except UserError as error:  # which the other processes hear of where they ask for the first piece
                 self._refused = PoolLost(str(error))
-        return self._completions(sent.version, pieces, range(first, first + len(own)))
 
     def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Completion]]:
         """Of this process's prompts, piece by piece in their order. Every process must iterate to the end."""
-        for number, piece in enumerate(pieces):
+        first = 0
+        for piece in pieces:
             began = time.perf_counter()
             answer: list[Drawn | PoolLost | None] = [None]
             if self.processes.rank == 0:
@@ -141,10 +153,12 @@ class PoolEngine:
             (drawn,) = answer
             if not isinstance(drawn, Drawn):
                 raise PoolLost(str(drawn))
-            require_sent(drawn, version)
-            for place, completion in enumerate(drawn.completions, number * self.piece_size):
+            sent = self.sent.get(drawn.version.weights) if self.newest else None
+            require_sent(drawn, version if sent is None else sent.version)
+            for place, completion in enumerate(drawn.completions, first):
                 if place in own:
-                    yield place - own.start, completion
+                    yield place - own.start, replace(completion, weights=drawn.version.weights)
+            first += len(piece.prompts)
 
     def take_metrics(self) -> dict[str, float]:
         now = time.perf_counter()
@@ -177,9 +191,7 @@ class PoolEngine:
             self.sent.pop(next(iter(self.sent)))
 
     @contextlib.contextmanager
-    def as_sent(self, weights: Weights) -> Iterator[None]:
-        """Inside, the trained model has the weights that were sent as `weights`, without noise. Every process must come
-        here, inside `gathered`."""
+    def published(self, weights: Weights) -> Iterator[None]:
         if weights.version == self.local.weights.version:
             yield
             return
@@ -200,25 +212,28 @@ class PoolEngine:
                         local(tensor).copy_(kept[name])
 
     def state(self, weights: Weights) -> dict[str, Any]:
-        """What was sent as `weights`, for a checkpoint: tensors and plain values."""
+        if self.newest:
+            return {}
         payload, rms = self.sent[weights].payload
         policy = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        return {"policy": policy, "rms": rms, "piece_size": self.piece_size}
+        return {"policy": policy, "rms": rms, "piece_size": self._size}
 
-    def send_again(self, weights: Weights, state: dict[str, Any]) -> None:
-        """Publish a policy whose `state` this was, sent before the run was ended. Every process must come here."""
+    def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
+        if self.newest or "policy" not in state:
+            return False
         payload = state["policy"].cpu().numpy().tobytes(), state["rms"]
         self.local.weights = weights
         self._most = max(self._most, len(self.sent) + 2)  # of a run with a larger lag, and the next one
-        if state["piece_size"] != self.piece_size:
+        if state["piece_size"] != self._size:
             log.warning(
                 "rollouts: the run was begun with pieces of %d, now of %d: its last bits will be others; write"
                 " --config.rollout.piece_size %d",
-                state["piece_size"], self.piece_size, state["piece_size"],
+                state["piece_size"], self._size, state["piece_size"],
             )  # fmt: skip
         if weights not in self.sent:
             with self.gathered(), self._holding(payload):
                 self._keep(weights, payload)
+        return True
 
     # The workers
 
@@ -275,7 +290,7 @@ class _Background:
         self._done: dict[tuple[int, int], Any] = {}
         self._error: str | None = None
         self._closing = False
-        self._busy, self._tokens = 0.0, 0
+        self._busy, self._drained, self._tokens = 0.0, 0.0, 0
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -297,11 +312,12 @@ class _Background:
 
     def take_metrics(self, elapsed: float) -> dict[str, float]:
         with self._changed:
-            busy, tokens = self._busy, self._tokens
-            self._busy, self._tokens = 0.0, 0
+            busy, drained, tokens = self._busy, self._drained, self._tokens
+            self._busy, self._drained, self._tokens = 0.0, 0.0, 0
         workers = len(self.pool.workers)
         return {
             "pool/workers_idle": max(0.0, 1.0 - busy / (elapsed * workers)),
+            "pool/workers_draining": drained / (elapsed * workers),
             "pool/tokens_per_s": tokens / elapsed,
             "pool/restarts": float(self.pool.restarts),
         }
@@ -336,6 +352,7 @@ class _Background:
     def _count(self, drawn: Any) -> None:
         if isinstance(drawn, Drawn):
             self._busy += drawn.seconds
+            self._drained += drawn.drained_s
             self._tokens += sum(len(each.token_ids) for each in drawn.completions)
 
     def _fail(self, why: str) -> None:

@@ -15,7 +15,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +53,7 @@ from perl.training.metrics import (
 )
 from perl.training.packing import Reader
 from perl.training.passes import Passes
-from perl.training.pool import PoolEngine, PoolLost
+from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Step:
         noise: on the policy's norms, while it samples; None without noise.
         noisy_old: the ratio refers to the policy with its noise (noise_injection.old_logps).
         stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
-        pool: the engine, where workers draw.
+        itemsize: bytes of a number that the trainer computes in.
         exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
     """
 
@@ -105,7 +105,7 @@ class Step:
     stale: bool
     kl_coefficient: KLCoefficient
     entropy_bonus: EntropyBonus | None
-    pool: PoolEngine | None = None
+    itemsize: int
     exact: bool = False
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
@@ -123,18 +123,17 @@ class Step:
         except PoolLost:
             self.weights = before  # a checkpoint that is saved now is of a run that has not begun this batch
             raise
-        weights = rows[0].weights
         longest, logprobs = self.processes.largest(
             [max(len(row.token_ids) for row in rows), int(any(row.logprobs for row in rows))]
         )
         batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest, bool(logprobs))
         batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
         rewards = self._finite_rewards(rows, step)
-        self._compare(batch, weights)
+        self._compare(batch)
         with self.clock("old_logps"):
             needed = self.kl_coefficient.value or (self.stale and not self.noisy_old)
             clean = self.passes.logps(self.model(), rows, batch.width) if needed else None
-            batch.old = self._noisy(batch, weights) if self.noisy_old else clean if self.stale else None
+            batch.old = self._by_samplers(batch) if self.noisy_old else clean if self.stale else None
             batch.reference = self._reference(batch)
             batch.values = self._values(batch)
         with self.clock("advantages"):
@@ -167,18 +166,25 @@ class Step:
         return rewards.masked_fill(rewards.isinf(), math.nan)
 
     @torch.no_grad()
-    def _noisy(self, batch: Batch, weights: Weights) -> torch.Tensor:
-        """Log-probabilities by the policy that has sampled, with its noise."""
-        with self._as_sampled(weights) as policy:
-            return self.passes.logps(policy, batch.rows, batch.width)
+    def _by_samplers(self, batch: Batch) -> torch.Tensor:
+        """float32 [rows, width]: log-probabilities by the policy that has drawn each row, with its noise. Every process
+        must come here."""
+        drew = [row.weights for row in batch.rows]
+        logps = torch.empty((len(drew), batch.width), device=self.device)
+        for weights in sorted(set(self.processes.gathered(list(set(drew))))):
+            places = [place for place, each in enumerate(drew) if each == weights]
+            rows = [batch.rows[place] for place in places or [0]]  # every process makes each pass
+            with self._as_sampled(weights) as policy:
+                made = self.passes.logps(policy, rows, batch.width)
+            logps[places] = made[: len(places)]
+        return logps
 
     @contextlib.contextmanager
     def _as_sampled(self, weights: Weights) -> Iterator[Any]:
         """The policy that draws with these weights, its adapter unmerged: without dropout, with its noise."""
         draw = (weights.version, weights.draw)
         noisy = contextlib.nullcontext() if self.noise is None else self.noise.applied(weights.sigma, draw)
-        sent = contextlib.nullcontext() if self.pool is None else self.pool.as_sent(weights)
-        with self.gathered() as policy, evaluation_mode(policy), sent, noisy:
+        with self.gathered() as policy, evaluation_mode(policy), self.engine.published(weights), noisy:
             yield policy
 
     def _reference(self, batch: Batch) -> torch.Tensor | None:
@@ -251,11 +257,11 @@ class Step:
         return weighted_sum(baselines.to(functions.device), functions)
 
     @torch.no_grad()
-    def _compare(self, batch: Batch, weights: Weights) -> None:
+    def _compare(self, batch: Batch) -> None:
         """Are the sampler's log-probabilities those of the weights that it should have had? Asked of a few rows before
-        the first optimizer step, as afterwards the loss compares them at no cost; where workers draw, of each batch.
+        the first optimizer step, as afterwards the loss compares them at no cost; where copies draw, of each batch.
         With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
-        if self.metrics.tolerance is not None and self.pool is None and not self.exact:
+        if self.metrics.tolerance is not None and not self.engine.remote and not self.exact:
             return
         why = self.engine.not_comparable(self.collector.sampling)
         if why or batch.sampler is None:
@@ -264,25 +270,24 @@ class Step:
             self.metrics.tolerance = math.inf
             return
         first = self.metrics.tolerance is None
-        mixed = 2 if self.args.bf16 or self.args.fp16 else 4
         spread = max(1, len(batch.rows) // COMPARED_ROWS)
-        if self.pool is not None:
-            spread = min(spread, self.pool.piece_size)  # of each piece, as another worker may have drawn it
+        if self.engine.remote and self.engine.piece_size:
+            spread = min(spread, self.engine.piece_size)  # of each piece, as another copy may have drawn it
         few = batch if self.exact else batch.select(range(0, len(batch.rows), spread))
-        with self.clock("rollout"), self._as_sampled(weights) as policy:
-            tolerance = TOLERANCE[min(self.engine.itemsize, mixed, policy.dtype.itemsize)]
-            trainer = self.passes.logps(policy, few.rows, few.width)
+        with self.clock("rollout"):
+            trainer = self._by_samplers(few)
+        tolerance = TOLERANCE[min(self.engine.itemsize, self.itemsize)]
         drawn = torch.tensor(
             [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=self.device
         )
         assert few.sampler is not None
         apart, known = difference(few.sampler, trainer, drawn)
         total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
-        require_same_policy(total / count if count else None, tolerance, workers=self.pool is not None)
+        require_same_policy(total / count if count else None, tolerance, workers=self.engine.remote)
         self.metrics.tolerance = tolerance
         if count and first:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
-        if count and self.pool is not None:
+        if count and self.engine.remote:
             self.metrics.value("rollout/engine_mismatch", total / count)
         if self.exact:
             batch.sampler = trainer.masked_fill(~known, math.nan)
@@ -291,33 +296,14 @@ class Step:
         functions = self.collector.rewards
         self.metrics.values(rollout_metrics(batch, rewards, functions.names, functions.weights, self.processes))
         self.metrics.values(metrics | self.engine.take_metrics() | logged_by_rewards(functions, self.processes))
-        if self.pool is not None:
-            self.metrics.value("pool/staleness", float(self.weights.version - batch.rows[0].weights.version))
+        if self.engine.remote:
+            ages = [self.weights.version - row.weights.version for row in batch.rows]
+            mean = self.processes.added_up([sum(ages) / len(ages)])[0] / self.processes.count
+            oldest = float(self.processes.largest([max(ages)])[0])
+            self.metrics.values({"pool/staleness": mean, "pool/staleness_max": oldest})
         left_out = 1.0 - self.dealer.computed(batch).float().mean().item()
         share = self.processes.added_up([left_out])[0] / self.processes.count
         self.metrics.value("update/rows_left_out", share)
-
-    # What a checkpoint holds of the batches that are drawn ahead
-
-    def ahead(self) -> list[dict[str, Any]]:
-        """Tensors and plain values."""
-        if self.pool is None:
-            return []
-        ahead = self.collector.ahead
-        states = {weights: self.pool.state(weights) for weights in {batch.weights for batch in ahead}}
-        return [{"first": batch.first, "weights": asdict(batch.weights), **states[batch.weights]} for batch in ahead]
-
-    def go_on_with(self, ahead: list[dict[str, Any]]) -> None:
-        """Have the workers draw what `ahead` was of, by the same policies. Every process must come here."""
-        if ahead and self.pool is None:
-            log.info("rollouts: without workers nothing is drawn ahead: the checkpoint's batches are drawn when needed")
-            self.collector.stream.next = ahead[0]["first"]
-            return
-        for batch in ahead:
-            assert self.pool is not None
-            weights = Weights(**batch["weights"])
-            self.pool.send_again(weights, batch)
-            self.collector.begin(batch["first"], weights)
 
     # A micro-batch
 
@@ -354,7 +340,7 @@ class Step:
             threshold = entropy_threshold(inputs.entropies, inputs.mask, share, self.processes.rows)
             inputs = replace(inputs, entropy_threshold=threshold)
         policy = policy_loss(inputs, self.settings, update)
-        self._measure(inputs, policy, step, batch.rows[0].weights)
+        self._measure(inputs, policy, step, batch.rows)
         loss = policy.loss
         if self.entropy_bonus is not None:
             assert inputs.entropies is not None
@@ -373,14 +359,14 @@ class Step:
             loss = loss * self.critic.policy_learns(step) + value_loss
         return loss
 
-    def _measure(self, inputs: LossInputs, outputs: LossOutputs, step: int, weights: Weights) -> None:
-        """The numbers of a micro-batch that `weights` have drawn, for the log; nothing is exchanged, nor waited for."""
+    def _measure(self, inputs: LossInputs, outputs: LossOutputs, step: int, rows: Sequence[Trajectory]) -> None:
+        """The numbers of a micro-batch, for the log; nothing is exchanged, nor waited for."""
         self.metrics.add_loss(inputs, outputs)
         if inputs.sampler is None:
             return
-        other = self.collector.lag > 0 or weights.sigma != 0
+        other = self.collector.lag > 0 or any(row.weights.sigma != 0 for row in rows)
         self.metrics.add_sampler(inputs.sampler, inputs.old, inputs.mask, other and not self.noisy_old)
-        if self.noise is not None and weights.version == step:  # the policy, before an update
+        if self.noise is not None and all(row.weights.version == step for row in rows):  # the policy, before an update
             self.metrics.add_noise(inputs.sampler, inputs.policy, inputs.mask)
 
     def end_of_update(self) -> None:

@@ -66,7 +66,7 @@ from perl.training.loss import EntropyBonus, LossSettings, masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
 from perl.training.passes import PASS_TOKENS, Passes
-from perl.training.pool import PoolEngine, PoolLost
+from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 from perl.training.step import Step
 from perl.training.stream import PromptStream
@@ -258,11 +258,13 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
                 " write --config.rollout.behaviour engine"
             )
-        if rollout.lag and rollout.importance_correction == "none" and not args.use_vllm:
+        ahead = rollout.lag or rollout.max_staleness
+        if ahead and rollout.importance_correction == "none" and not args.use_vllm:
             log.warning(
-                "--config.rollout.lag %d: the loss takes no notice that an older policy has drawn; with"
+                "--config.rollout.%s %d: the loss takes no notice that an older policy has drawn; with"
                 " --config.rollout.importance_correction token --config.rollout.behaviour exact it does",
-                rollout.lag,
+                "lag" if rollout.lag else "max_staleness",
+                ahead,
             )
         made_critic = self._make_critic(critic, algorithm.name, plan, metrics) if chosen.critic else None
         window = (args.steps_per_generation or 1) * self.num_iterations
@@ -272,7 +274,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             algorithm=chosen,
             settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
             engine=engine,
-            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes, rollout.lag),
+            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes, ahead),
             passes=self._make_passes(plan, processes),
             dealer=self._make_dealer(plan, without_zero=args.beta == 0.0 and not chosen.critic, one_loss=bonus is None),
             critic=made_critic,
@@ -292,8 +294,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
             ),
             entropy_bonus=bonus,
-            pool=engine if isinstance(engine, PoolEngine) else None,
             exact=rollout.behaviour == "exact",
+            itemsize=min(policy.dtype.itemsize, 2 if args.bf16 or args.fp16 else 4),
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 
@@ -549,7 +551,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             adapted=asdict(self.noise_stage.adapted) if self.noise_config.schedule == "target_kl" else None,
             kl_coefficient=self.step.kl_coefficient.value,
             stream=self.step.collector.stream.state(),
-            ahead=self.step.ahead(),
+            ahead=self.step.collector.state_ahead(),
         )
 
     def _restore_rollout(self, state: RolloutState) -> None:
@@ -563,7 +565,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             self.noise_stage.adapted = Adapted(**state.adapted)
         if state.stream is not None:
             self.step.collector.stream.restore(state.stream)
-        self.step.go_on_with(state.ahead)
+        self.step.collector.go_on_with(state.ahead)
 
     def _save_own(self, checkpoint: Path) -> None:
         super()._save_own(checkpoint)

@@ -6,8 +6,9 @@
             for request_id, completion in pool.poll(timeout=0.5): ...
 
 The queue grows with each `submit`; a worker replaces the weights in its engine when it comes to the first request that
-needs others. The requests of a worker that dies are tried again (perl.workers.retries), and it is started again. One
-that keeps dying without finishing anything is given up.
+needs others. (With `newest` the weights of the last `submit` complete whatever is handed out.) The requests of a worker
+that dies are tried again (perl.workers.retries), and it is started again. One that keeps dying without finishing
+anything is given up.
 """
 
 from __future__ import annotations
@@ -105,12 +106,19 @@ class WorkerPool:
     """Workers that complete what is submitted. Use as a context manager: on exit no process of theirs is left."""
 
     def __init__(
-        self, executor: Executor, job: Job, logs: Path, engine_works: bool = False, deadline_s: float = math.inf
+        self,
+        executor: Executor,
+        job: Job,
+        logs: Path,
+        engine_works: bool = False,
+        deadline_s: float = math.inf,
+        newest: bool = False,
     ):
         """Args:
         job: what each worker does.
         logs: folder of worker-N.log.
         deadline_s: one that has work, or starts, and says nothing for so long counts as dead.
+        newest: a request that is handed out is completed by the weights of the last `submit`, not those of its own.
         engine_works: it has completed such requests before, so that one that fails now is at fault itself.
         """
         self.unfinished: dict[RequestId, Request] = {}
@@ -123,6 +131,8 @@ class WorkerPool:
         self._engine_works = engine_works
         self._pending: deque[Request] = deque()
         """No worker has had them."""
+        self._newest, self._latest = newest, None
+        """`_latest`: the weights of the last `submit`."""
         self._weights: dict[RequestId, Any] = {}
         self._payloads: dict[Any, Any] = {}
         """Of the weights of unfinished requests, as the executor shares them."""
@@ -156,7 +166,10 @@ class WorkerPool:
         if payload is not None and weights not in self._payloads:
             self._payloads[weights] = self._executor.shared(payload)
         self.unfinished |= {request.id: request for request in requests}
-        self._weights |= dict.fromkeys((request.id for request in requests), weights)
+        before, self._latest = self._latest, weights
+        complete = self._pending if self._newest else requests
+        self._weights |= dict.fromkeys((request.id for request in complete), weights)
+        self._drop_payload(before)
 
     def wake(self) -> None:
         """End the wait of a `poll` in another thread."""
@@ -224,10 +237,14 @@ class WorkerPool:
 
     def _finish(self, request_id: RequestId) -> bool:
         """Whether it was unfinished until now."""
-        weights = self._weights.pop(request_id, None)
-        if weights in self._payloads and weights not in self._weights.values():
-            del self._payloads[weights]
+        self._drop_payload(self._weights.pop(request_id, None))
         return self.unfinished.pop(request_id, None) is not None
+
+    def _drop_payload(self, weights: Any) -> None:
+        """Of weights that nothing needs any more."""
+        needed = weights in self._weights.values() or (self._newest and weights == self._latest)
+        if weights in self._payloads and not needed:
+            del self._payloads[weights]
 
     def _failed(self) -> list[Finished]:
         """The requests that have failed, each once."""
@@ -272,6 +289,8 @@ class WorkerPool:
             if not worker.held:
                 requests = self._retries.take(worker.index, only=living == 1)
                 worker.retrying = bool(requests)
+                if self._newest:
+                    self._weights |= dict.fromkeys((request.id for request in requests), self._latest)
             if not worker.retrying:
                 # Never more than an even share of what is left, so that nobody hoards what another could begin.
                 goal = min(math.ceil(worker.max_num_seqs * PREFETCH), math.ceil(len(self.unfinished) / living))

@@ -2,13 +2,16 @@
 names.
 
 A piece is a few prompts that are decoded together and with no others, as what is decoded together changes the last bits
-of a number: so a completion does not depend on which worker draws it, nor on what else that worker has.
+of a number: so a completion does not depend on which worker draws it, nor on what else that worker has. Where a run
+need not repeat to the last bit (rollout.max_staleness) pieces are not closed: an engine decodes as many at once as it
+has room for, and runs empty before it takes another version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,7 +44,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Prompts that are decoded together, in this order, and with no others."""
+    """Prompts that one engine completes, in this order."""
 
     id: tuple[int, int]
     """(which call for completions, which piece of it)."""
@@ -63,6 +66,9 @@ class Drawn:
     digest: str
     """Of what the engine held while it drew them."""
     seconds: float
+    """That its engine had drawn since it had finished the piece before, or had nothing."""
+    drained_s: float = 0.0
+    """That its engine had run down before, to take this version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,9 @@ class RolloutJob:
     kernels: bool | Literal["auto"]
     dtype: torch.dtype | None
     """That the trainer computes in."""
+    piece_size: int
+    closed: bool
+    """A piece is decoded with no others."""
     vllm: dict[str, Any]
     """The further arguments of perl.engines.vllm_copy.VLLMCopy, where engine vllm draws."""
     threads: int
@@ -100,7 +109,9 @@ class RolloutJob:
         started = time.monotonic()
         torch.set_num_threads(self.threads)
         copy = COPIES[self.rollout.engine](self)
-        yield Ready(1, time.monotonic() - started)
+        pieces = 1 if self.closed else max(1, copy.max_num_seqs // self.piece_size)
+        yield Ready(pieces, time.monotonic() - started)
+        drained_s = 0.0
         while (version := inbox.next_weights(wait=True)) is not None:
             with contextlib.ExitStack() as stack:
                 try:
@@ -111,10 +122,13 @@ class RolloutJob:
                         yield Result(inbox.take().id, Completion.failed(str(error)), 1)
                     continue
                 while inbox.next_weights(wait=True) == version:
-                    piece, began = inbox.take(), time.monotonic()
-                    made = dict(copy.stream(piece.prompts))
-                    completions = tuple(made[place] for place in range(len(piece.prompts)))
-                    yield Result(piece.id, Drawn(completions, version, held, time.monotonic() - began), 1)
+                    feed = PieceFeed(inbox, version, self.closed)
+                    for position, completion in copy.stream(feed):
+                        if done := feed.done(position, completion):
+                            piece, completions, seconds = done
+                            yield Result(piece.id, Drawn(completions, version, held, seconds, drained_s), pieces)
+                            drained_s = 0.0
+                    drained_s += feed.drained()
         copy.close()
 
     def torch_engine(self) -> TorchPolicyEngine:
@@ -141,8 +155,63 @@ class RolloutJob:
         )
 
 
+class PieceFeed:
+    """Prompts of the pieces in the inbox, as an engine's feed (see Engine.stream): of one closed piece, or of all that
+    this version completes, as they come."""
+
+    def __init__(self, inbox: Inbox, version: Version, closed: bool):
+        self._inbox, self._version, self._closed = inbox, version, closed
+        self._prompts: deque[Prompt] = deque()
+        self._owners: list[tuple[Piece, dict[int, Completion], int]] = []
+        """Of each prompt that was given: its piece, what is completed of that, and its place in it."""
+        self._under_way = 0
+        """Pieces."""
+        self._since = time.monotonic()
+        self._ended: float | None = None
+
+    def __iter__(self) -> PieceFeed:
+        return self
+
+    def __next__(self) -> Prompt | None:
+        if not self._prompts:
+            if self._closed and self._owners:
+                raise StopIteration
+            idle = not self._under_way
+            needed = self._inbox.next_weights(wait=idle)
+            if needed is None and not self._inbox.ended:
+                return None
+            if needed != self._version:
+                self._ended = self._ended or time.monotonic()
+                raise StopIteration
+            if idle:
+                self._since = time.monotonic()
+            piece = self._inbox.take()
+            made: dict[int, Completion] = {}
+            self._owners += [(piece, made, place) for place in range(len(piece.prompts))]
+            self._prompts.extend(piece.prompts)
+            self._under_way += 1
+        return self._prompts.popleft()
+
+    def done(self, position: int, completion: Completion) -> tuple[Piece, tuple[Completion, ...], float] | None:
+        """The piece that is whole with the completion of the prompt at `position` of this feed, its completions, and
+        the seconds since the one before."""
+        piece, made, place = self._owners[position]
+        made[place] = completion
+        if len(made) < len(piece.prompts):
+            return None
+        self._under_way -= 1
+        since, self._since = self._since, time.monotonic()
+        return piece, tuple(made[each] for each in range(len(made))), self._since - since
+
+    def drained(self) -> float:
+        """Seconds since another version was needed."""
+        return 0.0 if self._ended is None or self._inbox.ended else time.monotonic() - self._ended
+
+
 class Copy(Protocol):
     """A worker's copy of the policy."""
+
+    max_num_seqs: int
 
     def holding(self, weights: Weights, name: str, payload: Any) -> AbstractContextManager[str]:
         """Inside, it is the policy that `payload` makes, with this noise; gives the digest of what it holds.
@@ -165,6 +234,7 @@ class TorchCopy:
 
         self.engine = job.torch_engine()
         self.stream, self.close = self.engine.stream, self.engine.close
+        self.max_num_seqs = self.engine.max_num_seqs
         self._base = base_digest(self.engine.model)
 
     @contextlib.contextmanager

@@ -586,6 +586,9 @@ def test_what_shapes_trls_advantages_has_no_effect_where_a_critic_makes_them():
         ("rollout.workers=2 rollout.engine=generate", "rollout.workers 2: workers draw with engine fast or vllm"),
         ("rollout.piece_size=4 rollout.engine=generate", "rollout.piece_size 4: without workers engine fast alone"),
         ("rollout.lag=1", "rollout.lag 1: the trainer cannot draw while it trains"),
+        ("rollout.max_staleness=1", "rollout.max_staleness 1: the trainer cannot draw while it trains"),
+        ("rollout.max_staleness=1 rollout.lag=1 rollout.workers=1", "rollout.lag 1 says which policy draws"),
+        ("rollout.max_staleness=1 rollout.piece_size=4 rollout.workers=1", "with max_staleness there are no pieces"),
         ("rollout.lag=1 rollout.workers=1 peft.type=none", "each policy that is kept is a whole model"),
         ("rollout.lag=1 rollout.workers=1 algorithm.dynamic_sampling=true", "nothing can be drawn ahead"),
         (

@@ -31,9 +31,12 @@ class Inbox:
 
 
 def test_a_worker_says_of_each_piece_what_it_cannot_read_and_lives_on():
-    engine = SimpleNamespace(model=tiny_model(), noise=None, stream=None, close=lambda: None)
+    engine = SimpleNamespace(model=tiny_model(), noise=None, stream=None, max_num_seqs=4, close=lambda: None)
     job = SimpleNamespace(
-        threads=torch.get_num_threads(), rollout=SimpleNamespace(engine="fast"), torch_engine=lambda: engine
+        threads=torch.get_num_threads(),
+        closed=True,
+        rollout=SimpleNamespace(engine="fast"),
+        torch_engine=lambda: engine,
     )
     version = Version("run", Weights(version=2), "a" * 64)
     ready, *answers = RolloutJob.serve(job, version, Inbox(version))
@@ -61,21 +64,21 @@ def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pie
 
     step = SimpleNamespace(
         metrics=SimpleNamespace(tolerance=1e-3, value=lambda name, value: None),
-        engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4),
+        engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4, remote=True, piece_size=pieces),
         collector=SimpleNamespace(sampling=None),
-        processes=SimpleNamespace(added_up=lambda numbers: numbers),
-        args=SimpleNamespace(bf16=False, fp16=False),
+        processes=SimpleNamespace(added_up=lambda numbers: numbers, gathered=lambda things: things),
         clock=lambda name: nullcontext(),
-        _as_sampled=lambda weights: nullcontext(SimpleNamespace(dtype=torch.float32)),
+        _as_sampled=lambda weights: nullcontext(),
         passes=SimpleNamespace(logps=logps),
+        itemsize=4,
         device=torch.device("cpu"),
-        pool=SimpleNamespace(piece_size=pieces),
         exact=False,
     )
+    step._by_samplers = lambda few: Step._by_samplers(step, few)
     batch = Batch.of(rows, torch.device("cpu"), False, 1, True)
     if stops:
         with pytest.raises(RankError, match="a worker holds the policy that it was sent, and does not draw with it"):
-            Step._compare(step, batch, Weights())
+            Step._compare(step, batch)
     else:
-        Step._compare(step, batch, Weights())
+        Step._compare(step, batch)
     assert compared == list(range(0, 16, min(pieces, 4)))

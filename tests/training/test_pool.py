@@ -28,8 +28,10 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), scale=4.0)
 
 
-def train(model, folder, workers, lag, *, checkpoint=None, kill_at=None, with_signal=signal.SIGKILL, **settings):
-    """The trained adapter, and the trainer."""
+def train(
+    model, folder, workers, lag, *, checkpoint=None, kill_at=None, with_signal=signal.SIGKILL, watch=None, **settings
+):
+    """The trained adapter, and the trainer. Of each batch `watch` gets (position, sample, version) of its rows."""
     steps = []
 
     def reward(trainer_state, completion_ids, **columns):
@@ -46,6 +48,15 @@ def train(model, folder, workers, lag, *, checkpoint=None, kill_at=None, with_si
         folder, model=loaded, engine="fast", rollout=rollout, noise=NOISE, rewards=[reward],
         **({"max_steps": 5, "prompts": SUMS} | settings),
     )  # fmt: skip
+    if watch is not None:
+        score = trainer.step.collector.rewards.score
+
+        def scored(rows, state, log_metrics=True):
+            if rows:
+                watch.append([(row.position, row.sample, row.weights.version) for row in rows])
+            score(rows, state, log_metrics=log_metrics)
+
+        trainer.step.collector.rewards.score = scored
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
@@ -79,6 +90,30 @@ def test_with_a_lag_it_is_the_same_with_workers_that_are_killed_and_when_it_is_r
     resumed, _, steps = train(model, tmp_path / "whole", 1, 2, checkpoint=str(tmp_path / "whole/checkpoint-3"), **saved)
     assert steps == [3, 4]
     assert same(whole, resumed)
+
+
+NEWEST = {"max_staleness": 2, "piece_size": None}
+
+
+def test_what_nobody_has_begun_is_drawn_by_the_newest_policy_and_none_is_older_than_allowed(model, tmp_path):
+    """Every prompt in its order, though a worker dies, and what a resumed run had under way is drawn again."""
+    saved, seen = {"save_strategy": "steps", "save_steps": 3}, []
+    rollout = {"rollout": {**NEWEST, "behaviour": "exact", "importance_correction": "token"}}
+    _, trainer, _ = train(model, tmp_path / "run", 2, 0, kill_at=2, watch=seen, **rollout, **saved)
+    for step, rows in enumerate(seen):
+        assert [row[:2] for row in rows] == [(2 * step + i // 4, i % 4) for i in range(8)]
+        assert all(max(0, step - 2) <= version <= step for _, _, version in rows)
+    logged = [row for row in trainer.state.log_history if "pool/staleness" in row]
+    assert [row["pool/staleness_max"] for row in logged] == [
+        step - min(row[2] for row in rows) for step, rows in enumerate(seen)
+    ]
+    assert all(row["rollout/engine_mismatch"] < 1e-5 and row["pool/workers_draining"] >= 0 for row in logged)
+    assert logged[-1]["pool/restarts"] == 1.0
+    again: list = []
+    checkpoint = str(tmp_path / "run/checkpoint-3")
+    train(model, tmp_path / "run", 1, 0, checkpoint=checkpoint, watch=again, **rollout, **saved)
+    assert [[row[:2] for row in rows] for rows in again] == [[row[:2] for row in rows] for rows in seen[3:]]
+    assert {row[2] for row in again[0]} == {3}
 
 
 @pytest.mark.slow

@@ -1,0 +1,137 @@
+"""A pool whose requests are completed by the weights that are the newest ones when they are handed out, and the feed of
+an engine that takes as many pieces as it has room for."""
+
+import pytest
+
+from perl.records import Completion, Prompt, Weights
+from perl.workers.pool import WorkerPool
+from perl.workers.rollouts import Piece, PieceFeed, Version
+from perl.workers.worker import Ready, Result
+
+
+class Link:
+    """Of a worker that holds what it is given."""
+
+    def __init__(self, deliver):
+        self.deliver, self.batches = deliver, []
+
+    def send(self, batch):
+        self.batches.append(batch)
+
+    def kill(self): ...
+
+    def join(self, timeout): ...
+
+    def exit_reason(self):
+        return "killed"
+
+
+class Links:
+    """An executor of one worker that this process plays."""
+
+    workers = 1
+
+    class devices:
+        kind = "cpu"
+
+    def __init__(self):
+        self.links = []
+
+    def environment(self, index):
+        return {}
+
+    def start(self, spec, deliver):
+        self.links.append(Link(deliver))
+        return self.links[-1]
+
+    def shared(self, payload):
+        return payload
+
+    def close(self): ...
+
+
+class Job:
+    unit = "pieces"
+
+
+def version(number):
+    return Version("run", Weights(number), f"digest {number}")
+
+
+def pieces(call, count=2):
+    return [Piece((call, place), (Prompt(token_ids=(1,), seed=place),) * 2) for place in range(count)]
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_what_nobody_has_begun_takes_the_weights_that_are_submitted_last(tmp_path, newest):
+    executor = Links()
+    with WorkerPool(executor, Job(), tmp_path, newest=newest) as pool:
+        pool.submit(version(0), pieces(0), b"zero")
+        pool.poll(0.0)
+        (link,) = executor.links
+        link.deliver(Ready(1, 0.0))
+        pool.poll(0.0)
+        pool.poll(0.0)  # hands out two of them: one that it works on, one in advance
+        assert [(b.weights.weights.version, [p.id for p in b.requests], b.payload) for b in link.batches] == [
+            (0, [(0, 0), (0, 1)], b"zero")
+        ]
+        pool.submit(version(1), pieces(1), b"one")
+        pool.submit(version(2), pieces(2), b"two")
+        link.deliver(Result((0, 0), "made", 1))
+        pool.poll(0.0)
+        pool.poll(0.0)
+        expected = (2, b"two") if newest else (1, b"one")
+        assert [(b.weights.weights.version, b.payload) for b in link.batches[1:]] == [expected]
+        assert set(pool._payloads) == {version(0), version(2)} | (set() if newest else {version(1)})
+        link.deliver(None)  # it dies: what it held goes back
+        pool.poll(0.0)
+        pool.poll(0.0)
+        executor.links[1].deliver(Ready(1, 0.0))
+        for _ in range(4):
+            pool.poll(0.0)
+        again = executor.links[1].batches[0]
+        assert again.weights.weights.version == (2 if newest else 0)
+        assert again.requests[0].id == (0, 1)
+        pool.unfinished.clear()
+
+
+class Inbox:
+    """Gives what stands in `now`, a version and its pieces; blocks never."""
+
+    def __init__(self):
+        self.ended, self.now = False, []
+
+    def next_weights(self, *, wait):
+        assert self.now or not wait, "it would wait though pieces are under way"
+        return self.now[0][0] if self.now else None
+
+    def take(self):
+        return self.now.pop(0)[1]
+
+
+def test_an_open_feed_takes_pieces_as_they_come_and_ends_before_another_version():
+    inbox, completion = Inbox(), Completion(token_ids=(7,), finish_reason="stop")
+    first, second, third = pieces(0)[0], pieces(1)[0], pieces(2)[0]
+    inbox.now = [(version(0), first)]
+    feed = PieceFeed(inbox, version(0), closed=False)
+    assert [next(feed), next(feed), next(feed)] == [*first.prompts, None]
+    inbox.now = [(version(0), second), (version(1), third)]
+    assert [next(feed), next(feed)] == list(second.prompts)
+    with pytest.raises(StopIteration):
+        next(feed)
+    assert feed.done(1, completion) is None
+    assert feed.done(3, completion) is None
+    done = feed.done(2, completion)
+    assert done is not None
+    assert done[:2] == (second, (completion, completion))
+    assert feed.drained() > 0
+    assert inbox.now == [(version(1), third)]
+
+
+def test_a_closed_feed_is_one_piece():
+    inbox = Inbox()
+    first, second = pieces(0)
+    inbox.now = [(version(0), first), (version(0), second)]
+    feed = PieceFeed(inbox, version(0), closed=True)
+    assert list(feed) == list(first.prompts)
+    assert feed.drained() == 0.0
