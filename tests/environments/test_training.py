@@ -16,9 +16,11 @@ from perl.config.schema import NoiseConfig
 from tests.environments.calling import save_calling
 from tests.environments.training import tokens, toolful
 from tests.ranks import reports
+from tests.tiny import END
 from tests.trainers import SUMS, reward_digits, reward_tokens
 from tests.training.every_algorithm import reward_some
 from tests.training.small_run import SETTINGS, small_run
+from tests.training.test_other_engines import in_a_process, on_cpu
 
 ROOT = Path(__file__).parents[2]
 TOOLS = '''
@@ -193,6 +195,35 @@ def test_two_processes_draw_what_one_does(tmp_path):
     first, second = reports(tmp_path)
     both = [one | other for one, other in zip(first, second, strict=True)]
     assert both == json.loads(json.dumps(tokens(batches)))
+
+
+def by_vllm(folder: Path) -> dict:
+    """Two steps with vLLM in this process (a child)."""
+    on_cpu()
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(save_calling(folder / "model"))
+    settings = {"engine": "vllm", "use_vllm": True, "vllm_max_model_length": 160}
+    trainer, batches = toolful(folder, model=model, **settings)
+    trainer.train()
+    rows = [row for batch in batches for row in batch.rows]
+    return {
+        "mismatch": [row["rollout/logp_mismatch"] for row in trainer.state.log_history if "loss" in row],
+        "turns": [row.turns for row in rows],
+        "ends": [row.sampled_ids.count(END) - row.turns + (row.finish == "length") for row in rows],
+        "longest": max(len(row.token_ids) for row in rows),
+    }
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_takes_the_same_feed(tmp_path):
+    """In bfloat16, as vLLM chooses. A turn ends by one end-of-turn token, or is cut off."""
+    found = in_a_process(by_vllm, tmp_path)
+    assert max(found["mismatch"]) < 0.1
+    assert max(found["turns"]) > 1
+    assert set(found["ends"]) == {0}
+    assert found["longest"] <= 64
 
 
 # The command line
