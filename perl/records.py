@@ -90,6 +90,11 @@ class Prompt:
     """Seed of this completion alone: it does not depend on the batch, the order or the device."""
     sampling: Sampling = Sampling()
     """How its tokens are drawn; `n` and `seed` there are of the run."""
+    follows: int | None = None
+    """Position in the feed of the prompt that this one goes on from, its completion included: what was computed of it
+    may be there still."""
+    followed: bool = False
+    """Another one may follow it."""
     adapter: str | None = None
     """Folder of the adapter that completes it, one of those that the engine serves alongside its model; None: none."""
     images: tuple[bytes, ...] = field(default=(), repr=False)

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,8 @@ class _Talk:
         self.current = Sampling()
         self.given: list[Trajectory] = []
         """The row of each prompt that the engine has been given."""
+        self.latest: dict[int, int] = {}
+        """By id of a row, the position of its last prompt."""
         self.drawing = 0
         self.ended: deque[Trajectory] = deque()
 
@@ -212,9 +214,12 @@ class _Talk:
         row, prompt = ready.popleft()
         if not ready:
             del self.ready[self.current]
+        place = len(self.given)
         self.given.append(row)
         self.drawing += 1
-        return prompt
+        follows = self.latest.get(id(row))
+        self.latest[id(row)] = place
+        return replace(prompt, follows=follows, followed=row.turns + 1 < self.parts.config.max_turns)
 
     def _take_answers(self) -> None:
         """All that have come; where nothing else is to do the next one is waited for, however long it takes."""

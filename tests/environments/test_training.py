@@ -210,7 +210,7 @@ def by_vllm(folder: Path) -> dict:
     return {
         "mismatch": [row["rollout/logp_mismatch"] for row in trainer.state.log_history if "loss" in row],
         "turns": [row.turns for row in rows],
-        "ends": [row.sampled_ids.count(END) - row.turns + (row.finish == "length") for row in rows],
+        "ends": [row.turns - row.sampled_ids.count(END) - (row.token_ids[-1] != END) for row in rows],
         "longest": max(len(row.token_ids) for row in rows),
     }
 
