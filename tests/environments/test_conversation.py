@@ -10,6 +10,7 @@ import torch
 
 from perl.base.errors import RankError
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
+from perl.prompts import row_seed
 from perl.records import Completion
 from perl.rewards.score import Rewards, environment
 from tests.environments.scripted import (
@@ -158,6 +159,34 @@ def test_a_turn_may_end_by_another_token():
         '{"name": "add", "parameters": {"a": 2, "b": 3}}<|eom_id|><|start_header_id|>ipython<|end_header_id|>\n\n"5"'
         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n5<|eot_id|>"
     )
+
+
+def test_rewards_see_what_was_drawn():
+    """What was observed is in no length, such as that of the overlong punishment."""
+    (row,) = talk(saying(CALL, "5"))
+    seen = {}
+
+    def reward(completions, completion_ids, **others):
+        seen.update(completions=completions, completion_ids=completion_ids)
+        return [1.0]
+
+    Rewards([reward], ["reward"], torch.ones(1)).score([row], None)
+    assert seen["completion_ids"] == [row.sampled_ids]
+    assert len(row.sampled_ids) < len(row.token_ids)
+    assert seen["completions"] == [row.completion]
+
+
+def test_each_turn_has_a_seed_of_its_own():
+    """The first one's is that of a completion without tools."""
+    seeds = [row_seed(1, "stream-3", 2, turn) for turn in range(3)]
+    assert seeds[0] == row_seed(1, "stream-3", 2)
+    assert len(set(seeds)) == 3
+
+
+def test_a_turn_names_the_one_that_it_follows():
+    engine = saying(CALL, CALL, "5")
+    talk(engine, max_turns=3)
+    assert [(prompt.follows, prompt.followed) for prompt in engine.prompts] == [(None, True), (0, True), (1, False)]
 
 
 # Threads

@@ -1,6 +1,7 @@
 """What environment.tools and environment.factory name, and what is said where it can't be used."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from perl.config.load import parse
 from perl.config.schema import EnvironmentConfig
 from perl.environments.tools import ToolUse, load_environment
 from perl.rewards.files import ROW
+from perl.training.preflight import open_conversations
 
 GOOD = '''
 def add(a: int, b: int) -> int:
@@ -192,6 +194,12 @@ def test_no_function_is_needed_where_an_environment_may_give_the_reward():
     with pytest.raises(UserError, match=r"reward\.functions is empty"):
         parse([*flags, *TOOLS])
     parse([*flags, "--config.environment.factory", "env.py:Game"])
+
+
+def test_a_model_that_takes_images_is_refused(file):
+    source = load_environment(EnvironmentConfig(tools=[f"{file}:add"]))
+    with pytest.raises(UserError, match="a model that takes images is trained on one turn"):
+        open_conversations(parse([]).build(processes=1), source, SimpleNamespace(image_processor=None))
 
 
 def test_flags_without_effect():
