@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perl.base.errors import RankError
+from perl.base.errors import RankError, UserError
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ChatTemplate
@@ -253,8 +253,12 @@ class _Talk:
             if why := not_messages(messages):
                 self._fail(row, f"reset {why}")
                 return
+            try:
+                row.prompt_ids = tuple(self.parts.template.prompt(messages))
+            except (UserError, ValueError) as error:
+                self._fail(row, str(error))
+                return
             row.row = {**row.row, "prompt": messages}
-            row.prompt_ids = tuple(self.parts.template.prompt(messages))
         self._draw(row)
 
     def _draw(self, row: Trajectory) -> None:
@@ -273,6 +277,7 @@ class _Talk:
         if why := not_messages(shown):
             self._fail(row, f"step {why}")
             return
+        shown = [{**message, "content": self.parts.template.cut(message["content"])} for message in shown]
         try:
             ids = self.parts.template.observation(shown)
         except ValueError as error:

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 PARSER_FLAG = "--config.environment.tool_call_parser"
 ASKED: Message = {"role": "user", "content": "question"}
+LETTERS = 64
+"""Of a token, at most, so that a text of megabytes is not encoded to be cut."""
 NAME, VALUE = "tool_e2b1", "value_a9f3"
 """Words that no template has of its own."""
 SCHEMA = {
@@ -62,6 +64,7 @@ class ChatTemplate:
 
     Attributes:
         end: the token that ends a turn in the template.
+        between: what stands behind it before the policy's next turn, where nothing is observed.
 
     Raises:
         UserError: the template does not keep earlier turns, or nobody knows how its model writes calls.
@@ -112,19 +115,18 @@ class ChatTemplate:
         Raises:
             ValueError: the template renders no such messages behind an assistant's.
         """
-        shown = [{**message, "content": self._cut(message["content"])} for message in messages]
-        if self.role == "user":
-            shown = answers_of_user(shown)
-        return self._behind(shown)
+        return self._behind(answers_of_user(messages) if self.role == "user" else messages)
 
     def _behind(self, shown: Sequence[Message]) -> list[int]:
         answered = self._answered(shown)
         kept = encode(self.tokenizer, [ASKED, answered], template_kwargs=self.kwargs, answered=True)
         whole = encode(self.tokenizer, [ASKED, answered, *shown], template_kwargs=self.kwargs)
         end = _last(kept, self.end)
+        roles = ", ".join(message["role"] for message in shown)
         if whole[:end] != kept[:end]:
-            roles = ", ".join(message["role"] for message in shown)
             raise ValueError(f"the chat template renders an earlier turn otherwise before messages of role {roles}")
+        if whole[end:] == self.between:
+            raise ValueError(f"the chat template shows nothing of messages of role {roles}")
         return whole[end:]
 
     def _told(self, messages: Sequence[Message]) -> list[Message]:
@@ -138,8 +140,12 @@ class ChatTemplate:
             return [{"role": "system", "content": text}, *messages]
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
 
-    def _cut(self, text: str) -> str:
-        """A text no longer than allowed: the middle of one that is is left out."""
+    def cut(self, text: str) -> str:
+        """What is shown of an observed text: the middle of one that is longer than allowed is left out, and what is no
+        Unicode replaced."""
+        text = text.encode(errors="replace").decode()
+        if len(text) > (longest := LETTERS * self.most):
+            text = f"{text[: longest // 2]}{text[len(text) - longest // 2 :]}"
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) <= self.most:
             return text
@@ -216,6 +222,8 @@ class ChatTemplate:
         if not ends:
             return "ends a turn by no token of its own"
         self.end = ends[-1]
+        turn = encode(self.tokenizer, [ASKED, {"role": "assistant", "content": VALUE}], (), self.kwargs)
+        self.between = turn[_last(turn[: len(ids)], self.end) :]
         shown: list[Message] = [{"role": self.role, "content": VALUE} | ({"name": NAME} if self.role == "tool" else {})]
         answered = self._answered(shown)
         kept, whole = self._text([ASKED, answered], begins=False), self._text([ASKED, answered, *shown])

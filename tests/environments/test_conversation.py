@@ -124,6 +124,21 @@ def test_the_last_turn_that_is_allowed_is_made_and_not_answered():
     assert row.sampled[-1]
 
 
+def test_a_long_result_is_seen_as_the_policy_sees_it():
+    def long(a: int, b: int) -> str:
+        """Long.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        return "abcdefgh" * a
+
+    (row,) = talk(saying(CALL.replace("add", "long"), "5"), long, max_observation_tokens=4)
+    assert shown(row)[1] == ("tool", "ab\n…\ngh")
+    assert "\nab\n…\ngh\n</tool_response>" in TOKENIZER.decode(row.token_ids)
+
+
 def test_a_turn_that_is_cut_off_is_not_stepped():
     (row,) = talk(saying(f"{CALL}…", "5"))
     assert (row.turns, row.finish) == (1, "length")
@@ -387,13 +402,15 @@ class Dialogue:
     def step(self, message):
         if "7" in message["content"]:
             return None
+        if message["content"] == "odd":
+            return [{"role": "critic", "content": "no"}]
         return "no" if message["content"] == "text" else [{"role": "user", "content": "Again?"}]
 
 
 def test_an_environment_of_our_own_form():
     conversations = talking(TOKENIZER, source=EnvironmentSource(make=Dialogue, role="user"))
-    rows = rows_of(conversations, 2)
-    texts = {0: ["5", "6", "7"], 1: ["text"]}
+    rows = rows_of(conversations, 3)
+    texts = {0: ["5", "6", "7"], 1: ["text"], 2: ["odd"]}
     engine = Scripted(lambda prompt: text_completion(TOKENIZER, texts[prompt.seed].pop(0), END))
     list(conversations.run(rows, engine, prompts()))
     assert shown(rows[0]) == [
@@ -401,6 +418,7 @@ def test_an_environment_of_our_own_form():
     ]  # fmt: skip
     assert TOKENIZER.decode(rows[0].prompt_ids).startswith("<|im_start|>system\nSay seven.<|im_end|>")
     assert rows[1].failure == "step gave 'no', no list of messages, each with role and content"
+    assert rows[2].failure == "the chat template shows nothing of messages of role critic"
 
 
 def test_what_the_engine_could_not_draw_is_a_failure():
