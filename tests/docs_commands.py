@@ -224,6 +224,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.report_page",
             "benchmarks.validation",
             "benchmarks.soak",
+            "benchmarks.python_tool",
             "scripts.pins",
             "tests.grading.measure",
             "tests.reliability.generated",

@@ -4,8 +4,9 @@
                                   └─ run
 
 `watch` imports the modules, enters the namespaces (perl/environments/sandbox.py) and ends `serve` with the training.
-`serve` forks `run` for each socket that it is sent, reads what that prints, ends it at a limit and answers over the
-socket. `run` reads the code from the socket, confines itself, and executes it. Each dies with the one to its left; in
+`serve` forks `run` for each socket and pipe that it is sent, kills it when the training shuts the socket down, and says
+how it ended. `run` reads the code from the socket, confines itself, and executes it; what it prints goes into the pipe,
+past `serve`, so that no call finds anything of another one in its memory. Each dies with the one to its left; in
 namespaces the kernel ends all that are below a pid namespace's first process, which `serve` and each `run` are.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import gc
 import importlib
 import io
@@ -24,33 +24,53 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import sysconfig
 import time
 import traceback
 import types
-from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from perl.environments import sandbox
+from perl.environments.sandbox import Limits
 
+LENGTH, EXIT_CODE = struct.Struct("!I"), struct.Struct("!i")
+"""What goes over a call's socket: before the code, which is JSON; and when it has ended."""
+WATCH_S = 0.5
 FILE = "<python>"
+# fmt: off
 STANDARD = (
-    ("ctypes", "decimal", "hashlib", "ssl", "sqlite3", "bz2", "lzma", "zlib", "uuid", "json", "fractions", "itertools")
-    + ("statistics", "collections", "functools", "heapq", "bisect", "string", "re", "datetime", "time", "cmath", "copy")
-    + ("dataclasses", "typing", "operator", "threading", "asyncio", "tempfile", "pickle", "array", "struct", "math")
+    "array", "asyncio", "bisect", "bz2", "cmath", "collections", "copy", "ctypes", "dataclasses", "datetime",
+    "decimal", "fractions", "functools", "hashlib", "heapq", "itertools", "json", "lzma", "math", "operator",
+    "pickle", "re", "sqlite3", "ssl", "statistics", "string", "struct", "tempfile", "threading", "time", "typing",
+    "uuid", "zlib",
 )
+# fmt: on
 """What code imports most; and what needs libraries of the system, which a call does not see."""
+PREPARED = {
+    "sympy": """
+from sympy import *
+import sympy.core.random
+sympy.core.random.seed(0)
+integrate(Symbol('x') ** 2)
+solve(Symbol('x') ** 2 - 1)
+""",
+    "numpy": "import numpy.random; numpy.random.seed(0)",
+}
+"""Run after a module's import: what a call prints depends on its code alone, and tables are made once."""
 MESSAGE_CHARACTERS = 1000
 """Of an error's text."""
 
 
 def main(arguments: list[str]) -> None:
-    """Args: descriptor of the control socket, process id of the training, level, Limits as JSON, modules with commas."""
+    """Args: descriptor of the control socket, process id of the training, level, Limits and modules as JSON."""
     control = socket.socket(fileno=int(arguments[0]))
     parent, namespaces = int(arguments[1]), arguments[2] == "namespaces"
-    limits, modules = sandbox.Limits(**json.loads(arguments[3])), arguments[4].split(",")
+    limits, modules = Limits(**json.loads(arguments[3])), json.loads(arguments[4])
     os.environ.clear()
+    with contextlib.suppress(OSError):
+        sandbox.write("/proc/self/oom_score_adj", "1000")  # where memory ends, a call ends, and not the training
     try:
         folders = load(modules)
         with open("/proc/self/statm") as sizes:
@@ -62,16 +82,22 @@ def main(arguments: list[str]) -> None:
         if server == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             sandbox.die_with_parent()
-            own = None
+            gc.collect()
+            gc.freeze()
+            sandbox.use_huge_pages()
+            own, visible = None, ["/dev/null", *folders]
             if namespaces:
                 own = os.open("/proc/self/ns/pid", os.O_RDONLY)
-                sandbox.new_root(["/dev/null", *folders], _site_folders())
-            Server(control, limits, own, used).serve()
+                sandbox.new_root(visible, _site_folders())
+            else:
+                sandbox.restrict_files(visible)
+            serve(control, limits, own, used)
             os._exit(0)
     except Exception as error:  # noqa: BLE001  # the training says it
         control.sendall(f"{type(error).__name__}: {error}".encode()[:4096])
         os._exit(1)
-    watch(control, parent, server)
+    control.close()
+    watch(parent)
 
 
 def load(modules: list[str]) -> list[str]:
@@ -81,7 +107,8 @@ def load(modules: list[str]) -> list[str]:
     before = set(sys.modules)
     for name in modules:
         importlib.import_module(name)
-    exec("from sympy import *\nintegrate(Symbol('x') ** 2)\nsolve(Symbol('x') ** 2 - 1)", {}) if "sympy" in modules else None
+        if name in PREPARED:
+            exec(PREPARED[name], {})
     folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     for name in {name.partition(".")[0] for name in set(sys.modules) - before}:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -96,118 +123,73 @@ def _site_folders() -> list[str]:
     return [os.path.join(folder, name) for folder in set(standard) for name in ("site-packages", "dist-packages")]
 
 
-def watch(control: socket.socket, parent: int, server: int) -> None:
-    """Until the training has closed its end or is gone. Not PR_SET_PDEATHSIG: that goes with the thread that started
-    this process."""
+def watch(parent: int) -> None:
+    """Until the training is gone; that it has closed its socket `serve` sees, whose end is this process's. Not
+    PR_SET_PDEATHSIG, which goes with the thread that started this process."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+
+
+def serve(control: socket.socket, limits: Limits, own: int | None, used: int) -> None:
+    """Until the control socket's other end is closed.
+
+    Args:
+        own: descriptor of this process's pid namespace, or None where there are no namespaces.
+        used: bytes of address space that this process takes.
+    """
+    for threads in (False, True):
+        sandbox.seccomp_filter(own is not None, threads)  # remembered, and not made in each call
+    calls: dict[int, tuple[socket.socket, int]] = {}
+    """By the socket's descriptor: socket, process id."""
     poll = select.poll()
-    poll.register(control, select.POLLRDHUP)
-    while os.getppid() == parent and not poll.poll(500):
-        pass
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.kill(server, signal.SIGKILL)
-    os.waitpid(server, 0)
-
-
-@dataclasses.dataclass
-class Call:
-    child: int
-    connection: Connection
-    output: int
-    """The end of a pipe to which the child prints."""
-    deadline: float
-    printed: bytes = b""
-
-
-class Server:
-    """Args: `own`: descriptor of the server's pid namespace, or None where there are no namespaces; `used`: bytes of
-    address space that it takes."""
-
-    def __init__(self, control: socket.socket, limits: sandbox.Limits, own: int | None, used: int):
-        self._control, self._limits, self._own, self._used = control, limits, own, used
-        self._calls: dict[int, Call] = {}
-        """By either descriptor."""
-        self._poll = select.poll()
-
-    def serve(self) -> None:
-        for threads in (False, True):
-            sandbox.seccomp_filter(self._own is not None, threads)  # remembered, and not made in each call
-        gc.collect()
-        gc.freeze()
-        self._poll.register(self._control, select.POLLIN)
-        self._control.sendall(b"ready")
-        while True:
-            first = min((call.deadline for call in self._calls.values()), default=None)
-            wait_ms = None if first is None else max(0.0, first - time.monotonic()) * 1000
-            for descriptor, _ in self._poll.poll(wait_ms):
-                if descriptor == self._control.fileno():
-                    _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
-                    if not descriptors:
-                        return
-                    self._begin(Connection(descriptors[0]))
-                elif (call := self._calls.get(descriptor)) is None:
-                    continue  # ended by the event before this one
-                elif descriptor == call.output:
-                    self._read(call)
-                else:
-                    self._end(call)  # nobody waits for it any more
-            for call in {id(call): call for call in self._calls.values() if call.deadline <= time.monotonic()}.values():
-                self._end(call, f"TimeoutError: the code ran for more than {self._limits.timeout_s:g} s")
-
-    def _begin(self, connection: Connection) -> None:
-        output, far_end = os.pipe()
-        try:
-            if self._own is not None:
-                sandbox.new_processes(self._own)
-            child = os.fork()
-        except OSError:  # no more processes: the socket closes without an answer
+    poll.register(control, select.POLLIN)
+    control.sendall(b"ready")
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in calls:
+                poll.unregister(descriptor)
+                _end(*calls.pop(descriptor))
+                continue
+            _, received, _, _ = socket.recv_fds(control, 1, 2)
+            if not received:
+                return
+            connection, output = socket.socket(fileno=received[0]), received[1]
+            try:
+                if own is not None:
+                    sandbox.new_processes(own)
+                child = os.fork()
+            except OSError:  # no more processes: the socket closes without an answer
+                connection.close()
+            else:
+                if child == 0:
+                    run(connection, output, limits, own is not None, used)
+                calls[connection.fileno()] = connection, child
+                poll.register(connection, select.POLLRDHUP)
             os.close(output)
-            connection.close()
-        else:
-            if child == 0:
-                run(connection, far_end, self._limits, self._own is not None, self._used)
-            call = Call(child, connection, output, time.monotonic() + self._limits.timeout_s)
-            self._calls |= {output: call, connection.fileno(): call}
-            self._poll.register(output, select.POLLIN)
-            self._poll.register(connection, select.POLLRDHUP)
-        os.close(far_end)
-
-    def _read(self, call: Call) -> None:
-        part = os.read(call.output, 1 << 16)
-        call.printed += part
-        if not part or len(call.printed) > 4 * self._limits.max_output:  # of UTF-8's longest
-            self._end(call)
-
-    def _end(self, call: Call, reason: str = "") -> None:
-        """Kill what is left of a call, and answer."""
-        os.kill(call.child, signal.SIGKILL)  # where it ends by itself its own exit code stays
-        _, status = os.waitpid(call.child, 0)
-        text = call.printed.decode(errors="replace")
-        if len(text) > self._limits.max_output:
-            text = text[: self._limits.max_output]
-            reason = f"[output cut at {self._limits.max_output} characters]"
-        elif not reason and os.WIFSIGNALED(status):
-            reason = f"the process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
-        with contextlib.suppress(OSError):  # the training may have gone
-            call.connection.send_bytes("\n".join(filter(None, [text.rstrip("\n"), reason])).encode())
-        for descriptor in (call.output, call.connection.fileno()):
-            self._poll.unregister(descriptor)
-            del self._calls[descriptor]
-        os.close(call.output)
-        call.connection.close()
 
 
-def run(connection: Connection, output: int, limits: sandbox.Limits, namespaces: bool, used: int) -> NoReturn:
-    """Execute the code that comes over `connection` as a notebook's cell does: the value of a last expression is printed, an error is its last line."""
+def _end(connection: socket.socket, child: int) -> None:
+    os.kill(child, signal.SIGKILL)  # where it has ended by itself its own exit code stays
+    _, status = os.waitpid(child, 0)
+    with connection, contextlib.suppress(OSError):  # the training may have gone
+        connection.sendall(EXIT_CODE.pack(os.waitstatus_to_exitcode(status)))
+
+
+def run(connection: socket.socket, output: int, limits: Limits, namespaces: bool, used: int) -> NoReturn:
+    """Execute the code that comes over `connection` as a notebook's cell does: the value of a last expression is
+    printed, and an error as its last line."""
     status = 1
     try:
-        code = json.loads(connection.recv_bytes())
+        (length,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
+        code = json.loads(connection.recv(length, socket.MSG_WAITALL))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # of the new root, where nothing can be changed
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        sys.stdout = io.TextIOWrapper(open(1, "wb", 0), "utf-8", "backslashreplace", write_through=True)
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), "utf-8", "backslashreplace", write_through=True)
         sys.stderr = sys.stdout
         sys.argv, sys.path[:] = [""], ["", *sys.path]
-        random.seed(0)  # what a call prints depends on its code alone
+        random.seed(0)  # a fork has drawn a seed of its own
         sandbox.confine(limits, namespaces, used)
         status = _execute(code)
         sys.stdout.flush()
@@ -231,7 +213,7 @@ def _execute(code: str) -> int:
         print(end.code)
         return 1
     except BaseException as error:  # noqa: BLE001
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         line = _line(error)
         traceback.clear_frames(error.__traceback__)

@@ -4,42 +4,51 @@
         python("print(1 + 1)")  # "2"
 
 Written here on the kernel's own means, as nothing that is kept does it: bubblewrap is a program that not every machine
-has and starts an interpreter for each call (0.4 s with sympy); sandlock shares the network and the process table, and
-needs Landlock, which the 4.19 and 5.10 kernels of Ascend hosts lack; pydantic-monty is an interpreter of a part of
-Python, without sympy.
+has, and sandlock (Landlock, seccomp; its page asks for Linux 6.7, where Ascend's hosts run 4.19 and 5.10) confines a
+command too, so that each call starts an interpreter, 0.4 s with sympy; pydantic-monty interprets a part of Python,
+without sympy.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from perl.base.errors import UserError
+from perl.base.errors import RunError, UserError
+from perl.environments.python_server import EXIT_CODE, LENGTH
 from perl.environments.sandbox import Limits
 
 logger = logging.getLogger(__name__)
 
 Level = Literal["limits", "namespaces"]
 ISOLATION: dict[Level, str] = {
-    "limits": "limits and a filter of system calls: no network, no processes, no writing, but files can be read",
-    "namespaces": "namespaces of users, processes, files and network; limits; a filter of system calls",
+    "limits": "limits and a filter of system calls: no network, no processes, no writing",
+    "namespaces": "namespaces of processes, files and network; limits; a filter of system calls",
 }
 """From the weakest to the strongest."""
+DEFAULT = Limits()
 START_DEADLINE_S = 120.0
 """Importing sympy takes half a second, and much longer on a machine that is busy loading a model."""
 GRACE_S = 10.0
 """For the server, on top of a call's own limit."""
+MOST_AT_ONCE = 32
+"""Each may take its memory."""
+UTF8 = 4
+"""Bytes that a character may take."""
 LOST = "RuntimeError: the code was not run to its end"
 _START = """
 import json, sys
@@ -47,11 +56,12 @@ sys.path[:] = json.loads(sys.argv.pop())
 from perl.environments import python_server
 python_server.main(sys.argv[1:])
 """
+READABLE = "files can be read"
 _PROBE = """
 import os, socket
 found = []
 try:
-    found.append(open({file!r}) and "files can be read")
+    found.append(open({file!r}) and {readable!r})
 except OSError:
     pass
 try:
@@ -79,17 +89,23 @@ class PythonTool:
         UserError: less than `required` can be had here, or a module is missing.
     """
 
-    def __init__(
-        self, limits: Limits = Limits(), required: Level = "namespaces", modules: tuple[str, ...] = ("sympy",)
-    ):
+    def __init__(self, limits: Limits = DEFAULT, required: Level = "namespaces", modules: tuple[str, ...] = ("sympy",)):
+        for name, value in asdict(limits).items():
+            if value <= 0:
+                raise UserError(f"the Python tool's {name} is {value:g}; write a number above 0")
+        for module in modules:
+            if importlib.util.find_spec(module) is None:
+                raise UserError(f"the Python tool is to import {module}, which is not installed for {sys.executable}")
         self.limits, self._modules = limits, modules
         self._lock = threading.Lock()
         # More at once would have each other's seconds counted.
-        self._slots = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+        self._slots = threading.BoundedSemaphore(min(MOST_AT_ONCE, len(os.sched_getaffinity(0))))
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._owner = os.getpid()
+        self._owner, self._closed = os.getpid(), False
         self.level: Level = "namespaces"
+        self.isolation = ""
+        """What was reached, in words."""
         reason = self._try("namespaces")
         if reason and required == "limits":
             self.level = "limits"
@@ -98,26 +114,57 @@ class PythonTool:
         elif reason:
             raise UserError(
                 f"the Python tool can't be isolated by namespaces here: {reason}; allow them (in a container:"
-                " --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), or require 'limits', where code can read"
-                " every file that the training can"
+                " --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN), or require 'limits', where on older"
+                " kernels code can read the training's files"
             )
-        logger.info("Python tool: %s%s", ISOLATION[self.level], f" (no namespaces: {reason})" if reason else "")
+        logger.info("Python tool: %s%s", self.isolation, f" (no namespaces: {reason})" if reason else "")
 
     def __call__(self, code: str) -> str:
         """What `code` printed, with the value of a last expression as in a notebook; behind it an error's last line,
         or why it was ended."""
+        return self._run(code, self.limits.timeout_s)
+
+    def _run(self, code: str, timeout_s: float) -> str:
         with self._slots:
-            server, connection = self._connect()
-            try:
-                connection.send_bytes(json.dumps(code).encode())
-                if connection.poll(self.limits.timeout_s + GRACE_S):
-                    return connection.recv_bytes().decode()
-            except (EOFError, OSError):
-                return LOST
-            finally:
-                connection.close()
-            server.kill()  # it hangs
-            return LOST
+            server, connection, output = self._begin()
+            with connection, os.fdopen(output, "rb", 0) as pipe:
+                try:
+                    message = json.dumps(code).encode()
+                    connection.sendall(LENGTH.pack(len(message)) + message)
+                    printed, late = self._read(pipe, timeout_s)
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.settimeout(GRACE_S)
+                    answer = connection.recv(EXIT_CODE.size)
+                except TimeoutError:
+                    server.kill()  # it hangs
+                    return LOST
+                except OSError:
+                    return LOST
+            return self._text(printed, EXIT_CODE.unpack(answer)[0], late) if answer else LOST
+
+    def _read(self, pipe: io.FileIO, timeout_s: float) -> tuple[bytes, bool]:
+        """What comes until the code has ended or has printed more than it may, and whether its time was over first."""
+        printed, deadline = b"", time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        while len(printed) <= UTF8 * self.limits.max_output:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return printed, True
+            part = pipe.read(1 << 16)
+            if not part:
+                break
+            printed += part
+        return printed, False
+
+    def _text(self, printed: bytes, exit_code: int, late: bool) -> str:
+        text, most = printed.decode(errors="replace").rstrip("\n"), self.limits.max_output
+        if len(text) > most:
+            return f"{text[:most]}\n[output cut at {most} characters]"
+        if exit_code >= 0:
+            return text
+        reason = f"the code was ended: {signal.strsignal(-exit_code)}"
+        why = f"TimeoutError: the code ran for more than {self.limits.timeout_s:g} s" if late else reason
+        return "\n".join(filter(None, [text, why]))
 
     def __enter__(self) -> PythonTool:
         return self
@@ -126,8 +173,9 @@ class PythonTool:
         self.close()
 
     def close(self) -> None:
-        """End the server and every call."""
+        """End the server and every call; there are no further ones."""
         with self._lock:
+            self._closed = True
             self._end()
 
     def _try(self, level: Level) -> str | None:
@@ -139,42 +187,54 @@ class PythonTool:
             if reason := self._start():
                 return reason
         namespaces = level == "namespaces"
-        probe = _PROBE.format(file=str(Path(__file__).resolve()), parent=os.getpid(), namespaces=namespaces)
-        found = self(probe)
-        if found and (namespaces or found != "files can be read"):
-            self.close()
+        probe = _PROBE.format(file=sys.executable, parent=os.getpid(), namespaces=namespaces, readable=READABLE)
+        found = self._run(probe, START_DEADLINE_S)
+        self.isolation = ISOLATION[level]
+        if not namespaces:
+            self.isolation += f", but {found}" if found else ", no files but Python's"
+        if found and (namespaces or found != READABLE):
+            with self._lock:
+                self._end()
             return f"tried, and {found}"
         return None
 
-    def _connect(self) -> tuple[subprocess.Popen[bytes], Connection]:
+    def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+        """Begin a call: the server, the socket for its code, the pipe that it prints to."""
         with self._lock:
             if self._owner != os.getpid():  # a fork: the server is the parent's
                 self._server, self._control, self._owner = None, None, os.getpid()
+            if self._closed:
+                raise RunError("the Python tool is closed")
             for _ in range(2):
                 if self._server is not None and self._control is not None and self._server.poll() is None:
                     ours, theirs = socket.socketpair()
-                    with theirs:
-                        try:
-                            socket.send_fds(self._control, [b"c"], [theirs.fileno()])
-                            return self._server, Connection(ours.detach())
-                        except OSError:
-                            ours.close()
+                    output, far_end = os.pipe()
+                    try:
+                        socket.send_fds(self._control, [b"c"], [theirs.fileno(), far_end])
+                        return self._server, ours, output
+                    except OSError:
+                        ours.close()
+                        os.close(output)
+                    finally:
+                        theirs.close()
+                        os.close(far_end)
                 if self._server is not None:
                     self._end()
                     logger.warning("the Python tool's server has ended; it is started again")
                 if reason := self._start():
-                    raise RuntimeError(f"the Python tool can't be started again: {reason}")
-            raise RuntimeError("the Python tool's server ends as soon as it is started")
+                    raise RunError(f"the Python tool can't be started again: {reason}")
+            raise RunError("the Python tool's server ends as soon as it is started")
 
     def _start(self) -> str | None:
         """Start the server at `level`; why not, where that fails. The lock is held."""
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[2])
         path = [root, *(os.path.abspath(entry) for entry in sys.path if entry)]
+        interpreter = [sys.executable, "-P", "-s", "-B", "-c", _START]
+        settings = [json.dumps(value) for value in (asdict(self.limits), self._modules, path)]
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-P", "-s", "-B", "-c", _START, str(theirs.fileno()), str(os.getpid())]
-                + [self.level, json.dumps(asdict(self.limits)), ",".join(self._modules), json.dumps(path)],
+                [*interpreter, str(theirs.fileno()), str(os.getpid()), self.level, *settings],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,8 +1,9 @@
-"""What the kernel does to hold code that nobody has read: namespaces, limits, a seccomp filter. By ctypes, without root.
+"""What the kernel does to hold code that nobody has read. By ctypes, without root.
 
-Two steps. The server of perl/environments/python_server.py takes the first one once (`enter`): a user namespace, a root
-folder that has Python's own files and nothing else, no network. Each call takes the second one in a process of its own
-(`confine`): a folder in memory that vanishes with it, a user without rights, limits, and the filter.
+Two steps. The server of perl/environments/python_server.py takes the first once (`new_namespaces`, `new_root`): users,
+network and host name of its own, and a root folder that has Python's files and nothing else. Each call takes the second
+in a process of its own (`new_processes`, `confine`): a process table, a folder in memory that vanishes with it, a user
+without rights, limits, and a filter of system calls.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import os
 import platform
 import resource
 import signal
+import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 NOBODY = 65534
-SCRATCH = "/tmp"
+SCRATCH = "/sandbox"
+"""A call's folder, in its own root; Python's files may lie below any other one."""
+_MOUNT_POINT = "/tmp"
+"""Any folder that each machine has: the new root lies here until it is the root."""
 FILES = 64
 """Descriptors that a call may have open."""
 THREADS = 64
@@ -33,6 +38,11 @@ _CLONE_NEWCGROUP, _CLONE_THREAD = 0x2000000, 0x10000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
 _MS_REC, _MS_PRIVATE, _MNT_DETACH = 1 << 14, 1 << 18, 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_ALL, _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = (1 << 13) - 1, 1 << 2, 1 << 3
+"""Of its first version."""
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,8 +58,6 @@ class Limits:
     max_output: int = 4000
 
 
-# ---------------------------------------------------------------------------------------------- system calls
-
 _COMPUTE = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, close 3 57, close_range 436 436,
 lseek 8 62, dup 32 23, dup2 33 -, dup3 292 24, fstat 5 80, newfstatat 262 79, statx 332 291, stat 4 -, lstat 6 -,
@@ -64,7 +72,7 @@ gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177
 114, clock_nanosleep 230 115, nanosleep 35 101, time 201 -, times 100 153, getrusage 98 165, getrlimit 97 163,
 sysinfo 99 179, uname 63 160, umask 95 166, alarm 37 -, getitimer 36 102, setitimer 38 103, pause 34 -, exit 60 93,
 exit_group 231 94, wait4 61 260, waitid 247 95, set_robust_list 273 99, set_tid_address 218 96, rseq 334 293,
-restart_syscall 219 128, membarrier 324 283, flock 73 32, fsync 74 82, fdatasync 75 83, sendto 44 206, recvfrom 45
+restart_syscall 219 128, fsync 74 82, fdatasync 75 83, sendto 44 206, recvfrom 45
 207, shutdown 48 210, getsockopt 55 209, getpeername 52 205, getsockname 51 204, openat 257 56, fcntl 72 25, ioctl
 16 29, prlimit64 302 261, clone 56 220, socketpair 53 199
 """
@@ -85,32 +93,26 @@ _EPERM, _ENOSYS = 0x50001, 0x50026
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 
 Rule = tuple[int, int, tuple[int, ...]]
-"""(argument, mask, values): a call is allowed where the argument's masked lower half is one of the values."""
+"""(argument, mask, values): the argument's masked lower half has to be one of the values."""
 
 
-def _rules(writing: bool, threads: bool) -> dict[str, Rule]:
+def _rules(writing: bool, threads: bool) -> dict[str, list[Rule]]:
     namespaces = (
-        _CLONE_NEWNS
-        | _CLONE_NEWUTS
-        | _CLONE_NEWIPC
-        | _CLONE_NEWUSER
-        | _CLONE_NEWPID
-        | _CLONE_NEWNET
-        | _CLONE_NEWCGROUP
+        _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWCGROUP
     )
     no_mask = 0xFFFFFFFF
     opens_for_writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
     stream = [1 | flags for flags in (0, 0o4000, 0o2000000, 0o2004000)]  # SOCK_STREAM: a datagram can be sent anywhere
     return {
-        "prlimit64": (0, no_mask, (0,)),  # its own
+        "prlimit64": [(0, no_mask, (0,))],  # its own
         # Threads of this process; no new one, so nothing outlives it.
-        "clone": (0, _CLONE_THREAD | namespaces, (_CLONE_THREAD,) if threads else ()),
-        "openat": (2, 0 if writing else opens_for_writing, (0,)),
-        # Duplicates, flags, locks and a pipe's size; not whom a descriptor sends signals to (F_SETOWN).
-        "fcntl": (1, no_mask, (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)),
+        "clone": [(0, _CLONE_THREAD | namespaces, (_CLONE_THREAD,) if threads else ())],
+        "openat": [(2, 0 if writing else opens_for_writing, (0,))],
+        # Duplicates, flags, a pipe's size; not whom a descriptor sends signals to, nor locks, which nothing counts.
+        "fcntl": [(1, no_mask, (0, 1, 2, 3, 4, 1030, 1032))],
         # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
-        "ioctl": (1, no_mask, (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)),
-        "socketpair": (1, no_mask, tuple(stream)),
+        "ioctl": [(1, no_mask, (0x5401, 0x541B, 0x5421, 0x5450, 0x5451))],
+        "socketpair": [(0, no_mask, (socket.AF_UNIX,)), (1, no_mask, tuple(stream))],
     }
 
 
@@ -136,11 +138,12 @@ def seccomp_filter(writing: bool, threads: bool) -> bytes:
         if name not in rules:
             program += [(equal, 0, 1, number), (return_, 0, 0, _ALLOW)]
             continue
-        argument, mask, values = rules[name]
-        check = [(load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask)]
-        for value in values:
-            check += [(equal, 0, 1, value), (return_, 0, 0, _ALLOW)]
-        check.append((return_, 0, 0, _EPERM))
+        check = []
+        for argument, mask, values in rules[name]:
+            check += [(load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask)]
+            check += [(equal, len(values) - at, 0, value) for at, value in enumerate(values)]
+            check.append((return_, 0, 0, _EPERM))
+        check.append((return_, 0, 0, _ALLOW))
         program += [(equal, 0, len(check), number), *check]
     program += [(at_least, 0, 1, _UNIFIED), (return_, 0, 0, _ENOSYS), (return_, 0, 0, _EPERM)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
@@ -161,7 +164,7 @@ def install_filter(program: bytes) -> None:
 def _checked(name: str, *arguments: Any) -> None:
     if getattr(_libc, name)(*arguments) == -1:
         number = ctypes.get_errno()
-        shown = " ".join(a.decode() for a in arguments if isinstance(a, bytes))
+        shown = " ".join(a.decode(errors="replace") for a in arguments if isinstance(a, bytes))
         raise OSError(number, os.strerror(number), " ".join([name, *filter(None, [shown])]))
 
 
@@ -170,30 +173,44 @@ def die_with_parent() -> None:
     _checked("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-# ------------------------------------------------------------------------------------------------ namespaces
+def use_huge_pages() -> None:
+    """Put this process's memory into pages of 2 MiB, where the kernel has them: a fork then copies a table of dozens
+    of entries and not one of ten thousands."""
+    with open("/proc/self/maps") as maps:
+        regions = [line.split() for line in maps]
+    for region in regions:
+        if region[1] == "rw-p" and region[4] == "0" and region[5:] in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in region[0].split("-"))
+            for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+                _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
 def new_namespaces() -> None:
     """Move this process to namespaces of users, mounts, network, IPC and host name; its next child is the first
-    process of a pid namespace.
+    process of a pid namespace. Root may go without one of users, which some hosts have switched off.
 
     Raises:
         OSError: this user may not do so here; the process is then to be ended, as half of it may be done.
     """
     uid, gid = os.geteuid(), os.getegid()
-    new = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
-    if uid == 0 and _unshare_as_root(new):
-        return
-    if uid:
-        _checked("unshare", new)
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{uid} {uid} 1")
-    _write("/proc/self/gid_map", f"{gid} {gid} 1")
+    new = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
+    if uid == 0:
+        try:
+            if _unshare_as_root(new | _CLONE_NEWUSER):
+                return
+        except OSError:
+            _checked("unshare", new)
+            return
+    else:
+        _checked("unshare", new | _CLONE_NEWUSER)
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"{uid} {uid} 1")
+    write("/proc/self/gid_map", f"{gid} {gid} 1")
 
 
 def _unshare_as_root(new: int) -> bool:
-    """unshare, as root of which NOBODY can be mapped too: root has no limit of processes. Whether it could be, which
-    a process that has stayed outside has to do."""
+    """unshare, and whether NOBODY is then mapped beside root, whose processes the kernel does not count. The maps are
+    written by a process that stays outside."""
     ready_out, ready_in = os.pipe()
     parent = os.getpid()
     helper = os.fork()
@@ -203,7 +220,7 @@ def _unshare_as_root(new: int) -> bool:
             os.close(ready_in)
             if os.read(ready_out, 1):
                 for ids in ("uid_map", "gid_map"):
-                    _write(f"/proc/{parent}/{ids}", f"0 0 1\n{NOBODY} {NOBODY} 1")
+                    write(f"/proc/{parent}/{ids}", f"0 0 1\n{NOBODY} {NOBODY} 1")
                 done = 0
         finally:
             os._exit(done)
@@ -217,7 +234,7 @@ def _unshare_as_root(new: int) -> bool:
     return status == 0
 
 
-def _write(path: str, text: str) -> None:
+def write(path: str, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -235,12 +252,13 @@ def new_root(visible: Iterable[str], hidden: Iterable[str]) -> None:
     an empty folder SCRATCH.
 
     Args:
-        visible: absolute, without links.
+        visible: absolute.
         hidden: folders below visible ones that are empty in the new root, but for what is visible in them.
     """
+    socket.sethostname("sandbox")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     sources = {path: os.open(path, os.O_PATH) for path in visible}  # before anything lies on top of them
-    top = SCRATCH
+    top = _MOUNT_POINT
     _mount("tmpfs", top, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
     mounted = [top]
     for path in sorted({*sources, *hidden}, key=lambda path: path.count("/")):
@@ -268,6 +286,22 @@ def new_root(visible: Iterable[str], hidden: Iterable[str]) -> None:
     os.chdir("/")
 
 
+def restrict_files(visible: Iterable[str]) -> None:
+    """In the place of `new_root`, without namespaces: let this process and its children read what is `visible` and
+    nothing else, by Landlock. Does nothing where the kernel is older than 5.13 or has it switched off."""
+    if _libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1) < 1:  # its version
+        return
+    ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
+    for path in visible:
+        descriptor = os.open(path, os.O_PATH)
+        allowed = _LANDLOCK_READ_FILE | (_LANDLOCK_READ_DIR if os.path.isdir(path) else 0)
+        _checked("syscall", _LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
+        os.close(descriptor)
+    _checked("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _checked("syscall", _LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
 def new_processes(own: int) -> None:
     """The next child is the first process of a pid namespace: its end is the end of all that it starts.
 
@@ -290,7 +324,8 @@ def confine(limits: Limits, namespaces: bool, used: int) -> None:
     """
     if namespaces:
         _checked("unshare", _CLONE_NEWNS)
-        _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, f"size={limits.scratch_mb}m,nr_inodes=1k")
+        options = f"size={limits.scratch_mb}m,nr_inodes=1k"
+        _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
         os.chdir(SCRATCH)
         os.umask(0o077)
         if os.getuid() == 0:
@@ -303,10 +338,11 @@ def confine(limits: Limits, namespaces: bool, used: int) -> None:
     _checked("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     seconds = int(limits.timeout_s) + 1
     memory = used + (limits.memory_mb << 20)
-    bounds: Mapping[int, tuple[int, int]] = {
+    file_size = limits.scratch_mb << 20 if namespaces else 0
+    bounds = {
         resource.RLIMIT_AS: (memory, memory + ERROR_ROOM),
         resource.RLIMIT_CPU: (seconds, seconds),
-        resource.RLIMIT_FSIZE: (limits.scratch_mb << 20,) * 2 if namespaces else (0, 0),
+        resource.RLIMIT_FSIZE: (file_size, file_size),
         resource.RLIMIT_NOFILE: (FILES, FILES),
         resource.RLIMIT_NPROC: (THREADS, THREADS),
         resource.RLIMIT_CORE: (0, 0),
