@@ -18,30 +18,33 @@ at the same seed with the p-value of a paired t-test (two-sided, not corrected f
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from benchmarks._learning import is_there, learn, markdown, panels, rows_to_draw, write_between
+from benchmarks._learning import (
+    MEASURES,
+    Row,
+    difference_of,
+    is_there,
+    learn_once,
+    markdown,
+    mean_of,
+    panels,
+    quickstart_evaluation,
+    rows_to_draw,
+    validated,
+    write_between,
+)
 from perl.base.errors import report_errors
-from perl.base.files import add_row
-from perl.scoring.statistics import seeds_reach, t_tails
 from perl.tools import real
 from perl.tools.quickstart import run as quickstart
-from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.stages import ROOT, Evaluation
 
 RESULTS = ROOT / "docs" / "results" / "aqn.jsonl"
 PAGE = ROOT / "docs" / "aqn.md"
-LAST = 10
-"""Steps at the end of a training whose entropy is averaged."""
 
 
 SCHEDULES: dict[str, dict[str, object]] = {
@@ -78,9 +81,7 @@ class Start:
 
 def quickstart_start(seed: int) -> Start:
     flags = ("--config.common.seed", str(seed))
-    how = Evaluation(
-        model=BASE_FOLDER, held_out=quickstart.HELD_OUT, sampled=SAMPLED, greedy=GREEDY, engine="hf", seed=seed
-    )
+    how = quickstart_evaluation(seed)
     return Start("quickstart", quickstart.RECIPE, flags, how, 0.05, 0.05)  # the guides'; these norm weights are 1
 
 
@@ -112,81 +113,28 @@ def run_all(starts: Sequence[Start], arms: Sequence[str], steps: int | None, out
                 continue
             flags = [*start.flags, *noise_flags(arm, start), *validated(start.how)]
             flags += ["--config.training.max_steps", str(max_steps)]
-            with tempfile.TemporaryDirectory() as name:
-                folder = Path(name) / "train"
-                found = learn(start.recipe, flags, folder)
-                scores = scores_of(folder)
-            if not is_there(output, run, max_steps):  # a command beside this one may have been faster
-                add_row(output, {**run, **scores, **found})
-            print(f"{', '.join(map(str, run.values()))}: {scores}, {found['train_s']} s", flush=True)
-
-
-def scores_of(folder: Path) -> dict[str, float]:
-    """Accuracy at temperature 1 and pass@n that the validation after the last step has left in a run's folder."""
-    (file,) = folder.glob("validation/step-*/*/summary.json")
-    metrics = json.loads(file.read_text(encoding="utf-8"))["metrics"]
-    return {name: metrics[name]["value"] for name in ("accuracy", "pass@8")}
-
-
-def validated(how: Evaluation) -> list[str]:
-    """Flags that score the adapter after the last step, in the training itself: what perl/eval.py would find."""
-    settings = {
-        "datasets": json.dumps([str(how.held_out)]),
-        "n": how.sampled.n,
-        "temperature": how.sampled.temperature,
-        "max_new_tokens": how.sampled.max_new_tokens,
-        "before_train": "false",
-    }
-    return [word for name, value in settings.items() for word in (f"--config.validation.{name}", str(value))]
+            learn_once(start.recipe, flags, run, max_steps, output)
 
 
 # Drawing
 
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "accuracy": lambda row: 100 * row["accuracy"],
-    "pass@8": lambda row: 100 * row["pass@8"],
-    "reward": lambda row: statistics.mean(row["reward"]),
-    "entropy": lambda row: statistics.mean(row["entropy"][-LAST:]),
-}
-DIGITS = {"accuracy": 1, "pass@8": 1, "reward": 3, "entropy": 3}
 HEADS = ("arm, old_logps", "seeds", "at temperature 1, %", "pass@8, %", "mean reward over all steps",
          "entropy at the end", "points over none (p)", "mean reward over none (p)")  # fmt: skip
 
 
-def paired_test(differences: Sequence[float]) -> tuple[float, float]:
-    """Mean of the differences and the p-value of the two-sided paired t-test: 1 where all are 0, NaN of one."""
-    mean = statistics.mean(differences)
-    if len(differences) < 2:
-        return mean, math.nan
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    if error == 0:
-        return mean, 1.0 if mean == 0 else 0.0
-    return mean, t_tails(mean / error, len(differences) - 1)
-
-
-def table(results: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
+def table(results: Sequence[Row], heads: Sequence[str]) -> str:
     """Markdown: a row for each arm."""
-    by_arm = {arm: {row["seed"]: row for row in results if row["arm"] == arm} for arm in ARMS}
+    by_arm = {arm: [row for row in results if row["arm"] == arm] for arm in ARMS}
     lines = []
     for arm, runs in by_arm.items():
-        if not runs:
-            continue
-        cells = [arm, str(len(runs))]
-        for name, value in COLUMNS.items():
-            values = [value(row) for row in runs.values()]
-            reach = f" ± {seeds_reach(values):.{DIGITS[name]}f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.{DIGITS[name]}f}{reach}")
-        for name in ("accuracy", "reward"):
-            value, none = COLUMNS[name], by_arm["none"]
-            differences = [value(row) - value(none[seed]) for seed, row in runs.items() if seed in none]
-            mean, p = paired_test(differences) if differences and arm != "none" else (math.nan, math.nan)
-            shown = "" if math.isnan(p) else " (< 0.001)" if p < 0.001 else f" ({p:.3f})"
-            cells.append("" if math.isnan(mean) else f"{mean:+.{DIGITS[name]}f}{shown}")
-        lines.append(cells)
+        if runs:
+            base = by_arm["none"] if arm != "none" else []
+            cells = [arm, str(len(runs)), *(mean_of(runs, name) for name in MEASURES)]
+            lines.append([*cells, *(difference_of(runs, base, name) for name in ("accuracy", "reward"))])
     return markdown(heads, lines)
 
 
-def draw(results: Sequence[Mapping[str, Any]]) -> None:
+def draw(results: Sequence[Row]) -> None:
     for model in sorted({row["model"] for row in results}):
         rows = [row for row in results if row["model"] == model]
         steps = len(rows[0]["reward"])

@@ -1,12 +1,14 @@
 """How far a pool of workers carries a training: up to 512 of them, in virtual time.
 
-    python -m benchmarks.pool_simulation [--workers 8 64 512] [--lags 0 1 4] [--steps 10]
+    python -m benchmarks.pool_simulation [--workers 8 64 512] [--lags 0 1 4] [--newest 1 4] [--steps 10]
 
 The order of the batches and the lag are the Collector's, the queue and its dispatch the WorkerPool's: their code runs.
 Workers are links that answer by a virtual clock, a piece of n completions taking the tokens of its longest one at the
 published speed of a sequence (SERVICE), and the trainer is a sum of its tokens. Lengths are log-normal. As many devices
 train as sample; a batch has the same size whatever their number (strong scaling). Sending a policy takes the parent's
 one link in turn. The lag "all" hands out every batch at the start: workers that never wait, and unbounded staleness.
+A row "newest" is rollout.max_staleness: a worker has as many groups at once as a piece has, each of which ends alone,
+takes the newest policy, and ends what it has before it takes another.
 
 Steps an hour are those of the virtual clock. Real is what the parent's dispatch costs: CPU time in WorkerPool.submit
 and poll, and to pickle what is sent and unpickle what comes back, for each piece. Ends in a Markdown table and a line
@@ -60,17 +62,18 @@ class Clock:
 
 
 class VirtualLink:
-    """A worker: pieces one after the other. What it is sent comes through the parent's link."""
+    """A worker: pieces one after the other, or as many at once as it has room for. What it is sent comes through the
+    parent's link."""
 
     def __init__(self, executor: VirtualExecutor, deliver: Any):
         self.executor, self.deliver = executor, deliver
-        self.free = 0.0
-        """When it has done all it has."""
-        deliver(Ready(1, 0.0))
+        self.free, self.held = [0.0] * executor.room, None
+        """When each place for a piece has done all it has; the version that it has."""
+        deliver(Ready(executor.room, 0.0))
 
     def send(self, batch: Any) -> None:
         if batch is not None:
-            self.free = self.executor.work(self, batch)
+            self.executor.work(self, batch)
 
     def join(self, timeout: float) -> None: ...
 
@@ -85,8 +88,8 @@ class VirtualExecutor:
 
     devices = Devices("cpu", 1)
 
-    def __init__(self, workers: int, clock: Clock, speed: float):
-        self.workers, self.clock, self.speed = workers, clock, speed
+    def __init__(self, workers: int, clock: Clock, speed: float, room: int):
+        self.workers, self.clock, self.speed, self.room = workers, clock, speed, room
         self.events: list[tuple[float, int, VirtualLink, Result]] = []
         self.busy = self.link_free = self.sent = self.pickling = self.outside = 0.0
         self._number = itertools.count()
@@ -102,27 +105,28 @@ class VirtualExecutor:
 
     def close(self) -> None: ...
 
-    def work(self, link: VirtualLink, batch: Any) -> float:
-        """When the last piece of the batch is drawn."""
+    def work(self, link: VirtualLink, batch: Any) -> None:
         entered = began = time.process_time()
         crossed = pickle.dumps(batch)
         self.pickling += time.process_time() - began
         self.sent += len(crossed)
-        free, arrives = link.free, self.clock.now
+        arrives = self.clock.now
         if batch.payload is not None:
             self.sent += ADAPTER
             self.link_free = max(self.link_free, self.clock.now) + ADAPTER / LINK
             arrives = self.link_free + ADAPTER / SWITCH
+        if batch.weights != link.held:
+            link.held, link.free = batch.weights, [max(link.free)] * self.room
         for piece in batch.requests:
             lengths = [length_of(prompt.seed) for prompt in piece.prompts]
             seconds = max(lengths) / self.speed
-            free = max(free, arrives) + seconds
-            self.busy += seconds
+            free = max(heapq.heappop(link.free), arrives) + seconds
+            heapq.heappush(link.free, free)
+            self.busy += seconds / self.room
             made = tuple(Completion(token_ids=range(n), finish_reason="stop") for n in lengths)  # type: ignore[arg-type]
-            result = Result(piece.id, Drawn(made, batch.weights, batch.weights.digest, seconds), 1)
+            result = Result(piece.id, Drawn(made, batch.weights, batch.weights.digest, seconds), self.room)
             heapq.heappush(self.events, (free, next(self._number), link, result))
         self.outside += time.process_time() - entered
-        return free
 
 
 class VirtualEngine:
@@ -130,11 +134,15 @@ class VirtualEngine:
 
     def __init__(self, pool: WorkerPool, executor: VirtualExecutor, piece_size: int):
         self.pool, self.executor, self.piece_size = pool, executor, piece_size
-        self.weights = Weights()
+        self.version = Version("simulated", Weights(), "")
         self.calls = self.pieces = 0
         self.done: dict[Any, Drawn] = {}
         self.dispatch = 0.0
         """CPU seconds of the real code."""
+
+    def publish(self, weights: Weights) -> None:
+        self.version = Version("simulated", weights, "")
+        self.pool.submit(self.version, [], b"an adapter")
 
     def stream(self, feed: Sequence[Prompt]) -> Iterator[tuple[int, Completion]]:
         size, call = self.piece_size, self.calls
@@ -142,8 +150,7 @@ class VirtualEngine:
         starts = range(0, len(feed), size)
         pieces = [Piece((call, start // size), tuple(feed[start : start + size])) for start in starts]
         self.pieces += len(pieces)
-        version = Version("simulated", self.weights, "")
-        self._timed(lambda: self.pool.submit(version, pieces, b"an adapter"))
+        self._timed(lambda: self.pool.submit(self.version, pieces, b"an adapter"))
         self._timed(self._poll)
         return self._completions(pieces)
 
@@ -151,7 +158,9 @@ class VirtualEngine:
         for number, piece in enumerate(pieces):
             while piece.id not in self.done:
                 self._next_event()
-            yield from enumerate(self.done.pop(piece.id).completions, number * self.piece_size)
+            drawn = self.done.pop(piece.id)
+            for place, completion in enumerate(drawn.completions, number * self.piece_size):
+                yield place, replace(completion, weights=drawn.version.weights)
 
     def pass_time(self, seconds: float) -> None:
         """While the trainer trains."""
@@ -225,18 +234,21 @@ def length_of(seed: int) -> int:
     return min(LONGEST, max(2, round(random.Random(seed).lognormvariate(mu, SPREAD))))
 
 
-def simulate(device: str, workers: int, lag: int, steps: int, batch: int) -> dict[str, Any]:
+def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest: bool = False) -> dict[str, Any]:
     """A row of the table.
 
     Args:
         lag: `steps` and more is every batch at the start.
+        newest: `lag` is the largest staleness.
     """
     speed, trained = SERVICE[device]
     clock = Clock()
-    executor = VirtualExecutor(workers, clock, speed)
-    piece_size = max(1, min(64, batch * GROUP // workers))
+    piece_size, room = max(1, min(64, batch * GROUP // workers)), 1
+    if newest:
+        piece_size, room = GROUP, max(1, piece_size // GROUP)
+    executor = VirtualExecutor(workers, clock, speed, room)
     with tempfile.TemporaryDirectory() as folder:
-        pool = WorkerPool(executor, Any, Path(folder))  # type: ignore[arg-type]  # no worker has a job here
+        pool = WorkerPool(executor, Any, Path(folder), newest=newest)  # type: ignore[arg-type]  # no worker has a job here
         engine = VirtualEngine(pool, executor, piece_size)
         rows = [{"prompt": str(i)} for i in range(batch * steps)]
         parts: Any = {"engine": engine, "rewards": NoRewards(), "processes": Alone(), "clock": NoClock()}
@@ -246,21 +258,24 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int) -> dic
             batch=batch, group_size=GROUP, seed=row_seed(1, "simulation", 0), **parts,
             state=lambda: None, lag=lag,
         )  # type: ignore[arg-type]  # fmt: skip
+        ages: list[float] = []
         waited, kept, staleness, began = 0.0, 0, 0, time.process_time()
         for step in range(steps):
-            engine.weights = Weights(version=step)
+            engine.publish(weights := Weights(version=step))
             before = clock.now
-            drawn, _ = collector.collect(engine.weights, steps - step)
+            drawn, _ = collector.collect(weights, steps - step)
             waited += clock.now - before
-            kept = max(kept, len({each.weights for each in collector.ahead} | {engine.weights, drawn[0].weights}))
-            staleness = max(staleness, step - drawn[0].weights.version)
+            drew = {row.weights for row in drawn}
+            kept = max(kept, len({each.weights for each in collector.ahead} | {weights} | drew))
+            staleness = max(staleness, step - min(drew).version)
+            ages.append(sum(step - row.weights.version for row in drawn) / len(drawn))
             tokens = sum(len(row.token_ids) + len(row.prompt_ids) for row in drawn)
             engine.pass_time(tokens / (trained * workers))
         pool.unfinished.clear()
     return {
         "device": device,
         "workers": workers,
-        "lag": "all" if lag >= steps else lag,
+        "lag": f"newest {lag}" if newest else "all" if lag >= steps else lag,
         "piece_size": piece_size,
         "steps_per_hour": round(steps / clock.now * 3600, 1),
         "trainer_idle": round(waited / clock.now, 3),
@@ -268,6 +283,7 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int) -> dic
         "gb_sent_per_step": round(executor.sent / steps / 1e9, 2),
         "kept_gb": round(kept * ADAPTER / 1e9, 2),
         "staleness": staleness,
+        "mean_staleness": round(sum(ages) / steps, 2),
         "dispatch_ms": round(engine.dispatch / engine.pieces * 1e3, 3),
         "pickle_ms": round(executor.pickling / engine.pieces * 1e3, 3),
         "cpu_s": round(time.process_time() - began, 1),
@@ -279,6 +295,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices", nargs="*", choices=SERVICE, default=list(SERVICE))
     parser.add_argument("--workers", type=int, nargs="*", default=[8, 64, 512])
     parser.add_argument("--lags", type=int, nargs="*", default=[0, 1, 4])
+    parser.add_argument("--newest", type=int, nargs="*", default=[1, 4], help="rollout.max_staleness")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=BATCH, help="prompts")
     return parser
@@ -288,8 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     rows: list[dict[str, Any]] = []
     for device, workers in itertools.product(options.devices, options.workers):
-        for lag in [*options.lags, options.steps]:
-            rows.append(simulate(device, workers, lag, options.steps, options.batch))
+        kinds = [(lag, False) for lag in [*options.lags, options.steps]] + [(lag, True) for lag in options.newest]
+        for lag, newest in kinds:
+            rows.append(simulate(device, workers, lag, options.steps, options.batch, newest))
             print(json.dumps(rows[-1]), flush=True)
     print(markdown(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
     arguments_used = {name: value for name, value in vars(options).items() if name not in ("devices", "workers")}

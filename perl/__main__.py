@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
     "from-verl": ("perl.tools.from_verl", "translate a command, script or configuration of verl into a recipe"),
     "sweep": ("perl.tools.sweep", "train by a recipe with several settings and seeds, score and compare the trainings"),
+    "status": ("perl.tools.status", "say where a training stands that is running: step, waiting, workers, checkpoints"),
     "report": ("perl.tools.report", "write report.html of a training, of evaluations, or of both"),
     "compare": ("perl.tools.compare", "compare two evaluations problem by problem, or two trainings curve by curve"),
     "card": ("perl.tools.card", "write an adapter's scores into its model card (README.md)"),

@@ -219,6 +219,8 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.reward_curves",
             "benchmarks.adapter_paths",
             "benchmarks.aqn",
+            "benchmarks.staleness",
+            "benchmarks.delivery",
             "benchmarks.real",
             "benchmarks.accelerator",
             "benchmarks.report_page",

@@ -2,9 +2,10 @@
 
     python -m benchmarks.kills [--kills 20] [--seed 0] [--use_vllm]
     python -m benchmarks.kills --training [--kills 50] [--seed 0]
+    python -m benchmarks.kills --pool [--kills 30] [--seed 0]
 
-An evaluation (evaluation.py), or a training (training.py), with the quickstart's model and problems, against one that
-nothing happens to. The last line is JSON.
+An evaluation (evaluation.py), a training (training.py), or one whose workers draw ahead, with the quickstart's model
+and problems, against one that nothing happens to. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from pathlib import Path
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, help="default: 20 of an evaluation, 50 of a training")
+    parser.add_argument(
+        "--kills", type=int, help="default: 20 of an evaluation, 50 of a training, 30 of one with workers"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--use_vllm", action="store_true", help="of an evaluation")
     parser.add_argument("--training", action="store_true")
+    parser.add_argument("--pool", action="store_true", help="a training with workers; two kills of three are theirs")
     return parser
 
 
@@ -30,10 +34,12 @@ def main() -> None:
     arguments = make_parser().parse_args()
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    if arguments.training:
+    if arguments.training or arguments.pool:
         from benchmarks.kills.training import measure as measure_training
 
-        found = measure_training(folder, arguments.kills or 50, arguments.seed)
+        found = measure_training(
+            folder, arguments.kills or (30 if arguments.pool else 50), arguments.seed, arguments.pool
+        )
     else:
         from benchmarks.kills.evaluation import measure
 

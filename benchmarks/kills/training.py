@@ -5,7 +5,10 @@ between two logs, validation and AQN, are killed with SIGKILL while the model lo
 a checkpoint is written and in a validation; a tenth of the kills hit one of two processes that train together, whose
 launcher must end the other. The same command goes on each time; where a run ends before all kills are done another one
 begins. Each is compared with an undisturbed run of as many processes: the adapter bit for bit, metrics.jsonl but for
-times, and the prompts of each step.
+times, the prompts of each step, and what the last checkpoint says of the stream: its place, and the batches ahead.
+
+With `pool` two workers draw, two generation batches ahead. Two kills of three hit one of them, at a random moment after
+a log, the others the command. The undisturbed run has one worker.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks._nodes import alive
+import torch
+
+from benchmarks._nodes import alive, workers_below
 from perl.base.files import SAVING
 from perl.scoring.results import METRICS
 from perl.tools.supervise import children
@@ -30,7 +35,8 @@ from perl.tools.supervise import children
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S, GONE_WITHIN_S = 240.0, 60.0
 STEPS, VALIDATE, LOG = 40, 8, 2
-TIMES = ("timing/", "perf/", "time", "step_time", "train_runtime", "train_samples_per", "train_steps_per")
+TIMES = ("timing/", "perf/", "time", "step_time", "train_runtime", "train_samples_per", "train_steps_per",
+         "pool/trainer_waited", "pool/workers_idle", "pool/tokens_per_s", "pool/restarts")  # fmt: skip
 REWARD = """import json, os
 
 def prompts(prompts, trainer_state, **columns):
@@ -40,13 +46,16 @@ def prompts(prompts, trainer_state, **columns):
     return [0.0] * len(prompts)
 """
 PHASES = ("load", "rollout", "update", "saving", "validation")
+WORKER = "worker"
+"""In the place of a phase: a worker is killed, and the command goes on."""
+LAG, PIECE = 2, 8
 
 
 class Training:
     """A run, one command after the other."""
 
-    def __init__(self, folder: Path, processes: int):
-        self.folder, self.processes = folder, processes
+    def __init__(self, folder: Path, processes: int, workers: int):
+        self.folder, self.processes, self.workers = folder, processes, workers
         self.prompts_file = folder.with_suffix(".prompts")
         self.process: subprocess.Popen | None = None
 
@@ -70,6 +79,8 @@ class Training:
             "validation.every_steps": VALIDATE,
             "validation.save_best": "true",
         }
+        if self.workers:
+            settings |= {"rollout.workers": self.workers, "rollout.lag": LAG, "rollout.piece_size": PIECE}
         words = ["--recipe", str(ROOT / "recipes" / "quickstart.yaml")]
         words += [word for name, value in settings.items() for word in (f"--config.{name}", str(value))]
         command = [sys.executable, "-m", "perl.train"]
@@ -112,6 +123,12 @@ class Training:
     def adapter(self) -> bytes:
         return (self.folder / "adapter" / "adapter_model.safetensors").read_bytes()
 
+    def stream(self) -> Any:
+        """Of the last checkpoint: the stream's place, and the first position of each batch that was drawn ahead."""
+        last = max(self.folder.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+        states = [torch.load(file)["rollout"] for file in sorted(last.glob("process_state_*.pt"))]
+        return last.name, [(state["stream"], [batch["first"] for batch in state["ahead"]]) for state in states]
+
     def finish(self) -> None:
         if self.process is None:
             self.start()
@@ -128,6 +145,7 @@ def wait_for(training: Training, phase: str, rng: random.Random) -> bool:
     signs: dict[str, Callable[[], Any]] = {
         "load": lambda: 0,
         "rollout": lambda: _size(metrics),
+        WORKER: lambda: _size(metrics),
         "update": lambda: _size(training.prompts_file),
         "saving": lambda: any((training.folder / SAVING).glob("checkpoint-*")),
         "validation": lambda: _logged(metrics) % VALIDATE == 0 and _size(metrics),
@@ -140,7 +158,7 @@ def wait_for(training: Training, phase: str, rng: random.Random) -> bool:
         if time.monotonic() > deadline:
             raise RuntimeError(f"nothing of {phase} for {PATIENCE_S:.0f} s; see {training.folder}.log")
         time.sleep(0.002)
-    time.sleep(rng.uniform(0, {"load": load_s, "saving": 0.05, "validation": 0.4}.get(phase, 0.2)))
+    time.sleep(rng.uniform(0, {"load": load_s, "saving": 0.05, "validation": 0.4, WORKER: 2.0}.get(phase, 0.2)))
     return training.running()
 
 
@@ -172,26 +190,46 @@ def kill(training: Training, rng: random.Random) -> int:
     return left
 
 
-def disturb(folder: Path, processes: int, kills: int, rng: random.Random) -> tuple[Counter[str], list[Training], int]:
-    """Kill so often; kills by phase, the runs, brought to their end, and how many processes outlived a kill."""
+def kill_worker(training: Training, rng: random.Random) -> list[int]:
+    """Returns all processes below the command."""
+    assert training.process is not None
+    while training.running():
+        if workers := workers_below([training.process.pid]):
+            below = children(training.process.pid)
+            os.kill(rng.choice(workers), signal.SIGKILL)
+            return below
+        time.sleep(0.05)
+    return []
+
+
+def disturb(
+    folder: Path, processes: int, workers: int, kills: int, rng: random.Random
+) -> tuple[Counter[str], list[Training], int]:
+    """Kill so often; kills by phase, the runs, brought to their end, and how many processes outlived a kill or the
+    end."""
     done: Counter[str] = Counter()
-    runs = [Training(folder / f"disturbed-{processes}-0", processes)]
+    runs = [Training(folder / f"disturbed-{processes}-0", processes, workers)]
     left = 0
+    seen: set[int] = set()
     while done.total() < kills:
         training = runs[-1]
         if not training.running():
             if training.process is not None:  # it has ended
-                runs.append(Training(folder / f"disturbed-{processes}-{len(runs)}", processes))
+                runs.append(Training(folder / f"disturbed-{processes}-{len(runs)}", processes, workers))
                 training = runs[-1]
             training.start()
-        phase = PHASES[done.total() % len(PHASES)]
+        of_command = done.total() - done[WORKER]
+        phase = WORKER if workers and done[WORKER] < 2 * (of_command + 1) else PHASES[of_command % len(PHASES)]
         if wait_for(training, phase, rng):
-            left += kill(training, rng)
+            if phase == WORKER:
+                seen.update(kill_worker(training, rng))
+            else:
+                left += kill(training, rng)
             done[phase] += 1
             print(f"kill {done.total()} of {kills}, {processes} process(es): {phase}, {_where(training)}", flush=True)
     for training in runs:
         training.finish()
-    return done, runs, left
+    return done, runs, left + sum(map(alive, seen))
 
 
 def _where(training: Training) -> str:
@@ -213,21 +251,22 @@ def compare(quiet: Training, runs: list[Training]) -> Counter[str]:
         found["prompts_lost"] += (asked - prompts).total()
         found["prompts_twice"] += (prompts - asked).total()
         found["steps_of_other_prompts"] += training.asked() != quiet.asked()
+        found["streams_equal"] += training.stream() == quiet.stream()
     return found
 
 
-def measure(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    rng, of_ranks = random.Random(seed), kills // 10
+def measure(folder: Path, kills: int, seed: int, pool: bool) -> dict[str, Any]:
+    rng, of_ranks = random.Random(seed), 0 if pool else kills // 10
     total: Counter[str] = Counter()
     done: dict[str, int] = {}
     for processes, count in ((1, kills - of_ranks), (2, of_ranks)):
         if count:
-            quiet = Training(folder / f"quiet-{processes}", processes)
+            quiet = Training(folder / f"quiet-{processes}", processes, int(pool))
             quiet.finish()
-            killed, runs, left = disturb(folder, processes, count, rng)
+            killed, runs, left = disturb(folder, processes, 2 * int(pool), count, rng)
             total += compare(quiet, runs) + Counter(processes_left=left)
             done |= {f"{phase}_{processes}": number for phase, number in killed.items()}
     names = ("rows_different", "prompts_lost", "prompts_twice", "steps_of_other_prompts", "processes_left")
     return {"kills": kills, "of_one_rank_of_two": of_ranks, "phases": done, "steps": STEPS} | {
-        name: total[name] for name in ("runs", "adapters_equal", "rows", *names)
+        name: total[name] for name in ("runs", "adapters_equal", "streams_equal", "rows", *names)
     }

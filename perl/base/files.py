@@ -170,9 +170,15 @@ def lock_now(lock: IO[bytes]) -> None:
 
 def holder_of(lock: IO[bytes]) -> str:
     """Who holds the flock on this file, as far as this machine's kernel knows."""
-    inode = f":{os.fstat(lock.fileno()).st_ino}"
+    process = process_that_holds(Path(lock.name))
+    return f"process {process}" if process else "a process of another machine or container"
+
+
+def process_that_holds(lock: Path) -> int | None:
+    """The process of this machine that has the flock on this file, which is not touched; None: none is known."""
     with contextlib.suppress(OSError):
+        inode = f":{lock.stat().st_ino}"
         for entry in map(str.split, Path("/proc/locks").read_text().splitlines()):
             if entry[1] == "FLOCK" and entry[5].endswith(inode) and entry[4] != "0":
-                return f"process {entry[4]}"
-    return "a process of another machine or container"
+                return int(entry[4])
+    return None

@@ -258,6 +258,7 @@ def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     values.rollout.engine = engine
     values.training.use_vllm = engine == "vllm"
     warnings += explain_correction(values, flags, recipe)
+    warnings += resolve_correction(values)
     if values.noise_injection.seed is None:
         values.noise_injection.seed = values.common.seed
     check_values(values)
@@ -271,6 +272,22 @@ def explain_correction(values: Namespace, flags: Namespace, recipe: Namespace) -
     if not used or name in flags or name in recipe:
         return []
     return [f"rollout.engine vllm: {name} is {values[name]}, not sequence_mask as in TRL (docs/training.md)"]
+
+
+def resolve_correction(values: Namespace) -> list[str]:
+    """A line where an older policy draws, and nobody has said how the loss is to be corrected for it."""
+    rollout, before = values.rollout, values.rollout.importance_correction
+    rollout.importance_correction = correction_of(rollout)
+    if before != "auto" or rollout.importance_correction == "none" or rollout.engine == "vllm":
+        return []
+    return ["rollout.importance_correction: token, as an older policy draws (docs/staleness.md)"]
+
+
+def correction_of(rollout: RolloutConfig) -> str:
+    """How the loss is corrected for the policy that drew: `importance_correction`, auto resolved."""
+    if rollout.importance_correction != "auto":
+        return rollout.importance_correction
+    return "token" if rollout.lag or rollout.max_staleness else "none"
 
 
 def resolve_algorithm(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
@@ -418,6 +435,13 @@ def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
     return group if rollout.max_staleness else rollout.piece_size or group * max(1, rows // group // 4)
 
 
+def drawn_at_once(group: int, rows: int, rollout: RolloutConfig) -> int:
+    """Completions that a worker decodes together: a piece, or with max_staleness whole groups, as many as perl's own
+    loop decodes on an accelerator."""
+    size = pieces_of(group, rows, rollout)
+    return max(size, min(256, rows) // size * size) if rollout.max_staleness else size
+
+
 def check_workers(values: Namespace) -> None:
     """What cannot be drawn by workers, or ahead."""
     rollout = values.rollout
@@ -446,6 +470,12 @@ def check_workers(values: Namespace) -> None:
         raise UserError(
             f"--config.rollout.piece_size {rollout.piece_size}: with max_staleness there are no pieces; leave it out,"
             f" or write --config.rollout.lag {rollout.max_staleness} in the place of max_staleness"
+        )
+    if rollout.max_staleness and ALGORITHMS[values.algorithm.name].greedy:
+        raise UserError(
+            f"--config.rollout.max_staleness {rollout.max_staleness}: algorithm {values.algorithm.name} draws a greedy"
+            " completion of each prompt, for which an engine would run empty each time; write --config.rollout.lag"
+            f" {rollout.max_staleness} in its place"
         )
     if not (ahead := rollout.lag or rollout.max_staleness):
         return

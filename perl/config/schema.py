@@ -212,7 +212,7 @@ class RolloutConfig:
             rounding to the weights' dtype would lose about a tenth of the update or more (fast and generate).
         importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole
             completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask; vllm has TRL's own
-            fields instead).
+            fields instead). auto is token where an older policy draws (lag, max_staleness), else none.
         workers: processes, each with a device of its own, that draw while the trainer trains; 0: the trainer draws
             (fast and vllm).
         executor: where workers run, processes of this machine or actors in a Ray cluster.
@@ -220,8 +220,8 @@ class RolloutConfig:
         lag: a generation batch is drawn by the policy of so many generation batches before, while those are trained
             on; 0: the trainer waits for its batch.
         max_staleness: a generation batch is drawn by the policies of at most so many generation batches before, each
-            prompt by the newest one when a worker begins it, without pieces: less waiting where lengths differ much,
-            and a run that does not repeat bit for bit. 0: lag says it.
+            prompt by the newest one when it is given to a worker, without pieces: less waiting where lengths differ
+            much, and a run that does not repeat bit for bit. 0: lag says it.
         piece_size: completions that are decoded together, by one worker; null is a quarter of the generation batch, in
             whole groups, and without workers no division. A run repeats bit for bit with the same one.
         deadline_s: seconds after which a worker that says nothing is ended, and what it had given to another.
@@ -233,7 +233,7 @@ class RolloutConfig:
     max_batch_tokens: PositiveInt | None = None
     capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"
-    importance_correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = "none"
+    importance_correction: Literal["auto", "none", "token", "sequence", "token_mask", "sequence_mask"] = "auto"
     workers: NonNegativeInt = 0
     executor: Literal["processes", "ray"] = "processes"
     ray_address: str = "auto"
@@ -310,13 +310,13 @@ class EnvironmentConfig:
     Args:
         tools: python, or path/to/file.py:function, with type hints and a docstring as TRL's `tools` have them.
         factory: path/to/file.py:Class as TRL's `environment_factory`, or one with reset(row) and step(message).
-        max_turns: completions of a conversation, at most; together they have training.max_completion_length tokens,
-            what is observed between them included.
-        max_observation_tokens: longest text of an observation; of a longer one the middle is left out.
-        tool_timeout_s: seconds that a turn's calls, or one of an environment's methods, may take.
-        tool_call_parser: how the model writes calls, by vLLM's names; auto asks its chat template. python_fence takes
-            blocks of ```python for calls of the tool python.
-        sandbox: the least isolation that the tool python may run in: limits alone, or namespaces too.
+        max_turns: completions of a conversation, at most; together, with what is observed, they have
+            training.max_completion_length tokens.
+        max_observation_tokens: longest observation; of a longer one the middle is left out.
+        tool_timeout_s: seconds that a turn's calls may take.
+        tool_call_parser: how calls are written, by vLLM's names; auto asks the chat template. python_fence takes blocks
+            of ```python for calls of python.
+        sandbox: the least isolation of the tool python: limits, or namespaces too.
     """
 
     tools: list[str] = field(default_factory=list)

@@ -91,6 +91,14 @@ OVER_STEPS = (
         {"timing/step": "step", "timing/rollout": "rollout", "timing/update": "update"}, (0.0,),
     ),
     OverSteps(
+        "Waiting", "Share of the time that the trainer waited for completions, and its workers for work.", "share",
+        {"pool/trainer_waited": "trainer", "pool/workers_idle": "workers"}, (0.0, 1.0),
+    ),
+    OverSteps(
+        "Age of the policy that drew", "Optimizer steps that it is behind the one that is trained.", "steps",
+        {"pool/staleness": "mean", "pool/staleness_max": "largest"}, (0.0,), smooth=False,
+    ),
+    OverSteps(
         "Sampler and trainer", "Mean absolute difference of their log-probabilities of the sampled tokens.", "nats",
         {"rollout/logp_mismatch": "difference"}, (0.0,),
     ),

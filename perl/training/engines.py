@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perl.base.errors import UserError
-from perl.config.load import pieces_of
+from perl.config.load import drawn_at_once, pieces_of
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import TorchPolicyEngine
@@ -125,7 +125,8 @@ def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> d
     from perl.engines.vllm_policy import quantization_of
 
     args = trainer.args
-    options = _vllm_options(args, piece_size(trainer, config)) | {"quantization": quantization_of(trainer.policy())}
+    rows = drawn_at_once(trainer.num_generations, args.generation_batch_size, config)
+    options = _vllm_options(args, rows) | {"quantization": quantization_of(trainer.policy())}
     return {
         "options": options,
         "dtype": trainer.compute_dtype(),

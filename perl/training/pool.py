@@ -6,7 +6,7 @@
     for place, completion in completions: …
 
 What a token is depends on its prompt, its seed, its policy and its piece alone, so that neither the number of workers
-nor their speed, nor one that dies, changes a run. (With `newest` the policy is the last one when a worker begins a
+nor their speed, nor one that dies, changes a run. (With `newest` the policy is the last one when a worker is given a
 piece, and a run depends on its workers' speed.) The main process owns the workers; the others ask it. Every answer says
 what policy its engine held (perl.adapters.delivery.digest), and one that was not sent ends the run.
 """
@@ -68,7 +68,7 @@ class PoolEngine:
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
         piece_size: sequences of a piece.
         ahead: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
-        newest: a piece is drawn by the policy that is the last one when it is begun, not when it is asked for.
+        newest: a piece is drawn by the policy that is the last one when a worker is given it.
         held: digest of what an engine holds that has the policy as it is now: (policy, noise, weights). By default of
             one that loads the policy as the trainer does.
         incomparable: as `not_comparable`; None: the engine's log-probabilities are those of all tokens.
@@ -92,7 +92,7 @@ class PoolEngine:
         incomparable: Callable[[Sampling], str | None] = lambda sampling: None,
     ):
         self.local, self.processes, self.gathered = local, processes, gathered
-        self._size = self.piece_size = piece_size
+        self._size, self.piece_size = piece_size, None if newest else piece_size
         self.max_num_seqs, self.merging = local.max_num_seqs, False
         self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's
         self._most, self.newest = ahead + 1, newest
@@ -108,8 +108,6 @@ class PoolEngine:
 
     def publish(self, weights: Weights) -> None:
         self.local.publish(weights)
-        if self.newest:
-            self._submit(self._send(), [])
 
     def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> Engine:
         """The trainer's own model scores."""
@@ -129,15 +127,12 @@ class PoolEngine:
         starts = range(0, len(prompts), size)
         pieces = [Piece((self._calls, start // size), tuple(prompts[start : start + size])) for start in starts]
         self._calls += 1
-        self._submit(sent, pieces)
-        return self._completions(sent.version, pieces, range(first, first + len(own)))
-
-    def _submit(self, sent: Sent, pieces: Sequence[Piece]) -> None:
         if self.processes.rank == 0 and self._refused is None:
             try:
                 self._workers().submit(sent, pieces)
             except UserError as error:  # which the other processes hear of where they ask for the first piece
                 self._refused = PoolLost(str(error))
+        return self._completions(sent.version, pieces, range(first, first + len(own)))
 
     def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Completion]]:
         """Of this process's prompts, piece by piece in their order. Every process must iterate to the end."""
@@ -153,8 +148,9 @@ class PoolEngine:
             (drawn,) = answer
             if not isinstance(drawn, Drawn):
                 raise PoolLost(str(drawn))
-            sent = self.sent.get(drawn.version.weights) if self.newest else None
-            require_sent(drawn, version if sent is None else sent.version)
+            if self.newest and drawn.version.weights in self.sent:  # another one is refused as any that was not asked
+                version = self.sent[drawn.version.weights].version
+            require_sent(drawn, version)
             for place, completion in enumerate(drawn.completions, first):
                 if place in own:
                     yield place - own.start, replace(completion, weights=drawn.version.weights)
@@ -212,16 +208,20 @@ class PoolEngine:
                         local(tensor).copy_(kept[name])
 
     def state(self, weights: Weights) -> dict[str, Any]:
-        if self.newest:
+        if self.newest or self.processes.rank:  # the main process's checkpoint has it for all
             return {}
         payload, rms = self.sent[weights].payload
         policy = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return {"policy": policy, "rms": rms, "piece_size": self._size}
 
     def publish_again(self, weights: Weights, state: dict[str, Any]) -> bool:
+        answer = [{name: value.cpu() if name == "policy" else value for name, value in state.items()}]
+        if self.processes.count > 1:
+            broadcast_object_list(answer)
+        (state,) = answer
         if self.newest or "policy" not in state:
             return False
-        payload = state["policy"].cpu().numpy().tobytes(), state["rms"]
+        payload = state["policy"].numpy().tobytes(), state["rms"]
         self.local.weights = weights
         self._most = max(self._most, len(self.sent) + 2)  # of a run with a larger lag, and the next one
         if state["piece_size"] != self._size:

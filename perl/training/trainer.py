@@ -40,6 +40,7 @@ from perl.adapters import Adapter
 from perl.algorithms import ALGORITHMS
 from perl.algorithms.kl import KLCoefficient
 from perl.base.errors import UserError
+from perl.config.load import correction_of
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.base import PolicyEngine
@@ -258,14 +259,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
                 " write --config.rollout.behaviour engine"
             )
-        ahead = rollout.lag or rollout.max_staleness
-        if ahead and rollout.importance_correction == "none" and not args.use_vllm:
-            log.warning(
-                "--config.rollout.%s %d: the loss takes no notice that an older policy has drawn; with"
-                " --config.rollout.importance_correction token --config.rollout.behaviour exact it does",
-                "lag" if rollout.lag else "max_staleness",
-                ahead,
-            )
         made_critic = self._make_critic(critic, algorithm.name, plan, metrics) if chosen.critic else None
         window = (args.steps_per_generation or 1) * self.num_iterations
         return Step(
@@ -274,7 +267,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             algorithm=chosen,
             settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
             engine=engine,
-            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes, ahead),
+            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes, rollout),
             passes=self._make_passes(plan, processes),
             dealer=self._make_dealer(plan, without_zero=args.beta == 0.0 and not chosen.critic, one_loss=bonus is None),
             critic=made_critic,
@@ -344,7 +337,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         sampling: Sampling,
         grade_early: GradeEarly | None,
         processes: Processes,
-        lag: int,
+        rollout: RolloutConfig,
     ) -> Collector:
         args = self.args
         per_batch = (args.generation_batch_size or 1) // (args.num_generations or 1)
@@ -370,7 +363,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
             conversations=self.conversations,
             context=self._context() if self.conversations else None,
-            lag=lag,
+            lag=rollout.lag or rollout.max_staleness,
         )
 
     def _context(self) -> int | None:
@@ -649,5 +642,5 @@ def correction_mode(args: TrainingConfig, rollout: RolloutConfig) -> Any:
     """How the loss is corrected for the sampler's log-probabilities: of engine vllm by TRL's flags."""
     if rollout.engine == "vllm":
         return args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else None
-    asked = rollout.importance_correction
+    asked = correction_of(rollout)
     return None if asked == "none" else asked if asked.endswith("_mask") else f"{asked}_truncate"

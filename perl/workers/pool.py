@@ -51,7 +51,8 @@ healthy worker may die several times in a row."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """How long workers get to end by themselves once the work is done."""
 PREFETCH = 1.25
-"""A worker holds this many times what its engine works on at once, so that the engine never waits for the parent."""
+"""A worker holds this many times what its engine works on at once, so that the engine never waits for the parent. (With
+`newest` once, as what it has not begun would be drawn by an older policy.)"""
 
 
 class WorkerError(RuntimeError):
@@ -242,8 +243,9 @@ class WorkerPool:
 
     def _drop_payload(self, weights: Any) -> None:
         """Of weights that nothing needs any more."""
-        needed = weights in self._weights.values() or (self._newest and weights == self._latest)
-        if weights in self._payloads and not needed:
+        if weights not in self._payloads or (self._newest and weights == self._latest):
+            return
+        if weights not in self._weights.values():
             del self._payloads[weights]
 
     def _failed(self) -> list[Finished]:
@@ -290,10 +292,14 @@ class WorkerPool:
                 requests = self._retries.take(worker.index, only=living == 1)
                 worker.retrying = bool(requests)
                 if self._newest:
+                    before = {self._weights[request.id] for request in requests}
                     self._weights |= dict.fromkeys((request.id for request in requests), self._latest)
+                    for weights in before:
+                        self._drop_payload(weights)
             if not worker.retrying:
                 # Never more than an even share of what is left, so that nobody hoards what another could begin.
-                goal = min(math.ceil(worker.max_num_seqs * PREFETCH), math.ceil(len(self.unfinished) / living))
+                most = math.ceil(worker.max_num_seqs * (1.0 if self._newest else PREFETCH))
+                goal = min(most, math.ceil(len(self.unfinished) / living))
                 requests = self._take(goal - len(worker.held))
             assert worker.link is not None
             worker.heard = worker.heard if worker.held else time.monotonic()
@@ -314,7 +320,7 @@ class WorkerPool:
         """Clear up after a dead worker, have its requests tried again, and start it again, if that makes sense."""
         index, held, was_ready = worker.index, list(worker.held.values()), worker.max_num_seqs is not None
         # Its weights may have been done, and removed, while it still loaded them.
-        wanted = worker.weights in self._weights.values()
+        wanted = bool(self._weights) if self._newest else worker.weights in self._weights.values()
         broken = worker.starts == 1 and not was_ready and worker.failure is not None and wanted
         reason = worker.kill()
         if broken:  # once it ran, its device is at fault

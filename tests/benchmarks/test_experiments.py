@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks import adapter_paths, algorithms, aqn, real, reward_curves
-from benchmarks._learning import is_there, markdown, panels, write_between
+from benchmarks import adapter_paths, algorithms, aqn, real, reward_curves, staleness
+from benchmarks._learning import is_there, markdown, paired_test, panels, write_between
 from perl.base.errors import UserError
 from perl.base.files import add_row, read_rows
 from perl.models.folders import load_model
@@ -23,10 +23,10 @@ from perl.tools.stages import ROOT
 def test_paired_test():
     """t of 1, 2, 3 is 2 / (1 / sqrt(3)) = 3.46; with two degrees of freedom p = 1 - t / sqrt(t^2 + 2)."""
     t = 2 * math.sqrt(3)
-    assert aqn.paired_test([1, 2, 3]) == pytest.approx((2, 1 - t / math.sqrt(t * t + 2)))
-    assert aqn.paired_test([0, 0]) == (0, 1)
-    assert aqn.paired_test([0.5, 0.5]) == (0.5, 0)
-    mean, p = aqn.paired_test([4])
+    assert paired_test([1, 2, 3]) == pytest.approx((2, 1 - t / math.sqrt(t * t + 2)))
+    assert paired_test([0, 0]) == (0, 1)
+    assert paired_test([0.5, 0.5]) == (0.5, 0)
+    mean, p = paired_test([4])
     assert mean == 4
     assert math.isnan(p)
 
@@ -103,7 +103,7 @@ def test_a_folder_that_has_not_finished_is_one_line(words, told, monkeypatch, ca
     assert capsys.readouterr().err.splitlines()[-1] == f"real: error: {told}"
 
 
-@pytest.mark.parametrize("module", [real, adapter_paths, algorithms, aqn])
+@pytest.mark.parametrize("module", [real, adapter_paths, algorithms, aqn, staleness])
 def test_nothing_to_draw_is_one_line_and_the_pages_stay(module, tmp_path, monkeypatch, capsys):
     """Two emptied the tables, one ended with a traceback."""
     pages = {page: page.read_bytes() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -171,6 +171,55 @@ def test_one_seed_has_no_interval_in_the_table_of_aqn():
     assert line == "| none | 1 | 50.0 | 100.0 | 0.500 | 0.250 |  |  |"
     lines = aqn.table([row("none", 1, 0.5, [0.5]), row("linear, clean", 1, 0.6, [0.7])], "abcdefgh").splitlines()
     assert lines[3] == "| linear, clean | 1 | 60.0 | 100.0 | 0.700 | 0.250 | +10.0 | +0.200 |"
+
+
+def test_table_of_staleness_compares_with_lag_0_of_the_same_noise_at_the_same_seed():
+    """With noise accuracy 52 and 54 against 50 and 50, as above: p = 1 - 2 atan(3) / pi; 12.706 is Student's t. Without
+    noise one seed, 60 against 62."""
+    rows = [row("lag 0", seed, 0.50, [0.5]) for seed in (1, 2)]
+    rows += [row("lag 8, token", 1, 0.52, [0.25]), row("lag 8, token", 2, 0.54, [0.25])]
+    rows += [row("lag 0, no noise", 2, 0.62, [0.5]), row("lag 16, none, no noise", 2, 0.60, [0.5])]
+    rows.append(row("lag 8, exact", 3, 0.70, [0.5]))  # of a seed without lag 0
+    p = 1 - 2 * math.atan(3) / math.pi
+    assert staleness.table(rows, "accuracy").splitlines()[2:] == [
+        "| 0 | 50.0 ± 0.0 |  |  |  |",
+        f"| 8 |  | 53.0 ± 12.7, +3.0 ({p:.3f}) |  | 70.0, n=1 |",
+        "| 0, no noise | 62.0 |  |  |  |",
+        "| 16, no noise | 60.0, -2.0 |  |  |  |",
+    ]
+
+
+def test_rewards_of_a_lag_stand_beside_those_of_lag_0_so_many_steps_late():
+    """0, 1, 1, 1 two steps late is 0, 0, 0, 1."""
+    rows = [row("lag 0", seed, 0.5, [0.0, 1.0, 1.0, 1.0]) for seed in (1, 2)]
+    rows += [row("lag 2, none", seed, 0.5, [0.0, 0.0, 0.0, 0.0]) for seed in (1, 2)]
+    assert staleness.table(rows, "reward").splitlines() == [
+        "| lag | none | token | token_mask | exact | lag 0, late |",
+        "|---|---|---|---|---|---|",
+        "| 0 | 0.750 ± 0.000 |  |  |  |  |",
+        "| 2 | 0.000 ± 0.000, -0.750 (< 0.001) |  |  |  | 0.250 ± 0.000, -0.500 (< 0.001) |",
+    ]
+
+
+def test_an_arm_of_the_study_is_a_lag_and_what_the_loss_makes_of_it():
+    names = "rollout.piece_size", "rollout.workers", "rollout.lag", "rollout.importance_correction", "rollout.behaviour"
+    for arm, values in {
+        "lag 0": "16",
+        "lag 8, none": "16 1 8",
+        "lag 2, token_mask": "16 1 2 token_mask",
+        "lag 4, exact": "16 1 4 token exact",
+    }.items():
+        flags = staleness.ARMS[arm].flags()
+        assert flags[1::2] == values.split()
+        assert flags[::2] == [f"--config.{name}" for name in names[: len(values.split())]]
+    without = staleness.ARMS["lag 0, token, no noise"].flags()
+    assert without[2:] == [
+        "--config.rollout.importance_correction",
+        "token",
+        "--config.noise_injection.enabled",
+        "false",
+    ]
+    assert len(staleness.ARMS) == len(staleness.ORDER) == 25
 
 
 def test_text_between_marks_is_replaced(tmp_path):
@@ -314,3 +363,15 @@ def test_one_run_of_aqn_stands_in_the_results_and_is_not_repeated(tmp_path):
     assert again.stdout == ""
     assert len(read_rows(tmp_path / "aqn.jsonl")) == 1
     assert json.dumps(found).count(str(tmp_path)) == 0
+
+
+@pytest.mark.slow
+def test_one_run_of_the_study_stands_in_the_results(tmp_path):
+    """With the CPU time of the trainer and of its worker."""
+    command = [sys.executable, "-m", "benchmarks.staleness", "--arms", "lag 1, exact", "--seeds", "3", "--steps", "2"]
+    subprocess.run([*command, "--output", str(tmp_path / "staleness.jsonl")], cwd=ROOT, check=True, timeout=300)
+    (found,) = read_rows(tmp_path / "staleness.jsonl")
+    assert [found[name] for name in ("arm", "lag", "correction", "noise")] == ["lag 1, exact", 1, "exact", True]
+    assert len(found["reward"]) == len(found["logp_kl"]) == 2
+    assert 0.2 < found["accuracy"] < 0.8
+    assert found["cpu_s"] > 2

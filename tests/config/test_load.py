@@ -120,6 +120,20 @@ def test_max_prompt_length_is_taken_in_both_places():
     assert parse(["--config.dataset.max_prompt_length", "78"]).values.training.max_prompt_length == 78
 
 
+@pytest.mark.parametrize(("flags", "correction"), [
+    ((), "none"),
+    (("--config.rollout.workers", "2"), "none"),
+    (("--config.rollout.workers", "2", "--config.rollout.lag", "1"), "token"),
+    (("--config.rollout.workers", "2", "--config.rollout.max_staleness", "1"), "token"),
+    (("--config.rollout.workers", "2", "--config.rollout.lag", "1", "--config.rollout.importance_correction", "none"),
+     "none"),
+])  # fmt: skip
+def test_what_an_older_policy_draws_is_corrected_unless_said_otherwise(flags, correction):
+    parsed = parse(flags)
+    assert parsed.values.rollout.importance_correction == correction
+    assert any("as an older policy draws" in warning for warning in parsed.warnings) == (correction == "token")
+
+
 def test_unknown_flag_names_the_nearest():
     said = message("--config.training.max_stepz", "3")
     assert "--config.training.max_stepz" in said
@@ -589,6 +603,7 @@ def test_what_shapes_trls_advantages_has_no_effect_where_a_critic_makes_them():
         ("rollout.max_staleness=1", "rollout.max_staleness 1: the trainer cannot draw while it trains"),
         ("rollout.max_staleness=1 rollout.lag=1 rollout.workers=1", "rollout.lag 1 says which policy draws"),
         ("rollout.max_staleness=1 rollout.piece_size=4 rollout.workers=1", "with max_staleness there are no pieces"),
+        ("rollout.max_staleness=1 rollout.workers=1 algorithm.name=remax", "for which an engine would run empty"),
         ("rollout.lag=1 rollout.workers=1 peft.type=none", "each policy that is kept is a whole model"),
         ("rollout.lag=1 rollout.workers=1 algorithm.dynamic_sampling=true", "nothing can be drawn ahead"),
         (

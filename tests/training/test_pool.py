@@ -29,9 +29,20 @@ def model(tmp_path_factory):
 
 
 def train(
-    model, folder, workers, lag, *, checkpoint=None, kill_at=None, with_signal=signal.SIGKILL, watch=None, **settings
+    model,
+    folder,
+    workers,
+    lag,
+    *,
+    checkpoint=None,
+    kill_at=None,
+    with_signal=signal.SIGKILL,
+    watch=None,
+    callback=None,
+    **settings,
 ):
-    """The trained adapter, and the trainer. Of each batch `watch` gets (position, sample, version) of its rows."""
+    """The trained adapter, and the trainer. Of each batch `watch` gets (position, sample, version, sigma)
+    of its rows."""
     steps = []
 
     def reward(trainer_state, completion_ids, **columns):
@@ -48,12 +59,15 @@ def train(
         folder, model=loaded, engine="fast", rollout=rollout, noise=NOISE, rewards=[reward],
         **({"max_steps": 5, "prompts": SUMS} | settings),
     )  # fmt: skip
+    if callback is not None:
+        callback.engine = trainer.step.engine
+        trainer.add_callback(callback)
     if watch is not None:
         score = trainer.step.collector.rewards.score
 
         def scored(rows, state, log_metrics=True):
             if rows:
-                watch.append([(row.position, row.sample, row.weights.version) for row in rows])
+                watch.append([(row.position, row.sample, row.weights.version, row.weights.sigma) for row in rows])
             score(rows, state, log_metrics=log_metrics)
 
         trainer.step.collector.rewards.score = scored
@@ -102,7 +116,7 @@ def test_what_nobody_has_begun_is_drawn_by_the_newest_policy_and_none_is_older_t
     _, trainer, _ = train(model, tmp_path / "run", 2, 0, kill_at=2, watch=seen, **rollout, **saved)
     for step, rows in enumerate(seen):
         assert [row[:2] for row in rows] == [(2 * step + i // 4, i % 4) for i in range(8)]
-        assert all(max(0, step - 2) <= version <= step for _, _, version in rows)
+        assert all(max(0, step - 2) <= version <= step for _, _, version, _ in rows)
     logged = [row for row in trainer.state.log_history if "pool/staleness" in row]
     assert [row["pool/staleness_max"] for row in logged] == [
         step - min(row[2] for row in rows) for step, rows in enumerate(seen)
@@ -114,6 +128,45 @@ def test_what_nobody_has_begun_is_drawn_by_the_newest_policy_and_none_is_older_t
     train(model, tmp_path / "run", 1, 0, checkpoint=checkpoint, watch=again, **rollout, **saved)
     assert [[row[:2] for row in rows] for rows in again] == [[row[:2] for row in rows] for rows in seen[3:]]
     assert {row[2] for row in again[0]} == {3}
+
+
+class Validated(TrainerCallback):
+    """After each step what a validation does to the engine: the clean policy is published, to score it."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.engine.publish(Weights(version=state.global_step))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_validation_leaves_what_the_newest_policy_draws_alone(model, tmp_path, iterations):
+    seen, callback = [], Validated()
+    train(
+        model,
+        tmp_path / "run",
+        1,
+        0,
+        watch=seen,
+        callback=callback,
+        rollout=NEWEST,
+        num_iterations=iterations,
+        max_steps=6,
+    )
+    assert len(seen) == 6 // iterations
+    assert {row[3] for rows in seen for row in rows} <= {0.1, 0.055, 0.01}  # none is drawn without noise
+
+
+FOUR_PIECES = {"per_device_train_batch_size": 8, "max_steps": 4}
+"""A generation batch of 16 rows."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 2])
+def test_so_it_is_with_two_and_four_workers(model, tmp_path, lag):
+    one, _, _ = train(model, tmp_path / "1", 1, lag, **FOUR_PIECES)
+    for workers in (2, 4):
+        several, _, _ = train(model, tmp_path / str(workers), workers, lag, **FOUR_PIECES)
+        assert same(one, several)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from perl.base.errors import UserError
 from perl.workers.executors import make_executor
 from tests.evaluation.test_run import wait_for
 from tests.tiny import save_tiny
-from tests.training.test_pool import same, train
+from tests.training.test_pool import FOUR_PIECES, same, train
 
 
 @pytest.mark.ray
@@ -35,6 +35,19 @@ def test_over_ray_a_run_is_that_of_processes_with_an_actor_killed_and_a_node_los
         assert same(processes, disturbed)
         wait_for(lambda: not workers_below(map(raylet, cluster.list_all_nodes())), seconds=20)
     assert not ray.is_initialized()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 2])
+def test_over_ray_a_run_is_that_of_processes_with_any_number_of_workers(tmp_path, lag):
+    model = save_tiny(tmp_path / "model", scale=4.0)
+    processes, _, _ = train(model, tmp_path / "processes", 1, lag, **FOUR_PIECES)
+    with ray_cluster({"num_cpus": 4}) as cluster:
+        over_ray = {"executor": "ray", "ray_address": cluster.address}
+        for workers in (1, 2, 4):
+            trained, _, _ = train(model, tmp_path / str(workers), workers, lag, rollout=dict(over_ray), **FOUR_PIECES)
+            assert same(processes, trained)
 
 
 def at_each_call(events):

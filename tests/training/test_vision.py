@@ -204,6 +204,19 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(made, trained, tmp_path)
 
 
 @pytest.mark.slow
+def test_workers_draw_the_same_of_images(made, tmp_path):
+    """Prompts with their images cross to a worker, which has a processor of its own."""
+    alone, drawn = (
+        train(flags(made, training__output_dir=tmp_path / f"{workers}", rollout__workers=workers,
+                    rollout__piece_size=4, **NOISY))
+        for workers in (0, 1)
+    )  # fmt: skip
+    assert all(row["rollout/engine_mismatch"] < 1e-5 for row in rows_of(drawn) if "rollout/engine_mismatch" in row)
+    first, second = adapter_of(alone), adapter_of(drawn)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
 def test_two_ranks(made, tmp_path):
     """Of four rows each; at times one rank alone has images."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]

@@ -16,7 +16,7 @@ from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
 from perl.config.files import look_for
-from perl.config.load import Config, Parsed, pieces_of
+from perl.config.load import Config, Parsed, drawn_at_once
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
@@ -168,7 +168,7 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
         max_batch_tokens=None if rollout.max_batch_tokens is None else int(rollout.max_batch_tokens),
         engine=rollout.engine,
         workers=rollout.workers,
-        piece=pieces_of(int(training.num_generations or 1), int(training.generation_batch_size or 1), rollout),
+        piece=drawn_at_once(int(training.num_generations or 1), int(training.generation_batch_size or 1), rollout),
         truncates=training.top_p < 1,
         packed=not training.torch_compile,
         greedy=ALGORITHMS[config.algorithm.name].greedy,
@@ -209,8 +209,8 @@ def workers_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
         table = worker_items(shape, job, device)
         cache = next((item.bytes for item in table if item.name == "KV cache"), 0)
         yield (
-            f"{job.processes} + {job.workers} devices: {job.workers} workers draw, in pieces of {job.piece}; each holds"
-            f" {peak(table, 'rollout') / GB:.1f} GB, {cache / GB:.1f} of it KV cache"
+            f"{job.processes} + {job.workers} devices: {job.workers} workers draw, {job.piece} completions at once;"
+            f" each holds {peak(table, 'rollout') / GB:.1f} GB, {cache / GB:.1f} of it KV cache"
         )
 
 

@@ -206,7 +206,7 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
 
 
 def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
-    """All that a worker holds: the policy, whole, and a rollout of one piece."""
+    """All that a worker holds: the policy, whole, and a rollout of what it draws at once."""
     trained = 0 if job.full else 4 * shape.adapter
     table = [
         Item("runtime (context, collectives)", device.runtime, "both"),
