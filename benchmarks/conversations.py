@@ -39,6 +39,8 @@ from perl.training.trainer import PerlGRPOTrainer
 
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "so"}}\n</tool_call>'
+FIRST_OWN = len(SPECIAL) + 10
+"""Tokens from here on are the conversations' own first words."""
 WORD = " so"
 """A word of one token."""
 
@@ -79,7 +81,8 @@ def filled(render: Callable[[str], list[int]], length: int) -> str:
 
 
 class ForcedTurns(LogitsProcessor):
-    """Has every turn be --drawn tokens: words and a call, of the last turn words alone."""
+    """Has every turn be --drawn tokens: words and a call, of the last turn words alone. The first word of each
+    conversation is its own, so that no two are alike."""
 
     def __init__(self, tokenizer: Any, turns: int, drawn: int):
         call = tokenizer(CALL)["input_ids"]
@@ -97,6 +100,7 @@ class ForcedTurns(LogitsProcessor):
         place = input_ids.shape[1] - last - self.header
         turn = (begins.sum(dim=1) - self.before) // 2
         forced = self.script[turn.clamp(max=len(self.script) - 1), place.clamp(0, self.script.shape[1] - 1)]
+        forced = torch.where((turn == 0) & (place == 0), FIRST_OWN + torch.arange(len(forced)), forced)
         scores.fill_(float("-inf"))
         return scores.scatter(1, forced[:, None], 0.0)
 
@@ -162,7 +166,8 @@ def a_round(side: str, options: argparse.Namespace, folder: str) -> Callable[[],
         collector = trainer.step.collector
         collector.engine.publish(Weights(version=trainer.state.global_step))
         batch = collector._begun(0, every, Weights())
-        return [row.token_ids for row in batch.complete]
+        rows = sorted(batch.complete, key=lambda row: row.sample)
+        return [row.token_ids for row in rows]
 
     def theirs() -> list[list[int]]:
         trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"search": search}] * rows, [{}] * rows
