@@ -27,7 +27,6 @@ import socket
 import struct
 import sys
 import sysconfig
-import time
 import traceback
 import types
 from typing import NoReturn
@@ -56,9 +55,14 @@ sympy.core.random.seed(0)
 integrate(Symbol('x') ** 2)
 solve(Symbol('x') ** 2 - 1)
 """,
-    "numpy": "import numpy.random; numpy.random.seed(0)",
+    "numpy": """
+import numpy.linalg, numpy.random
+numpy.random.seed(0)
+numpy.linalg.inv(numpy.eye(2)) @ numpy.eye(2)
+""",
 }
-"""Run after a module's import: what a call prints depends on its code alone, and tables are made once."""
+"""Run after a module's import: what a call prints depends on its code alone; tables are made, and libraries that a
+first use loads are loaded, before the calls."""
 MESSAGE_CHARACTERS = 1000
 """Of an error's text."""
 
@@ -77,10 +81,8 @@ def main(arguments: list[str]) -> None:
             used = resource.getpagesize() * int(sizes.read().split()[0])
         if namespaces:
             sandbox.new_namespaces()
-        signal.signal(signal.SIGCHLD, lambda *_: os._exit(1))
         server = os.fork()
         if server == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             sandbox.die_with_parent()
             gc.collect()
             gc.freeze()
@@ -97,7 +99,7 @@ def main(arguments: list[str]) -> None:
         control.sendall(f"{type(error).__name__}: {error}".encode()[:4096])
         os._exit(1)
     control.close()
-    watch(parent)
+    watch(parent, server)
 
 
 def load(modules: list[str]) -> list[str]:
@@ -123,11 +125,12 @@ def _site_folders() -> list[str]:
     return [os.path.join(folder, name) for folder in set(standard) for name in ("site-packages", "dist-packages")]
 
 
-def watch(parent: int) -> None:
-    """Until the training is gone; that it has closed its socket `serve` sees, whose end is this process's. Not
+def watch(parent: int, server: int) -> None:
+    """Until the training is gone, or `serve`, which ends when the training has closed its socket. Not
     PR_SET_PDEATHSIG, which goes with the thread that started this process."""
-    while os.getppid() == parent:
-        time.sleep(WATCH_S)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while os.getppid() == parent and os.waitpid(server, os.WNOHANG) == (0, 0):
+        signal.sigtimedwait([signal.SIGCHLD], WATCH_S)
 
 
 def serve(control: socket.socket, limits: Limits, own: int | None, used: int) -> None:

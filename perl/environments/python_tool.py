@@ -137,6 +137,7 @@ class PythonTool:
                     answer = connection.recv(EXIT_CODE.size)
                 except TimeoutError:
                     server.kill()  # it hangs
+                    server.wait()
                     return LOST
                 except OSError:
                     return LOST
