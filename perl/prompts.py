@@ -67,6 +67,7 @@ def encode(
     messages: Sequence[Message],
     images: Sequence[bytes] = (),
     template_kwargs: Mapping[str, Any] | None = None,
+    answered: bool = False,
 ) -> list[int]:
     """Token ids of `messages` under the tokenizer's chat template, ending where the assistant's turn begins.
 
@@ -74,6 +75,7 @@ def encode(
         tokenizer: for a model that takes images its processor (perl.models.processors): messages are of parts then.
         images: the files of the images in the messages.
         template_kwargs: what the chat template is given besides (training.chat_template_kwargs).
+        answered: the assistant's turn is the last of `messages`; nothing begins behind it.
 
     Raises a UserError where the chat template fails, makes nothing, or takes longer than TEMPLATE_LIMIT_S.
     """
@@ -85,7 +87,12 @@ def encode(
     try:
         with _limited(TEMPLATE_LIMIT_S):
             ids: Any = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=True, return_dict=False, **quiet, **(template_kwargs or {})
+                chat,
+                add_generation_prompt=not answered,
+                tokenize=True,
+                return_dict=False,
+                **quiet,
+                **(template_kwargs or {}),
             )
     except TimeoutError as error:
         raise UserError(
@@ -171,8 +178,9 @@ def truncated(token_ids: list[int], limit: int, side: Literal["left", "right", "
     return token_ids[:first] + token_ids[len(token_ids) - (limit - first) :]
 
 
-def row_seed(seed: int, key: str, index: int) -> int:
-    """Seed of the `index`-th completion of the row `key`: 63 bits that depend on these three values alone, so that
-    neither the order of rows nor the number of devices changes a completion."""
-    digest = hashlib.blake2b(f"{seed}\x1f{key}\x1f{index}".encode(), digest_size=8).digest()
+def row_seed(seed: int, key: str, index: int, turn: int = 0) -> int:
+    """Seed of the `index`-th completion of the row `key`, or of a later turn of its conversation: 63 bits that depend
+    on these values alone, so that neither the order of rows nor the number of devices changes a completion."""
+    words = f"{seed}\x1f{key}\x1f{index}" + (f"\x1f{turn}" if turn else "")
+    digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

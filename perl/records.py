@@ -9,14 +9,15 @@ In an evaluation the Prompt is a Sample, which knows its place, and a line of sa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from perl.base.errors import UserError
 
 Message = dict[str, Any]
-"""One chat message: {"role": "system" | "user" | "assistant", "content": text}; for a model that takes images content
-is a list of parts, {"type": "text", "text": …} and {"type": "image"} (perl.models.images)."""
+"""One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}; for a model that takes images
+content is a list of parts, {"type": "text", "text": …} and {"type": "image"} (perl.models.images)."""
 
 
 PROGRESS = "progress: "
@@ -89,6 +90,11 @@ class Prompt:
     """Seed of this completion alone: it does not depend on the batch, the order or the device."""
     sampling: Sampling = Sampling()
     """How its tokens are drawn; `n` and `seed` there are of the run."""
+    follows: int | None = None
+    """Position in the feed of the prompt that this one goes on from, its completion included: what was computed of it
+    may be there still."""
+    followed: bool = False
+    """Another one may follow it."""
     adapter: str | None = None
     """Folder of the adapter that completes it, one of those that the engine serves alongside its model; None: none."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
@@ -197,6 +203,8 @@ class Trajectory:
     """Of each of `token_ids`: the policy drew it. The only mask that loss, advantages and metrics know."""
     logprobs: list[float] = field(default_factory=list)
     """Of each, by the engine, in nats, NaN where it gave none; empty where it gives none at all."""
+    turns: int = 0
+    """Completions among them."""
     weights: Weights = Weights()
     """That drew it."""
     finish: Literal["stop", "length"] = "length"
@@ -208,6 +216,22 @@ class Trajectory:
     """The same of the greedy completion of its prompt; empty where the algorithm asks for none."""
     extras: dict[str, Any] = field(default_factory=dict)
     """What reward functions have logged of it, by column."""
+    environment: Any = field(default=None, repr=False)
+    """What has answered (perl.environments), until the rewards are known."""
+    environment_reward: float | None = None
+    """By the environment itself."""
+    failure: str | None = None
+    """Why the conversation could not go on; it has no reward then."""
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """What the policy drew of `token_ids`."""
+        return [token for token, drawn in zip(self.token_ids, self.sampled, strict=True) if drawn]
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """What stands behind the tokens so far and was not drawn."""
+        self.token_ids += token_ids
+        self.sampled += [False] * len(token_ids)
 
     def add(self, completion: Completion) -> None:
         """What the engine has drawn behind the tokens so far."""
@@ -218,6 +242,7 @@ class Trajectory:
         self.token_ids += completion.token_ids
         self.sampled += [True] * drawn
         self.finish = completion.finish_reason
+        self.turns += 1
         self.weights = completion.weights or self.weights
 
 

@@ -73,6 +73,7 @@ def make_trainer(
     critic: dict[str, Any] | None = None,
     callbacks: Sequence[Any] = (),
     on_nonfinite: str = "stop",
+    conversations: Any = None,
     **args: Any,
 ) -> Any:
     """PerlGRPOTrainer with an adapter of rank 4 on `tiny_model(scale=4.0)`, without noise.
@@ -86,6 +87,7 @@ def make_trainer(
         noise, adapter, peft, engine, rollout, algorithm, critic: as in a run's configuration; the last three have the
             fields of their groups.
         on_nonfinite: as in the group `common`.
+        conversations: perl.environments.conversation's, with an environment.
         args: fields of GRPOConfig that differ from SETTINGS.
     """
     config = TrainingConfig(output_dir=str(folder), **(SETTINGS | args))
@@ -102,6 +104,7 @@ def make_trainer(
             "algorithm": AlgorithmConfig(**(algorithm or {})),
             "critic": CriticConfig(**(critic or {})),
             "on_nonfinite": on_nonfinite,
+            "conversations": conversations,
         }
     return kind(
         model=model or tiny_model(scale=4.0),

@@ -360,7 +360,7 @@ def check_values(values: Namespace) -> None:
             f"--config.reward.weights has {len(reward.weights)} entries, --config.reward.functions has"
             f" {len(reward.functions)}; give one weight for each function"
         )
-    if not reward.functions:
+    if not reward.functions and values.environment.factory is None:
         raise UserError("--config.reward.functions is empty; give at least one, e.g. '[\"accuracy\"]'")
     if reward.function_deadline_s is not None and reward.function_deadline_s >= training.ddp_timeout:
         raise UserError(
@@ -426,6 +426,7 @@ def check_values(values: Namespace) -> None:
     check_dynamic_sampling(values)
     check_validation(values)
     check_critic(values)
+    check_environment(values)
 
 
 def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
@@ -538,6 +539,40 @@ def check_critic(values: Namespace) -> None:
         )
 
 
+def check_environment(values: Namespace) -> None:
+    """What conversations of several turns can't be had with."""
+    environment, rollout, data = values.environment, values.rollout, values.dataset
+    if environment.tool_call_parser == "python_fence" and "python" not in environment.tools:
+        raise UserError(
+            "--config.environment.tool_call_parser python_fence: blocks of code are calls of the tool python; write"
+            " --config.environment.tools '[\"python\"]', or leave it out"
+        )
+    if not environment.tools and environment.factory is None:
+        return
+    flag = "--config.environment.tools" if environment.tools else "--config.environment.factory"
+    if rollout.workers or rollout.piece_size:
+        name = "workers" if rollout.workers else "piece_size"
+        raise UserError(
+            f"--config.rollout.{name} {rollout[name]}: draws completions of one turn, and {flag} asks for several;"
+            " leave one of them out"
+        )
+    if rollout.engine == "vllm" and values.training.vllm_tensor_parallel_size > 1:
+        raise UserError(
+            f"--config.training.vllm_tensor_parallel_size {values.training.vllm_tensor_parallel_size}: processes that"
+            f" share an engine give it all prompts at once, and with {flag} they come turn by turn; leave it out"
+        )
+    if values.validation.datasets:
+        raise UserError(
+            f"--config.validation.datasets: is scored on one turn, without {flag}; leave it out, perl/eval.py scores"
+            " checkpoints"
+        )
+    if data.truncation != "error" and not data.filter_overlong_prompts:
+        raise UserError(
+            f"--config.dataset.truncation {data.truncation}: a prompt that lists tools can't be cut; use"
+            " --config.dataset.filter_overlong_prompts true"
+        )
+
+
 def check_dynamic_sampling(values: Namespace) -> None:
     algorithm = values.algorithm
     if not algorithm.dynamic_sampling:
@@ -552,7 +587,7 @@ def check_dynamic_sampling(values: Namespace) -> None:
             f"--config.algorithm.max_resample_factor {algorithm.max_resample_factor:g}: a batch has to be drawn once;"
             " write a number from 1"
         )
-    known = [*values.reward.functions, "sum"]
+    known = [*values.reward.functions, *(["environment"] if values.environment.factory else []), "sum"]
     if algorithm.dynamic_sampling_metric not in (None, *known):
         raise UserError(
             f"--config.algorithm.dynamic_sampling_metric {algorithm.dynamic_sampling_metric}: no such reward; write"

@@ -304,6 +304,35 @@ class RewardConfig:
 
 
 @dataclass
+class EnvironmentConfig:
+    """What answers a completion that is no answer yet: tools, or an environment (docs/training.md).
+
+    Args:
+        tools: python, or path/to/file.py:function, with type hints and a docstring as TRL's `tools` have them.
+        factory: path/to/file.py:Class as TRL's `environment_factory`, or one with reset(row) and step(message).
+        max_turns: completions of a conversation, at most; together, with what is observed, they have
+            training.max_completion_length tokens.
+        max_observation_tokens: longest observation; of a longer one the middle is left out.
+        tool_timeout_s: seconds that a turn's calls may take.
+        tool_call_parser: how calls are written, by vLLM's names; auto asks the chat template. python_fence takes blocks
+            of ```python for calls of python.
+        sandbox: the least isolation of the tool python: limits, or namespaces too.
+    """
+
+    tools: list[str] = field(default_factory=list)
+    factory: str | None = None
+    max_turns: PositiveInt = 8
+    max_observation_tokens: PositiveInt = 512
+    tool_timeout_s: PositiveFloat = 30.0
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "python_fence"] = "auto"
+    sandbox: Literal["limits", "namespaces"] = "namespaces"
+
+    @property
+    def used(self) -> bool:
+        return bool(self.tools or self.factory)
+
+
+@dataclass
 class ValidationConfig:
     """Scores while the model trains: the evaluator's tasks, prompts and grading on the live model, without noise.
 
@@ -360,6 +389,7 @@ class Groups:
     rollout: RolloutConfig
     noise_injection: NoiseConfig
     reward: RewardConfig
+    environment: EnvironmentConfig
     validation: ValidationConfig
     logging: LoggingConfig
 

@@ -96,6 +96,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("critic.",), lambda v: ALGORITHMS[v.algorithm.name].critic, "only algorithm.name ppo has a critic"),
     only_with("algorithm.dynamic_sampling_metric algorithm.max_resample_factor", "algorithm.dynamic_sampling", True),
+    Rule(
+        ("environment.",),
+        lambda v: bool(v.environment.tools or v.environment.factory),
+        "environment.tools and environment.factory name none",
+        ("environment.tools", "environment.factory"),
+    ),
+    Rule(("environment.sandbox",), lambda v: "python" in v.environment.tools, "environment.tools has no python"),
     only_with("noise_injection.", "noise_injection.enabled", True, keep=("noise_injection.enabled",)),
     Rule(
         ("noise_injection.sigma_end",),

@@ -181,6 +181,21 @@ class KVCache(Cache, ABC):
     def keep(self, states: KeysAndValues, length: int) -> Prefix:
         """Keep a prompt: [heads, length, head_dim] of each layer."""
 
+    @abstractmethod
+    def keep_row(self, row: int, length: int) -> Prefix:
+        """Keep the first `length` tokens of a row that leaves."""
+
+    @abstractmethod
+    def states_of(self, prefix: Prefix) -> KeysAndValues:
+        """[heads, length, head_dim] of each layer."""
+
+    def _tokens(self, index: int, length: int) -> KeysAndValues:
+        """A copy of the first tokens of row or block `index`."""
+        return [
+            (layer.keys[index, :length].transpose(0, 1).clone(), layer.values[index, :length].transpose(0, 1).clone())
+            for layer in self.kv_layers
+        ]
+
     def drop(self, prefix: Prefix) -> None:
         """No further sequence begins with it."""
         prefix.states, prefix.blocks = [], []
@@ -251,6 +266,12 @@ class RowCache(KVCache):
 
     def keep(self, states: KeysAndValues, length: int) -> Prefix:
         return Prefix(length, states, [])
+
+    def keep_row(self, row: int, length: int) -> Prefix:
+        return Prefix(length, self._tokens(row, length), [], True)
+
+    def states_of(self, prefix: Prefix) -> KeysAndValues:
+        return prefix.states
 
     def append(self, prefix: Prefix) -> None:
         self._write(len(self.held), prefix.states, 0, prefix.length)
@@ -339,6 +360,22 @@ class BlockCache(KVCache):
             for keys, values in states
         ]
         return Prefix(length, rest, blocks, True)
+
+    def keep_row(self, row: int, length: int) -> Prefix:
+        """Its full blocks are shared."""
+        full, rest = divmod(length, self.block_size)
+        blocks = self.rows[row][:full]
+        for block in blocks:
+            self.users[block] += 1
+        return Prefix(length, self._tokens(self.rows[row][full] if rest else SCRATCH, rest), blocks, True)
+
+    def states_of(self, prefix: Prefix) -> KeysAndValues:
+        def whole(states: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+            blocks = states[prefix.blocks].flatten(0, 1).transpose(0, 1)
+            return torch.cat([blocks, rest], dim=1)
+
+        layers = zip(self.kv_layers, prefix.states, strict=True)
+        return [(whole(layer.keys, keys), whole(layer.values, values)) for layer, (keys, values) in layers]
 
     def drop(self, prefix: Prefix) -> None:
         self._let_go(prefix.blocks)

@@ -10,7 +10,8 @@ Against the model's own `generate`: a prompt is prefilled once, however many com
 leaves the batch at once, and a waiting one takes its place; no key or value is copied for the attention of a new token
 (perl.engines.attention); each sequence draws from its own random stream (perl.engines.sampling), so that what it gets
 depends neither on its neighbours nor on the memory that there is. When that runs short the newest sequences are parked:
-they wait and are computed again from their tokens.
+they wait and are computed again from their tokens. What was computed of a conversation's turn is kept for the next one,
+while memory lasts, so that this prefills its new tokens alone.
 
 An accelerator is never waited for: while it computes a step the host reads the tokens of the one before, so that a
 sequence that ended is computed once more for nothing. On a CPU tokens are read at once.
@@ -238,7 +239,9 @@ class _Loop:
                     ended.add(sequence)
                     self.done.append(sequence)
         if ended:
-            self._leave([row for row, sequence in enumerate(self.running) if sequence in ended])
+            leaving = [row for row, sequence in enumerate(self.running) if sequence in ended]
+            self.scheduler.keep(self.runner.cache, leaving)
+            self._leave(leaving)
 
     def _leave(self, leaving: list[int]) -> None:
         """Free these rows; the last rows move into their places."""

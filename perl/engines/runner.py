@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicCache
 
 from perl import device
@@ -142,22 +143,49 @@ class Runner:
     def prefill(self, groups: list[PromptGroup], size: tuple[int, int]) -> KVCache:
         """Compute each group's logits, and keep its keys and values in the decoder's cache, which has room for `size`
         (rows, tokens of each) then."""
-        if not groups:
-            return self._sized(size)
-        ids, mask = left_pad([group.token_ids for group in groups], self.decoder.pad_token_id, self.where)
-        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+        going_on = [group for group in groups if group.start is not None]
+        for part in ([group for group in groups if group.start is None], going_on):
+            if part:
+                self._prefill(part, size)
+        return self._sized(size)
+
+    def _prefill(self, groups: list[PromptGroup], size: tuple[int, int]) -> None:
+        """What these have of earlier sequences is not computed again."""
+        ids, mask = left_pad([group.fresh for group in groups], self.decoder.pad_token_id, self.where)
         prefilled = DynamicCache(config=self.model.config)
+        starts = [len(group.token_ids) - len(group.fresh) for group in groups]
+        if before := max(starts):
+            mask = torch.cat([self._begun(prefilled, groups, before), mask], dim=1)
+        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, before:]
         logits = self._forward(ids, mask, positions, prefilled)
         layers: list[Any] = prefilled.layers  # all DynamicLayer, see unsupported_reason
         states = [(layer.keys, layer.values) for layer in layers]
         cache = self._sized(size, [(keys[0], values[0]) for keys, values in states])
         for i, group in enumerate(groups):
-            length = len(group.token_ids)
+            first, last = slice(before - starts[i], before), slice(-len(group.fresh), None)
             group.logits = logits[i]
-            group.prefix = cache.keep(
-                [(keys[i, :, -length:], values[i, :, -length:]) for keys, values in states], length
+
+            def own(tensor: torch.Tensor, i: int = i, first: slice = first, last: slice = last) -> torch.Tensor:
+                fresh = tensor[i, :, last]
+                return torch.cat([tensor[i, :, first], fresh], dim=1) if before else fresh
+
+            group.prefix = cache.keep([(own(keys), own(values)) for keys, values in states], len(group.token_ids))
+            if group.start is not None:
+                cache.drop(group.start)
+                group.start = None
+
+    def _begun(self, prefilled: DynamicCache, groups: list[PromptGroup], before: int) -> torch.Tensor:
+        """Put what the groups start with, padded on the left, into `prefilled`: the mask of it, int64 [groups,
+        before]."""
+        starts = [self.cache.states_of(group.start) for group in groups if group.start is not None]
+        for number, layers in enumerate(zip(*starts, strict=True)):
+            keys, values = (
+                torch.stack([F.pad(layer[side], (0, 0, before - layer[side].shape[1], 0)) for layer in layers])
+                for side in (0, 1)
             )
-        return cache
+            prefilled.update(keys, values, number)
+        places = torch.arange(before).flip(0)
+        return device.to_device(torch.stack([(places < layers[0][0].shape[1]).long() for layers in starts]), self.where)
 
     def _sized(self, size: tuple[int, int], like: KeysAndValues | None = None) -> KVCache:
         """The decoder's cache, made or extended."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 8_192
 """Most prompt tokens, padding included, in one prefill: bounds the activations, not the cache."""
+KEPT_SHARE = 0.25
+"""Of the cache's tokens, those of sequences that have ended and may be followed."""
 REFILL_SHARE = 8
 """Waiting sequences are let in once so large a share of the rows is free: a prefill for each single sequence that ends
 would cost an accelerator a step each time."""
@@ -41,6 +43,10 @@ class Sequence:
     """Place among the sequences that the decoder read."""
     images: MakeImages | None = None
     """Of its prompt's images."""
+    follows: int | None = None
+    """`index` of the sequence that its prompt goes on from."""
+    followed: bool = False
+    """Another one may follow."""
     launched: int = 0
     """Tokens drawn, those included that are still to be read from the device."""
 
@@ -84,6 +90,13 @@ class PromptGroup:
     """float32 [vocabulary] after the last token, once it is prefilled."""
     prefix: Prefix | None = None
     """Its place in the cache, once it is prefilled."""
+    start: Prefix | None = None
+    """What is kept of the sequence that it goes on from; needed until it is prefilled."""
+
+    @property
+    def fresh(self) -> tuple[int, ...]:
+        """Its tokens that are still to be computed."""
+        return self.token_ids[0 if self.start is None else self.start.length :]
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -99,6 +112,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.read = self.waiting = 0
         """Sequences read so far, and of them those that wait in `groups`."""
+        self.kept: dict[int, Prefix] = {}
+        """By index, what sequences that have ended leave for those that follow; the oldest first."""
 
     def poll(self, source: Iterator[Sequence | None]) -> bool:
         """Read the sequences that there are now, up to the next None or the end; whether any wait."""
@@ -106,7 +121,10 @@ class Scheduler:
         before = self.waiting
         for sequence in iter(lambda: next(source, None), None):
             sequence.index, self.read = self.read, self.read + 1
-            groups.setdefault(sequence.prompt_ids, PromptGroup(sequence.prompt_ids)).add(sequence)
+            group = groups.setdefault(sequence.prompt_ids, PromptGroup(sequence.prompt_ids))
+            group.add(sequence)
+            if sequence.follows in self.kept and group.start is None and group.logits is None:
+                group.start = self.kept.pop(sequence.follows)
             self.waiting += 1
         if self.waiting > before:  # those that may become longest first: neighbours need little padding
             self.groups = deque(sorted(groups.values(), key=lambda group: -group.max_len))
@@ -135,7 +153,7 @@ class Scheduler:
             if free <= 0 or (groups and room <= 0):
                 break
             if group.logits is None:
-                longest, fresh = max(longest, len(group.token_ids)), fresh + 1
+                longest, fresh = max(longest, len(group.fresh)), fresh + 1
                 if fresh > 1 and longest * fresh > PREFILL_TOKENS:
                     break
             groups.append(group)
@@ -173,12 +191,27 @@ class Scheduler:
         self.groups = deque(group for group in self.groups if group.waiting)
 
     def forget_prompts(self, cache: KVCache, but: PromptGroup | None = None) -> bool:
-        """Give back what is kept of prompts for sequences that wait; whether there was any."""
-        kept = [group for group in self.groups if group.prefix is not None and group is not but]
-        for group in kept:
-            cache.drop(group.prefix)  # type: ignore[arg-type]
-            group.prefix = group.logits = None
+        """Give back what is kept of prompts for sequences that wait or may follow; whether there was any."""
+        kept = [*self.kept.values()]
+        self.kept = {}
+        for group in self.groups:
+            if group is not but:
+                kept += [prefix for prefix in (group.prefix, group.start) if prefix is not None]
+                group.prefix = group.start = group.logits = None
+        for prefix in kept:
+            cache.drop(prefix)
         return bool(kept)
+
+    def keep(self, cache: KVCache, leaving: list[int]) -> None:
+        """Of these rows, whose sequences have ended, what others that follow begin with; of all of them at most
+        KEPT_SHARE of the cache's tokens, the oldest being forgotten."""
+        for row in leaving:
+            sequence = self.running[row]
+            if sequence.followed:
+                length = min(cache.held[row], len(sequence.prompt_ids) + len(sequence.token_ids))
+                self.kept[sequence.index] = cache.keep_row(row, length)
+        while sum(prefix.length for prefix in self.kept.values()) > KEPT_SHARE * cache.max_tokens:
+            cache.drop(self.kept.pop(next(iter(self.kept))))
 
     def leave(self, leaving: list[int]) -> list[tuple[int, int]]:
         """These rows' sequences run no longer; the last ones take their rows: (source, target) of each that moves."""

@@ -62,7 +62,7 @@ class TorchEngine:
                     break
                 sampling, prompts = stretch or (Sampling(), ())
                 completed = 0
-                for sequence in self._complete(self._sequences(prompts), sampling):
+                for sequence in self._complete(self._sequences(prompts, first), sampling):
                     yield first + sequence.index, sequence.completion()
                     completed += 1
                 first += completed
@@ -71,7 +71,11 @@ class TorchEngine:
     def _complete(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:
         return self.decoder.run(source, sampling)
 
-    def _sequences(self, prompts: Feed) -> Iterator[Sequence | None]:
+    def _sequences(self, prompts: Feed, first: int) -> Iterator[Sequence | None]:
+        """
+        Args:
+            first: position of the first of `prompts` in the feed.
+        """
         for prompt in prompts:
             if prompt is None:
                 yield None
@@ -81,7 +85,10 @@ class TorchEngine:
                 raise UserError(f"{prompt.adapter}: transformers serves no adapter alongside a model; merge it")
             max_new_tokens = prompt.room(self.context)
             images = make_images(self.processing, prompt.images)
-            yield Sequence(prompt.token_ids, prompt.seed, max_new_tokens, images=images)
+            follows = None if prompt.follows is None else prompt.follows - first
+            yield Sequence(
+                prompt.token_ids, prompt.seed, max_new_tokens, images=images, follows=follows, followed=prompt.followed
+            )
 
     def close(self) -> None:
         self.decoder.release()

@@ -104,7 +104,7 @@ def load_reward(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
     Raises:
         UserError: there is no such function, or it could not be called.
     """
-    function = _import(name)
+    function = import_named(name)
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a builtin that does not tell
@@ -263,15 +263,20 @@ def _explained(name: str, function: RewardFunction, where: Callable[[], str]) ->
 
 
 @functools.cache  # checked before the model is loaded, built after: run once
-def _import(name: str) -> RewardFunction:
+def import_named(name: str, flag: str = FLAG, what: str = "function") -> Callable[..., Any]:
+    """What `path/to/file.py:name` names, the file being run once. A UserError names `flag` where there is none.
+
+    Args:
+        what: the user should have named.
+    """
     path, _, function = name.rpartition(".py:")
     file = user_path(f"{path}.py")
     if not path or not function:
-        raise UserError(f"{FLAG}: {name}: write path/to/file.py:function")
+        raise UserError(f"{flag}: {name}: write path/to/file.py:{what}")
     if not file.is_file():
-        raise UserError(f"{FLAG}: {name}: no such file {file}")
+        raise UserError(f"{flag}: {name}: no such file {file}")
     unique = text_hash(str(file.absolute()))[:8]  # files in two folders may have one name
-    loader = SourceFileLoader(f"perl_user_reward_{file.stem}_{unique}", str(file))
+    loader = SourceFileLoader(f"perl_user_{file.stem}_{unique}", str(file))
     module = ModuleType(loader.name)
     module.__file__ = str(file)
     sys.modules[loader.name] = module  # where dataclasses, and whatever reads annotations, look for it
@@ -280,12 +285,12 @@ def _import(name: str) -> RewardFunction:
     except RAISED as error:
         del sys.modules[loader.name]
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise UserError(f"{FLAG}: {file}{line} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UserError(f"{flag}: {file}{line} cannot be imported: {type(error).__name__}: {error}") from error
     reward = getattr(module, function, None)
     if not callable(reward):
         defined = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
-        wrong = "is no function" if reward is not None else "is not defined there"
-        raise UserError(f"{FLAG}: {name}: {function!r} {wrong}; functions there: {defined}")
+        wrong = f"is no {what}" if reward is not None else "is not defined there"
+        raise UserError(f"{flag}: {name}: {function!r} {wrong}; functions there: {defined}")
     return reward
 
 

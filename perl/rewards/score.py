@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 class Rewards:
     """
     Args:
-        functions: each takes `prompts`, `completions`, `completion_ids`, the columns of the data set, `trainer_state`,
+        functions: each takes `prompts`, `completions`, `completion_ids` (what the policy drew), the columns of the data
+            set, with environments `environments`, as TRL has it, and `environment_rewards`, `trainer_state`,
             `log_extra(column, values)` and `log_metric(name, value)` by keyword, and gives one number, or None, for
             each completion; plain functions or coroutines, which run together.
         names: of each, in the metrics.
@@ -35,7 +36,8 @@ class Rewards:
         """What the functions have logged by `log_metric`, for whoever logs next."""
 
     def score(self, rows: Sequence[Trajectory], state: Any, log_metrics: bool = True) -> None:
-        """Fill each row's `rewards` (NaN where a function gave none) and `extras`.
+        """Fill each row's `rewards` (NaN where a function gave none, and in a row that has failed, which no function
+        sees) and `extras`.
 
         Args:
             state: the trainer's.
@@ -45,6 +47,9 @@ class Rewards:
         Raises:
             RankError: a function gives another number of rewards, or logs too few values.
         """
+        for row in rows:
+            row.rewards = [math.nan] * len(self.functions)
+        rows = [row for row in rows if row.failure is None]
         if not rows:
             return
         extras: dict[str, list[Any]] = defaultdict(list)
@@ -53,8 +58,9 @@ class Rewards:
         arguments: dict[str, Any] = {
             "prompts": [row.row["prompt"] for row in rows],
             "completions": [row.completion for row in rows],
-            "completion_ids": [row.token_ids for row in rows],
+            "completion_ids": [row.sampled_ids for row in rows],
             **columns,
+            **({} if rows[0].environment is None else of_environments(rows)),
             "trainer_state": state,
             "log_extra": lambda column, values: extras[column].extend(values),
             "log_metric": lambda name, value: metrics[name].append(value),
@@ -104,3 +110,16 @@ class Rewards:
             where = row_name(place, row.completion, row.row["prompt"], row.row.get(ROW))
             named.append(f"{self.names[function]} on {where}")
         return named
+
+
+def of_environments(rows: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """What reward functions get of them: of a class of TRL's the instance itself."""
+    return {
+        "environments": [getattr(row.environment, "instance", None) or row.environment for row in rows],
+        "environment_rewards": [row.environment_reward for row in rows],
+    }
+
+
+def environment(environment_rewards: Sequence[float | None], **_: Any) -> Sequence[float | None]:
+    """The reward that an environment gives itself, as a reward function of that name."""
+    return environment_rewards

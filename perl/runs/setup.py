@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from perl.prompts import (
     require_known,
     require_vocabulary,
 )
-from perl.records import Problem
+from perl.records import Message, Problem
 from perl.rewards.files import ROW, row_of
 from perl.runs.vision import with_images
 from perl.tasks import TASKS, load_problems, training_split
@@ -161,6 +161,7 @@ def build_dataset(
     graded: bool = True,
     limits: Limits | None = None,
     completion: int | None = None,
+    read: Callable[[Sequence[Message]], list[int]] | None = None,
 ) -> Dataset:
     """Rows for TRL: `prompt` (messages), and for the rewards `gold` (None: none), `task` ("": none) and `row`
     (perl.rewards.files); which problem each is, in PROBLEM.
@@ -172,10 +173,14 @@ def build_dataset(
         graded: as load_problems has it.
         limits: of the model, that prompts are held against.
         completion: the longest, in tokens.
+        read: the tokens of a prompt's messages; None: by the chat template alone.
     """
     problems = _problems(config, graded)
     rows = [_row(problem, config.system_prompt, has_images(tokenizer)) for problem in problems]
-    prompts = [encode(tokenizer, row["prompt"], p.images) for row, p in zip(rows, problems, strict=True)]
+    prompts = [
+        read(row["prompt"]) if read else encode(tokenizer, row["prompt"], p.images)
+        for row, p in zip(rows, problems, strict=True)
+    ]
     if limits is not None:
         for token_ids, problem in zip(prompts, problems, strict=True):
             require_known(token_ids, limits.vocabulary, problem.source)

@@ -22,8 +22,10 @@ from perl.algorithms.grpo import equal_groups, weighted_sum
 from perl.base.errors import UserError
 from perl.engines.base import PolicyEngine, warn_once
 from perl.engines.torch_policy import sampling_of
+from perl.environments.conversation import Conversations
 from perl.prompts import row_seed
 from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
+from perl.rewards.files import text_of
 from perl.rewards.functions import GradeEarly, logged_name
 from perl.rewards.score import Rewards
 from perl.runs.metrics import StepClock, sequences
@@ -64,7 +66,8 @@ class Ahead:
     """That draw it."""
     rows: list[Trajectory]
     """This process's, those of the greedy baselines last."""
-    completions: Iterator[tuple[int, Completion]]
+    complete: Iterator[Trajectory]
+    """Each of them when it is drawn to its end."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class Collector:
             groups are not replaced.
         greedy: the prompts' greedy completions are drawn and scored too, as baselines; see `Algorithm.greedy`.
         equal_by: the reward function that is asked whether a group is equal; None: the weighted sum.
+        conversations: with an environment, of several turns each; None: a completion is the answer.
+        context: tokens that a further turn may reach, prompt included; None: any number.
         lag: batches that are drawn ahead of the one that is collected; an engine that draws when it is read has 0.
         ahead: the batches that were begun and not collected, the next one first.
     """
@@ -102,6 +107,8 @@ class Collector:
     greedy: bool = False
     max_resample_factor: float | None = None
     equal_by: int | None = None
+    conversations: Conversations | None = None
+    context: int | None = None
     lag: int = 0
     ahead: deque[Ahead] = field(default_factory=deque)
 
@@ -234,8 +241,8 @@ class Collector:
         known = ~rewards.isnan().all(dim=1)
         tokens, used, reward, rewarded = self.processes.added_up(
             [
-                float(sum(len(row.token_ids) for group in local for row in group)),
-                float(sum(len(row.token_ids) for row in rows)),
+                float(sum(sum(row.sampled) for group in local for row in group)),
+                float(sum(sum(row.sampled) for row in rows)),
                 (rewards * self.rewards.weights.cpu()).nansum().item(),
                 float(known.sum()),
             ]
@@ -274,26 +281,36 @@ class Collector:
             for position, sample in (*places, *baselines.items())
         ]
         with self.clock("rollout"):
-            completions = self.engine.stream([self._prompt(row) for row in rows])
-        return Ahead(first, weights, rows, completions)
+            if self.conversations is None:
+                complete = self._completed(rows, self.engine.stream([self.prompt(row) for row in rows]))
+            else:
+                complete = self.conversations.run(rows, self.engine, self.prompt)
+        return Ahead(first, weights, rows, complete)
+
+    def _completed(self, rows: list[Trajectory], completions: Iterator[tuple[int, Completion]]) -> Iterator[Trajectory]:
+        for place, completion in completions:
+            row = rows[place]
+            row.add(completion)
+            text = self.text(completion.content_ids)
+            row.completion = [{"role": "assistant", "content": text}] if is_chat(row.row["prompt"]) else text
+            yield row
 
     def _scored(self, batch: Ahead) -> list[Trajectory]:
         """Those that are trained on, once they are drawn. Every process must come here."""
         rows = batch.rows
         with self.clock("rollout"):
-            for place, completion in batch.completions:
-                row = rows[place]
-                row.add(completion)
-                text = self.text(completion.content_ids)
-                row.completion = [{"role": "assistant", "content": text}] if is_chat(row.row["prompt"]) else text
-                if self.grade_early is not None:
-                    self.grade_early(text, row.row)
+            for row in batch.complete:
+                if self.grade_early is not None and row.failure is None:
+                    self.grade_early(text_of(row.completion), row.row)
         self.clock.count_forward(sequences([len(row.prompt_ids) + len(row.token_ids) for row in rows]))
         drawn = [row for row in rows if row.sample < self.group_size]
         greedy = rows[len(drawn) :]
         with self.clock("reward"):
             self.rewards.score(drawn, self.state())
             self.rewards.score(greedy, self.state(), log_metrics=False)
+        if self.conversations is not None:
+            self.conversations.measure(drawn, self.rewards.metrics)
+            self.conversations.free(rows)
         baselines = {row.position: row.rewards for row in greedy}
         for row in drawn:
             row.baseline = baselines.get(row.position, [])
@@ -301,12 +318,21 @@ class Collector:
             log.warning("remax: a reward of a greedy completion is not finite, and no baseline: %s", named)
         return drawn
 
-    def _prompt(self, row: Trajectory) -> Prompt:
+    def prompt(self, row: Trajectory) -> Prompt:
+        """What is drawn next of a row, in as many tokens as are left to it: 0 or less where there are none."""
         greedy = row.sample == self.group_size
+        token_ids = row.prompt_ids + tuple(row.token_ids)
+        left = self.sampling.max_new_tokens - len(row.token_ids)
+        if self.context is not None:
+            left = min(left, self.context - len(token_ids))
         return Prompt(
-            token_ids=row.prompt_ids,
-            seed=row_seed(self.seed, f"stream-{row.position}", row.sample),
-            sampling=replace(self.sampling, temperature=0.0) if greedy else self.sampling,
+            token_ids=token_ids,
+            seed=row_seed(self.seed, f"stream-{row.position}", row.sample, row.turns),
+            sampling=replace(
+                self.sampling,
+                max_new_tokens=left,
+                temperature=0.0 if greedy else self.sampling.temperature,
+            ),
             images=row.images,
         )
 

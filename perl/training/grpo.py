@@ -14,6 +14,7 @@ from perl.config.load import Config, parse
 from perl.grading import Grader
 from perl.rewards.deadline import RewardDeadline
 from perl.rewards.functions import build_rewards, grade_early, reward_context
+from perl.rewards.score import environment
 from perl.runs.callbacks import StopOnSignal
 from perl.runs.checkpoints import CRITIC
 from perl.runs.model_card import write_training_card
@@ -50,11 +51,19 @@ def train(argv: Sequence[str]) -> Path:
     with StopOnSignal() as stop, begin(config, parsed) as run_dir:
         checked = check_run(config, run_dir)
         trainer_class = import_trainer()
-        with explain_out_of_memory(config) as watch, Grader(deadline_s=config.reward.deadline_s) as grader:
+        with (
+            environment_opened(checked),
+            explain_out_of_memory(config) as watch,
+            Grader(deadline_s=config.reward.deadline_s) as grader,
+        ):
             describe_run(run_dir, config, parsed, checked)
             context = reward_context(config, grader)
-            functions = build_rewards(config.reward.functions, context)
+            functions = build_rewards(config.reward.functions, context) if config.reward.functions else []
             rewards = reward_deadline(config).over(config.reward.functions, functions)
+            if checked.conversations is not None and checked.conversations.source.rewards:
+                rewards.append(environment)
+                if config.training.reward_weights is not None:
+                    config.training.reward_weights = [*config.training.reward_weights, 1.0]
             with users_error("--config"):  # TRL checks combinations of its own arguments
                 trainer = trainer_class(
                     model=load_model(config),
@@ -71,6 +80,7 @@ def train(argv: Sequence[str]) -> Path:
                     truncate_prompts_to=config.dataset.max_prompt_length,
                     truncation="left" if config.dataset.truncation == "error" else config.dataset.truncation,
                     grade_early=grade_early(config.reward.functions, context),
+                    conversations=checked.conversations,
                     validation=open_validation(config, run_dir, checked, grader),
                     write_card=functools.partial(write_training_card, run_dir),
                     on_nonfinite=config.common.on_nonfinite,
@@ -82,6 +92,11 @@ def train(argv: Sequence[str]) -> Path:
             save_critic(trainer, run_dir)
             push_result(trainer, run_dir)
     return run_dir
+
+
+def environment_opened(checked: Checked) -> contextlib.AbstractContextManager[None]:
+    """Inside, the run's environments can be asked."""
+    return contextlib.nullcontext() if checked.conversations is None else checked.conversations.source.opened()
 
 
 def reward_deadline(config: Config) -> RewardDeadline:

@@ -44,7 +44,7 @@ def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], w
     assert batch.advantages is not None
     rows, mask = batch.rows, batch.mask
     numbers = torch.tensor(
-        [[len(row.prompt_ids), len(row.token_ids), row.finish == "length"] for row in rows], dtype=torch.float32
+        [[len(row.prompt_ids), sum(row.sampled), row.finish == "length"] for row in rows], dtype=torch.float32
     )
     gathered = processes.rows(numbers.to(mask.device)).cpu()
     prompts, lengths, cut = gathered[:, 0], gathered[:, 1], gathered[:, 2].bool()

@@ -28,8 +28,12 @@ from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.torch_policy import require_possible
 from perl.engines.vllm import cannot_serve, require_vllm
+from perl.environments.conversation import Conversations
+from perl.environments.template import ChatTemplate
+from perl.environments.tools import EnvironmentSource, load_environment
 from perl.grading import Grader
 from perl.models.folders import resolve_model
+from perl.models.images import has_images
 from perl.rewards.audit import pays_for_nothing, rows_of_columns
 from perl.rewards.files import FLAG, ROW, RewardFunction, is_file
 from perl.rewards.functions import build_rewards, check_tasks, grades_rows, reward_context
@@ -81,6 +85,8 @@ class Checked:
     """Which problems its rows are."""
     checkpoint: str | None
     """To go on from."""
+    conversations: Conversations | None
+    """With the run's environments; None where there are none."""
     validation: ValidationSetup | None
     """What the run validates on; None where no dataset is named."""
 
@@ -96,14 +102,18 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_trackers(config.training)
     check_engine(config)
     model_dtype(config)
+    source = load_environment(config.environment) if config.environment.used else None
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
-        functions = build_rewards(config.reward.functions, reward_context(config, grader))
+        functions: list[RewardFunction] = []
+        if config.reward.functions or not (source and source.rewards):
+            functions = build_rewards(config.reward.functions, reward_context(config, grader))
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
     checkpoints.check_made(checkpoint, config.training)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_images(config, tokenizer)
+    conversations = open_conversations(config, source, tokenizer) if source else None
     check_layers(language_part(config.peft, tokenizer), resolve_model(config.model.model_name_or_path, MODEL_FLAG))
     dataset = build_dataset(
         config.dataset,
@@ -111,6 +121,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         graded=grades_rows(config.reward.functions),
         limits=limits_of(config.model.model_name_or_path),
         completion=config.training.max_completion_length,
+        read=conversations.template.prompt if conversations else None,
     )
     check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
@@ -118,14 +129,36 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     warn_of_rewards(dict(zip(config.reward.functions, functions, strict=True)), dataset)
     if config.algorithm.dynamic_sampling:
         check_dynamic_sampling(config.training)
+    if source:
+        source.check_rows(dataset)  # type: ignore[arg-type]
     problems, dataset = dataset[PROBLEM], dataset.remove_columns(PROBLEM)
     return Checked(
         tokenizer=tokenizer,
         dataset=dataset,
         problems=list(problems),
         checkpoint=checkpoint,
+        conversations=conversations,
         validation=set_up_validation(config, tokenizer, set(problems)),
     )
+
+
+def open_conversations(config: Config, source: EnvironmentSource, tokenizer: Any) -> Conversations:
+    """How the run's environments are talked to. A UserError where the model's chat template can't word it."""
+    if has_images(tokenizer):
+        raise UserError(
+            "--config.environment: a model that takes images is trained on one turn; name a model of texts, or leave"
+            " environment.tools and environment.factory out"
+        )
+    settings = config.environment
+    template = ChatTemplate(
+        tokenizer,
+        source.schemas,
+        source.role,
+        settings.tool_call_parser,
+        config.training.chat_template_kwargs,  # type: ignore[arg-type]
+        settings.max_observation_tokens,
+    )
+    return Conversations(source=source, template=template, config=settings)
 
 
 def warn_of_rewards(functions: Mapping[str, RewardFunction], dataset: Dataset) -> None:

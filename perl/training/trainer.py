@@ -44,6 +44,7 @@ from perl.config.load import correction_of
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.base import PolicyEngine
+from perl.environments.conversation import Conversations
 from perl.models.pixels import image_inputs
 from perl.noise.callback import NoiseStage
 from perl.noise.injector import NoiseInjector
@@ -88,6 +89,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         truncate_prompts_to: prompts are cut to this many tokens; None leaves them.
         truncation: where they are cut ("left", "right", "middle").
         grade_early: asked for each completion as soon as it ends, while others are drawn.
+        conversations: how completions of several turns are made, with an environment; None: of one turn.
         validation: what is asked for scores while the model trains.
         write_card: writes the model card into a folder that holds what was trained, given the log history; None: none
             is written.
@@ -108,6 +110,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         truncate_prompts_to: int | None = None,
         truncation: Any = "left",
         grade_early: GradeEarly | None = None,
+        conversations: Conversations | None = None,
         validation: Validation | None = None,
         write_card: WriteCard | None = None,
         on_nonfinite: Literal["stop", "skip"] = "stop",
@@ -128,7 +131,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         self.noise_config, self.noise = noise, self._noise_injector(noise)
         self.clock = StepClock(model_size(self.model), self.accelerator.gather, self._log_step)  # type: ignore[arg-type]
         self.noise_stage = NoiseStage(noise, self._measure_weights, self._take_noise_kl)
-        self.validation = validation
+        self.validation, self.conversations = validation, conversations
         self.truncate_prompts_to, self.truncation = truncate_prompts_to, truncation
         self.step = self._make_step(algorithm, critic, rollout, refers, grade_early, peft_config, engine_kwargs or {})
         self.pending: list[MicroBatch] | None = None
@@ -358,14 +361,24 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             greedy=ALGORITHMS[algorithm.name].greedy,
             max_resample_factor=algorithm.max_resample_factor if dynamic else None,
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
+            conversations=self.conversations,
+            context=self._context() if self.conversations else None,
             lag=rollout.lag or rollout.max_staleness,
         )
+
+    def _context(self) -> int | None:
+        """Tokens of a prompt and all that follows it: what the model was made for, or less where vLLM is given less."""
+        made_for = getattr(self.policy().config.get_text_config(), "max_position_embeddings", None)
+        given = self.args.vllm_max_model_length if self.args.use_vllm else None
+        return min((each for each in (made_for, given) if each is not None), default=None)
 
     def policy(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
 
     def _read(self, row: dict[str, Any]) -> Read:
         prompt = row["prompt"]
+        if self.conversations is not None:
+            return Read(tuple(self.conversations.template.prompt(prompt)))
         if not is_chat(prompt):
             return Read(tuple(self._tokenizer(text=prompt)["input_ids"]))
         images = tuple(each["bytes"] for each in row.get("images") or ())

@@ -57,10 +57,13 @@ class Engine:
 
     def __init__(self):
         self.rounds: list[list[int]] = []
+        self.seeds: dict[int, list[int]] = {}
+        """Of each prompt's completions."""
 
     def stream(self, prompts):
         self.rounds.append([prompt.token_ids[0] for prompt in prompts])
         for place, prompt in enumerate(prompts):
+            self.seeds.setdefault(prompt.token_ids[0], []).append(prompt.seed)
             yield place, Completion(token_ids=prompt.token_ids, logprobs=(-1.0,), finish_reason="stop")
 
 
@@ -160,10 +163,11 @@ def test_what_went_back_is_drawn_again_with_the_same_seeds():
     assert positions_of(again) == [5, 6]
     assert collector.stream.next == 7
     assert {row.weights.version for row in again} == {1}
-    prompts = [collector._prompt(row) for row in first]
-    assert [prompt.seed for prompt in prompts] == [
-        row_seed(0, f"stream-{place}", sample) for place in (1, 4) for sample in range(2)
-    ]
+    assert positions_of(first) == [1, 4]
+    seeds = {place: [row_seed(0, f"stream-{place}", sample) for sample in range(2)] for place in range(8)}
+    drawn = collector.engine.seeds
+    assert [drawn[place] for place in range(5)] == [seeds[place] for place in range(5)]
+    assert [drawn[place] for place in (5, 6)] == [seeds[place] * 2 for place in (5, 6)]
 
 
 class Both:

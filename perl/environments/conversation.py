@@ -1,0 +1,337 @@
+"""Conversations with an environment, as what an engine's feed gives and takes.
+
+    reset -> prompt -> engine -> a turn -> step, in a thread -> observed tokens -> engine -> … -> the end
+
+A turn's tokens are those that were drawn, and stay. While an environment is at work other rows are decoded; answers
+that come within GRACE_S are waited for, so that the turns of a group are prefilled together. A conversation ends
+    with the answer: step gives None                                                         finish of its last turn
+    after environment.max_turns turns: the last one is stepped, and nothing shown            finish of its last turn
+    where a turn is cut off, or the observation and one token have no room: it is not shown  "length"
+    as a failure: reset or step raised, or took too long                                     no reward
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from perl.base.errors import RankError, UserError
+from perl.config.schema import EnvironmentConfig
+from perl.engines.base import Engine
+from perl.environments.template import ChatTemplate
+from perl.environments.tools import EnvironmentSource
+from perl.records import Completion, Message, Prompt, Sampling, Trajectory
+from perl.rewards.files import RAISED
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.005
+"""What answers sooner costs others no more than a step of the engine."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A call of an environment, in a thread of its own: one that hangs can't be ended, but left."""
+
+    row: Trajectory
+    call: Callable[[], Any]
+    then: Callable[[Any], None]
+    began: float = 0.0
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Jobs:
+    """Calls under way.
+
+    Args:
+        seconds: that each may take.
+        at_once: so many at most.
+    """
+
+    def __init__(self, seconds: float, at_once: int):
+        self.seconds, self.at_once = seconds, at_once
+        self.waiting: deque[Job] = deque()
+        self.running: dict[int, Job] = {}
+        self.through: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.newest = 0.0
+        """When the last one began."""
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, job: Job) -> None:
+        self.waiting.append(job)
+        self._start()
+
+    def take(self, until: float) -> tuple[Job, bool] | None:
+        """The next that is through, or late (True); None where there is none until that time (time.monotonic)."""
+        while self.running:
+            first = next(iter(self.running.values()))  # they began in this order
+            now = time.monotonic()
+            try:
+                job = self.through.get(timeout=max(0.0, min(until, first.began + self.seconds) - now))
+            except queue.Empty:
+                if time.monotonic() >= first.began + self.seconds:
+                    return self._leave(first), True
+                return None
+            if self.running.get(id(job)) is job:  # one that was left has come too late
+                return self._leave(job), False
+        return None
+
+    def _leave(self, job: Job) -> Job:
+        del self.running[id(job)]
+        self._start()
+        return job
+
+    def _start(self) -> None:
+        while self.waiting and len(self.running) < self.at_once:
+            job = self.waiting.popleft()
+            job.began = self.newest = time.monotonic()
+            self.running[id(job)] = job
+            threading.Thread(target=self._run, args=(job,), daemon=True).start()
+
+    def _run(self, job: Job) -> None:
+        try:
+            job.result = job.call()
+        except RAISED as error:
+            job.error = error
+        self.through.put(job)
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversations:
+    """
+    Attributes:
+        instances: environments that are free.
+    """
+
+    source: EnvironmentSource
+    template: ChatTemplate
+    config: EnvironmentConfig
+    instances: list[Any] = field(default_factory=list)
+
+    def run(
+        self, rows: Sequence[Trajectory], engine: Engine, prompt: Callable[[Trajectory], Prompt]
+    ) -> Iterator[Trajectory]:
+        """Each of the rows when its conversation has ended. Its environment stays with it until `free`.
+
+        Args:
+            prompt: what is to be drawn next of a row, of no token where none has room.
+        """
+        talk = _Talk(self, rows, prompt)
+        for place, completion in engine.stream(talk.feed()):
+            talk.drawn(place, completion)
+            yield from talk.take_ended()
+        yield from talk.take_ended()
+
+    def measure(self, rows: Sequence[Trajectory], metrics: dict[str, list[float]]) -> None:
+        """What the log shows of these conversations, by TRL's names where it has one: the mean is logged of the numbers
+        of all processes. A RankError where all have failed."""
+        failed = [row for row in rows if row.failure is not None]
+        if failed:
+            said = f"{len(failed)} of {len(rows)} conversations have failed, the first one: {failed[0].failure}"
+            if len(failed) == len(rows):
+                raise RankError(f"--config.environment: {said}")
+            log.warning("environment: %s", said)
+        metrics["environment/failure_frequency"] += [float(row.failure is not None) for row in rows]
+        metrics["turns/mean"] += [float(row.turns) for row in rows]
+        if self.source.schemas:
+            outcomes = [getattr(row.environment, "outcomes", []) for row in rows]
+            metrics["tools/call_frequency"] += [float(len(of_row)) for of_row in outcomes]
+            metrics["tools/failure_frequency"] += [float(has_failed) for of_row in outcomes for has_failed in of_row]
+
+    def free(self, rows: Sequence[Trajectory]) -> None:
+        """Their environments may be reset: the rewards are known. That of a failure may still be at work."""
+        for row in rows:
+            if row.failure is None:
+                self.instances.append(row.environment)
+            row.environment = None
+
+
+class _Talk:
+    """The conversations of one batch."""
+
+    def __init__(self, parts: Conversations, rows: Sequence[Trajectory], prompt: Callable[[Trajectory], Prompt]):
+        self.parts, self.rows, self.prompt = parts, rows, prompt
+        self.jobs = Jobs(parts.config.tool_timeout_s, parts.source.at_once)
+        self.ready: dict[Sampling, deque[tuple[Trajectory, Prompt]]] = {}
+        """What the engine may be given, by the distribution that it is drawn from; `current` is under way."""
+        self.current = Sampling()
+        self.given: list[Trajectory] = []
+        """The row of each prompt that the engine has been given."""
+        self.latest: dict[int, int] = {}
+        """By id of a row, the position of its last prompt."""
+        self.drawing = 0
+        self.ended: deque[Trajectory] = deque()
+
+    def feed(self) -> Iterator[Prompt | None]:
+        for row in self.rows:
+            self._begin(row)
+        while self.jobs or self.ready or self.drawing:
+            self._take_answers()
+            if prompt := self._next():
+                yield prompt
+            elif self.drawing:
+                yield None
+
+    def drawn(self, place: int, completion: Completion) -> None:
+        row = self.given[place]
+        self.drawing -= 1
+        if completion.error is not None:
+            self._fail(row, completion.error)
+            return
+        row.add(completion)
+        message = self.parts.template.message(completion.content_ids)
+        row.completion.append(message)
+        if completion.finish_reason == "length":
+            self._end(row)
+        else:
+            self._call(row, lambda: row.environment.step(message), lambda shown: self._observed(row, shown))
+
+    def take_ended(self) -> Iterator[Trajectory]:
+        while self.ended:
+            yield self.ended.popleft()
+
+    # Between the engine and the environments
+
+    def _next(self) -> Prompt | None:
+        """The next prompt that the engine may have: it draws from one distribution at a time, so that what is drawn
+        from another one waits until no other is under way."""
+        if not self.drawing and self.ready:
+            self.current = next(iter(self.ready))
+        if (ready := self.ready.get(self.current)) is None:
+            return None
+        row, prompt = ready.popleft()
+        if not ready:
+            del self.ready[self.current]
+        place = len(self.given)
+        self.given.append(row)
+        self.drawing += 1
+        follows = self.latest.get(id(row))
+        self.latest[id(row)] = place
+        return replace(prompt, follows=follows, followed=row.turns + 1 < self.parts.config.max_turns)
+
+    def _take_answers(self) -> None:
+        """All that have come; where nothing else is to do the next one is waited for, however long it takes."""
+        while self.jobs:
+            idle = not self.ready and not self.drawing
+            if (taken := self.jobs.take(math.inf if idle else self.jobs.newest + GRACE_S)) is None:
+                return
+            job, late = taken
+            if late:
+                self._late(job.row)
+            elif job.error is not None:
+                self._fail(job.row, explained(job.error))
+            else:
+                job.then(job.result)
+
+    def _begin(self, row: Trajectory) -> None:
+        row.completion = []
+        pool = self.parts.instances
+        if row.environment is None and pool:
+            row.environment = pool.pop()
+
+        def reset() -> list[Message]:
+            if row.environment is None:
+                row.environment = self.parts.source.make()
+            return row.environment.reset(row.row)
+
+        self._call(row, reset, lambda messages: self._asked(row, messages))
+
+    def _asked(self, row: Trajectory, messages: Any) -> None:
+        if messages != row.row["prompt"]:
+            if why := not_messages(messages):
+                self._fail(row, f"reset {why}")
+                return
+            try:
+                row.prompt_ids = tuple(self.parts.template.prompt(messages))
+            except (UserError, ValueError) as error:
+                self._fail(row, str(error))
+                return
+            row.row = {**row.row, "prompt": messages}
+        self._draw(row)
+
+    def _draw(self, row: Trajectory) -> None:
+        if (prompt := self.prompt(row)).sampling.max_new_tokens < 1:
+            self._fail(row, f"the prompt's {len(row.prompt_ids)} tokens leave no room in the model's context")
+        else:
+            self._give(row, prompt)
+
+    def _give(self, row: Trajectory, prompt: Prompt) -> None:
+        self.ready.setdefault(prompt.sampling.distribution, deque()).append((row, prompt))
+
+    def _observed(self, row: Trajectory, shown: Any) -> None:
+        if shown is None or row.turns == self.parts.config.max_turns:
+            self._end(row)
+            return
+        if why := not_messages(shown):
+            self._fail(row, f"step {why}")
+            return
+        shown = [{**message, "content": self.parts.template.cut(message["content"])} for message in shown]
+        try:
+            ids = self.parts.template.observation(shown)
+        except ValueError as error:
+            self._fail(row, str(error))
+            return
+        before = len(row.token_ids)
+        row.observe(ids)
+        if (prompt := self.prompt(row)).sampling.max_new_tokens < 1:
+            del row.token_ids[before:], row.sampled[before:]
+            row.finish = "length"
+            self._end(row)
+            return
+        row.completion += shown
+        self._give(row, prompt)
+
+    def _late(self, row: Trajectory) -> None:
+        seconds = self.jobs.seconds
+        answer = getattr(row.environment, "timed_out", None) if row.completion else None
+        if answer is None or (shown := answer(seconds)) is None:
+            self._fail(row, f"no answer within {seconds:g} s (--config.environment.tool_timeout_s)")
+        else:
+            self._observed(row, shown)
+
+    def _end(self, row: Trajectory) -> None:
+        def reward() -> float | None:
+            given = row.environment.get_reward()
+            return None if given is None else float(given)
+
+        def rewarded(number: float | None) -> None:
+            row.environment_reward = number
+            self.ended.append(row)
+
+        if self.parts.source.rewards:
+            self._call(row, reward, rewarded)
+        else:
+            self.ended.append(row)
+
+    def _fail(self, row: Trajectory, reason: str) -> None:
+        row.failure = reason
+        self.ended.append(row)
+
+    def _call(self, row: Trajectory, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        self.jobs.add(Job(row, call, then))
+
+
+def not_messages(shown: Any) -> str | None:
+    """What is wrong with messages that an environment gave, or None."""
+    whole = isinstance(shown, list) and shown and all(isinstance(message, dict) for message in shown)
+    if whole and all(isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in shown):
+        return None
+    return f"gave {shown!r:.60}, no list of messages, each with role and content"
+
+
+def explained(error: BaseException) -> str:
+    """A line of what an environment raised, and where."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"

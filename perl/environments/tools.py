@@ -1,0 +1,279 @@
+"""Tools, and TRL's environment classes, as an Environment: what environment.tools and environment.factory name.
+
+tools     functions with type hints and a docstring, TRL's `tools`
+factory   a class of TRL's `environment_factory`: reset(**row) -> text behind the last message or None, each further
+          public method is a tool, get_reward() where it has an opinion; or an Environment, whose step takes `message`
+
+One of TRL's classes is constructed as often as conversations go on at once, and reset for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from perl.base.errors import UserError, lookup
+from perl.config.schema import EnvironmentConfig
+from perl.environments.base import Environment
+from perl.environments.calls import Call
+from perl.records import Message
+from perl.rewards.files import RAISED, ROW, import_named, is_file
+
+TOOLS_FLAG = "--config.environment.tools"
+FACTORY_FLAG = "--config.environment.factory"
+
+MOST_AT_ONCE = 64
+"""Calls of environments, each in a thread."""
+
+Function = Callable[..., Any]
+
+
+class _Python:
+    """The sandbox, which is started when it is opened, and the function that models see."""
+
+    def __init__(self, config: EnvironmentConfig):
+        self.config = config
+
+    def __enter__(self) -> None:
+        from perl.environments.python_tool import PythonTool
+        from perl.environments.sandbox import Limits
+
+        seconds = min(Limits.timeout_s, self.config.tool_timeout_s / 2)
+        self.run = PythonTool(Limits(timeout_s=seconds), required=self.config.sandbox)
+
+    def __exit__(self, *_: Any) -> None:
+        self.run.close()
+
+    def function(self) -> Function:
+        def python(code: str) -> str:
+            """Run Python code and return what it prints. Each call starts anew.
+
+            Args:
+                code: The code.
+            """
+            return self.run(code)
+
+        return python
+
+
+TOOLS: dict[str, Callable[[EnvironmentConfig], Any]] = {"python": _Python}
+"""name -> what holds the tool, given the group `environment`: its `function` may be called inside `with`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvironmentSource:
+    """Where a run's environments come from; open inside `with`."""
+
+    make: Callable[[], Environment]
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    """Of the tools, for the chat template."""
+    role: Literal["tool", "user"] = "tool"
+    """Of what the policy is shown."""
+    rewards: bool = False
+    """They have a get_reward."""
+    needed: Sequence[str] = ()
+    """Columns that reset can't do without."""
+    resources: Sequence[contextlib.AbstractContextManager[Any]] = ()
+
+    @property
+    def at_once(self) -> int:
+        """Calls that may be under way: more of the sandbox's would wait for each other, and their deadline run."""
+        return len(os.sched_getaffinity(0)) if self.resources else MOST_AT_ONCE
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in self.resources:
+                stack.enter_context(each)
+            yield
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a UserError for a row that lacks what reset needs."""
+        for row in rows if self.needed else ():
+            if missing := [name for name in self.needed if name not in columns_of(row)]:
+                given = ", ".join(columns_of(row))
+                raise UserError(
+                    f"{FACTORY_FLAG}: nothing is given to reset as {missing[0]} for {json.loads(row[ROW])['where']}; it"
+                    f" gets {given}, by name"
+                )
+
+
+def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
+    """What the group `environment` names. A UserError for what can't be used so."""
+    functions: dict[str, Function] = {}
+    resources = []
+    for name in config.tools:
+        if is_file(name):
+            function = import_named(name, TOOLS_FLAG)
+        else:
+            resources.append(held := lookup(TOOLS, name, "tool", TOOLS_FLAG)(config))
+            function = held.function()
+        if function.__name__ in functions:
+            raise UserError(f"{TOOLS_FLAG}: two tools are called {function.__name__}; give one another name")
+        functions[function.__name__] = function
+    schemas = [_schema(function, TOOLS_FLAG) for function in functions.values()]
+    if config.factory is None:
+        return EnvironmentSource(make=lambda: ToolUse(functions), schemas=schemas, resources=resources)
+    factory = import_named(config.factory, FACTORY_FLAG, "class")
+    first = _made(factory, config.factory)
+    if _is_environment(first):
+        if functions:
+            raise UserError(f"{TOOLS_FLAG}: {config.factory} has a step of its own, which answers; leave tools out")
+        kept = [first]
+        return EnvironmentSource(
+            make=lambda: kept.pop() if kept else factory(), role="user", rewards=_has(first, "get_reward")
+        )
+    if not _has(first, "reset"):
+        raise UserError(f"{FACTORY_FLAG}: {config.factory} has no reset; write def reset(self, **row): ...")
+    methods = methods_of(first)
+    if both := [name for name in methods if name in functions]:
+        raise UserError(f"{FACTORY_FLAG}: {config.factory} and {TOOLS_FLAG} both have a tool {both[0]}; rename one")
+    schemas += [_schema(method, f"{FACTORY_FLAG} {config.factory}") for method in methods.values()]
+    if not schemas:
+        raise UserError(f"{FACTORY_FLAG}: {config.factory} has no public method, which would be a tool")
+    instances = [first]
+    return EnvironmentSource(
+        make=lambda: ToolUse(functions, instances.pop() if instances else factory()),
+        schemas=schemas,
+        rewards=_has(first, "get_reward"),
+        needed=_needed(first.reset),
+        resources=resources,
+    )
+
+
+class ToolUse:
+    """An Environment of tools: a turn's calls are made one after the other, each result is a message of role tool; a
+    turn without one is the answer. What a tool raises is told to the model, as TRL does: {"error": …}.
+
+    Args:
+        tools: by name.
+        instance: of one of TRL's classes, whose methods are tools besides.
+    """
+
+    def __init__(self, tools: Mapping[str, Function], instance: Any = None):
+        self.instance = instance
+        self.tools = {**tools, **({} if instance is None else methods_of(instance))}
+        self._turns: list[list[tuple[Message, bool]]] = []
+        """Results of each turn's calls, and whether it was an error."""
+        self._calls: list[Call] = []
+
+    @property
+    def outcomes(self) -> list[bool]:
+        """Of each call since reset: it has failed."""
+        return [failed for turn in self._turns for _, failed in turn]
+
+    def reset(self, row: dict[str, Any]) -> list[Message]:
+        self._turns = []
+        prompt = list(row["prompt"])
+        if self.instance is None:
+            return prompt
+        parameters = inspect.signature(self.instance.reset).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        columns = {name: value for name, value in columns_of(row).items() if takes_all or name in parameters}
+        observation = _awaited(self.instance.reset(**columns))
+        if observation is None:
+            return prompt
+        if not isinstance(observation, str):
+            raise TypeError(f"reset gave {observation!r:.60}, which is no text")
+        return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+
+    def step(self, message: Message) -> list[Message] | None:
+        self._calls = message.get("tool_calls", [])
+        if not self._calls:
+            return None
+        results: list[tuple[Message, bool]] = []
+        self._turns.append(results)
+        for call in self._calls:
+            results.append(self._result(call))
+        return [result for result, _ in results]
+
+    def timed_out(self, seconds: float) -> list[Message] | None:
+        """In the place of what `step` has not given for so long; None: an instance that is still at it answers no
+        more."""
+        if self.instance is not None:
+            return None
+        made = list(self._turns.pop())  # the thread may still add to its own list
+        error = {"error": f"no answer within {seconds:g} s"}
+        made += [(_message(call, error), True) for call in self._calls[len(made) :]]
+        self._turns.append(made)
+        return [result for result, _ in made]
+
+    def get_reward(self) -> float | None:
+        return _awaited(self.instance.get_reward())
+
+    def _result(self, call: Call) -> tuple[Message, bool]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        try:
+            if "error" in call:
+                raise ValueError(call["error"])
+            if name not in self.tools:
+                raise ValueError(f"Tool {name} not found.")
+            return _message(call, _awaited(self.tools[name](**arguments))), False
+        except RAISED as error:
+            return _message(call, {"error": str(error)}), True
+
+
+def _message(call: Call, result: Any) -> Message:
+    return {"role": "tool", "name": call["function"]["name"], "content": str(result)}
+
+
+def _awaited(result: Any) -> Any:
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+
+
+def methods_of(instance: Any) -> dict[str, Function]:
+    """The tools that TRL sees in an environment."""
+    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
+    tools = [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward")]
+    return {name: getattr(instance, name) for name in tools}
+
+
+def columns_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What TRL's reset gets of a row: its columns, and those of verl's extra_info."""
+    facts = json.loads(row[ROW]) if ROW in row else {}
+    further = {name: facts[name] for name in ("data_source", "ground_truth") if name in facts}
+    return {**(facts.get("extra_info") or {}), **further, **row}
+
+
+def _made(factory: Function, name: str) -> Any:
+    try:
+        return factory()
+    except RAISED as error:
+        raise UserError(f"{FACTORY_FLAG}: {name}() raised {type(error).__name__}: {error}") from error
+
+
+def _is_environment(instance: Any) -> bool:
+    step = getattr(instance, "step", None)
+    return callable(step) and list(inspect.signature(step).parameters)[:1] == ["message"]
+
+
+def _has(instance: Any, method: str) -> bool:
+    return callable(getattr(instance, method, None))
+
+
+def _needed(reset: Function) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(reset).parameters.items()
+    return [name for name, each in parameters if each.default is each.empty and each.kind in kinds]
+
+
+def _schema(function: Function, flag: str) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        return get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise UserError(
+            f"{flag}: {function.__name__}: {' '.join(str(error).split())}; a tool has a type hint and, under Args: of"
+            " its docstring, a line for each argument"
+        ) from error

@@ -1,0 +1,81 @@
+"""How calls are written: what is one, what is none, and what can't be read."""
+
+import pytest
+
+from perl.environments.calls import PARSERS, read_calls
+
+
+def calls(name: str, text: str):
+    """Names and arguments, or errors; and what is left of the text."""
+    rest, found = read_calls(text, PARSERS[name])
+    return [call.get("error") or (call["function"]["name"], call["function"]["arguments"]) for call in found], rest
+
+
+@pytest.mark.parametrize(
+    ("text", "made", "rest"),
+    [
+        ("the answer is 5", [], "the answer is 5"),
+        ('a <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', [("f", {"x": 1})], "a"),
+        (
+            '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+            [("f", {}), ("g", {})],
+            "",
+        ),
+        ('<tool_call>{"name": "f", "arguments": {"x": "a\nb"}}', [("f", {"x": "a\nb"})], ""),  # not closed
+        ('<tool_call>{"name": "f"}<tool_call>{"name": "g"}</tool_call>', [("f", {}), ("g", {})], ""),
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', [("f", {"x": 1})], ""),  # OpenAI's text
+        ("<tool_call>f(1)</tool_call>", ["the call is no JSON: Expecting value: line 1 column 1 (char 0)"], ""),
+        ('<tool_call>["f"]</tool_call>', ['the call names no tool; write {"name": "...", "arguments": {...}}'], ""),
+        (
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            ["the arguments of the call are no JSON object"],
+            "",
+        ),
+        (
+            '<think><tool_call>{"name": "f"}</tool_call></think>5',
+            [],
+            '<think><tool_call>{"name": "f"}</tool_call></think>5',
+        ),
+        ('<think>so <tool_call>{"name": "f"}</tool_call>', [], '<think>so <tool_call>{"name": "f"}</tool_call>'),
+        ('so</think><tool_call>{"name": "f"}</tool_call>', [("f", {})], "so</think>"),
+    ],
+)
+def test_hermes(text, made, rest):
+    assert calls("hermes", text) == (made, rest)
+
+
+@pytest.mark.parametrize(
+    ("text", "made", "rest"),
+    [
+        ('{"name": "f", "parameters": {"x": 1}}', [("f", {"x": 1})], ""),
+        ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": 2}}', [("f", {}), ("g", {"x": 2})], ""),
+        ('<|python_tag|>{"name": "f", "parameters": {"x": 1}}', [("f", {"x": 1})], ""),
+        ("<|python_tag|>print(1)", [("python", {"code": "print(1)"})], ""),
+        ('{"answer": 5}', [], '{"answer": 5}'),
+        ("it is 5", [], "it is 5"),
+        (
+            '{"name": "f", "parameters": {',
+            [
+                "the call is no JSON: Expecting property name enclosed in double quotes: line 1 column 30 (char 29)",
+            ],
+            "",
+        ),
+    ],
+)
+def test_llama3_json(text, made, rest):
+    assert calls("llama3_json", text) == (made, rest)
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("```python\nprint(1)\n```", ["print(1)\n"]),
+        ("a\n```py\n1\n```\nb\n```python\n2\n```", ["1\n", "2\n"]),
+        ("```\nprint(1)\n```", []),
+        ("```python\nprint(1)", []),
+        ("<think>```python\n1\n```</think>5", []),
+    ],
+)
+def test_python_fences(text, codes):
+    found, rest = calls("python_fence", text)
+    assert (found, rest) == ([("python", {"code": code}) for code in codes], text)

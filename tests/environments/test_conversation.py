@@ -1,0 +1,431 @@
+"""How conversations go on and end: each end with its tokens, its finish and its reward."""
+
+import json
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from perl.base.errors import RankError
+from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
+from perl.prompts import row_seed
+from perl.records import Completion
+from perl.rewards.score import Rewards, environment
+from tests.environments.scripted import (
+    Scripted,
+    add,
+    byte_tokenizer,
+    prompts,
+    rows_of,
+    talking,
+    text_completion,
+)
+
+END = "<|im_end|>"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+TOKENIZER = byte_tokenizer("qwen2_5")
+
+
+def saying(*texts: str | None, end: str = END) -> Scripted:
+    """Every row says these texts, turn by turn; one that ends with a … is cut off."""
+
+    def say(prompt):
+        turns = prompt.token_ids.count(TOKENIZER.convert_tokens_to_ids("<|im_start|>"))
+        text = texts[(turns - 3) // 2] or ""
+        return text_completion(TOKENIZER, text.removesuffix("…"), None if text.endswith("…") else end)
+
+    return Scripted(say)
+
+
+def talk(engine: Scripted, *tools, count: int = 1, budget: int = 10_000, context: int = 10**6, **settings: Any):
+    conversations = talking(TOKENIZER, *(tools or (add,)), **settings)
+    rows = rows_of(conversations, count)
+    return list(conversations.run(rows, engine, prompts(budget, context)))
+
+
+def shown(row) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in row.completion]
+
+
+def test_a_call_its_result_and_the_answer():
+    (row,) = talk(saying(f"so {CALL}", "5"))
+    assert row.completion == [
+        {
+            "role": "assistant",
+            "content": "so",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}],
+        },
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "5"},
+    ]
+    assert (row.turns, row.finish, row.failure) == (2, "stop", None)
+    text = TOKENIZER.decode(row.token_ids)
+    assert text == f"so {CALL}{END}\n<|im_start|>user\n<tool_response>\n5\n</tool_response>{END}\n<|im_start|>assistant\n5{END}"  # noqa: E501  # fmt: skip
+    assert TOKENIZER.decode(row.sampled_ids) == f"so {CALL}{END}5{END}"
+
+
+def test_several_calls_of_a_turn_and_ones_that_fail():
+    """TRL's words; the model is told, and goes on."""
+    other = CALL.replace("add", "sub")
+    lacking = CALL.replace(', "b": 3', "")
+    (row,) = talk(saying(f"{CALL}\n{other}\n{lacking}\n<tool_call>add</tool_call>", "5"))
+    assert [content for role, content in shown(row) if role == "tool"] == [
+        "5",
+        str({"error": "Tool sub not found."}),
+        str({"error": "add() missing 1 required positional argument: 'b'"}),
+        str({"error": "the call is no JSON: Expecting value: line 1 column 1 (char 0)"}),
+    ]
+    assert row.environment.outcomes == [False, True, True, True]
+
+
+def test_a_tool_that_raises_or_leaves_or_waits():
+    async def wait(seconds: int) -> str:
+        """Wait.
+
+        Args:
+            seconds: So long.
+        """
+        return f"waited {seconds}"
+
+    def leave(code: int) -> str:
+        """Leave.
+
+        Args:
+            code: Of the process.
+        """
+        raise SystemExit(code)
+
+    calls = [
+        json.dumps({"name": name, "arguments": {key: 3}}) for name, key in (("wait", "seconds"), ("leave", "code"))
+    ]
+    (row,) = talk(saying("".join(f"<tool_call>{call}</tool_call>" for call in calls), "so"), wait, leave)
+    assert [content for role, content in shown(row) if role == "tool"] == ["waited 3", str({"error": "3"})]
+
+
+def test_the_last_turn_that_is_allowed_is_made_and_not_answered():
+    made = []
+
+    def note(a: int, b: int) -> str:
+        """Note.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        made.append((a, b))
+        return "noted"
+
+    call = CALL.replace("add", "note")
+    (row,) = talk(saying(call, call, call), note, max_turns=2)
+    assert [role for role, _ in shown(row)] == ["assistant", "tool", "assistant"]
+    assert (row.turns, row.finish, made) == (2, "stop", [(2, 3)] * 2)
+    assert row.sampled[-1]
+
+
+def test_a_long_result_is_seen_as_the_policy_sees_it():
+    def long(a: int, b: int) -> str:
+        """Long.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        return "abcdefgh" * a
+
+    (row,) = talk(saying(CALL.replace("add", "long"), "5"), long, max_observation_tokens=4)
+    assert shown(row)[1] == ("tool", "ab\n…\ngh")
+    assert "\nab\n…\ngh\n</tool_response>" in TOKENIZER.decode(row.token_ids)
+
+
+def test_a_turn_that_is_cut_off_is_not_stepped():
+    (row,) = talk(saying(f"{CALL}…", "5"))
+    assert (row.turns, row.finish) == (1, "length")
+    assert [role for role, _ in shown(row)] == ["assistant"]
+
+
+@pytest.mark.parametrize("by", ["budget", "context"])
+@pytest.mark.parametrize("spare", [0, 1])
+def test_an_observation_needs_room_for_a_token_behind_it(by, spare):
+    """The budget counts all tokens behind the prompt, observed ones too, the context those of the prompt besides."""
+    (whole,) = talk(saying(CALL, "5"))
+    last = len(TOKENIZER(f"5{END}")["input_ids"])
+    before = len(whole.token_ids) - last
+    prompt = len(whole.prompt_ids)
+    limit = {"budget": before + spare} if by == "budget" else {"context": prompt + before + spare}
+    engine = saying(CALL, "5…")
+    (row,) = talk(engine, **limit)
+    assert row.finish == "length"
+    assert row.turns == 1 + spare
+    assert [role for role, _ in shown(row)] == ["assistant", "tool", "assistant"][: 1 + 2 * spare]
+    assert row.sampled[-1]
+    assert engine.prompts[-1].sampling.max_new_tokens == (1 if spare else (limit.get("budget") or before))
+
+
+def test_a_turn_may_end_by_another_token():
+    """Llama's end of a message, which calls a tool, is not that of a turn; each stands there once."""
+    tokenizer = byte_tokenizer("llama3_1")
+    conversations = talking(tokenizer, add)
+    texts = iter([('{"name": "add", "parameters": {"a": 2, "b": 3}}', "<|eom_id|>"), ("5", "<|eot_id|>")])
+    engine = Scripted(lambda prompt: text_completion(tokenizer, *next(texts)))
+    (row,) = conversations.run(rows_of(conversations, 1), engine, prompts())
+    assert tokenizer.decode(row.token_ids) == (
+        '{"name": "add", "parameters": {"a": 2, "b": 3}}<|eom_id|><|start_header_id|>ipython<|end_header_id|>\n\n"5"'
+        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n5<|eot_id|>"
+    )
+
+
+def test_rewards_see_what_was_drawn():
+    """What was observed is in no length, such as that of the overlong punishment."""
+    (row,) = talk(saying(CALL, "5"))
+    seen = {}
+
+    def reward(completions, completion_ids, **others):
+        seen.update(completions=completions, completion_ids=completion_ids)
+        return [1.0]
+
+    Rewards([reward], ["reward"], torch.ones(1)).score([row], None)
+    assert seen["completion_ids"] == [row.sampled_ids]
+    assert len(row.sampled_ids) < len(row.token_ids)
+    assert seen["completions"] == [row.completion]
+
+
+def test_each_turn_has_a_seed_of_its_own():
+    """The first one's is that of a completion without tools."""
+    seeds = [row_seed(1, "stream-3", 2, turn) for turn in range(3)]
+    assert seeds[0] == row_seed(1, "stream-3", 2)
+    assert len(set(seeds)) == 3
+
+
+def test_a_turn_names_the_one_that_it_follows():
+    engine = saying(CALL, CALL, "5")
+    talk(engine, max_turns=3)
+    assert [(prompt.follows, prompt.followed) for prompt in engine.prompts] == [(None, True), (0, True), (1, False)]
+
+
+# Threads
+
+
+def test_other_rows_are_drawn_while_a_tool_is_at_work():
+    """Row 0's tool waits for row 1's answer, which a loop that stops for tools would never come to."""
+    answered = threading.Event()
+
+    def ask(a: int, b: int) -> str:
+        """Ask.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        return "yes" if answered.wait(60) else "no"
+
+    def say(prompt):
+        if prompt.seed == 1:
+            turns = sum(each.seed == 1 for each in engine.prompts)
+            if turns < 3:
+                return text_completion(TOKENIZER, CALL, END)  # a tool that answers at once
+            answered.set()
+            return text_completion(TOKENIZER, "5", END)
+        first = sum(each.seed == 0 for each in engine.prompts) == 1
+        return text_completion(TOKENIZER, CALL.replace("add", "ask") if first else "5", END)
+
+    engine = Scripted(say)
+    rows = talk(engine, add, ask, count=2)
+    assert [row.position for row in rows] == [1, 0]
+    assert shown(rows[1])[1] == ("tool", "yes")
+
+
+def test_a_tool_that_takes_too_long_is_an_error_to_the_model():
+    """What it says later is heard by nobody, and its thread keeps nothing from ending."""
+    never, begun = threading.Event(), threading.Event()
+
+    def hang(a: int, b: int) -> str:
+        """Hang.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        begun.set()
+        never.wait(60)
+        return "late"
+
+    calls = f"{CALL}{CALL.replace('add', 'hang')}{CALL}"
+    (row,) = talk(saying(calls, "5"), add, hang, tool_timeout_s=0.3)
+    assert begun.is_set()
+    error = str({"error": "no answer within 0.3 s"})
+    assert [content for role, content in shown(row) if role == "tool"] == ["5", error, error]
+    assert row.environment.outcomes == [False, True, True]
+    assert row.failure is None
+    never.set()
+
+
+# Environments
+
+
+class Guess:
+    """TRL's form: the number in the row is to be guessed."""
+
+    def __init__(self):
+        self.made = 0
+
+    def reset(self, gold: str, **kwargs) -> str | None:
+        self.number, self.tries = int(gold), []
+        self.made += 1
+        return f" Guess from 0 to {len(gold) * 10}."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: Yours.
+        """
+        self.tries.append(number)
+        if number == 99:
+            raise KeyError("99")
+        return "right" if number == self.number else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self.number in self.tries)
+
+
+def guesses(kind: type = Guess) -> EnvironmentSource:
+    from transformers.utils import get_json_schema
+
+    return EnvironmentSource(
+        make=lambda: ToolUse({}, kind()),
+        schemas=[get_json_schema(method) for method in methods_of(kind()).values()],
+        rewards=True,
+    )
+
+
+def guess(number: int) -> str:
+    return f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {number}}}}}\n</tool_call>'
+
+
+def test_an_environment_of_trls_form():
+    conversations = talking(TOKENIZER, source=guesses())
+    rows = rows_of(conversations, 2, gold="7")
+    texts = {0: [guess(3), guess(7), "7"], 1: [guess(99), "3"]}
+    engine = Scripted(lambda prompt: text_completion(TOKENIZER, texts[prompt.seed].pop(0), END))
+    list(conversations.run(rows, engine, prompts()))
+    first, second = rows
+    assert first.row["prompt"] == [{"role": "user", "content": "What is 2 + 3? Guess from 0 to 10."}]
+    assert list(first.prompt_ids) == conversations.template.prompt(first.row["prompt"])
+    assert [content for role, content in shown(first) if role == "tool"] == ["wrong", "right"]
+    assert [content for role, content in shown(second) if role == "tool"] == [str({"error": "'99'"})]
+    assert (first.environment_reward, second.environment_reward) == (1.0, 0.0)
+    asked = []
+
+    def user(environments, environment_rewards, completions, **kwargs):
+        asked.append([each.tries for each in environments])
+        return [float(len(completion)) for completion in completions]
+
+    Rewards([user, environment], ["user", "environment"], torch.ones(2)).score(rows, None)
+    assert asked == [[[3, 7], [99]]]
+    assert [row.rewards for row in rows] == [[5.0, 1.0], [3.0, 0.0]]
+    conversations.free(rows)
+    again = rows_of(conversations, 2, gold="8")
+    list(conversations.run(again, saying("8"), prompts()))
+    assert [row.environment.instance.made for row in again] == [2, 2]  # constructed once, reset for each
+    assert rows[0].environment is None
+
+
+class Broken(Guess):
+    def reset(self, gold: str, **kwargs) -> Any:
+        if gold == "1":
+            raise KeyError("missing")
+        self.number, self.tries = int(gold), []
+        return 5 if gold == "2" else None
+
+    def get_reward(self) -> Any:
+        return "none" if self.number == 3 else None if self.number == 4 else 1.0
+
+
+def test_what_an_environment_raises_is_the_failure_of_its_trajectory():
+    """Its functions are not asked, its reward is NaN, its group's others go on."""
+    conversations = talking(TOKENIZER, source=guesses(Broken))
+    rows = [rows_of(conversations, 1, gold=str(number))[0] for number in range(5)]
+    for place, row in enumerate(rows):
+        row.position = place
+    list(conversations.run(rows, saying("5"), prompts()))
+    reasons = [row.failure and row.failure.partition(" (")[0] for row in rows]
+    assert reasons == [
+        None,
+        "KeyError: 'missing'",
+        "TypeError: reset gave 5, which is no text",
+        "ValueError: could not convert string to float: 'none'",
+        None,
+    ]
+    assert "test_conversation.py:" in (rows[1].failure or "")
+    Rewards([lambda completions, **_: [2.0] * len(completions), environment], ["two", "e"], torch.ones(2)).score(
+        rows, None
+    )
+    assert [str(row.rewards) for row in rows] == ["[2.0, 1.0]", *["[nan, nan]"] * 3, "[2.0, nan]"]
+    metrics: dict[str, list[float]] = defaultdict(list)
+    conversations.measure(rows, metrics)
+    assert metrics["environment/failure_frequency"] == [0.0, 1.0, 1.0, 1.0, 0.0]
+    assert metrics["turns/mean"] == [1.0, 0.0, 0.0, 1.0, 1.0]
+    with pytest.raises(RankError, match="3 of 3 conversations have failed, the first one: KeyError: 'missing'"):
+        conversations.measure(rows[1:4], metrics)
+
+
+def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():
+    never = threading.Event()
+
+    class Hangs(Guess):
+        def guess(self, number: int) -> str:
+            """Guess.
+
+            Args:
+                number: Yours.
+            """
+            never.wait(60)
+            return "late"
+
+    conversations = talking(TOKENIZER, source=guesses(Hangs), tool_timeout_s=0.2)
+    rows = rows_of(conversations, 1, gold="7")
+    list(conversations.run(rows, saying(guess(7), "7"), prompts()))
+    assert rows[0].failure == "no answer within 0.2 s (--config.environment.tool_timeout_s)"
+    conversations.free(rows)
+    assert conversations.instances == []
+    never.set()
+
+
+class Dialogue:
+    """Our own form: asks again until a 7 is said."""
+
+    def reset(self, row):
+        return [{"role": "system", "content": "Say seven."}, *row["prompt"]]
+
+    def step(self, message):
+        if "7" in message["content"]:
+            return None
+        if message["content"] == "odd":
+            return [{"role": "critic", "content": "no"}]
+        return "no" if message["content"] == "text" else [{"role": "user", "content": "Again?"}]
+
+
+def test_an_environment_of_our_own_form():
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Dialogue, role="user"))
+    rows = rows_of(conversations, 3)
+    texts = {0: ["5", "6", "7"], 1: ["text"], 2: ["odd"]}
+    engine = Scripted(lambda prompt: text_completion(TOKENIZER, texts[prompt.seed].pop(0), END))
+    list(conversations.run(rows, engine, prompts()))
+    assert shown(rows[0]) == [
+        ("assistant", "5"), ("user", "Again?"), ("assistant", "6"), ("user", "Again?"), ("assistant", "7"),
+    ]  # fmt: skip
+    assert TOKENIZER.decode(rows[0].prompt_ids).startswith("<|im_start|>system\nSay seven.<|im_end|>")
+    assert rows[1].failure == "step gave 'no', no list of messages, each with role and content"
+    assert rows[2].failure == "the chat template shows nothing of messages of role critic"
+
+
+def test_what_the_engine_could_not_draw_is_a_failure():
+    (row,) = talk(Scripted(lambda prompt: Completion.failed("too long")))
+    assert (row.failure, row.token_ids) == ("too long", [])
+
+
+def test_a_prompt_that_leaves_no_room():
+    (row,) = talk(saying("5"), context=20)
+    assert "leave no room in the model's context" in (row.failure or "")

@@ -1,0 +1,209 @@
+"""What environment.tools and environment.factory name, and what is said where it can't be used."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from perl.base.errors import UserError
+from perl.config.load import parse
+from perl.config.schema import EnvironmentConfig
+from perl.environments.tools import ToolUse, load_environment
+from perl.rewards.files import ROW
+from perl.training.preflight import open_conversations
+
+GOOD = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+def bare(a, b):
+    return a + b
+
+
+def untold(a: int) -> int:
+    """Say nothing of a."""
+    return a
+
+
+class Game:
+    """As TRL's documentation has them."""
+
+    def reset(self, answer: str, **kwargs) -> str | None:
+        self.answer = answer
+        return "Begin."
+
+    def guess(self, word: str) -> str:
+        """Guess the word.
+
+        Args:
+            word: Yours.
+        """
+        return str(word == self.answer)
+
+    def _hidden(self):
+        pass
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Adds(Game):
+    def add(self, a: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+        """
+        return a
+
+
+class NoReset:
+    def guess(self, word: str) -> str:
+        """Guess."""
+        return word
+
+
+class NoTools:
+    def reset(self, **row):
+        return None
+
+
+class Talks:
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, message):
+        return None
+
+
+class Fails:
+    def __init__(self):
+        raise OSError("no server")
+
+
+NUMBER = 5
+'''
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "env.py"
+    path.write_text(GOOD)
+    return str(path)
+
+
+def test_functions_and_a_class_of_trls(file):
+    source = load_environment(EnvironmentConfig(tools=[f"{file}:add"], factory=f"{file}:Game"))
+    assert [schema["function"]["name"] for schema in source.schemas] == ["add", "guess"]
+    assert (source.role, source.rewards, list(source.needed)) == ("tool", True, ["answer"])
+    first = source.make()
+    assert isinstance(first, ToolUse)
+    assert sorted(first.tools) == ["add", "guess"]
+    row = {
+        "prompt": [{"role": "user", "content": "Hello. "}],
+        ROW: '{"where": "a.jsonl:1", "data_source": "d", "ground_truth": "g", "extra_info": {"answer": "x"}}',
+    }
+    assert first.reset(row) == [{"role": "user", "content": "Hello. Begin."}]
+    assert row["prompt"][0]["content"] == "Hello. "
+    call = {"type": "function", "function": {"name": "guess", "arguments": {"word": "x"}}}
+    assert first.step({"role": "assistant", "content": "", "tool_calls": [call]}) == [
+        {"role": "tool", "name": "guess", "content": "True"}
+    ]
+    assert first.step({"role": "assistant", "content": "x"}) is None
+    source.check_rows([row])
+    with pytest.raises(UserError, match=r"nothing is given to reset as answer for a.jsonl:1; it gets data_source, .*"):
+        source.check_rows([row | {ROW: '{"where": "a.jsonl:1", "data_source": "d"}'}])
+
+
+def test_an_environment_of_our_own(file):
+    source = load_environment(EnvironmentConfig(factory=f"{file}:Talks"))
+    assert (source.role, source.schemas, source.rewards) == ("user", [], False)
+    assert source.make() is not source.make()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": ["pyhton"]}, "--config.environment.tools: unknown tool 'pyhton'; did you mean 'python'? known:"),
+        ({"tools": ["FILE:sub"]}, "'sub' is not defined there; functions there: add, bare, untold, Game"),
+        ({"tools": ["FILE:NUMBER"]}, "'NUMBER' is no function"),
+        ({"tools": ["none.py:add"]}, "--config.environment.tools: none.py:add: no such file"),
+        ({"tools": ["FILE:bare"]}, "bare: Cannot generate JSON schema for bare because it has no docstring!"),
+        ({"tools": ["FILE:untold"]}, "a tool has a type hint and, under Args: of its docstring, a line for each"),
+        ({"tools": ["FILE:add", "FILE:add"]}, "two tools are called add; give one another name"),
+        ({"factory": "FILE:Gone"}, "--config.environment.factory: FILE:Gone: 'Gone' is not defined there"),
+        ({"factory": "FILE:Fails"}, "FILE:Fails() raised OSError: no server"),
+        ({"factory": "FILE:NoReset"}, "FILE:NoReset has no reset; write def reset(self, **row)"),
+        ({"factory": "FILE:NoTools"}, "FILE:NoTools has no public method, which would be a tool"),
+        ({"tools": ["FILE:add"], "factory": "FILE:Adds"}, "both have a tool add; rename one"),
+        ({"tools": ["FILE:add"], "factory": "FILE:Talks"}, "FILE:Talks has a step of its own, which answers"),
+    ],
+)  # fmt: skip
+def test_one_line_for_what_is_none(fields, said, file):
+    def named(value):
+        return (
+            [each.replace("FILE", file) for each in value] if isinstance(value, list) else value.replace("FILE", file)
+        )
+
+    with pytest.raises(UserError, match=re.escape(said.replace("FILE", file))) as caught:
+        load_environment(EnvironmentConfig(**{name: named(value) for name, value in fields.items()}))
+    assert "\n" not in str(caught.value)
+
+
+TOOLS = ["--config.environment.tools", '["python"]']
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--config.rollout.workers", "2"], "--config.rollout.workers 2: draws completions of one turn"),
+        (["--config.rollout.piece_size", "8"], "--config.rollout.piece_size 8: draws completions of one turn"),
+        (
+            ["--config.rollout.engine", "vllm", "--config.training.vllm_tensor_parallel_size", "2"],
+            "--config.training.vllm_tensor_parallel_size 2: processes that share an engine",
+        ),
+        (["--config.validation.datasets", '["gsm8k"]'], "--config.validation.datasets: is scored on one turn"),
+        (
+            ["--config.dataset.truncation", "left", "--config.dataset.filter_overlong_prompts", "false"],
+            "--config.dataset.truncation left: a prompt that lists tools can't be cut",
+        ),
+    ],
+)
+def test_what_several_turns_can_not_be_had_with(flags, said):
+    parse(flags)
+    with pytest.raises(UserError, match=re.escape(said)):
+        parse([*TOOLS, *flags])
+
+
+def test_blocks_of_python_need_python():
+    flags = ["--config.environment.tool_call_parser", "python_fence"]
+    with pytest.raises(UserError, match="tool_call_parser python_fence: blocks of code are calls of the tool python"):
+        parse(flags)
+    parse([*TOOLS, *flags])
+
+
+def test_no_function_is_needed_where_an_environment_may_give_the_reward():
+    flags = ["--config.reward.functions", "[]"]
+    with pytest.raises(UserError, match=r"reward\.functions is empty"):
+        parse([*flags, *TOOLS])
+    parse([*flags, "--config.environment.factory", "env.py:Game"])
+
+
+def test_a_model_that_takes_images_is_refused(file):
+    source = load_environment(EnvironmentConfig(tools=[f"{file}:add"]))
+    with pytest.raises(UserError, match="a model that takes images is trained on one turn"):
+        open_conversations(parse([]).build(processes=1), source, SimpleNamespace(image_processor=None))
+
+
+def test_flags_without_effect():
+    assert any("environment.max_turns" in line for line in parse(["--config.environment.max_turns", "2"]).warnings)
+    assert any("environment.sandbox" in line for line in parse(
+        ["--config.environment.tools", '["a.py:f"]', "--config.environment.sandbox", "limits"]).warnings)  # fmt: skip
+    assert not parse([*TOOLS, "--config.environment.max_turns", "2"]).warnings
