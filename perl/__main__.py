@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("perl.tools.plan", "say how much memory a training run will take, and which batch sizes fit"),
     "merge": ("perl.tools.merge", "write base and adapter as one model, checked against what PEFT computes"),
     "grade": ("perl.tools.grade", "grade completions that stand in a file"),
+    "audit": ("perl.tools.audit", "try a reward on texts that are surely right or wrong: does it pay for wrong ones?"),
     "from-verl": ("perl.tools.from_verl", "translate a command, script or configuration of verl into a recipe"),
     "sweep": ("perl.tools.sweep", "train by a recipe with several settings and seeds, score and compare the trainings"),
     "status": ("perl.tools.status", "say where a training stands that is running: step, waiting, workers, checkpoints"),

@@ -129,6 +129,7 @@ EXTRAS = {
     "wandb": "logging",
     "tensorboard": "logging",
     "ray": "ray",
+    "reasoning_gym": "reasoning_gym",
 }
 """Package -> the extra of pyproject.toml that brings it."""
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from perl.base.errors import UserError, lookup
 from perl.base.provenance import text_hash
+from perl.grading.entries import require_scoring
 from perl.grading.rules import RULES, Rule, is_number, normalize_answer
 from perl.grading.stated import equal_as_written
 from perl.grading.verifier import MathVerifier, Question, Verdict
@@ -35,11 +36,12 @@ class Rubric:
     """Keys of RULES, scored side by side."""
     primary: str
     """The rule whose score is the reward and the accuracy."""
-    math_verify: Literal["parts", "fallback", "never"]
+    math_verify: Literal["parts", "fallback", "never", "own"]
     """Who decides where the primary rule settles nothing, that is, reads no answer, or reads an expression rather than
     a number and one that differs from the gold. fallback: math-verify, on the answer, or on the whole completion where
     none was read. parts: the parts of the answer are compared with those of the gold, math-verify comparing plain
-    expressions (stated.equal); a completion without an answer is wrong. never: it is wrong."""
+    expressions (stated.equal); a completion without an answer is wrong. never: it is wrong. own: not math-verify, but
+    reasoning-gym's own scoring, in the same worker; the gold is an entry (entries.py)."""
     form: str
     """The rule whose form the prompt asks for; the format reward looks for it."""
 
@@ -117,7 +119,7 @@ class Grader:
 def _read(rubric: Rubric, completion: str, gold: str) -> _Reading:
     scores: dict[str, float] = {}
     reference = RULES[rubric.primary].normalize(gold)
-    number = reference if rubric.math_verify != "parts" and is_number(reference) else None
+    number = reference if rubric.math_verify in ("fallback", "never") and is_number(reference) else None
     written = normalized = None
     settled = False
     for name in rubric.rules:
@@ -127,7 +129,7 @@ def _read(rubric: Rubric, completion: str, gold: str) -> _Reading:
         same = form == rule.normalize(gold) if form else False
         if form and name == rubric.primary:
             written, normalized = answer, form
-            settled = same or number is not None
+            settled = (same or number is not None) and rubric.math_verify != "own"
             if not same and rubric.math_verify == "parts":
                 as_written = equal_as_written(gold, written or "")
                 same, settled = bool(as_written), as_written is not None
@@ -136,7 +138,7 @@ def _read(rubric: Rubric, completion: str, gold: str) -> _Reading:
 
 
 def _needs_algebra(rubric: Rubric, reading: _Reading) -> bool:
-    if rubric.math_verify == "parts":
+    if rubric.math_verify in ("parts", "own"):
         return not reading.settled and reading.written is not None
     return rubric.math_verify == "fallback" and not reading.settled
 
@@ -144,10 +146,13 @@ def _needs_algebra(rubric: Rubric, reading: _Reading) -> bool:
 def _question(rubric: Rubric, reading: _Reading, completion: str, gold: str) -> Question:
     """What the worker is asked: about the stated answer where there is one, so that no other number of the completion
     can score in its place, else about the whole completion."""
+    if rubric.math_verify == "own":
+        require_scoring(gold)
+        return Question(reading.written or "", gold, "entry")
     if rubric.math_verify == "parts":
-        return Question(reading.written or "", gold, parts=True)
+        return Question(reading.written or "", gold, "parts")
     text = completion if reading.written is None else f"\\boxed{{{reading.written}}}"
-    return Question(text, gold, parts=False)
+    return Question(text, gold, "text")
 
 
 def _verdict(rubric: Rubric, reading: _Reading, algebra: Verdict | None) -> Grade:
@@ -157,7 +162,7 @@ def _verdict(rubric: Rubric, reading: _Reading, algebra: Verdict | None) -> Grad
         left_standing = score and reading.number not in (None, normalize_answer(algebra.extracted or ""))
         if left_standing or (reason == "unextracted" and extracted is not None):
             score, reason = 0.0, "wrong"
-        scores[MATH_VERIFY] = score
+        scores[rubric.primary if rubric.math_verify == "own" else MATH_VERIFY] = score
         return Grade(score=score, scores=scores, extracted=_clip(extracted), reason=reason)
     score = scores[rubric.primary]
     reason = "correct" if score else "unextracted" if reading.normalized is None else "wrong"

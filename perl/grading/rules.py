@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
+from perl.grading.entries import answer_of
 from perl.grading.stated import Equation, Scalar, listed, parse_answer, show, tidy
 from perl.grading.stated import extract as extract_stated
 from perl.grading.stated import normalize as normalize_stated
@@ -28,9 +29,11 @@ class Rule:
     """The form in which an extracted answer and a gold are equal as strings."""
     form: str
     """How an answer is stated for this rule; `{answer}` is replaced."""
+    answer: Callable[[str], str] = str
+    """What of a gold is the answer."""
 
-    def state(self, answer: str) -> str:
-        return self.form.replace("{answer}", answer)
+    def state(self, gold: str) -> str:
+        return self.form.replace("{answer}", self.answer(gold))
 
     def accepts(self, completion: str, gold: str) -> bool:
         """Whether the completion states the gold, as texts."""
@@ -195,6 +198,13 @@ def _extract_answer_line(completion: str) -> str | None:
     return _clean(match[1]) if match else None
 
 
+def _extract_answer_tag(completion: str) -> str | None:
+    """What stands in the last `<answer>…</answer>`, as reasoning-gym reads it."""
+    before, closed, _ = completion.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
+    return answer.strip() or None if closed and opened else None
+
+
 def _extract_boxed(completion: str) -> str | None:
     box = last_box(completion)
     return _clean(box[1]) if box else None
@@ -237,5 +247,8 @@ RULES: dict[str, Rule] = {
     "answer_line": Rule(_extract_answer_line, normalize_answer, "Answer: {answer}"),
     "boxed": Rule(_extract_boxed, normalize_answer, "\\boxed{{answer}}"),
     "answer": Rule(_extract_answer, normalize_answer, "Answer: {answer}"),
+    "answer_tag": Rule(
+        _extract_answer_tag, lambda text: answer_of(text).strip(), "<answer>{answer}</answer>", answer_of
+    ),
     "stated": Rule(extract_stated, normalize_stated, "\\boxed{{answer}}"),
 }

@@ -39,8 +39,9 @@ START_DEADLINE_S = 120.0
 class Question(NamedTuple):
     text: str
     gold: str
-    parts: bool
-    """Whether `text` is an answer that is compared part by part (stated.equal), not a text to find one in."""
+    how: Literal["text", "parts", "entry"]
+    """text: an answer is looked for in `text`. parts: it is an answer, compared part by part (stated.equal). entry: it
+    is one to the entry that `gold` is (entries.judge_entry)."""
 
 
 class Verdict(NamedTuple):
@@ -71,6 +72,7 @@ class MathVerifier:
         self._early = ThreadPoolExecutor(1, thread_name_prefix="math-verify")
         self._started: dict[Question, Future[list[Verdict]]] = {}
         self._timeouts: dict[Question, None] = {}
+        self._entries = False  # whether the worker has imported reasoning-gym, which takes seconds
         self._left_s = BUDGET * deadline_s  # of this batch's budget
 
     def start(self, row: Question) -> Future[Any]:
@@ -100,6 +102,9 @@ class MathVerifier:
         verdicts: list[Verdict] = []
         died_at = -1
         with self._lock:
+            if not self._entries and any(row.how == "entry" for row in rows):
+                self._kill()
+                self._entries = True
             while len(verdicts) < len(rows):
                 row = rows[len(verdicts)]
                 if row in self._timeouts:
@@ -161,7 +166,8 @@ class MathVerifier:
         # Not multiprocessing's spawn: that would import the trainer's main module, torch included, into the worker.
         with theirs:
             self._worker = subprocess.Popen(
-                [sys.executable, "-P", "-m", "perl.grading.worker", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "perl.grading.worker", str(theirs.fileno()), str(os.getpid())]
+                + ["entries"] * self._entries,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

@@ -1,9 +1,10 @@
-"""The process that runs math-verify: `python -m perl.grading.worker FD PARENT`, started by `verifier.MathVerifier`.
+"""The process that runs math-verify: `python -m perl.grading.worker FD PARENT [entries]`, started by
+`verifier.MathVerifier`.
 
-It imports math-verify and then forks whenever it is sent a socket over FD; the fork reads lists of Questions from that
-socket and answers each as soon as it is judged. Nothing here bounds the time of a row (`9^{9^{9^{9}}}` keeps the
-interpreter inside one C call, where no signal handler runs): the parent kills the fork when an answer is late, and the
-kernel kills both when the parent dies.
+It imports math-verify, with `entries` reasoning-gym too, and then forks whenever it is sent a socket over FD; the fork
+reads lists of Questions from that socket and answers each as soon as it is judged. Nothing here bounds the time of a
+row (`9^{9^{9^{9}}}` keeps the interpreter inside one C call, where no signal handler runs): the parent kills the fork
+when an answer is late, and the kernel kills both when the parent dies.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from perl.grading import stated
+from perl.grading.entries import import_generators, judge_entry
 
 MEMORY_LIMIT = 4 << 30
 """Bytes of address space: an answer may write a number that no machine can hold."""
@@ -37,6 +39,8 @@ def main() -> None:
     read_integers_directly()
     judge("\\boxed{\\frac{1}{2}}", "0.5")  # builds the parser's tables before the first deadline runs,
     judge("\\boxed{\\sqrt{12}/2 + 1}", "1 + \\sqrt{3}")  # and loads what algebra needs, which takes half a second
+    if "entries" in sys.argv:
+        import_generators()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # sympy makes many small objects, few of them in cycles
     control.send("ready")
@@ -64,8 +68,8 @@ def _serve(connection: Connection) -> None:
             rows = connection.recv()
         except EOFError:
             return
-        for text, gold, parts in rows:
-            connection.send((judge_parts if parts else judge)(text, gold))
+        for text, gold, how in rows:
+            connection.send(JUDGES[how](text, gold))
 
 
 def judge(text: str, gold: str) -> tuple[float, str | None, str]:
@@ -84,6 +88,9 @@ def judge_parts(answer: str, gold: str) -> tuple[float, str | None, str]:
     deciding on plain expressions. What was extracted is known to the parent."""
     correct = stated.equal(gold, answer, _same)
     return float(correct), None, "correct" if correct else "wrong"
+
+
+JUDGES = {"text": judge, "parts": judge_parts, "entry": judge_entry}
 
 
 def _same(gold: str, answer: str) -> bool:

@@ -41,7 +41,8 @@ class Rewards:
 
         Args:
             state: the trainer's.
-            log_metrics: whether what the functions log by `log_metric` counts.
+            log_metrics: whether what the functions log by `log_metric` counts, and a completion without any number is
+                warned of.
 
         Raises:
             RankError: a function gives another number of rewards, or logs too few values.
@@ -75,7 +76,7 @@ class Rewards:
             row.rewards = [one[place] for one in scores]
             row.extras = {column: values[place] for column, values in extras.items()}
         unrewarded = next((row for row in rows if all(map(math.isnan, row.rewards))), None)
-        if unrewarded is not None:
+        if unrewarded is not None and log_metrics:
             log.warning("no reward function gives this completion a number: %s", str(unrewarded.completion)[:300])
 
     def _call(self, arguments: dict[str, Any]) -> list[Any]:

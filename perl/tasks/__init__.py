@@ -15,8 +15,10 @@ from perl.base.errors import UserError, lookup, nearest
 from perl.base.paths import user_path
 from perl.grading import RULES, Grader
 from perl.records import Problem
+from perl.tasks import reasoning_gym
 from perl.tasks.files import SUFFIXES, Row, find_files, read_rows, require_characters
 from perl.tasks.hub import Hub, hub_rows
+from perl.tasks.reasoning_gym import is_generated
 from perl.tasks.registry import DATA_SOURCES, HUBS, SCHEMA_TASKS, TASKS, Task
 from perl.tasks.schemas import SCHEMAS, Fields, asked_form, gold_text, read_fields
 
@@ -40,7 +42,7 @@ def data_name(spec: str) -> str:
     """The name of a task or a known repository of the hub as it is written here, whatever its case and its hyphens in
     `spec` ("GSM8K", "MATH-500"); anything else, and what names an existing file or folder, as it stands."""
     repo, colon, config = spec.partition(":")
-    if spec in TASKS or repo in HUBS or _path_of(spec) is not None:
+    if is_generated(spec) or spec in TASKS or repo in HUBS or _path_of(spec) is not None:
         return spec
     found = [name for name in (*TASKS, *HUBS) if _plain(name) == _plain(repo)]
     return f"{found[0]}{colon}{config}" if len(found) == 1 else spec
@@ -61,7 +63,8 @@ def load_problems(
 
     Args:
         spec: a task's name in any case, a hub name ("openai/gsm8k", "open-r1/DAPO-Math-17k-Processed", with ":cn" for
-            another configuration), or a path to a parquet, json, jsonl or csv file or to a folder with one per split.
+            another configuration), reasoning_gym:NAME (perl.tasks.reasoning_gym), or a path to a parquet, json, jsonl
+            or csv file or to a folder with one per split.
         split: default: the task's evaluation split; in a folder test, else train. A single file is one split.
         limit: keep only the first `limit` problems.
         task: grade every row as this task, whatever the row says.
@@ -88,6 +91,8 @@ def training_split(spec: str) -> str | None:
     """The split to train on where the user names none: the data set's own training split, a folder's train files, and
     for a single file None. A UserError for a bench, which has none: what is trained on can no longer be scored on."""
     spec = data_name(spec)
+    if is_generated(spec):
+        return "train"
     if (path := _path_of(spec)) is not None:
         return "train" if os.path.isdir(path) else None
     _, hub = _hub_of(spec)
@@ -98,8 +103,11 @@ def training_split(spec: str) -> str | None:
 
 def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[tuple[Row, str, str | None]]:
     """Yield (row, place, task or None) of whatever `spec` names; the task is known where `spec` or the caller says it.
-    A task's name comes first, then an existing path, then the hub."""
+    A task's name comes first, then reasoning_gym:NAME, an existing path, the hub."""
     spec = data_name(spec)
+    if is_generated(spec):
+        yield from ((row, where, reasoning_gym.TASK) for row, where in reasoning_gym.generated_rows(spec, split, task))
+        return
     if (path := _path_of(spec)) is not None:
         for file in find_files(path, split):
             yield from ((row, where, task) for row, where in read_rows(file))
@@ -110,7 +118,10 @@ def rows_of(spec: str, split: str | None, task: str | None = None) -> Iterator[t
 
 
 def source_of(spec: str, split: str | None) -> tuple[str, ...]:
-    """What `rows_of` would read: the files, or repository, configuration and split on the hub."""
+    """What `rows_of` would read: the files; repository, configuration and split on the hub; or a generator's name and
+    settings, and the split."""
+    if is_generated(spec):
+        return spec, split or "test"
     if (path := _path_of(spec)) is not None:
         return tuple(str(file.resolve()) for file in find_files(path, split))
     _, hub = _hub_of(spec)

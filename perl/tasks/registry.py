@@ -10,7 +10,7 @@ from perl.grading import Rubric
 from perl.prompts import PromptStyle
 from perl.records import Sampling
 from perl.tasks.hub import Hub
-from perl.tasks.schemas import gsm8k_gold, integer_gold, math_gold
+from perl.tasks.schemas import gold_text, gsm8k_gold, integer_gold, math_gold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +143,18 @@ TASKS: dict[str, Task] = {
         rubric=_MATH_RUBRIC,
         sampling=_GREEDY,
         read_gold=math_gold,
+    ),
+    # Any of reasoning-gym's generators (perl.tasks.reasoning_gym); the wording is near its own system prompt.
+    "reasoning_gym": Task(
+        name="reasoning_gym",
+        hub=None,
+        data_source="reasoning_gym",
+        style=PromptStyle(
+            template="{question}\n\nThink step by step, and put the final answer alone between <answer> and </answer>.",
+        ),
+        rubric=Rubric(rules=("answer_tag",), primary="answer_tag", math_verify="own", form="answer_tag"),
+        sampling=_GREEDY,
+        read_gold=gold_text,
     ),
     # Any mathematics whose data set is not named above: a user's file of problems and LaTeX answers.
     "math": _bench("math", None, "lighteval/MATH", _GREEDY),

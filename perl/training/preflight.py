@@ -7,7 +7,10 @@ before it starts any, so that a mistake is one line and exit code 2 there too, a
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +34,8 @@ from perl.environments.tools import EnvironmentSource, load_environment
 from perl.grading import Grader
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
+from perl.rewards.audit import pays_for_nothing, rows_of_columns
+from perl.rewards.files import FLAG, ROW, RewardFunction, is_file
 from perl.rewards.functions import build_rewards, check_tasks, grades_rows, reward_context
 from perl.runs import checkpoints, rundir
 from perl.runs.setup import (
@@ -51,6 +56,13 @@ from perl.workers.local import require_room
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
+
+log = logging.getLogger(__name__)
+
+LOOKED_AT = 32
+"""Rows among which those for the rewards are, and the wrong answers."""
+AUDITED = 3
+AUDIT_S = 0.4
 
 CHOICES = {
     "loss_type": tuple(SURROGATES),
@@ -92,8 +104,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     model_dtype(config)
     source = load_environment(config.environment) if config.environment.used else None
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
-        if config.reward.functions or not (source and source.rewards):
-            build_rewards(config.reward.functions, reward_context(config, grader))
+        needed = config.reward.functions or not (source and source.rewards)
+        functions = build_rewards(config.reward.functions, reward_context(config, grader)) if needed else []
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
@@ -113,6 +125,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
+    if source is None:  # an audit has no conversations
+        warn_of_rewards(dict(zip(config.reward.functions, functions, strict=True)), dataset)
     if config.algorithm.dynamic_sampling:
         check_dynamic_sampling(config.training)
     if source:
@@ -145,6 +159,20 @@ def open_conversations(config: Config, source: EnvironmentSource, tokenizer: Any
         settings.max_observation_tokens,
     )
     return Conversations(source=source, template=template, config=settings)
+
+
+def warn_of_rewards(functions: Mapping[str, RewardFunction], dataset: Dataset) -> None:
+    """One line for a reward of the user's own that pays an empty or a wrong answer to the first rows as the right one
+    (perl.rewards.audit). Rewards by name are audited once and for all (docs/reward_audit.md)."""
+    if not (own := {name: function for name, function in functions.items() if is_file(name)}):
+        return
+    first = dataset.select_columns(["prompt", "gold", "task", ROW]).select(range(min(LOOKED_AT, len(dataset))))
+    rows = rows_of_columns(first.to_list(), AUDITED)
+    until = time.monotonic() + AUDIT_S
+    for name, function in own.items():
+        left = until - time.monotonic()
+        if rows and left > 0 and (wrong := pays_for_nothing(name, function, rows, left)):
+            log.warning("%s %s: %s; python -m perl audit tells more", FLAG, name, wrong)
 
 
 def check_training(training: TrainingConfig) -> None:

@@ -212,9 +212,9 @@ def test_the_worker_dies_with_a_killed_parent(busy):
     program = (
         "from perl.grading.verifier import MathVerifier, Question\n"
         "verifier = MathVerifier(600.0)\n"
-        "verifier.verify([Question('1', '1', False)])\n"
+        "verifier.verify([Question('1', '1', 'text')])\n"
         "print(verifier._worker.pid, flush=True)\n"
-        + (f"verifier.verify([Question({TOWER!r}, '1', False)])" if busy else "input()")
+        + (f"verifier.verify([Question({TOWER!r}, '1', 'text')])" if busy else "input()")
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
