@@ -104,9 +104,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     model_dtype(config)
     source = load_environment(config.environment) if config.environment.used else None
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
-        functions: list[RewardFunction] = []
-        if config.reward.functions or not (source and source.rewards):
-            functions = build_rewards(config.reward.functions, reward_context(config, grader))
+        needed = config.reward.functions or not (source and source.rewards)
+        functions = build_rewards(config.reward.functions, reward_context(config, grader)) if needed else []
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(config.training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(config.training.resume_from_checkpoint, run_dir)
     checkpoints.check_critic(checkpoint, config.algorithm.name, ALGORITHMS[config.algorithm.name].critic)
@@ -126,7 +125,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
-    warn_of_rewards(dict(zip(config.reward.functions, functions, strict=True)), dataset)
+    if source is None:  # an audit has no conversations
+        warn_of_rewards(dict(zip(config.reward.functions, functions, strict=True)), dataset)
     if config.algorithm.dynamic_sampling:
         check_dynamic_sampling(config.training)
     if source:
