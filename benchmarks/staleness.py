@@ -65,7 +65,7 @@ class Arm:
         exact = self.correction == "exact"
         settings: dict[str, object] = {"rollout.piece_size": PIECE}
         settings |= {"rollout.workers": 1, "rollout.lag": self.lag} if self.lag else {}
-        if self.correction != "none":
+        if self.lag or self.correction != "none":
             settings["rollout.importance_correction"] = "token" if exact else self.correction
         settings |= {"rollout.behaviour": "exact"} if exact else {}
         settings |= {} if self.noise else {"noise_injection.enabled": "false"}
