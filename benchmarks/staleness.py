@@ -11,7 +11,7 @@ PIECE, which is the same run bit for bit as one with workers. 160 steps are ten 
 Each run adds a line of JSON to --output (docs/results/staleness.jsonl): arm, lag, correction, noise, seed, flags,
 versions, reward, entropy and KL(sampler, trainer) of each step, scores on held-out problems at temperature 1, seconds
 and CPU-seconds. A run that stands there is not repeated, so that the list can be worked off in parts. `--draw` writes
-the tables in docs/staleness.md and the curves assets/staleness_quickstart.svg.
+the tables in docs/staleness.md and the curves assets/staleness_quickstart.svg, and prints what token has over none.
 
 The tables give means over seeds with Student's t intervals of 95 %, and the mean difference from lag 0 (with the same
 noise) at the same seed with the p-value of a paired t-test, two-sided and not corrected for the number of arms.
@@ -65,7 +65,8 @@ class Arm:
         exact = self.correction == "exact"
         settings: dict[str, object] = {"rollout.piece_size": PIECE}
         settings |= {"rollout.workers": 1, "rollout.lag": self.lag} if self.lag else {}
-        settings["rollout.importance_correction"] = "token" if exact else self.correction
+        if self.lag or self.correction != "none":
+            settings["rollout.importance_correction"] = "token" if exact else self.correction
         settings |= {"rollout.behaviour": "exact"} if exact else {}
         settings |= {} if self.noise else {"noise_injection.enabled": "false"}
         return [word for name, value in settings.items() for word in (f"--config.{name}", str(value))]
@@ -136,6 +137,10 @@ def draw(results: Sequence[Row]) -> None:
         write_between(PAGE, f"staleness-{measure}", table(results, measure))
     curves = {arm: [row["reward"] for row in results if row["arm"] == arm] for arm in ARMS}
     CURVES.write_text(panels({arm: several for arm, several in curves.items() if several}, mean=True), encoding="utf-8")
+    for lag in LAGS:
+        none, token = ([row for row in results if row["arm"] == str(Arm(lag, each))] for each in ("none", "token"))
+        over = (f"{measure} {difference_of(token, none, measure)}" for measure in ("accuracy", "reward"))
+        print(f"lag {lag}, token over none: {', '.join(over)}")
     hours = sum(row["cpu_s"] for row in results) / 3600
     print(f"{len(results)} runs, {hours:.1f} core-hours")
 

@@ -205,7 +205,7 @@ def test_an_arm_of_the_study_is_a_lag_and_what_the_loss_makes_of_it():
     names = "rollout.piece_size", "rollout.workers", "rollout.lag", "rollout.importance_correction", "rollout.behaviour"
     for arm, values in {
         "lag 0": "16",
-        "lag 8, none": "16 1 8",
+        "lag 8, none": "16 1 8 none",
         "lag 2, token_mask": "16 1 2 token_mask",
         "lag 4, exact": "16 1 4 token exact",
     }.items():
