@@ -556,6 +556,18 @@ def check_environment(values: Namespace) -> None:
             f"--config.rollout.{name} {rollout[name]}: draws completions of one turn, and {flag} asks for several;"
             " leave one of them out"
         )
+    if rollout.engine == "generate":
+        raise UserError(
+            f"--config.rollout.engine generate: draws torch's own random numbers, so that with {flag} a run would depend"
+            " on how long an answer takes; write --config.rollout.engine fast"
+        )
+    longest, patience = environment.tool_timeout_s * (environment.max_turns + 1), values.training.ddp_timeout
+    if longest >= patience:
+        raise UserError(
+            f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: with max_turns"
+            f" {environment.max_turns} other processes may wait {longest:g} s, and --config.training.ddp_timeout is"
+            f" {patience} s; write less, or raise ddp_timeout"
+        )
     if rollout.engine == "vllm" and values.training.vllm_tensor_parallel_size > 1:
         raise UserError(
             f"--config.training.vllm_tensor_parallel_size {values.training.vllm_tensor_parallel_size}: processes that"

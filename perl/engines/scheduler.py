@@ -21,6 +21,8 @@ PREFILL_TOKENS = 8_192
 """Most prompt tokens, padding included, in one prefill: bounds the activations, not the cache."""
 KEPT_SHARE = 0.25
 """Of the cache's tokens, those of sequences that have ended and may be followed."""
+STARTED_TOKENS = 65_536
+"""Most places, padding included, that hold the kept beginnings of what one prefill goes on from: they are copied."""
 REFILL_SHARE = 8
 """Waiting sequences are let in once so large a share of the rows is free: a prefill for each single sequence that ends
 would cost an accelerator a step each time."""
@@ -148,13 +150,14 @@ class Scheduler:
         """The groups from which sequences may come next, with PREFILL_TOKENS to compute at most."""
         free, groups = self.free, []
         room = cache.room if cache is not None else PREFILL_TOKENS
-        longest = fresh = 0
+        longest = fresh = started = 0
         for group in self.groups:
             if free <= 0 or (groups and room <= 0):
                 break
             if group.logits is None:
                 longest, fresh = max(longest, len(group.fresh)), fresh + 1
-                if fresh > 1 and longest * fresh > PREFILL_TOKENS:
+                started = max(started, len(group.token_ids) - len(group.fresh))
+                if fresh > 1 and (longest * fresh > PREFILL_TOKENS or started * fresh > STARTED_TOKENS):
                     break
             groups.append(group)
             free -= len(group.waiting)

@@ -37,7 +37,7 @@ def llama3_calls(text: str) -> tuple[str, list[Call]]:
     while rest.startswith("{"):
         try:
             _, end = json.JSONDecoder().raw_decode(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             end = len(rest)
         calls.append(_call(rest[:end]))
         rest = rest[end:].lstrip("; \n")
@@ -70,13 +70,14 @@ def _python(code: str) -> Call:
 def _call(text: str) -> Call:
     try:
         stated = json.loads(text, strict=False)  # models leave line breaks in strings as they are
-    except ValueError as error:
+        json.dumps(stated, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
         return _unreadable("", f"the call is no JSON: {error}")
     if not isinstance(stated, dict) or not isinstance(name := stated.get("name"), str):
         return _unreadable("", 'the call names no tool; write {"name": "...", "arguments": {...}}')
     arguments = stated.get("arguments", stated.get("parameters", {}))
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments, strict=False)
     if not isinstance(arguments, dict):
         return _unreadable(name, "the arguments of the call are no JSON object")

@@ -12,6 +12,7 @@ that come within GRACE_S are waited for, so that the turns of a group are prefil
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import queue
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perl.base.errors import RankError, UserError
+from perl.base.errors import UserError
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ChatTemplate
@@ -136,13 +137,13 @@ class Conversations:
 
     def measure(self, rows: Sequence[Trajectory], metrics: dict[str, list[float]]) -> None:
         """What the log shows of these conversations, by TRL's names where it has one: the mean is logged of the numbers
-        of all processes. A RankError where all have failed."""
+        of all processes."""
         failed = [row for row in rows if row.failure is not None]
         if failed:
-            said = f"{len(failed)} of {len(rows)} conversations have failed, the first one: {failed[0].failure}"
-            if len(failed) == len(rows):
-                raise RankError(f"--config.environment: {said}")
-            log.warning("environment: %s", said)
+            first = failed[0].failure
+            log.warning(
+                "environment: %d of %d conversations have failed, the first one: %s", len(failed), len(rows), first
+            )
         metrics["environment/failure_frequency"] += [float(row.failure is not None) for row in rows]
         metrics["turns/mean"] += [float(row.turns) for row in rows]
         if self.source.schemas:
@@ -244,7 +245,7 @@ class _Talk:
         def reset() -> list[Message]:
             if row.environment is None:
                 row.environment = self.parts.source.make()
-            return row.environment.reset(row.row)
+            return row.environment.reset(copy.deepcopy(row.row))  # of all samples of the prompt
 
         self._call(row, reset, lambda messages: self._asked(row, messages))
 
@@ -280,7 +281,7 @@ class _Talk:
         shown = [{**message, "content": self.parts.template.cut(message["content"])} for message in shown]
         try:
             ids = self.parts.template.observation(shown)
-        except ValueError as error:
+        except (UserError, ValueError) as error:
             self._fail(row, str(error))
             return
         before = len(row.token_ids)

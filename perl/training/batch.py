@@ -73,7 +73,8 @@ class Batch:
             return row.logprobs or [math.nan] * len(row.token_ids)
 
         def trained_on(row: Trajectory) -> Sequence[bool]:
-            return [] if mask_truncated and row.finish == "length" else row.sampled
+            left_out = row.failure is not None or (mask_truncated and row.finish == "length")
+            return [] if left_out else row.sampled
 
         return cls(
             rows=rows,

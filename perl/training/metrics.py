@@ -44,9 +44,12 @@ def rollout_metrics(batch: Batch, rewards: torch.Tensor, names: Sequence[str], w
     assert batch.advantages is not None
     rows, mask = batch.rows, batch.mask
     numbers = torch.tensor(
-        [[len(row.prompt_ids), sum(row.sampled), row.finish == "length"] for row in rows], dtype=torch.float32
+        [[len(row.prompt_ids), sum(row.sampled), row.finish == "length", row.failure is None] for row in rows],
+        dtype=torch.float32,
     )
     gathered = processes.rows(numbers.to(mask.device)).cpu()
+    whole = gathered[:, 3].bool()
+    gathered = gathered[whole] if whole.any() else gathered  # a conversation that failed has no length
     prompts, lengths, cut = gathered[:, 0], gathered[:, 1], gathered[:, 2].bool()
     ended = lengths[~cut] if not cut.all() else torch.zeros(1)
     metrics = {
@@ -87,7 +90,8 @@ def logged_by_rewards(functions: Rewards, processes: Processes) -> dict[str, flo
     for name in sorted(set(processes.gathered(list(functions.metrics)))):
         values = functions.metrics.get(name, [])
         total, count = processes.added_up([float(sum(values)), float(len(values))])
-        means[name] = total / count
+        if count:  # of what may not have happened, as a call of a tool
+            means[name] = total / count
     functions.metrics.clear()
     return means
 

@@ -79,3 +79,15 @@ def test_llama3_json(text, made, rest):
 def test_python_fences(text, codes):
     found, rest = calls("python_fence", text)
     assert (found, rest) == ([("python", {"code": code}) for code in codes], text)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("call", [
+    '{"name": "add", "arguments": ' + "[" * 100_000,
+    '{"name": "\\ud800", "arguments": {}}',
+    '{"name": "add", "arguments": {"a": "\\udfff"}}',
+])  # fmt: skip
+def test_no_text_of_the_policy_ends_the_run(parser, call):
+    text = f"<tool_call>{call}</tool_call>" if parser == "hermes" else call
+    _, calls = read_calls(text, PARSERS[parser])
+    assert [each["error"].partition(":")[0] for each in calls] == ["the call is no JSON"]

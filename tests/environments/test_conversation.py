@@ -1,5 +1,6 @@
 """How conversations go on and end: each end with its tokens, its finish and its reward."""
 
+import copy
 import json
 import threading
 from collections import defaultdict
@@ -8,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from perl.base.errors import RankError
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.prompts import row_seed
 from perl.records import Completion
 from perl.rewards.score import Rewards, environment
+from perl.training.batch import Batch
 from tests.environments.scripted import (
     Scripted,
     add,
@@ -367,8 +368,24 @@ def test_what_an_environment_raises_is_the_failure_of_its_trajectory():
     conversations.measure(rows, metrics)
     assert metrics["environment/failure_frequency"] == [0.0, 1.0, 1.0, 1.0, 0.0]
     assert metrics["turns/mean"] == [1.0, 0.0, 0.0, 1.0, 1.0]
-    with pytest.raises(RankError, match="3 of 3 conversations have failed, the first one: KeyError: 'missing'"):
-        conversations.measure(rows[1:4], metrics)
+    batch = Batch.of(rows, torch.device("cpu"), False, max(len(row.token_ids) for row in rows), False)
+    assert [bool(row.any()) for row in batch.mask] == [True, False, False, False, True]  # nor is one trained on
+
+
+def test_a_reset_may_change_its_row():
+    """Each sample of a prompt has a row of its own, and what it adds to the prompt is read by the model."""
+
+    class Adds(Guess):
+        def reset(self, prompt, **row):
+            prompt[-1]["content"] += " extra"
+            return super().reset(prompt=prompt, **row)
+
+    conversations = talking(TOKENIZER, source=guesses(Adds))
+    rows = rows_of(conversations, 3)
+    before = copy.deepcopy(rows[0].row)
+    list(conversations.run(rows, saying("5"), prompts()))
+    assert [row.failure for row in rows] == [None] * 3
+    assert before["prompt"][-1]["content"].count("extra") == 0
 
 
 def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():

@@ -130,14 +130,6 @@ def test_every_adapter_and_all_weights(tmp_path, name):
     assert all(row["rollout/logp_mismatch"] < 1e-3 for row in logs)
 
 
-def test_the_models_own_generate(tmp_path):
-    trainer, batches = toolful(tmp_path, engine="generate")
-    trainer.train()
-    assert any(row.turns > 1 for batch in batches for row in batch.rows)
-    assert all(len(row.token_ids) <= 64 for batch in batches for row in batch.rows)
-    assert trainer.state.log_history[0]["rollout/logp_mismatch"] < 1e-3
-
-
 def test_one_draw_of_noise_for_all_turns(tmp_path):
     """The noisy policy is the old one: the trainer recomputes each drawn token of each turn with that draw."""
     noise = NoiseConfig(enabled=True, seed=3, sigma_start=0.5, sigma_end=0.1, old_logps="noisy")
