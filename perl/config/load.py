@@ -558,8 +558,8 @@ def check_environment(values: Namespace) -> None:
         )
     if rollout.engine == "generate":
         raise UserError(
-            f"--config.rollout.engine generate: draws torch's own random numbers, so that with {flag} a run would depend"
-            " on how long an answer takes; write --config.rollout.engine fast"
+            f"--config.rollout.engine generate: draws torch's own random numbers, so that with {flag} a run would"
+            " depend on how long an answer takes; write --config.rollout.engine fast"
         )
     longest, patience = environment.tool_timeout_s * (environment.max_turns + 1), values.training.ddp_timeout
     if longest >= patience:

@@ -376,16 +376,19 @@ def test_a_reset_may_change_its_row():
     """Each sample of a prompt has a row of its own, and what it adds to the prompt is read by the model."""
 
     class Adds(Guess):
-        def reset(self, prompt, **row):
+        def reset(self, prompt, gold, **row):
             prompt[-1]["content"] += " extra"
-            return super().reset(prompt=prompt, **row)
+            return super().reset(gold)
 
     conversations = talking(TOKENIZER, source=guesses(Adds))
-    rows = rows_of(conversations, 3)
-    before = copy.deepcopy(rows[0].row)
+    rows = rows_of(conversations, 3, gold="5")
+    given = rows[0].row
+    before = copy.deepcopy(given)
     list(conversations.run(rows, saying("5"), prompts()))
     assert [row.failure for row in rows] == [None] * 3
-    assert before["prompt"][-1]["content"].count("extra") == 0
+    assert given == before
+    assert [row.row["prompt"][-1]["content"].count("extra") for row in rows] == [1] * 3
+    assert " extra Guess from" in TOKENIZER.decode(rows[0].prompt_ids)
 
 
 def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():

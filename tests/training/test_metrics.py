@@ -107,7 +107,7 @@ def test_what_is_not_known_is_left_out():
 
 def statistics(prompts, tokens, advantages, rewards):
     """Of one rollout; the lengths of prompts, how many tokens of each completion are trained on."""
-    rows = [SimpleNamespace(prompt_ids=[0] * n, token_ids=[0] * 4, finish="stop") for n in prompts]
+    rows = [SimpleNamespace(prompt_ids=[0] * n, sampled=[True] * 4, finish="stop", failure=None) for n in prompts]
     mask = torch.arange(4) < torch.tensor(tokens)[:, None]
     batch = SimpleNamespace(rows=rows, mask=mask, advantages=torch.tensor(advantages))
     alone = SimpleNamespace(num_processes=1, gather=lambda t: t, device="cpu")
