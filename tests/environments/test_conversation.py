@@ -10,8 +10,10 @@ import torch
 
 from perl.base.errors import RankError
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
+from perl.grading import Grader
 from perl.prompts import row_seed
 from perl.records import Completion
+from perl.rewards.functions import RewardContext, build_rewards
 from perl.rewards.score import Rewards, environment
 from tests.environments.scripted import (
     Scripted,
@@ -177,7 +179,6 @@ def test_a_turn_may_end_by_another_token():
 
 
 def test_rewards_see_what_was_drawn():
-    """What was observed is in no length, such as that of the overlong punishment."""
     (row,) = talk(saying(CALL, "5"))
     seen = {}
 
@@ -189,6 +190,16 @@ def test_rewards_see_what_was_drawn():
     assert seen["completion_ids"] == [row.sampled_ids]
     assert len(row.sampled_ids) < len(row.token_ids)
     assert seen["completions"] == [row.completion]
+
+
+def test_the_overlong_punishment_counts_what_the_budget_counts():
+    """Half of the last 100 tokens of the budget are used, most of them by what was observed."""
+    (row,) = talk(saying(CALL, "5"))
+    with Grader() as grader:
+        context = RewardContext(grader=grader, max_completion_length=len(row.token_ids) + 50, overlong_cache_length=100)
+        (overlong,) = build_rewards(["overlong"], context)
+    Rewards([overlong], ["overlong"], torch.ones(1)).score([row], None)
+    assert row.rewards == [-0.5]
 
 
 def test_each_turn_has_a_seed_of_its_own():

@@ -9,7 +9,9 @@ from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.config.schema import EnvironmentConfig
 from perl.environments.tools import ToolUse, load_environment
+from perl.grading import Grader
 from perl.rewards.files import ROW
+from perl.rewards.functions import build_rewards, reward_context
 from perl.training.preflight import open_conversations
 
 GOOD = '''
@@ -194,6 +196,21 @@ def test_no_function_is_needed_where_an_environment_may_give_the_reward():
     with pytest.raises(UserError, match=r"reward\.functions is empty"):
         parse([*flags, *TOOLS])
     parse([*flags, "--config.environment.factory", "env.py:Game"])
+
+
+def test_a_reward_function_of_trls_that_needs_environments(tmp_path):
+    """Of a run that has none it is refused before a model is loaded."""
+    (tmp_path / "reward.py").write_text(
+        "def own(environments, **kwargs):\n    return [each.score for each in environments]\n"
+    )
+    name = f"{tmp_path}/reward.py:own"
+    flags = ["--config.reward.functions", f'["{name}"]']
+    with Grader() as grader:
+        context = reward_context(parse([*TOOLS, *flags]).build(processes=1), grader)
+        (own,) = build_rewards([name], context)
+        assert own(completions=["a"], environments=[SimpleNamespace(score=0.5)]) == [0.5]
+        with pytest.raises(UserError, match="as environments without tools or an environment; write"):
+            build_rewards([name], reward_context(parse(flags).build(processes=1), grader))
 
 
 def test_a_model_that_takes_images_is_refused(file):
