@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -479,8 +480,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if not self.log_completions:
             return
         shown = self.step.processes.gathered(completions_of(batch.rows, self.reward_func_names))
-        for name in ("prompt", "completion"):
-            self._logs[name].extend(row[name] for row in shown)
+        for name in ("prompt", "completion"):  # the table has one type of all rows' arguments of calls
+            told = [row[name] if self.conversations is None else as_json(row[name]) for row in shown]
+            self._logs[name].extend(told)
         for name in self.reward_func_names:
             self._logs["rewards"][name].extend(row[name] for row in shown)
         known = {"prompt", "completion", *self.reward_func_names}
@@ -616,6 +618,12 @@ class EndOfStream(TrainerCallback):
             )  # fmt: skip
         state.max_steps = state.global_step
         return True
+
+
+def as_json(messages: Any) -> str:
+    """Text that any file takes: half a surrogate pair, which a model may write in an argument, is escaped."""
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    return text.encode(errors="backslashreplace").decode()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Trainings whose model calls tools that really run."""
 
+import itertools
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 
@@ -171,6 +173,25 @@ def test_what_fails_teaches_nothing(tmp_path):
         assert not (batch.advantages[place] * batch.mask[place]).any()
     share = sum(row.failure is not None for row in batches[0].rows) / len(batches[0].rows)
     assert trainer.state.log_history[0]["environment/failure_frequency"] == share
+
+
+def test_completions_are_logged_whatever_their_calls_have_as_arguments(tmp_path):
+    """A column of Arrow has one type: of texts and numbers, or of no argument at all, there is none."""
+    trainer, batches = toolful(tmp_path, max_steps=1, log_completions=True)
+    template, arguments = trainer.conversations.template, itertools.cycle([{"a": "é\ud800"}, {"a": 3}, {}])
+    parser = template.parser
+
+    def parsed(text):
+        rest, calls = parser(text)
+        return rest, [{**call, "function": call["function"] | {"arguments": next(arguments)}} for call in calls]
+
+    template.parser = parsed
+    trainer.train()
+    (file,) = (tmp_path / "completions").glob("*.parquet")
+    (batch,) = batches
+    table = pandas.read_parquet(file)
+    assert sorted(map(str, map(json.loads, table["completion"]))) == sorted(str(row.completion) for row in batch.rows)
+    assert [json.loads(text)[0]["role"] for text in table["prompt"]] == ["user"] * len(batch.rows)
 
 
 def test_a_resumed_run_draws_the_same(tmp_path):
