@@ -253,6 +253,11 @@ class _Talk:
             if why := not_messages(messages):
                 self._fail(row, f"reset {why}")
                 return
+            plain = self.parts.template.plain
+            messages = [
+                m if m["role"] == "assistant" or m in row.row["prompt"] else {**m, "content": plain(m["content"])}
+                for m in messages
+            ]
             try:
                 row.prompt_ids = tuple(self.parts.template.prompt(messages))
             except (UserError, ValueError) as error:

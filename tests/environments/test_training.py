@@ -15,7 +15,7 @@ import torch
 from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
 from perl.config.schema import NoiseConfig
-from tests.environments.calling import save_calling
+from tests.environments.calling import calling_model, calling_tokenizer, save_calling
 from tests.environments.training import tokens, toolful
 from tests.ranks import reports
 from tests.tiny import END
@@ -25,6 +25,7 @@ from tests.training.small_run import SETTINGS, small_run
 from tests.training.test_other_engines import in_a_process, on_cpu
 
 ROOT = Path(__file__).parents[2]
+UNKNOWN = 1
 TOOLS = '''
 def add(a: int, b: int) -> int:
     """Add two numbers.
@@ -173,6 +174,21 @@ def test_what_fails_teaches_nothing(tmp_path):
         assert not (batch.advantages[place] * batch.mask[place]).any()
     share = sum(row.failure is not None for row in batches[0].rows) / len(batches[0].rows)
     assert trainer.state.log_history[0]["environment/failure_frequency"] == share
+
+
+@pytest.mark.parametrize("engine", ["fast", "generate"])
+def test_what_ends_a_turn_in_the_template_ends_a_completion(tmp_path, engine):
+    """A base model's own end is another token."""
+    model, tokenizer = calling_model(eos_token_id=UNKNOWN, scale=6.0), calling_tokenizer()
+    tokenizer.eos_token = "<unk>"
+    trainer, batches = toolful(tmp_path, max_steps=1, model=model, tokenizer=tokenizer, engine=engine)
+    assert trainer.conversations.template.end == END
+    trainer.train()
+    turns = [row.turns for batch in batches for row in batch.rows]
+    ends = [row.sampled_ids.count(END) + row.sampled_ids.count(UNKNOWN) for batch in batches for row in batch.rows]
+    cut_off = [row.finish == "length" for batch in batches for row in batch.rows]
+    assert max(turns) > 1
+    assert all(n - cut <= end <= n for n, end, cut in zip(turns, ends, cut_off, strict=True))
 
 
 def test_completions_are_logged_whatever_their_calls_have_as_arguments(tmp_path):
