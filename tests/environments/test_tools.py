@@ -12,7 +12,7 @@ from perl.environments.tools import ToolUse, load_environment
 from perl.grading import Grader
 from perl.rewards.files import ROW
 from perl.rewards.functions import build_rewards, reward_context
-from perl.training.preflight import open_conversations
+from perl.training.preflight import check_metric, check_run, open_conversations
 
 GOOD = '''
 def add(a: int, b: int) -> int:
@@ -211,6 +211,16 @@ def test_a_reward_function_of_trls_that_needs_environments(tmp_path):
         assert own(completions=["a"], environments=[SimpleNamespace(score=0.5)]) == [0.5]
         with pytest.raises(UserError, match="as environments without tools or an environment; write"):
             build_rewards([name], reward_context(parse(flags).build(processes=1), grader))
+
+
+def test_dynamic_sampling_by_the_reward_of_an_environment(file, tmp_path):
+    """Of one that gives none it is refused before a model is loaded."""
+    flags = ["--config.algorithm.dynamic_sampling", "true", "--config.algorithm.dynamic_sampling_metric", "environment"]
+    flags += ["--config.environment.factory", f"{file}:Talks"]
+    with pytest.raises(UserError, match=r"Talks has no get_reward; write one of accuracy, .*sum"):
+        check_run(parse(flags).build(processes=1), tmp_path)
+    game = parse([*flags[:-1], f"{file}:Game"]).build(processes=1)
+    check_metric(game, load_environment(game.environment))
 
 
 def test_a_model_that_takes_images_is_refused(file):
