@@ -62,7 +62,7 @@ class ChatTemplate:
         role: of an observation.
         parser: environment.tool_call_parser.
         kwargs: what the template is given besides (training.chat_template_kwargs).
-        most: tokens of an observation's text.
+        most: tokens of an observation's texts.
 
     Attributes:
         end: the token that ends a turn in the template.
@@ -149,15 +149,20 @@ class ChatTemplate:
         zero-width space stands behind the first character. What is no Unicode is replaced."""
         return self._control.sub("\\g<0>\u200b", text.encode(errors="replace").decode())
 
-    def cut(self, text: str) -> str:
-        """What is shown of an observed text: `plain`, and the middle of one that is longer than allowed is left out."""
-        if len(text) > (longest := LETTERS * self.most):
+    def cut(self, text: str, messages: int = 1) -> str:
+        """What is shown of an observed text: `plain`, and the middle of one that is longer than allowed is left out.
+
+        Args:
+            messages: of the observation; each has its share.
+        """
+        most = max(1, self.most // messages)
+        if len(text) > (longest := LETTERS * most):
             text = f"{text[: longest // 2]}{text[len(text) - longest // 2 :]}"
         ids = self.tokenizer(text := self.plain(text), add_special_tokens=False)["input_ids"]
-        if len(ids) <= self.most:
+        if len(ids) <= most:
             return text
-        first = self.most // 2
-        ends = ids[:first], ids[len(ids) - (self.most - first) :]
+        first = most // 2
+        ends = ids[:first], ids[len(ids) - (most - first) :]
         return "\n…\n".join(self.tokenizer.decode(part) for part in ends)
 
     def _answered(self, shown: Sequence[Message]) -> Message:

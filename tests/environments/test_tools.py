@@ -1,5 +1,6 @@
 """What environment.tools and environment.factory name, and what is said where it can't be used."""
 
+import os
 import re
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.config.schema import EnvironmentConfig
+from perl.environments import python_tool
 from perl.environments.tools import ToolUse, load_environment
 from perl.grading import Grader
 from perl.rewards.files import ROW
@@ -122,6 +124,12 @@ def test_functions_and_a_class_of_trls(file):
     source.check_rows([row])
     with pytest.raises(UserError, match=r"nothing is given to reset as answer for a.jsonl:1; it gets data_source, .*"):
         source.check_rows([row | {ROW: '{"where": "a.jsonl:1", "data_source": "d"}'}])
+
+
+def test_no_more_calls_at_once_than_the_sandbox_runs(monkeypatch):
+    """One that waits for its turn there would have its seconds counted."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100)))
+    assert load_environment(EnvironmentConfig(tools=["python"])).at_once == python_tool.MOST_AT_ONCE == 32
 
 
 def test_an_environment_of_our_own(file):
