@@ -66,6 +66,7 @@ class ChatTemplate:
 
     Attributes:
         end: the token that ends a turn in the template.
+        thinking: a turn begins inside a thought.
         between: what stands behind it before the policy's next turn, where nothing is observed.
 
     Raises:
@@ -105,7 +106,8 @@ class ChatTemplate:
         text = decode(self.tokenizer, content_ids)
         if self.parser is None:
             return {"role": "assistant", "content": text}
-        rest, calls = read_calls(self.tokenizer.decode(content_ids, skip_special_tokens=False), self.parser)
+        whole = self.tokenizer.decode(content_ids, skip_special_tokens=False)
+        rest, calls = read_calls(whole, self.parser, self.thinking)
         if not calls:
             return {"role": "assistant", "content": text}
         for token in self.tokenizer.all_special_tokens:
@@ -223,6 +225,7 @@ class ChatTemplate:
     def _not_kept(self) -> str | None:
         """Why a conversation can't be made by appending tokens, or None where it can; finds out `end`."""
         begun = self._text([ASKED])
+        self.thinking = begun.rstrip().endswith("<think>")
         self._thinks = "<think>" in self._text([ASKED, {"role": "assistant", "content": ""}], begins=False) or (
             "<think>" in str(self.kwargs.get("chat_template") or self.tokenizer.chat_template)
         )

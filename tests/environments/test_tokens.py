@@ -141,6 +141,24 @@ def test_blocks_of_python_are_told_of_and_answered():
     assert tokenizer.decode(row.token_ids).count("<|im_end|>") == 3
 
 
+def test_a_turn_that_begins_inside_a_thought():
+    """Where the template opens it; there a call is none before the thought ends."""
+    tokenizer = byte_tokenizer("smollm2")
+    tokenizer.chat_template = (
+        template_of("smollm2")
+        .replace("assistant\n' }}", "assistant\n<think>' }}")
+        .replace(
+            "'\n' + message['content']",
+            "'\n' + ('<think>' if message['role'] == 'assistant' else '') + message['content']",
+        )
+    )
+    template = talking(tokenizer, add).template
+    call = CALL.format('{"a": 1, "b": 2}')
+    thought, made = ([*tokenizer(text)["input_ids"]] for text in (f"so {call}", f"so</think>{call}"))
+    assert "tool_calls" not in template.message(thought)
+    assert len(template.message(made)["tool_calls"]) == 1
+
+
 def test_a_long_observation_loses_its_middle():
     template = talking(byte_tokenizer("qwen2_5"), add, max_observation_tokens=6).template
     assert template.cut("abcdefghij") == "abc\n…\nhij"
