@@ -28,7 +28,7 @@ def hermes_calls(text: str) -> tuple[str, list[Call]]:
 
 def llama3_calls(text: str) -> tuple[str, list[Call]]:
     """The whole turn is `{"name": …, "parameters": {…}}`, several with `;` between them, or Python code behind
-    `<|python_tag|>`. A JSON object without a name is an answer."""
+    `<|python_tag|>`. A JSON object without these two is an answer."""
     tagged = PYTHON_TAG in text
     rest = text.rpartition(PYTHON_TAG)[2].strip()
     if not rest.startswith("{"):
@@ -39,10 +39,20 @@ def llama3_calls(text: str) -> tuple[str, list[Call]]:
             _, end = json.JSONDecoder().raw_decode(rest)
         except (ValueError, RecursionError):
             end = len(rest)
+        if not (tagged or calls or _states_a_call(rest[:end])):
+            return text, []
         calls.append(_call(rest[:end]))
         rest = rest[end:].lstrip("; \n")
-    named = tagged or '"name"' in text
-    return (text.partition(PYTHON_TAG)[0].strip() if tagged else rest, calls) if named else (text, [])
+    return text.partition(PYTHON_TAG)[0].strip() if tagged else rest, calls
+
+
+def _states_a_call(text: str) -> bool:
+    """Of one that can't be read, by its words."""
+    try:
+        stated = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
+    return "name" in stated and ("parameters" in stated or "arguments" in stated)
 
 
 def python_fences(text: str) -> tuple[str, list[Call]]:
@@ -54,10 +64,14 @@ def python_fences(text: str) -> tuple[str, list[Call]]:
 PARSERS: dict[str, Parser] = {"hermes": hermes_calls, "llama3_json": llama3_calls, "python_fence": python_fences}
 
 
-def read_calls(text: str, parser: Parser) -> tuple[str, list[Call]]:
-    """As `parser`, of what stands behind the reasoning: what a model thinks of calling is no call."""
+def read_calls(text: str, parser: Parser, thinking: bool = False) -> tuple[str, list[Call]]:
+    """As `parser`, of what stands behind the reasoning: what a model thinks of calling is no call.
+
+    Args:
+        thinking: the prompt ends with <think>.
+    """
     thought, closed, said = text.rpartition("</think>")
-    if not closed and "<think>" in text:
+    if not closed and (thinking or "<think>" in text):
         return text, []
     rest, calls = parser(said)
     return thought + closed + rest, calls

@@ -254,6 +254,11 @@ class _Talk:
             if why := not_messages(messages):
                 self._fail(row, f"reset {why}")
                 return
+            plain = self.parts.template.plain
+            messages = [
+                m if m["role"] == "assistant" or m in row.row["prompt"] else {**m, "content": plain(m["content"])}
+                for m in messages
+            ]
             try:
                 row.prompt_ids = tuple(self.parts.template.prompt(messages))
             except (UserError, ValueError) as error:
@@ -278,7 +283,8 @@ class _Talk:
         if why := not_messages(shown):
             self._fail(row, f"step {why}")
             return
-        shown = [{**message, "content": self.parts.template.cut(message["content"])} for message in shown]
+        cut = self.parts.template.cut
+        shown = [{**message, "content": cut(message["content"], len(shown))} for message in shown]
         try:
             ids = self.parts.template.observation(shown)
         except (UserError, ValueError) as error:
@@ -297,7 +303,7 @@ class _Talk:
     def _late(self, row: Trajectory) -> None:
         seconds = self.jobs.seconds
         answer = getattr(row.environment, "timed_out", None) if row.completion else None
-        if answer is None or (shown := answer(seconds)) is None:
+        if answer is None or (shown := answer(row.completion[-1], seconds)) is None:
             self._fail(row, f"no answer within {seconds:g} s (--config.environment.tool_timeout_s)")
         else:
             self._observed(row, shown)

@@ -78,6 +78,11 @@ print("; ".join(found))
 """
 
 
+def slots() -> int:
+    """Calls that run at once: more would have each other's seconds counted."""
+    return min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+
+
 class PythonTool:
     """A server that runs Python code, one process each call; threads may share it.
 
@@ -98,8 +103,7 @@ class PythonTool:
                 raise UserError(f"the Python tool is to import {module}, which is not installed for {sys.executable}")
         self.limits, self._modules = limits, modules
         self._lock = threading.Lock()
-        # More at once would have each other's seconds counted.
-        self._slots = threading.BoundedSemaphore(min(MOST_AT_ONCE, len(os.sched_getaffinity(0))))
+        self._slots = threading.BoundedSemaphore(slots())
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._owner, self._closed = os.getpid(), False

@@ -9,8 +9,10 @@ template renders earlier turns alike whatever follows is tested when this is mad
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -60,10 +62,11 @@ class ChatTemplate:
         role: of an observation.
         parser: environment.tool_call_parser.
         kwargs: what the template is given besides (training.chat_template_kwargs).
-        most: tokens of an observation's text.
+        most: tokens of an observation's texts.
 
     Attributes:
         end: the token that ends a turn in the template.
+        thinking: a turn begins inside a thought.
         between: what stands behind it before the policy's next turn, where nothing is observed.
 
     Raises:
@@ -80,6 +83,7 @@ class ChatTemplate:
         most: int = 512,
     ):
         self.tokenizer, self.kwargs, self.most = tokenizer, dict(kwargs or {}), most
+        self._control = _control_tokens(tokenizer)
         self.lists_tools = NAME in self._text([ASKED], tools=[SCHEMA])
         self.parser = self._parser(parser) if schemas else None
         self.fenced = parser == "python_fence"
@@ -102,7 +106,8 @@ class ChatTemplate:
         text = decode(self.tokenizer, content_ids)
         if self.parser is None:
             return {"role": "assistant", "content": text}
-        rest, calls = read_calls(self.tokenizer.decode(content_ids, skip_special_tokens=False), self.parser)
+        whole = self.tokenizer.decode(content_ids, skip_special_tokens=False)
+        rest, calls = read_calls(whole, self.parser, self.thinking)
         if not calls:
             return {"role": "assistant", "content": text}
         for token in self.tokenizer.all_special_tokens:
@@ -115,7 +120,8 @@ class ChatTemplate:
         Raises:
             ValueError: the template renders no such messages behind an assistant's.
         """
-        return self._behind(answers_of_user(messages) if self.role == "user" else messages)
+        named = [{**each, "name": self.plain(each["name"])} if "name" in each else each for each in messages]
+        return self._behind(answers_of_user(named) if self.role == "user" else named)
 
     def _behind(self, shown: Sequence[Message]) -> list[int]:
         answered = self._answered(shown)
@@ -140,17 +146,25 @@ class ChatTemplate:
             return [{"role": "system", "content": text}, *messages]
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
 
-    def cut(self, text: str) -> str:
-        """What is shown of an observed text: the middle of one that is longer than allowed is left out, and what is no
-        Unicode replaced."""
-        text = text.encode(errors="replace").decode()
-        if len(text) > (longest := LETTERS * self.most):
+    def plain(self, text: str) -> str:
+        """A text from outside as words alone: in what would be read as a control token, such as the end of a turn, a
+        zero-width space stands behind the first character. What is no Unicode is replaced."""
+        return self._control.sub("\\g<0>\u200b", text.encode(errors="replace").decode())
+
+    def cut(self, text: str, messages: int = 1) -> str:
+        """What is shown of an observed text: `plain`, and the middle of one that is longer than allowed is left out.
+
+        Args:
+            messages: of the observation; each has its share.
+        """
+        most = max(1, self.most // messages)
+        if len(text) > (longest := LETTERS * most):
             text = f"{text[: longest // 2]}{text[len(text) - longest // 2 :]}"
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) <= self.most:
+        ids = self.tokenizer(text := self.plain(text), add_special_tokens=False)["input_ids"]
+        if len(ids) <= most:
             return text
-        first = self.most // 2
-        ends = ids[:first], ids[len(ids) - (self.most - first) :]
+        first = most // 2
+        ends = ids[:first], ids[len(ids) - (most - first) :]
         return "\n…\n".join(self.tokenizer.decode(part) for part in ends)
 
     def _answered(self, shown: Sequence[Message]) -> Message:
@@ -211,6 +225,7 @@ class ChatTemplate:
     def _not_kept(self) -> str | None:
         """Why a conversation can't be made by appending tokens, or None where it can; finds out `end`."""
         begun = self._text([ASKED])
+        self.thinking = begun.rstrip().endswith("<think>")
         self._thinks = "<think>" in self._text([ASKED, {"role": "assistant", "content": ""}], begins=False) or (
             "<think>" in str(self.kwargs.get("chat_template") or self.tokenizer.chat_template)
         )
@@ -218,12 +233,14 @@ class ChatTemplate:
         ids = encode(self.tokenizer, [ASKED, {"role": "assistant", "content": VALUE}], (), self.kwargs, answered=True)
         before = encode(self.tokenizer, [ASKED], (), self.kwargs)
         added = self.tokenizer.added_tokens_decoder
-        ends = [token for token in ids[len(before) :] if token in added]
+        turn = encode(self.tokenizer, [ASKED, {"role": "assistant", "content": VALUE}], (), self.kwargs)
+        same = (one == other for one, other in zip(ids, turn, strict=False))
+        stays = sum(itertools.takewhile(bool, same))  # Phi-3's ends the last turn alone by <|endoftext|> besides
+        ends = [token for token in turn[len(before) : stays] if token in added]
         if not ends:
             return "ends a turn by no token of its own"
         self.end = ends[-1]
-        turn = encode(self.tokenizer, [ASKED, {"role": "assistant", "content": VALUE}], (), self.kwargs)
-        self.between = turn[_last(turn[: len(ids)], self.end) :]
+        self.between = turn[_last(turn[:stays], self.end) :]
         shown: list[Message] = [{"role": self.role, "content": VALUE} | ({"name": NAME} if self.role == "tool" else {})]
         answered = self._answered(shown)
         kept, whole = self._text([ASKED, answered], begins=False), self._text([ASKED, answered, *shown])
@@ -262,6 +279,13 @@ def training_template(tokenizer: Any) -> str | None:
         return get_training_chat_template(tokenizer)
     except ValueError:
         return None
+
+
+def _control_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """The first character of each, wherever it begins. Other added tokens, such as runs of blanks, control nothing."""
+    tokens = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
+    control = [each.content for each in tokens if each.special or (each.content[0], each.content[-1]) == ("<", ">")]
+    return re.compile(f"(?={'|'.join(map(re.escape, control)) or '(?!)'}).", re.DOTALL)
 
 
 def _last(ids: Sequence[int], token: int) -> int:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import json
-import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,6 +30,8 @@ FACTORY_FLAG = "--config.environment.factory"
 
 MOST_AT_ONCE = 64
 """Calls of environments, each in a thread."""
+MOST_CALLS = 16
+"""Of a turn: a policy may write hundreds."""
 
 Function = Callable[..., Any]
 
@@ -84,7 +86,9 @@ class EnvironmentSource:
     @property
     def at_once(self) -> int:
         """Calls that may be under way: more of the sandbox's would wait for each other, and their deadline run."""
-        return len(os.sched_getaffinity(0)) if self.resources else MOST_AT_ONCE
+        from perl.environments.python_tool import slots
+
+        return slots() if self.resources else MOST_AT_ONCE
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -161,7 +165,11 @@ class ToolUse:
         self.tools = {**tools, **({} if instance is None else methods_of(instance))}
         self._turns: list[list[tuple[Message, bool]]] = []
         """Results of each turn's calls, and whether it was an error."""
-        self._calls: list[Call] = []
+        self._begun: Message | None = None
+        """The turn whose results are the last ones."""
+        self._left: list[Message] = []
+        """Turns that took too long: their threads make no further calls."""
+        self._lock = threading.Lock()
 
     @property
     def outcomes(self) -> list[bool]:
@@ -169,7 +177,7 @@ class ToolUse:
         return [failed for turn in self._turns for _, failed in turn]
 
     def reset(self, row: dict[str, Any]) -> list[Message]:
-        self._turns = []
+        self._turns, self._begun, self._left = [], None, []
         prompt = list(row["prompt"])
         if self.instance is None:
             return prompt
@@ -184,25 +192,34 @@ class ToolUse:
         return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
 
     def step(self, message: Message) -> list[Message] | None:
-        self._calls = message.get("tool_calls", [])
-        if not self._calls:
-            return None
-        results: list[tuple[Message, bool]] = []
-        self._turns.append(results)
-        for call in self._calls:
-            results.append(self._result(call))
+        calls, results, left = message.get("tool_calls", []), [], self._left
+        with self._lock:
+            if not calls or _is_in(left, message):
+                return None
+            self._turns.append(results)
+            self._begun = message
+        for call in calls[:MOST_CALLS]:
+            result = self._result(call)
+            with self._lock:
+                if _is_in(left, message):
+                    return None
+                results.append(result)
+        results += _too_many(calls)
         return [result for result, _ in results]
 
-    def timed_out(self, seconds: float) -> list[Message] | None:
-        """In the place of what `step` has not given for so long; None: an instance that is still at it answers no
-        more."""
-        if self.instance is not None:
-            return None
-        made = list(self._turns.pop())  # the thread may still add to its own list
-        error = {"error": f"no answer within {seconds:g} s"}
-        made += [(_message(call, error), True) for call in self._calls[len(made) :]]
+    def timed_out(self, message: Message, seconds: float) -> list[Message] | None:
+        """In the place of what `step`, which may not even have begun, has not given for so long; None: an instance that
+        is still at it answers no more."""
+        with self._lock:
+            self._left.append(message)
+            if self.instance is not None:
+                return None
+            made = self._turns.pop() if self._begun is message else []
+        calls, error = message.get("tool_calls", []), {"error": f"no answer within {seconds:g} s"}
+        made += [(_message(call, error), True) for call in calls[len(made) : MOST_CALLS]]
+        made += _too_many(calls)
         self._turns.append(made)
-        return [result for result, _ in made]
+        return [result for result, _ in made] or None
 
     def get_reward(self) -> float | None:
         return _awaited(self.instance.get_reward())
@@ -217,6 +234,18 @@ class ToolUse:
             return _message(call, _awaited(self.tools[name](**arguments))), False
         except RAISED as error:
             return _message(call, {"error": str(error)}), True
+
+
+def _too_many(calls: Sequence[Call]) -> list[tuple[Message, bool]]:
+    """One answer to all calls that are not made."""
+    if len(calls) <= MOST_CALLS:
+        return []
+    error = {"error": f"{MOST_CALLS} calls of a turn are made, {len(calls) - MOST_CALLS} further ones are not"}
+    return [(_message(calls[MOST_CALLS], error), True)]
+
+
+def _is_in(messages: Sequence[Message], message: Message) -> bool:
+    return any(each is message for each in messages)
 
 
 def _message(call: Call, result: Any) -> Message:

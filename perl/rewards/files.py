@@ -49,6 +49,8 @@ SHOWN = 40
 """Characters of a prompt or a completion in an error."""
 GIVEN = ("completions", "completion_ids", "prompts", "gold", "task", "trainer_state", "log_extra", "log_metric", ROW)
 """What TRL calls a reward with: our data set's columns and TRL's own."""
+OF_ENVIRONMENTS = ("environments", "environment_rewards", "completion_lengths")
+"""And in a run with tools or an environment."""
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
@@ -94,12 +96,13 @@ def _beginning(text: Any) -> str:
     return words if len(words) <= SHOWN else words[:SHOWN] + "…"
 
 
-def load_reward(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
+def load_reward(name: str, kwargs: Mapping[str, Any], environments: bool = False) -> RewardFunction:
     """The function that TRL calls for `name`.
 
     Args:
         name: path/to/file.py:function.
         kwargs: further keyword arguments of a function in verl's form (its reward_kwargs).
+        environments: it is given OF_ENVIRONMENTS too.
 
     Raises:
         UserError: there is no such function, or it could not be called.
@@ -114,7 +117,7 @@ def load_reward(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
             taken = _check_verls(name, function, parameters, form, kwargs)
             return _over(function, reward(name, function, taken, kwargs))
     if parameters:
-        _check_trls(name, function, parameters)
+        _check_trls(name, function, parameters, (*GIVEN, *OF_ENVIRONMENTS) if environments else GIVEN)
     return _over(function, _of_trl(name, function))
 
 
@@ -319,11 +322,18 @@ def _check_verls(
     return [key for key in form if takes_all or key in parameters]
 
 
-def _check_trls(name: str, function: RewardFunction, parameters: Mapping[str, inspect.Parameter]) -> None:
+def _check_trls(
+    name: str, function: RewardFunction, parameters: Mapping[str, inspect.Parameter], given: Sequence[str]
+) -> None:
     """Raise a UserError for a function that could not be called as TRL calls rewards, with lists by keyword."""
     call = _name(function)
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind in _BY_NAME]
-    if unknown := [n for n in needed if n not in GIVEN]:
+    if unknown := [n for n in needed if n not in given]:
+        if unknown[0] in OF_ENVIRONMENTS:
+            raise UserError(
+                f"{FLAG}: {name}: nothing is given to {call} as {unknown[0]} without tools or an environment; write"
+                " --config.environment.tools or --config.environment.factory"
+            )
         raise UserError(
             f"{FLAG}: {name}: nothing is given to {call} as {', '.join(unknown)}; a reward gets lists, by keyword, of"
             f" {', '.join(GIVEN[:5])}, or in verl's form {', '.join(SINGLE)}"

@@ -31,6 +31,8 @@ class RewardContext:
     """The last tokens of max_completion_length over which `overlong` falls from 0 to -1."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the user's own rewards in verl's form."""
+    environments: bool = False
+    """Rewards are given the environments of their conversations."""
 
 
 def reward_context(config: Config, grader: Grader) -> RewardContext:
@@ -39,6 +41,7 @@ def reward_context(config: Config, grader: Grader) -> RewardContext:
         max_completion_length=config.training.max_completion_length or 0,
         overlong_cache_length=int(config.reward.overlong_cache_length),
         kwargs=config.reward.kwargs,
+        environments=config.environment.used,
     )
 
 
@@ -120,7 +123,7 @@ def _thinks(text: str) -> bool:
 
 def overlong(context: RewardContext) -> RewardFunction:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to L_max - L_cache tokens, then falling
-    linearly to -1 at L_max. Lengths are in tokens."""
+    linearly to -1 at L_max. Lengths are in tokens, of all behind the prompt: observed ones are in the budget too."""
     longest, cache = context.max_completion_length, context.overlong_cache_length
     if not 0 < cache <= longest:
         raise UserError(
@@ -128,8 +131,11 @@ def overlong(context: RewardContext) -> RewardFunction:
             f" --config.training.max_completion_length, which is {longest}"
         )
 
-    def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        return [max(-1.0, min(0.0, (longest - cache - len(ids)) / cache)) for ids in completion_ids]
+    def reward(
+        completion_ids: Sequence[Sequence[int]], completion_lengths: Sequence[int] | None = None, **_: Any
+    ) -> list[float]:
+        lengths = completion_lengths or [len(ids) for ids in completion_ids]
+        return [max(-1.0, min(0.0, (longest - cache - length) / cache)) for length in lengths]
 
     return reward
 
@@ -146,10 +152,11 @@ REWARDS: dict[str, Callable[[RewardContext], RewardFunction]] = {
 def build_rewards(names: Sequence[str], context: RewardContext) -> list[RewardFunction]:
     """The reward functions that `names` lists: keys of REWARDS, or `path/to/file.py:function` of the user's own with
     that signature, or of one of verl's (perl/rewards/files.py). TRL logs each under its `__name__`."""
-    check_rewards(names, context.kwargs)
+    check_rewards(names, context.kwargs, context.environments)
     functions = []
     for name in names:
-        function = load_reward(name, context.kwargs) if is_file(name) else REWARDS[name](context)
+        own = is_file(name)
+        function = load_reward(name, context.kwargs, context.environments) if own else REWARDS[name](context)
         function.__name__ = logged_name(name)
         functions.append(function)
     return functions
@@ -160,7 +167,7 @@ def logged_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def check_rewards(names: Sequence[str], kwargs: Mapping[str, Any] | None = None) -> None:
+def check_rewards(names: Sequence[str], kwargs: Mapping[str, Any] | None = None, environments: bool = False) -> None:
     """Raise a UserError unless every name can be built."""
     if not names:
         raise UserError(f"{FLAG}: no reward; known: {', '.join(REWARDS)}, or path/to/file.py:function")
@@ -168,7 +175,7 @@ def check_rewards(names: Sequence[str], kwargs: Mapping[str, Any] | None = None)
         if count > 1:
             raise UserError(f"{FLAG}: {name!r} stands there {count} times; give it a larger weight instead")
         if is_file(name):
-            load_reward(name, kwargs or {})
+            load_reward(name, kwargs or {}, environments)
         else:
             lookup(REWARDS, name, "reward", FLAG)
     for name, count in Counter(map(logged_name, names)).items():

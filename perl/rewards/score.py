@@ -23,9 +23,10 @@ class Rewards:
     """
     Args:
         functions: each takes `prompts`, `completions`, `completion_ids` (what the policy drew), the columns of the data
-            set, with environments `environments`, as TRL has it, and `environment_rewards`, `trainer_state`,
-            `log_extra(column, values)` and `log_metric(name, value)` by keyword, and gives one number, or None, for
-            each completion; plain functions or coroutines, which run together.
+            set, `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)` by keyword, with
+            environments also `environments`, as TRL has it, `environment_rewards` and `completion_lengths` (in tokens,
+            observed ones too), and gives one number, or None, for each completion; plain functions or coroutines, which
+            run together.
         names: of each, in the metrics.
         weights: float [functions].
     """
@@ -117,6 +118,7 @@ def of_environments(rows: Sequence[Trajectory]) -> dict[str, list[Any]]:
     return {
         "environments": [getattr(row.environment, "instance", None) or row.environment for row in rows],
         "environment_rewards": [row.environment_reward for row in rows],
+        "completion_lengths": [len(row.token_ids) for row in rows],
     }
 
 

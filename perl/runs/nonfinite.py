@@ -171,7 +171,7 @@ def save_batch(
 ) -> None:
     """Leave one process's part of a batch as rank-R.json, and rank-R.safetensors where there are tensors."""
     text = json.dumps([_plain(row) for row in rows], ensure_ascii=False, indent=1, default=str)
-    (folder / f"rank-{rank}.json").write_text(text + "\n", encoding="utf-8")
+    (folder / f"rank-{rank}.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     if tensors:
         whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(whole, folder / f"rank-{rank}.safetensors")

@@ -103,6 +103,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_engine(config)
     model_dtype(config)
     source = load_environment(config.environment) if config.environment.used else None
+    check_metric(config, source)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades
         needed = config.reward.functions or not (source and source.rewards)
         functions = build_rewards(config.reward.functions, reward_context(config, grader)) if needed else []
@@ -140,6 +141,16 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         conversations=conversations,
         validation=set_up_validation(config, tokenizer, set(problems)),
     )
+
+
+def check_metric(config: Config, source: EnvironmentSource | None) -> None:
+    """Whether the environment gives a reward, its class says."""
+    metric = config.algorithm.dynamic_sampling_metric
+    if config.algorithm.dynamic_sampling and metric == "environment" and not (source and source.rewards):
+        raise UserError(
+            f"--config.algorithm.dynamic_sampling_metric environment: {config.environment.factory} has no get_reward;"
+            f" write one of {', '.join([*config.reward.functions, 'sum'])}"
+        )
 
 
 def open_conversations(config: Config, source: EnvironmentSource, tokenizer: Any) -> Conversations:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -247,6 +248,8 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         plan = plan_packing(policy, args, self.aux_loss_enabled, self.accelerator.mixed_precision)
         if self.ref_model is not None and plan.packed:
             plan_packing(self.accelerator.unwrap_model(self.ref_model), args, False, "no")  # it scores the same rows
+        if self.conversations is not None:
+            self._end_turns(self.conversations.template.end)
         engine = open_engine(self, rollout, peft_config, engine_kwargs)
         sampling = rollout_sampling(args, engine_kwargs)
         if self.noise and self.noise_config.schedule == "target_kl" and (why := engine.not_comparable(sampling)):
@@ -291,6 +294,14 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             itemsize=min(policy.dtype.itemsize, 2 if args.bf16 or args.fp16 else 4),
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
+
+    def _end_turns(self, token: int) -> None:
+        """A base model may end a text by another token than its chat template a turn, and would go on behind that."""
+        if token not in self.eos_token_ids:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            log.info("environment: %s, which ends a turn in the chat template, ends a completion too", name)
+            self.eos_token_ids = [*self.eos_token_ids, token]
+            self.generation_config.eos_token_id = self.eos_token_ids
 
     def _make_dealer(self, plan: PackingPlan, *, without_zero: bool, one_loss: bool) -> Dealer:
         """
@@ -479,8 +490,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if not self.log_completions:
             return
         shown = self.step.processes.gathered(completions_of(batch.rows, self.reward_func_names))
-        for name in ("prompt", "completion"):
-            self._logs[name].extend(row[name] for row in shown)
+        for name in ("prompt", "completion"):  # the table has one type of all rows' arguments of calls
+            told = [row[name] if self.conversations is None else as_json(row[name]) for row in shown]
+            self._logs[name].extend(told)
         for name in self.reward_func_names:
             self._logs["rewards"][name].extend(row[name] for row in shown)
         known = {"prompt", "completion", *self.reward_func_names}
@@ -616,6 +628,12 @@ class EndOfStream(TrainerCallback):
             )  # fmt: skip
         state.max_steps = state.global_step
         return True
+
+
+def as_json(messages: Any) -> str:
+    """Text that any file takes: half a surrogate pair, which a model may write in an argument, is escaped."""
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    return text.encode(errors="backslashreplace").decode()
 
 
 @contextlib.contextmanager

@@ -52,6 +52,9 @@ def test_hermes(text, made, rest):
         ('<|python_tag|>{"name": "f", "parameters": {"x": 1}}', [("f", {"x": 1})], ""),
         ("<|python_tag|>print(1)", [("python", {"code": "print(1)"})], ""),
         ('{"answer": 5}', [], '{"answer": 5}'),
+        ('{"name": "Ada", "age": 3}', [], '{"name": "Ada", "age": 3}'),
+        ('{"answer": {"name": "f", "parameters": {}}}', [], '{"answer": {"name": "f", "parameters": {}}}'),
+        ('{"name": "f", "arguments": {"x": "a\nb"}}', [("f", {"x": "a\nb"})], ""),
         ("it is 5", [], "it is 5"),
         (
             '{"name": "f", "parameters": {',
@@ -64,6 +67,14 @@ def test_hermes(text, made, rest):
 )
 def test_llama3_json(text, made, rest):
     assert calls("llama3_json", text) == (made, rest)
+
+
+def test_a_thought_that_the_prompt_has_opened():
+    """One that does not end calls nothing."""
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert read_calls(f"so {call}", PARSERS["hermes"], thinking=True) == (f"so {call}", [])
+    rest, found = read_calls(f"so {call}</think>{call}", PARSERS["hermes"], thinking=True)
+    assert (rest, len(found)) == (f"so {call}</think>", 1)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
+from perl.grading import Grader
 from perl.prompts import row_seed
 from perl.records import Completion
+from perl.rewards.functions import RewardContext, build_rewards
 from perl.rewards.score import Rewards, environment
 from perl.training.batch import Batch
 from tests.environments.scripted import (
@@ -178,7 +180,6 @@ def test_a_turn_may_end_by_another_token():
 
 
 def test_rewards_see_what_was_drawn():
-    """What was observed is in no length, such as that of the overlong punishment."""
     (row,) = talk(saying(CALL, "5"))
     seen = {}
 
@@ -190,6 +191,16 @@ def test_rewards_see_what_was_drawn():
     assert seen["completion_ids"] == [row.sampled_ids]
     assert len(row.sampled_ids) < len(row.token_ids)
     assert seen["completions"] == [row.completion]
+
+
+def test_the_overlong_punishment_counts_what_the_budget_counts():
+    """Half of the last 100 tokens of the budget are used, most of them by what was observed."""
+    (row,) = talk(saying(CALL, "5"))
+    with Grader() as grader:
+        context = RewardContext(grader=grader, max_completion_length=len(row.token_ids) + 50, overlong_cache_length=100)
+        (overlong,) = build_rewards(["overlong"], context)
+    Rewards([overlong], ["overlong"], torch.ones(1)).score([row], None)
+    assert row.rewards == [-0.5]
 
 
 def test_each_turn_has_a_seed_of_its_own():
@@ -260,6 +271,66 @@ def test_a_tool_that_takes_too_long_is_an_error_to_the_model():
     assert row.environment.outcomes == [False, True, True]
     assert row.failure is None
     never.set()
+
+
+def paying(may: threading.Event):
+    """A tool that waits until it may, and the amounts that it was asked for."""
+    paid = []
+
+    def pay(a: int, b: int) -> int:
+        """Pay.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        paid.append(a)
+        may.wait(60)
+        return a
+
+    return pay, paid
+
+
+def test_what_took_too_long_makes_no_further_calls():
+    """The model is told that they were not made."""
+    may = threading.Event()
+    pay, paid = paying(may)
+    calls = "".join(CALL.replace("add", "pay").replace("2", str(amount)) for amount in (10, 20, 30))
+    before = set(threading.enumerate())
+    (row,) = talk(saying(calls, "5"), pay, tool_timeout_s=0.2)
+    may.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert paid == [10]
+    assert [content for role, content in shown(row) if role == "tool"] == [str({"error": "no answer within 0.2 s"})] * 3
+
+
+def test_a_turn_that_is_late_before_it_begins():
+    """Its thread, once it runs, makes no call, and the turn before it keeps its results."""
+    tools = ToolUse({"add": add})
+    tools.reset({"prompt": []})
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    first, second = ({"role": "assistant", "content": "", "tool_calls": [call]} for _ in range(2))
+    error = {"role": "tool", "name": "add", "content": str({"error": "no answer within 1 s"})}
+    assert tools.timed_out(first, 1.0) == [error]
+    assert tools.step(first) is None
+    assert tools.step(second) == [{"role": "tool", "name": "add", "content": "5"}]
+    assert tools.timed_out(dict(second), 1.0) == [error]
+    assert tools.outcomes == [True, False, True]
+
+
+def test_a_turn_of_very_many_calls():
+    """16 are made, and the texts of all answers together are as long as one may be."""
+    may = threading.Event()
+    may.set()
+    pay, paid = paying(may)
+    many = CALL.replace("add", "pay").replace("2", "123456789") * 200
+    (row,) = talk(saying(many, "5"), pay, budget=10**5, max_observation_tokens=17 * 4)
+    assert len(paid) == 16
+    answers = [content for role, content in shown(row) if role == "tool"]
+    assert answers == ["12\n…\n89"] * 16 + ["{'\n…\n'}"]
+    (row,) = talk(saying(many, "5"), pay, budget=10**5, max_observation_tokens=17 * 100)
+    assert "184 further ones are not" in shown(row)[17][1]
 
 
 # Environments

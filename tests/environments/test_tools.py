@@ -1,5 +1,6 @@
 """What environment.tools and environment.factory name, and what is said where it can't be used."""
 
+import os
 import re
 from types import SimpleNamespace
 
@@ -8,9 +9,12 @@ import pytest
 from perl.base.errors import UserError
 from perl.config.load import parse
 from perl.config.schema import EnvironmentConfig
+from perl.environments import python_tool
 from perl.environments.tools import ToolUse, load_environment
+from perl.grading import Grader
 from perl.rewards.files import ROW
-from perl.training.preflight import open_conversations
+from perl.rewards.functions import build_rewards, reward_context
+from perl.training.preflight import check_metric, check_run, open_conversations
 
 GOOD = '''
 def add(a: int, b: int) -> int:
@@ -122,6 +126,12 @@ def test_functions_and_a_class_of_trls(file):
         source.check_rows([row | {ROW: '{"where": "a.jsonl:1", "data_source": "d"}'}])
 
 
+def test_no_more_calls_at_once_than_the_sandbox_runs(monkeypatch):
+    """One that waits for its turn there would have its seconds counted."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100)))
+    assert load_environment(EnvironmentConfig(tools=["python"])).at_once == python_tool.MOST_AT_ONCE == 32
+
+
 def test_an_environment_of_our_own(file):
     source = load_environment(EnvironmentConfig(factory=f"{file}:Talks"))
     assert (source.role, source.schemas, source.rewards) == ("user", [], False)
@@ -194,6 +204,31 @@ def test_no_function_is_needed_where_an_environment_may_give_the_reward():
     with pytest.raises(UserError, match=r"reward\.functions is empty"):
         parse([*flags, *TOOLS])
     parse([*flags, "--config.environment.factory", "env.py:Game"])
+
+
+def test_a_reward_function_of_trls_that_needs_environments(tmp_path):
+    """Of a run that has none it is refused before a model is loaded."""
+    (tmp_path / "reward.py").write_text(
+        "def own(environments, **kwargs):\n    return [each.score for each in environments]\n"
+    )
+    name = f"{tmp_path}/reward.py:own"
+    flags = ["--config.reward.functions", f'["{name}"]']
+    with Grader() as grader:
+        context = reward_context(parse([*TOOLS, *flags]).build(processes=1), grader)
+        (own,) = build_rewards([name], context)
+        assert own(completions=["a"], environments=[SimpleNamespace(score=0.5)]) == [0.5]
+        with pytest.raises(UserError, match="as environments without tools or an environment; write"):
+            build_rewards([name], reward_context(parse(flags).build(processes=1), grader))
+
+
+def test_dynamic_sampling_by_the_reward_of_an_environment(file, tmp_path):
+    """Of one that gives none it is refused before a model is loaded."""
+    flags = ["--config.algorithm.dynamic_sampling", "true", "--config.algorithm.dynamic_sampling_metric", "environment"]
+    flags += ["--config.environment.factory", f"{file}:Talks"]
+    with pytest.raises(UserError, match=r"Talks has no get_reward; write one of accuracy, .*sum"):
+        check_run(parse(flags).build(processes=1), tmp_path)
+    game = parse([*flags[:-1], f"{file}:Game"]).build(processes=1)
+    check_metric(game, load_environment(game.environment))
 
 
 def test_a_model_that_takes_images_is_refused(file):

@@ -1,5 +1,6 @@
 """Trainings whose model calls tools that really run."""
 
+import itertools
 import json
 import math
 import os
@@ -7,13 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 
 from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
 from perl.config.schema import NoiseConfig
-from tests.environments.calling import save_calling
+from tests.environments.calling import calling_model, calling_tokenizer, save_calling
 from tests.environments.training import tokens, toolful
 from tests.ranks import reports
 from tests.tiny import END
@@ -23,6 +25,7 @@ from tests.training.small_run import SETTINGS, small_run
 from tests.training.test_other_engines import in_a_process, on_cpu
 
 ROOT = Path(__file__).parents[2]
+UNKNOWN = 1
 TOOLS = '''
 def add(a: int, b: int) -> int:
     """Add two numbers.
@@ -163,6 +166,40 @@ def test_what_fails_teaches_nothing(tmp_path):
         assert not (batch.advantages[place] * batch.mask[place]).any()
     share = sum(row.failure is not None for row in batches[0].rows) / len(batches[0].rows)
     assert trainer.state.log_history[0]["environment/failure_frequency"] == share
+
+
+@pytest.mark.parametrize("engine", ["fast", "generate"])
+def test_what_ends_a_turn_in_the_template_ends_a_completion(tmp_path, engine):
+    """A base model's own end is another token."""
+    model, tokenizer = calling_model(eos_token_id=UNKNOWN, scale=6.0), calling_tokenizer()
+    tokenizer.eos_token = "<unk>"
+    trainer, batches = toolful(tmp_path, max_steps=1, model=model, tokenizer=tokenizer, engine=engine)
+    assert trainer.conversations.template.end == END
+    trainer.train()
+    turns = [row.turns for batch in batches for row in batch.rows]
+    ends = [row.sampled_ids.count(END) + row.sampled_ids.count(UNKNOWN) for batch in batches for row in batch.rows]
+    cut_off = [row.finish == "length" for batch in batches for row in batch.rows]
+    assert max(turns) > 1
+    assert all(n - cut <= end <= n for n, end, cut in zip(turns, ends, cut_off, strict=True))
+
+
+def test_completions_are_logged_whatever_their_calls_have_as_arguments(tmp_path):
+    """A column of Arrow has one type: of texts and numbers, or of no argument at all, there is none."""
+    trainer, batches = toolful(tmp_path, max_steps=1, log_completions=True)
+    template, arguments = trainer.conversations.template, itertools.cycle([{"a": "é\ud800"}, {"a": 3}, {}])
+    parser = template.parser
+
+    def parsed(text):
+        rest, calls = parser(text)
+        return rest, [{**call, "function": call["function"] | {"arguments": next(arguments)}} for call in calls]
+
+    template.parser = parsed
+    trainer.train()
+    (file,) = (tmp_path / "completions").glob("*.parquet")
+    (batch,) = batches
+    table = pandas.read_parquet(file)
+    assert sorted(map(str, map(json.loads, table["completion"]))) == sorted(str(row.completion) for row in batch.rows)
+    assert [json.loads(text)[0]["role"] for text in table["prompt"]] == ["user"] * len(batch.rows)
 
 
 def test_a_resumed_run_draws_the_same(tmp_path):
