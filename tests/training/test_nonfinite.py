@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from perl.base.errors import RunError, UserError
-from perl.runs.nonfinite import MOST_IN_A_ROW, require_finite_weights
+from perl.runs.nonfinite import MOST_IN_A_ROW, require_finite_weights, save_batch
 from tests.tiny import tiny_model
 from tests.trainers import make_trainer, reward_digits
 from tests.training.poison import Steps, poison
@@ -188,3 +188,10 @@ def test_a_run_that_goes_on_in_a_window_leaves_its_batch_too(tmp_path):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     (first, *_) = json.loads((tmp_path / "again" / "nonfinite_step_2" / "rank-0.json").read_text())
     assert first["prompt"][0]["content"].startswith("What is ")
+
+
+def test_the_batch_is_left_whatever_its_calls_have_as_arguments(tmp_path):
+    """Half of a surrogate pair, which no file takes as it is."""
+    rows = [{"completion": [{"arguments": {"a": "é\ud800"}}]}]
+    save_batch(tmp_path, 0, rows)
+    assert json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8")) == rows
