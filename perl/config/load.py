@@ -258,7 +258,7 @@ def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     values.rollout.engine = engine
     values.training.use_vllm = engine == "vllm"
     warnings += explain_correction(values, flags, recipe)
-    warnings += resolve_correction(values)
+    values.rollout.importance_correction = correction_of(values.rollout)
     if values.noise_injection.seed is None:
         values.noise_injection.seed = values.common.seed
     check_values(values)
@@ -272,15 +272,6 @@ def explain_correction(values: Namespace, flags: Namespace, recipe: Namespace) -
     if not used or name in flags or name in recipe:
         return []
     return [f"rollout.engine vllm: {name} is {values[name]}, not sequence_mask as in TRL (docs/training.md)"]
-
-
-def resolve_correction(values: Namespace) -> list[str]:
-    """A line where an older policy draws, and nobody has said how the loss is to be corrected for it."""
-    rollout, before = values.rollout, values.rollout.importance_correction
-    rollout.importance_correction = correction_of(rollout)
-    if before != "auto" or rollout.importance_correction == "none" or rollout.engine == "vllm":
-        return []
-    return ["rollout.importance_correction: token, as an older policy draws (docs/staleness.md)"]
 
 
 def correction_of(rollout: RolloutConfig) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from perl.base.errors import UserError
-from perl.config.load import drawn_at_once, pieces_of
+from perl.config.load import correction_of, drawn_at_once, pieces_of
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import TorchPolicyEngine
@@ -165,7 +165,8 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
     taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     executor = make_executor(name, config.workers, 1, config.ray_address, taken=taken)
     ahead = f"staleness {config.max_staleness} at most" if config.max_staleness else f"lag {config.lag}"
-    log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor,
-             job.piece_size, ahead)  # fmt: skip
+    if config.engine != "vllm":
+        ahead += f", importance correction {correction_of(config)}"
+    log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor, job.piece_size, ahead)
     logs = Path(trainer.args.output_dir) / "logs"
     return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=not job.closed)
