@@ -364,7 +364,7 @@ class _Payer:
             trajectories.append(
                 Trajectory(
                     row=row, position=case.row, sample=0, prompt_ids=(0,), token_ids=[0] * len(words),
-                    completion=completion,
+                    sampled=[True] * len(words), completion=completion,
                 )
             )  # fmt: skip
         rewards = Rewards([self.function], [self.name], torch.ones(1))
