@@ -204,7 +204,13 @@ def test_a_failure_while_training_ends_with_the_log_and_its_exit_code(tmp_path, 
 @pytest.mark.parametrize("processes", [1, slow(2)])
 def test_the_exit_code_is_the_training_processs_and_nothing_is_said_of_the_launcher(tmp_path, model, sums, processes):
     reward = tmp_path / "broken.py"
-    reward.write_text("import os\ndef broken(**kwargs):\n    os._exit(7)\n")
+    reward.write_text(
+        "import os\n"
+        "def broken(trainer_state, completions, **kwargs):\n"
+        "    if trainer_state.max_steps == 2:  # not before it is trained\n"
+        "        os._exit(7)\n"
+        "    return [0.0] * len(completions)\n"
+    )
     changes = {"reward.functions": json.dumps([f"{reward}:broken"]), "training.output_dir": "run"}
     done = launch(flags(model, sums, **changes), tmp_path, NUM_PROCESSES=str(processes))
     assert done.returncode == 7

@@ -111,9 +111,9 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         forwards.append(len(rows))
         return torch.full((len(rows), width), -1.0)
 
-    def compare(batch, weights):
+    def compare(batch):
         batches.append(batch)
-        Step._compare(step, batch, weights)
+        Step._compare(step, batch)
 
     def clock(name):
         if name == "old_logps":
@@ -125,10 +125,12 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
     )
     step = SimpleNamespace(
         metrics=SimpleNamespace(tolerance=None),
-        engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4),
+        engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4, remote=False),
         collector=SimpleNamespace(sampling=None, collect=lambda weights, left: ([row], {})),
         processes=SimpleNamespace(
-            largest=lambda numbers: [max(n, int(elsewhere)) for n in numbers], added_up=lambda numbers: [0.0, 2.0]
+            largest=lambda numbers: [max(n, int(elsewhere)) for n in numbers],
+            added_up=lambda numbers: [0.0, 2.0],
+            gathered=lambda things: things,
         ),
         args=SimpleNamespace(bf16=False, fp16=False, mask_truncated_completions=False),
         clock=clock,
@@ -136,10 +138,11 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         _finite_rewards=lambda rows, step: None,
         _compare=compare,
         weights=Weights(version=-1),
-        pool=None,
+        itemsize=4,
         exact=False,
         _batches_left=lambda step: 1,
-        _as_sampled=lambda weights: nullcontext(SimpleNamespace(dtype=torch.float32)),
+        _by_samplers=lambda few: Step._by_samplers(step, few),
+        _as_sampled=lambda weights: nullcontext(),
         passes=SimpleNamespace(logps=logps),
         device=torch.device("cpu"),
     )
