@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from perl.environments.tools import EnvironmentSource, load_environment
 from perl.grading import Grader
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
+from perl.rewards.apart import call_apart
 from perl.rewards.audit import pays_for_nothing, rows_of_columns
 from perl.rewards.files import FLAG, ROW, RewardFunction, is_file
 from perl.rewards.functions import build_rewards, check_tasks, grades_rows, reward_context
@@ -174,7 +176,8 @@ def open_conversations(config: Config, source: EnvironmentSource, tokenizer: Any
 
 def warn_of_rewards(functions: Mapping[str, RewardFunction], dataset: Dataset) -> None:
     """One line for a reward of the user's own that pays an empty or a wrong answer to the first rows as the right one
-    (perl.rewards.audit). Rewards by name are audited once and for all (docs/reward_audit.md)."""
+    (perl.rewards.audit), which is asked apart from this process: what it does to itself there befalls the training,
+    with all that a training says of it. Rewards by name are audited once and for all (docs/reward_audit.md)."""
     if not (own := {name: function for name, function in functions.items() if is_file(name)}):
         return
     first = dataset.select_columns(["prompt", "gold", "task", ROW]).select(range(min(LOOKED_AT, len(dataset))))
@@ -182,7 +185,7 @@ def warn_of_rewards(functions: Mapping[str, RewardFunction], dataset: Dataset) -
     until = time.monotonic() + AUDIT_S
     for name, function in own.items():
         left = until - time.monotonic()
-        if rows and left > 0 and (wrong := pays_for_nothing(name, function, rows, left)):
+        if rows and left > 0 and (wrong := call_apart(partial(pays_for_nothing, name, function, rows, left), left)):
             log.warning("%s %s: %s; python -m perl audit tells more", FLAG, name, wrong)
 
 

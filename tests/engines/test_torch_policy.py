@@ -293,6 +293,7 @@ def test_evaluation_mode_gives_each_module_its_own_flag_back():
 
 SCRIPT = """
 import datetime, sys
+from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from perl.device.sharding import is_sharded
@@ -331,6 +332,7 @@ for layer in model.model.layers:
 fully_shard(model)
 assert is_sharded(model)
 assert all_of() == alone
+Path(f"{store}.equal{rank}").touch()
 dist.barrier()  # a rank that leaves early can have gloo end the other one with "terminate called"
 dist.destroy_process_group()
 """
@@ -349,5 +351,5 @@ def test_fsdp2_ranks_need_not_have_equally_many_prompts(engine, tmp_path):
         for rank in range(2)
     ]
     done = [rank.communicate(timeout=200) for rank in ranks]
-    for rank, (_, errors) in zip(ranks, done, strict=True):
-        assert rank.returncode == 0, errors[-3000:]
+    for rank, (_, errors) in enumerate(done):  # not by its exit code: gloo may crash after the end, at its threads' end
+        assert (tmp_path / f"store.equal{rank}").exists(), errors[-3000:]

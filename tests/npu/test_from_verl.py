@@ -22,8 +22,9 @@ import os
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     row = {"source": data_source, "gold": ground_truth, "index": extra_info["index"]}
-    with open(os.environ["SEEN"], "a") as file:
-        file.write(json.dumps(row) + "\\n")
+    if "RANK" in os.environ:  # which preflight, who asks too, has not
+        with open(os.environ["SEEN"], "a") as file:
+            file.write(json.dumps(row) + "\\n")
     return sum(letter.isdigit() for letter in solution_str) / max(len(solution_str), 1)
 """
 

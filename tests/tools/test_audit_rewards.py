@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.grading import Grader
 from perl.records import Problem
+from perl.rewards.apart import call_apart
 from perl.rewards.audit import PROBES, Row, audit, differ, make_rows, pays_for_nothing
 from perl.rewards.files import load_reward
 from perl.rewards.functions import RewardContext, build_rewards
@@ -249,3 +251,37 @@ def test_a_slow_reward_is_asked_once():
 
     assert pays_for_nothing("slow", slow, ROWS[:3], 0.1) is None
     assert calls == [6]
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["time.sleep(60)", "os.kill(os.getpid(), 9)", "os._exit(0)", "raise SystemExit", "1 / 0"],
+)
+def test_what_a_reward_does_before_the_training_is_not_felt(code, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def called():
+        print("graded")
+        calls.append(Path("kept").write_text("1"))
+        exec(code)
+        return "paid"
+
+    began = time.monotonic()
+    assert call_apart(called, 0.3) is None
+    assert time.monotonic() - began < 20  # and not a minute
+    assert (calls, list(tmp_path.iterdir()), capfd.readouterr().out) == ([], [], "")
+
+
+def test_what_a_reward_has_started_ends_with_it():
+    receive, send = os.pipe()
+    os.set_inheritable(send, True)
+
+    def called():
+        subprocess.Popen(["sleep", "600"], pass_fds=[send])
+        return "paid"
+
+    assert call_apart(called, 20.0) == "paid"
+    os.close(send)
+    assert os.read(receive, 1) == b""  # the end: nobody holds the other side
+    os.close(receive)
