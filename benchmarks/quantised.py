@@ -1,7 +1,8 @@
 """A sampler's decode steps and its distance from the policy that is trained: float32 with the adapter merged, bfloat16,
 and each rollout.quantization with the adapter above it. On one thread, in its processor time.
 
-    python -m benchmarks.quantised MODEL PROMPTS.jsonl [--rows 64] [--tokens 64] [--batches 4] [--r 16]
+    python -m benchmarks.quantised MODEL PROMPTS.jsonl [--rows 64] [--tokens 64] [--batches 3] [--compared 192] [--r 16]
+        [--sides "int8;int8_w8a8"]
 
 MODEL is a folder, PROMPTS.jsonl has questions (`python -m perl real` has both). All linear layers get a LoRA adapter
 whose update has --update of each weight's norm (one of a thousand steps or so). Each side draws the same prompts by the
@@ -44,7 +45,9 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--compared", type=int, help="rows whose KL is computed; default: all")
+    parser.add_argument("--sides", default=";".join(SIDES))
     parser.add_argument("--r", type=int, default=16)
     parser.add_argument("--update", type=float, default=0.01)
     args = parser.parse_args()
@@ -53,9 +56,9 @@ def main() -> None:
     policy = adapted(load_model(args.model, dtype=torch.float32), args.r, args.update)
     prompts = read_prompts(args.prompts, tokenizer, args.rows * args.batches, args.tokens)
     results = {}
-    for name, side in SIDES.items():
-        engine = make_engine(policy, tokenizer, args, **side)
-        results[name] = measure(engine, prompts, args.rows) | {"weights_mb": megabytes(engine)}
+    for name in args.sides.split(";"):
+        engine = make_engine(policy, tokenizer, args, **SIDES[name])
+        results[name] = measure(engine, prompts, args.rows, args.compared) | {"weights_mb": megabytes(engine)}
         print(name, results[name], flush=True)
     print(json.dumps({"torch": torch.__version__, "rows": args.rows, "sides": results}))
 
@@ -96,7 +99,7 @@ def make_engine(policy: Any, tokenizer: Any, args: Any, *, quantization: Any = "
     return TorchPolicyEngine(policy, tokenizer, config, **options)
 
 
-def measure(engine: TorchPolicyEngine, prompts: list[Prompt], rows: int) -> dict[str, float]:
+def measure(engine: TorchPolicyEngine, prompts: list[Prompt], rows: int, compared: int | None) -> dict[str, float]:
     few = [replace(prompt, sampling=Sampling(max_new_tokens=2)) for prompt in prompts[:rows]]
     list(engine.stream(iter(few)))  # makes what is made once
     prefill = timed(engine, [replace(prompt, sampling=Sampling(max_new_tokens=1)) for prompt in prompts[:rows]])[0]
@@ -105,17 +108,19 @@ def measure(engine: TorchPolicyEngine, prompts: list[Prompt], rows: int) -> dict
         batch = prompts[first : first + rows]
         taken, completions = timed(engine, batch)
         seconds.append(taken)
-        sums += distance(engine, batch, completions)
+        left = len(prompts) if compared is None else max(0, compared - first)
+        sums += distance(engine, batch[:left], completions)
     tokens = prompts[0].sampling.max_new_tokens
     typical = sorted(seconds)[len(seconds) // 2]
     kl, k3, apart, count = sums.tolist()
+    of = max(count, 1.0)
     return {
         "tokens": int(count),
         "tokens_per_s": rows * tokens / typical,
         "decode_step_ms": 1000 * (typical - prefill) / (tokens - 1),
-        "kl": kl / count,
-        "k3": k3 / count,
-        "logp_mismatch": apart / count,
+        "kl": kl / of,
+        "k3": k3 / of,
+        "logp_mismatch": apart / of,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
     }
 
@@ -137,16 +142,16 @@ def distance(engine: TorchPolicyEngine, prompts: list[Prompt], completions: dict
 
         def logps(whole: torch.Tensor = whole, count: int = len(drawn)) -> torch.Tensor:
             logits = engine.model(input_ids=whole, logits_to_keep=count + 1).logits
-            return F.log_softmax(logits[0, :-1].double(), dim=-1)
+            return F.log_softmax(logits[0, :-1].float(), dim=-1)
 
         trainer = logps()
         with engine.applied():
             sampler = logps()
         engine.take_metrics()
         at = trainer.gather(1, drawn[:, None])[:, 0]
-        apart = at - torch.tensor(completion.logprobs, dtype=torch.float64)
+        apart = (at - torch.tensor(completion.logprobs)).double()
         sums += torch.stack([
-            (sampler.exp() * (sampler - trainer)).sum(),
+            (sampler.exp() * (sampler - trainer)).sum().double(),
             (apart.exp() - 1 - apart).sum(),
             apart.abs().sum(),
             torch.tensor(float(len(drawn)), dtype=torch.float64),

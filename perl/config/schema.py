@@ -214,9 +214,8 @@ class RolloutConfig:
             completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask; vllm has TRL's own
             fields instead). auto is token where an older policy draws (lag, max_staleness) or a quantised one, else
             none.
-        quantization: the base's linear layers compute with int8 weights while completions are sampled, the adapter
-            unmerged above them; activations of a row are 16 bits (int8) or 8 (int8_w8a8, which is further from the
-            policy that is trained). On a CPU (fast only).
+        quantization: int8 weights of the base while completions are sampled, the adapter unmerged above them, with
+            activations of 16 bits (int8) or 8 (int8_w8a8); on a CPU (fast only).
         workers: processes, each with a device of its own, that draw while the trainer trains; 0: the trainer draws
             (fast and vllm).
         executor: where workers run, processes of this machine or actors in a Ray cluster.

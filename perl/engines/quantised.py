@@ -7,7 +7,7 @@
 
 The sum is one of whole numbers, which no order changes: a row's bits depend on nothing but the row. Where the processor
 has AMX a product of int8 numbers takes a tenth of the time of one of float32, so that activations of two digits are
-much cheaper than float32 too; and they lose next to nothing (docs/quantised.md).
+much cheaper than float32 too; and they lose next to nothing (docs/performance.md).
 """
 
 from __future__ import annotations
