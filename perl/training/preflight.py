@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,6 +88,8 @@ class Checked:
     """To go on from."""
     conversations: Conversations | None
     """With the run's environments; None where there are none."""
+    rewards: dict[str, RewardFunction]
+    """By name, as the user wrote it. Those that grade have no process any more."""
     validation: ValidationSetup | None
     """What the run validates on; None where no dataset is named."""
 
@@ -128,8 +129,6 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
-    if source is None:  # an audit has no conversations
-        warn_of_rewards(dict(zip(config.reward.functions, functions, strict=True)), dataset)
     if config.algorithm.dynamic_sampling:
         check_dynamic_sampling(config.training)
     if source:
@@ -141,6 +140,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         problems=list(problems),
         checkpoint=checkpoint,
         conversations=conversations,
+        rewards=dict(zip(config.reward.functions, functions, strict=True)),
         validation=set_up_validation(config, tokenizer, set(problems)),
     )
 
@@ -174,12 +174,14 @@ def open_conversations(config: Config, source: EnvironmentSource, tokenizer: Any
     return Conversations(source=source, template=template, config=settings)
 
 
-def warn_of_rewards(functions: Mapping[str, RewardFunction], dataset: Dataset) -> None:
-    """One line for a reward of the user's own that pays an empty or a wrong answer to the first rows as the right one
-    (perl.rewards.audit), which is asked apart from this process: what it does to itself there befalls the training,
-    with all that a training says of it. Rewards by name are audited once and for all (docs/reward_audit.md)."""
-    if not (own := {name: function for name, function in functions.items() if is_file(name)}):
+def warn_of_rewards(checked: Checked) -> None:
+    """Once a run, before its processes start: one line for a reward of the user's own that pays an empty or a wrong
+    answer to the first rows as the right one (perl.rewards.audit). It is asked apart from this process: where it hangs
+    or ends its process, the training says so. Rewards by name are audited once and for all (docs/reward_audit.md)."""
+    own = {name: function for name, function in checked.rewards.items() if is_file(name)}
+    if not own or checked.conversations:  # an audit has no conversations
         return
+    dataset = checked.dataset
     first = dataset.select_columns(["prompt", "gold", "task", ROW]).select(range(min(LOOKED_AT, len(dataset))))
     rows = rows_of_columns(first.to_list(), AUDITED)
     until = time.monotonic() + AUDIT_S
