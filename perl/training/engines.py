@@ -157,7 +157,7 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
         kernels=trainer.args.attention_kernels,
         dtype=trainer.compute_dtype(),
         piece_size=piece_size(trainer, config),
-        closed=not config.max_staleness,
+        newest=bool(config.max_staleness),
         vllm=_vllm_copy(trainer, config, kwargs) if config.engine == "vllm" else {},
         threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,
     )
@@ -169,4 +169,4 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
         ahead += f", importance correction {correction_of(config)}"
     log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor, job.piece_size, ahead)
     logs = Path(trainer.args.output_dir) / "logs"
-    return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=not job.closed)
+    return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=job.newest)
