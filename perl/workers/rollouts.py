@@ -3,8 +3,8 @@ names.
 
 A piece is a few prompts that are decoded together and with no others, as what is decoded together changes the last bits
 of a number: so a completion does not depend on which worker draws it, nor on what else that worker has. Where a run
-need not repeat to the last bit (rollout.max_staleness) pieces are not kept apart: an engine decodes as many at once as it
-has room for, and runs empty before it takes another version.
+need not repeat to the last bit (rollout.max_staleness) pieces are not kept apart: an engine decodes as many at once as
+it has room for, and runs empty before it takes another version.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class RolloutJob:
 
 
 class PieceFeed:
-    """Prompts of the pieces in the inbox, as an engine's feed (see Engine.stream): of one piece, or with `newest` of all
-    that this version completes, as they come."""
+    """Prompts of the pieces in the inbox, as an engine's feed (see Engine.stream): of one piece, or with `newest` of
+    all that this version completes, as they come."""
 
     def __init__(self, inbox: Inbox, version: Version, newest: bool):
         self._inbox, self._version, self._newest = inbox, version, newest
