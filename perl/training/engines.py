@@ -90,7 +90,7 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
     open_pool = functools.partial(_open_pool, trainer, config, peft_config, kwargs)
     by_vllm, further = config.engine == "vllm", {}
     if by_vllm:
-        from perl.engines.vllm_copy import sent_digest
+        from perl.engines.vllm_copy import HeldByVLLM
         from perl.engines.vllm_policy import not_comparable
         from perl.engines.vllm_sync import odd_layer
 
@@ -98,14 +98,14 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
             raise UserError(f"--config.rollout.engine vllm: {why}; use --config.rollout.engine fast")
         regex = trainer.args.vllm_structured_outputs_regex
         further = {
-            "held": functools.partial(sent_digest, dtype=trainer.compute_dtype()),
+            "held": HeldByVLLM(trainer.compute_dtype()),
             "incomparable": functools.partial(not_comparable, further=kwargs or ({"regex": regex} if regex else {})),
         }
     return PoolEngine(
         _torch(trainer, config, peft_config, {} if by_vllm else kwargs),
         open_pool,
         Processes(trainer.accelerator),
-        trainer.gathered,
+        trainer.whole,
         piece_size(trainer, config),
         config.lag or config.max_staleness,
         newest=bool(config.max_staleness),
