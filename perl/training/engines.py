@@ -54,7 +54,7 @@ def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[st
     return VLLMPolicyEngine(
         trainer.policy(),
         peft_config,
-        _vllm_options(args, rows)
+        _vllm_options(args, rows, 0)
         | {
             "tensor_parallel_size": args.vllm_tensor_parallel_size,
             "enable_sleep_mode": args.vllm_enable_sleep_mode,
@@ -69,9 +69,9 @@ def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[st
     )
 
 
-def _vllm_options(args: Any, rows: int) -> dict[str, Any]:
+def _vllm_options(args: Any, rows: int, workers: int) -> dict[str, Any]:
     return {
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "gpu_memory_utilization": args.vllm_share(workers, args.device.type),
         "max_model_len": args.vllm_max_model_length,
         "max_num_seqs": rows,
         "model_impl": args.vllm_model_impl,
@@ -126,7 +126,7 @@ def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> d
 
     args = trainer.args
     rows = drawn_at_once(trainer.num_generations, args.generation_batch_size, config)
-    options = _vllm_options(args, rows) | {"quantization": quantization_of(trainer.policy())}
+    options = _vllm_options(args, rows, config.workers) | {"quantization": quantization_of(trainer.policy())}
     return {
         "options": options,
         "dtype": trainer.compute_dtype(),
