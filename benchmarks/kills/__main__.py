@@ -5,8 +5,8 @@
     python -m benchmarks.kills --pool [--kills 30] [--seed 0]
     python -m benchmarks.kills --environment [--kills 20] [--seed 0]
 
-An evaluation (evaluation.py), a training (training.py), one whose workers draw ahead, or one of several turns, with the quickstart's model
-and problems, against one that nothing happens to. The last line is JSON.
+An evaluation (evaluation.py), a training (training.py), one whose workers draw ahead, or one of several turns, with
+the quickstart's model and problems, against one that nothing happens to. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ STEPS, VALIDATE, LOG = 40, 8, 2
 TIMES = ("timing/", "perf/", "time", "step_time", "train_runtime", "train_samples_per", "train_steps_per",
          "pool/trainer_waited", "pool/workers_idle", "pool/tokens_per_s", "pool/restarts")  # fmt: skip
 SAMPLERS = ("rollout/logp_", "aqn/kl")
-"""With an environment: rows that are decoded together, on which a log-probability's last bits depend, follow its time."""
+"""With an environment: which rows are decoded together, on which a log-probability's last bits depend, follows its
+time."""
 REWARD = """import json, os
 
 def prompts(prompts, trainer_state, **columns):
