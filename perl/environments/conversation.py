@@ -30,6 +30,7 @@ from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ChatTemplate
 from perl.environments.tools import EnvironmentSource
+from perl.models.images import has_images
 from perl.records import Completion, Message, Prompt, Sampling, Trajectory
 from perl.rewards.files import RAISED
 
@@ -355,6 +356,33 @@ class _Talk:
 
     def _call(self, row: Trajectory, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
         self.jobs.add(Job(row, call, then))
+
+
+def open_conversations(
+    config: EnvironmentConfig,
+    source: EnvironmentSource,
+    tokenizer: Any,
+    template_kwargs: dict[str, Any] | None = None,
+) -> Conversations:
+    """How the environments of `source` are talked to. A UserError where the model's chat template can't word it.
+
+    Args:
+        template_kwargs: training.chat_template_kwargs.
+    """
+    if has_images(tokenizer):
+        raise UserError(
+            "--config.environment: a model that takes images answers in one turn; name a model of texts, or leave"
+            " environment.tools and environment.factory out"
+        )
+    template = ChatTemplate(
+        tokenizer,
+        source.schemas,
+        source.role,
+        config.tool_call_parser,
+        template_kwargs,
+        config.max_observation_tokens,
+    )
+    return Conversations(source=source, template=template, config=config)
 
 
 def not_messages(shown: Any) -> str | None:
