@@ -200,6 +200,9 @@ class Talked(Completion):
     """Tokens."""
     reward: float | None
     """By the environment itself."""
+    prompt_text: str
+    """As the first turn saw it: with what `reset` has changed of the sample's."""
+    prompt_tokens: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

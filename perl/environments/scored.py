@@ -5,6 +5,7 @@ Asked -> Trajectory -> Conversations.run -> Talked
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,7 +67,7 @@ def converse(
 
     for row in conversations.run(rows(), engine, prompt):
         del under_way[row.position]
-        made = _talked(row)
+        made = _talked(row, conversations.template.text(row.row["prompt"]))
         conversations.free([row])
         yield row.position, made
 
@@ -83,7 +84,10 @@ def _next_turn(asked: Asked, row: Trajectory, context: int | None) -> Prompt:
     return replace(asked.prompt, token_ids=ids, seed=seed, sampling=replace(sampling, max_new_tokens=left))
 
 
-def _talked(row: Trajectory) -> Talked:
+def _talked(row: Trajectory, prompt_text: str) -> Talked:
+    reward = row.environment_reward
+    if reward is not None and not math.isfinite(reward):
+        row.failure = f"get_reward gave {reward}"
     return Talked(
         token_ids=tuple(row.sampled_ids),
         finish_reason=row.finish,
@@ -92,5 +96,7 @@ def _talked(row: Trajectory) -> Talked:
         text="" if row.failure else text_of(row.completion),
         turns=row.turns,
         observed=len(row.token_ids) - sum(row.sampled),
-        reward=row.environment_reward,
+        reward=None if row.failure else reward,
+        prompt_text=prompt_text,
+        prompt_tokens=len(row.prompt_ids),
     )

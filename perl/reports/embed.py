@@ -51,9 +51,8 @@ def pieces(runs: Sequence[Run]) -> Iterator[str]:
     {"problems": {"dataset": name, "head": …, "tail": … (shared_ends), "key": […], "prompt": […], "gold": […], …}}
     {"samples": {"dataset": name, "run": index, "problem": [index among the dataset's problems], "completion": […], …}}
     """
-    limit = longest_that_fits(
-        [len(text) for run in runs for s in run.scored for r in s.records for text in texts_of(r)]
-    )
+    records = [record for run in runs for scored in run.scored for record in scored.records]
+    limit = longest_that_fits([len(text) for record in records for text in texts_of(record)])
     known: dict[str, dict[tuple[str, str], int]] = {}
     for number, run in enumerate(runs):
         for scored in run.scored:

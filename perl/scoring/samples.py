@@ -172,6 +172,7 @@ def record_of(sample: Sample, completion: Completion, text: str, grade: Grade, e
     talked: dict[str, Any] = {}
     if isinstance(completion, Talked):
         grade = rewarded(grade, completion.reward)
+        talked |= {"prompt": completion.prompt_text, "prompt_tokens": completion.prompt_tokens}
         talked["conversation"] = ConversationRecord(
             messages=list(completion.messages),
             turns=completion.turns,
