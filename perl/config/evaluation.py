@@ -55,7 +55,7 @@ class EvalConfig:
         compare: result folder to compare with, problem by problem; writes compare.json.
         rescore: grade the completions in --result_dir again, with today's rules; nothing is generated, no other flag
             is needed.
-        environment: what answers between turns: tools, or an environment, as in the training's group of this name.
+        environment: the training's group of this name.
         report_to: wandb logs the scores to the W&B run of the adapter's training, or to a new one.
     """
 

@@ -311,7 +311,7 @@ class EnvironmentConfig:
         tools: python, or path/to/file.py:function, with type hints and a docstring as TRL's `tools` have them.
         factory: path/to/file.py:Class as TRL's `environment_factory`, or one with reset(row) and step(message).
         max_turns: completions of a conversation, at most; together, with what is observed, they have
-            training.max_completion_length tokens (in perl/eval.py and a validation: max_new_tokens).
+            training.max_completion_length tokens.
         max_observation_tokens: longest observation, of all answers to a turn; of a longer one the middle is left out.
         tool_timeout_s: seconds that a turn's calls may take.
         tool_call_parser: how calls are written, by vLLM's names; auto asks the chat template. python_fence takes blocks
