@@ -15,10 +15,12 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from perl.base.errors import UserError, lookup
+from perl.base.paths import user_path
+from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
 from perl.environments.base import Environment
 from perl.environments.calls import Call
@@ -149,6 +151,15 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
         needed=_needed(first.reset),
         resources=resources,
     )
+
+
+def identity_of(config: EnvironmentConfig) -> dict[str, Any] | None:
+    """What conversations depend on: the settings, and a hash of the user's files; None where nothing answers."""
+    if not config.used:
+        return None
+    named = [*config.tools, *([config.factory] if config.factory else [])]
+    files = [user_path(name.rpartition(":")[0]) for name in named if is_file(name)]
+    return asdict(config) | {"files_hash": text_hash([file.read_bytes() for file in files])}
 
 
 class ToolUse:

@@ -28,12 +28,10 @@ from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.torch_policy import require_possible
 from perl.engines.vllm import cannot_serve, require_vllm
-from perl.environments.conversation import Conversations
-from perl.environments.template import ChatTemplate
+from perl.environments.conversation import Conversations, open_conversations
 from perl.environments.tools import EnvironmentSource, load_environment
 from perl.grading import Grader
 from perl.models.folders import resolve_model
-from perl.models.images import has_images
 from perl.rewards.apart import call_apart
 from perl.rewards.audit import pays_for_nothing, rows_of_columns
 from perl.rewards.files import FLAG, ROW, RewardFunction, is_file
@@ -116,7 +114,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     checkpoints.check_made(checkpoint, config.training)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_images(config, tokenizer)
-    conversations = open_conversations(config, source, tokenizer) if source else None
+    kwargs: Any = config.training.chat_template_kwargs
+    conversations = open_conversations(config.environment, source, tokenizer, kwargs) if source else None
     check_layers(language_part(config.peft, tokenizer), resolve_model(config.model.model_name_or_path, MODEL_FLAG))
     dataset = build_dataset(
         config.dataset,
@@ -141,7 +140,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         checkpoint=checkpoint,
         conversations=conversations,
         rewards=dict(zip(config.reward.functions, functions, strict=True)),
-        validation=set_up_validation(config, tokenizer, set(problems)),
+        validation=set_up_validation(config, tokenizer, set(problems), conversations),
     )
 
 
@@ -153,25 +152,6 @@ def check_metric(config: Config, source: EnvironmentSource | None) -> None:
             f"--config.algorithm.dynamic_sampling_metric environment: {config.environment.factory} has no get_reward;"
             f" write one of {', '.join([*config.reward.functions, 'sum'])}"
         )
-
-
-def open_conversations(config: Config, source: EnvironmentSource, tokenizer: Any) -> Conversations:
-    """How the run's environments are talked to. A UserError where the model's chat template can't word it."""
-    if has_images(tokenizer):
-        raise UserError(
-            "--config.environment: a model that takes images is trained on one turn; name a model of texts, or leave"
-            " environment.tools and environment.factory out"
-        )
-    settings = config.environment
-    template = ChatTemplate(
-        tokenizer,
-        source.schemas,
-        source.role,
-        settings.tool_call_parser,
-        config.training.chat_template_kwargs,  # type: ignore[arg-type]
-        settings.max_observation_tokens,
-    )
-    return Conversations(source=source, template=template, config=settings)
 
 
 def warn_of_rewards(checked: Checked) -> None:

@@ -179,7 +179,6 @@ TOOLS = ["--config.environment.tools", '["python"]']
             ["--config.rollout.engine", "vllm", "--config.training.vllm_tensor_parallel_size", "2"],
             "--config.training.vllm_tensor_parallel_size 2: processes that share an engine",
         ),
-        (["--config.validation.datasets", '["gsm8k"]'], "--config.validation.datasets: is scored on one turn"),
         (
             ["--config.dataset.truncation", "left", "--config.dataset.filter_overlong_prompts", "false"],
             "--config.dataset.truncation left: a prompt that lists tools can't be cut",
