@@ -41,7 +41,7 @@ from perl.tools.stages import ROOT, Evaluation, Scores, StageError, Where, alone
 
 Arm = Literal["tool", "text"]
 SFT_RECIPE, GRPO_RECIPE = (ROOT / "recipes" / f"retool_{name}.yaml" for name in ("sft", "grpo"))
-TEMPLATE = Path(__file__).with_name("retool_template.jinja")
+TEMPLATE = Path(__file__).with_name("retool_template.j2")
 """Of a model whose own template says nothing of tools."""
 ROOM = {"tool": 128, "text": 256}
 """Tokens of a completion, the tool's answers included; a product in writing needs up to 170."""

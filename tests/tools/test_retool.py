@@ -116,7 +116,7 @@ def test_sft_and_rollout_see_the_same_tokens(tmp_path):
 
 def test_a_template_without_tools_is_replaced_in_what_was_fetched_alone(tmp_path):
     model = save_bytes(tmp_path / "mine", template_of("smollm2"))
-    with pytest.raises(UserError, match=r"lists no tools; .* put perl/tools/retool_template\.jinja into its folder"):
+    with pytest.raises(UserError, match=r"lists no tools; .* put perl/tools/retool_template\.j2 into its folder"):
         retool.tell_of_tools(settings(model=str(model)), tmp_path)
     shutil.copytree(model, tmp_path / "model")
     retool.tell_of_tools(settings(model=next(iter(MODELS))), tmp_path)
