@@ -38,10 +38,15 @@ def settings(**changes) -> retool.Settings:
 
 
 def save_bytes(folder: Path, template: str) -> Path:
-    """A tiny model of bytes, which has calls of tools for words too."""
+    """A tiny model of bytes, which has calls of tools for words too, and what is the same in each prompt: bytes of it
+    would be more than the recipe's longest prompt."""
     tokenizer = byte_tokenizer("qwen2_5")
-    tokenizer.add_tokens([AddedToken(call) for call in CALLS])
     tokenizer.chat_template = template
+    row = rows()["sft"][0]
+    prompt = tokenizer.apply_chat_template(row["messages"][:1], tools=row["tools"], tokenize=False)
+    same = prompt.partition("<|im_start|>system\n")[2].partition("<|im_end|>")[0]
+    asked = row["messages"][0]["content"].partition("\n")[2]
+    tokenizer.add_tokens([AddedToken(text) for text in (*CALLS, same, asked)])
     tokenizer.save_pretrained(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model = tiny_model(vocab_size=len(tokenizer), scale=4.0)
