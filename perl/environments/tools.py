@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import threading
@@ -41,8 +42,8 @@ Function = Callable[..., Any]
 class _Python:
     """The sandbox, which is started when it is opened, and the function that models see."""
 
-    def __init__(self, config: EnvironmentConfig):
-        self.config = config
+    def __init__(self, config: EnvironmentConfig, name: str = "python"):
+        self.config, self.name = config, name
 
     def __enter__(self) -> None:
         from perl.environments.python_tool import PythonTool
@@ -63,11 +64,16 @@ class _Python:
             """
             return self.run(code)
 
+        python.__name__ = self.name
         return python
 
 
-TOOLS: dict[str, Callable[[EnvironmentConfig], Any]] = {"python": _Python}
-"""name -> what holds the tool, given the group `environment`: its `function` may be called inside `with`."""
+TOOLS: dict[str, Callable[[EnvironmentConfig], Any]] = {
+    "python": _Python,
+    "code_interpreter": functools.partial(_Python, name="code_interpreter"),
+}
+"""name -> what holds the tool, given the group `environment`: its `function` may be called inside `with`. verl's recipe
+calls it code_interpreter, and so do the models that it has trained."""
 
 
 @dataclass(slots=True, kw_only=True)

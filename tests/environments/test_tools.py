@@ -232,8 +232,8 @@ def test_dynamic_sampling_by_the_reward_of_an_environment(file, tmp_path):
 
 def test_a_model_that_takes_images_is_refused(file):
     source = load_environment(EnvironmentConfig(tools=[f"{file}:add"]))
-    with pytest.raises(UserError, match="a model that takes images is trained on one turn"):
-        open_conversations(parse([]).build(processes=1), source, SimpleNamespace(image_processor=None))
+    with pytest.raises(UserError, match="a model that takes images answers in one turn"):
+        open_conversations(EnvironmentConfig(), source, SimpleNamespace(image_processor=None))
 
 
 def test_flags_without_effect():
