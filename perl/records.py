@@ -132,6 +132,8 @@ class Sample(Prompt):
     problem: Problem
     prompt_text: str
     """What `token_ids` say, chat template included."""
+    messages: tuple[Message, ...] = field(default=(), repr=False)
+    """That `token_ids` are made of."""
 
     @property
     def id(self) -> SampleId:
@@ -182,6 +184,25 @@ class Completion:
     def content_ids(self) -> tuple[int, ...]:
         """`token_ids` without the end-of-sequence token."""
         return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talked(Completion):
+    """A conversation with an environment. `token_ids` are those that were drawn, of all its turns; `finish_reason` is
+    that of the last; `error` says why it could not go on."""
+
+    messages: tuple[Message, ...]
+    """Behind the prompt: each turn, its calls apart, and what was observed after it."""
+    text: str
+    """Of the last turn, which is graded; empty where the conversation could not go on."""
+    turns: int
+    observed: int
+    """Tokens."""
+    reward: float | None
+    """By the environment itself."""
+    prompt_text: str
+    """As the first turn saw it: with what `reset` has changed of the sample's."""
+    prompt_tokens: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

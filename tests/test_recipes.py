@@ -32,6 +32,7 @@ GUIDES = {
     "gsm8k_aqn_hbm": (512, 128, 4),
     "dapo_math_7b": (256, 16, 16),
     "dapo_math_qwen3_8b": (256, 16, 16),
+    "retool": (1024, 256, 16),
     "ppo_gsm8k": (256, 64, 1),
     "geo3k_qwen2_5_vl_7b": (2560, 640, 5),
 }
@@ -67,6 +68,7 @@ PLANNED: dict[str, tuple[dict[str, Any], float]] = {
     "dapo_math_qwen3_8b": (QWEN3_8B, 8.19),
     "dapo_lora_7b": ({}, 7.62),
     "dapo_lora_14b": (QWEN2_5_14B, 14.77),
+    "retool": ({}, 7.62),
     "sft_qwen3_8b": (QWEN3_8B, 8.19),
 }
 """Recipe -> its model's config.json over that of Qwen2.5-7B, and 1e9 parameters as the model's card has them."""
@@ -90,7 +92,7 @@ NOT_OF_THE_COMMAND_EITHER = {
 
 
 def test_each_recipe_of_a_guide_is_known():
-    known = {*GUIDES, *PLANNED, "dapo_lora", "quickstart", "real_sft", "real_grpo"}
+    known = {*GUIDES, *PLANNED, "dapo_lora", "quickstart", "real_sft", "real_grpo", "retool_sft", "retool_grpo"}
     assert {path.stem for path in RECIPES} == known
 
 
@@ -110,7 +112,7 @@ def test_batches_are_verls(name):
 def test_what_verl_sets_in_silence_is_written_out(name):
     written = recipe_content(f"recipes/{name}.yaml", GRPO)[0]["training"]
     expected = {"num_iterations": 1, "epsilon": 0.2, "max_grad_norm": 1.0, "temperature": 1.0, "max_steps": -1}
-    if not name.startswith("dapo"):
+    if not name.startswith(("dapo", "retool")):
         expected |= {"loss_type": "bnpo", "lr_scheduler_type": "constant", "weight_decay": 0.01, "delta": 3.0}
         expected |= {"use_bias_correction_kl": False, "beta": 0.01 if name.startswith("geo3k") else 0.001}
     if name.startswith("ppo"):
@@ -248,6 +250,8 @@ def tiny_flags(name: str, models: dict[str, Path], folder: Path) -> list[str]:
         settings["rollout.workers"] = 1
     if name.startswith("dapo_math"):
         settings |= {"reward.overlong_cache_length": 4, "validation.datasets": "[]"}
+    elif name == "retool":  # a prompt that lists the tool
+        settings |= {"dataset.max_prompt_length": 600, "environment.sandbox": "limits"}
     elif not name.startswith("dapo_lora"):
         settings |= {"validation.datasets": json.dumps([str(folder / "test.jsonl")]), "validation.max_new_tokens": 8}
     return [word for field, value in settings.items() for word in (f"--config.{field}", str(value))]
@@ -262,7 +266,7 @@ def require_run(name: str, run: Path) -> None:
     assert {f"rewards/{one}/mean" for one in recipe["reward"]["functions"]} <= first.keys()
     assert ("aqn/sigma" in first) == recipe.get("noise_injection", {}).get("enabled", False)
     validated = [row["step"] for row in logged if "val-core/openai/gsm8k/acc/mean@1" in row]
-    assert validated == ([] if name.startswith("dapo") else [2] if name.startswith("ppo") else [0, 2])
+    assert validated == ([] if name.startswith(("dapo", "retool")) else [2] if name.startswith("ppo") else [0, 2])
     assert ("critic/vf_loss" in first) == name.startswith("ppo")
     result = "model/model.safetensors" if name == "gsm8k_full" else "adapter/adapter_model.safetensors"
     assert (run / result).is_file()

@@ -3,9 +3,10 @@
     python -m benchmarks.kills [--kills 20] [--seed 0] [--use_vllm]
     python -m benchmarks.kills --training [--kills 50] [--seed 0]
     python -m benchmarks.kills --pool [--kills 30] [--seed 0]
+    python -m benchmarks.kills --environment [--kills 20] [--seed 0]
 
-An evaluation (evaluation.py), a training (training.py), or one whose workers draw ahead, with the quickstart's model
-and problems, against one that nothing happens to. The last line is JSON.
+An evaluation (evaluation.py), a training (training.py), one whose workers draw ahead, or one of several turns, with
+the quickstart's model and problems, against one that nothing happens to. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--use_vllm", action="store_true", help="of an evaluation")
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--pool", action="store_true", help="a training with workers; two kills of three are theirs")
+    parser.add_argument("--environment", action="store_true", help="a training of several turns, killed between them")
     return parser
 
 
@@ -34,12 +36,11 @@ def main() -> None:
     arguments = make_parser().parse_args()
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    if arguments.training or arguments.pool:
+    if arguments.training or arguments.pool or arguments.environment:
         from benchmarks.kills.training import measure as measure_training
 
-        found = measure_training(
-            folder, arguments.kills or (30 if arguments.pool else 50), arguments.seed, arguments.pool
-        )
+        kills = arguments.kills or (30 if arguments.pool else 20 if arguments.environment else 50)
+        found = measure_training(folder, kills, arguments.seed, arguments.pool, arguments.environment)
     else:
         from benchmarks.kills.evaluation import measure
 

@@ -9,6 +9,9 @@ times, the prompts of each step, and what the last checkpoint says of the stream
 
 With `pool` two workers draw, two generation batches ahead. Two kills of three hit one of them, at a random moment after
 a log, the others the command. The undisturbed run has one worker.
+
+With `environment` each conversation has three turns, between which it is answered after 0.2 s, and every kill comes
+while some are: without validation.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ PATIENCE_S, GONE_WITHIN_S = 240.0, 60.0
 STEPS, VALIDATE, LOG = 40, 8, 2
 TIMES = ("timing/", "perf/", "time", "step_time", "train_runtime", "train_samples_per", "train_steps_per",
          "pool/trainer_waited", "pool/workers_idle", "pool/tokens_per_s", "pool/restarts")  # fmt: skip
+SAMPLERS = ("rollout/logp_", "aqn/kl")
+"""With an environment: which rows are decoded together, on which a log-probability's last bits depend, follows its
+time."""
 REWARD = """import json, os
 
 def prompts(prompts, trainer_state, **columns):
@@ -45,7 +51,25 @@ def prompts(prompts, trainer_state, **columns):
         file.write(json.dumps(row) + "\\n")
     return [0.0] * len(prompts)
 """
+ENVIRONMENT = """import os, time
+
+class Asks:
+    def reset(self, row):
+        self.turns = 0
+        return row["prompt"]
+
+    def step(self, message):
+        self.turns += 1
+        if self.turns == 3:
+            return None
+        with open(os.environ["KILLS_ANSWERED"], "a") as file:
+            file.write(".")
+        time.sleep(0.2)
+        return [{"role": "user", "content": f"Check {self.turns} times."}]
+"""
 PHASES = ("load", "rollout", "update", "saving", "validation")
+TOOL = "tool"
+"""In the place of a phase: while the environment answers."""
 WORKER = "worker"
 """In the place of a phase: a worker is killed, and the command goes on."""
 LAG, PIECE = 2, 8
@@ -54,9 +78,9 @@ LAG, PIECE = 2, 8
 class Training:
     """A run, one command after the other."""
 
-    def __init__(self, folder: Path, processes: int, workers: int):
-        self.folder, self.processes, self.workers = folder, processes, workers
-        self.prompts_file = folder.with_suffix(".prompts")
+    def __init__(self, folder: Path, processes: int, workers: int, environment: bool = False):
+        self.folder, self.processes, self.workers, self.environment = folder, processes, workers, environment
+        self.prompts_file, self.answered_file = folder.with_suffix(".prompts"), folder.with_suffix(".answered")
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -74,11 +98,19 @@ class Training:
             "training.logging_steps": LOG,
             "dataset.example_numbers": 96,
             "reward.functions": json.dumps(["accuracy", f"{reward}:prompts"]),
-            "validation.datasets": json.dumps([str(ROOT / "assets" / "quickstart-data" / "test.jsonl")]),
-            "validation.max_samples": 32,
-            "validation.every_steps": VALIDATE,
-            "validation.save_best": "true",
         }
+        if self.environment:
+            asks = self.folder.parent / "asks.py"
+            asks.write_text(ENVIRONMENT)
+            settings |= {"environment.factory": f"{asks}:Asks", "environment.max_turns": 4}
+            settings |= {"training.max_completion_length": 96}
+        else:
+            settings |= {
+                "validation.datasets": json.dumps([str(ROOT / "assets" / "quickstart-data" / "test.jsonl")]),
+                "validation.max_samples": 32,
+                "validation.every_steps": VALIDATE,
+                "validation.save_best": "true",
+            }
         if self.workers:
             settings |= {"rollout.workers": self.workers, "rollout.lag": LAG, "rollout.piece_size": PIECE}
         words = ["--recipe", str(ROOT / "recipes" / "quickstart.yaml")]
@@ -92,6 +124,7 @@ class Training:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "KILLS_PROMPTS": str(self.prompts_file),
+            "KILLS_ANSWERED": str(self.answered_file),
         }
         with self.folder.with_suffix(".log").open("a") as log:
             self.process = subprocess.Popen([*command, *words], cwd=ROOT, env=environment, stdout=log, stderr=log)
@@ -107,7 +140,8 @@ class Training:
     def rows(self) -> list[dict[str, Any]]:
         """metrics.jsonl without times."""
         lines = (self.folder / METRICS).read_text().splitlines() if (self.folder / METRICS).exists() else []
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
+        left_out = TIMES + SAMPLERS if self.environment else TIMES
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(left_out)} for line in lines]
 
     def asked(self) -> dict[tuple[int, int], list[str]]:
         """The prompts of each step and process, those of its last attempt."""
@@ -146,10 +180,12 @@ def wait_for(training: Training, phase: str, rng: random.Random) -> bool:
         "load": lambda: 0,
         "rollout": lambda: _size(metrics),
         WORKER: lambda: _size(metrics),
+        TOOL: lambda: _size(training.answered_file) > answers,
         "update": lambda: _size(training.prompts_file),
         "saving": lambda: any((training.folder / SAVING).glob("checkpoint-*")),
         "validation": lambda: _logged(metrics) % VALIDATE == 0 and _size(metrics),
     }
+    answers = _size(training.answered_file) + rng.randrange(600)  # of 2,560 in a run
     sign = signs[phase]
     before, deadline = sign(), time.monotonic() + PATIENCE_S
     while phase != "load" and (sign() == before or not sign()):
@@ -203,23 +239,24 @@ def kill_worker(training: Training, rng: random.Random) -> list[int]:
 
 
 def disturb(
-    folder: Path, processes: int, workers: int, kills: int, rng: random.Random
+    folder: Path, processes: int, workers: int, kills: int, rng: random.Random, environment: bool = False
 ) -> tuple[Counter[str], list[Training], int]:
     """Kill so often; kills by phase, the runs, brought to their end, and how many processes outlived a kill or the
     end."""
     done: Counter[str] = Counter()
-    runs = [Training(folder / f"disturbed-{processes}-0", processes, workers)]
+    runs = [Training(folder / f"disturbed-{processes}-0", processes, workers, environment)]
     left = 0
     seen: set[int] = set()
     while done.total() < kills:
         training = runs[-1]
         if not training.running():
             if training.process is not None:  # it has ended
-                runs.append(Training(folder / f"disturbed-{processes}-{len(runs)}", processes, workers))
+                runs.append(Training(folder / f"disturbed-{processes}-{len(runs)}", processes, workers, environment))
                 training = runs[-1]
             training.start()
         of_command = done.total() - done[WORKER]
-        phase = WORKER if workers and done[WORKER] < 2 * (of_command + 1) else PHASES[of_command % len(PHASES)]
+        phase = TOOL if environment else PHASES[of_command % len(PHASES)]
+        phase = WORKER if workers and done[WORKER] < 2 * (of_command + 1) else phase
         if wait_for(training, phase, rng):
             if phase == WORKER:
                 seen.update(kill_worker(training, rng))
@@ -255,15 +292,15 @@ def compare(quiet: Training, runs: list[Training]) -> Counter[str]:
     return found
 
 
-def measure(folder: Path, kills: int, seed: int, pool: bool) -> dict[str, Any]:
+def measure(folder: Path, kills: int, seed: int, pool: bool, environment: bool) -> dict[str, Any]:
     rng, of_ranks = random.Random(seed), 0 if pool else kills // 10
     total: Counter[str] = Counter()
     done: dict[str, int] = {}
     for processes, count in ((1, kills - of_ranks), (2, of_ranks)):
         if count:
-            quiet = Training(folder / f"quiet-{processes}", processes, int(pool))
+            quiet = Training(folder / f"quiet-{processes}", processes, int(pool), environment)
             quiet.finish()
-            killed, runs, left = disturb(folder, processes, 2 * int(pool), count, rng)
+            killed, runs, left = disturb(folder, processes, 2 * int(pool), count, rng, environment)
             total += compare(quiet, runs) + Counter(processes_left=left)
             done |= {f"{phase}_{processes}": number for phase, number in killed.items()}
     names = ("rows_different", "prompts_lost", "prompts_twice", "steps_of_other_prompts", "processes_left")

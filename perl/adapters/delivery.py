@@ -11,8 +11,10 @@ far as its numbers decide.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from perl.base.errors import UserError
-from perl.device.sharding import local, shard_of, whole
+from perl.device.sharding import Gather, local, shard_of, whole
 
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""
+GATHERED = 2**28
+"""Elements of a base that are whole at a time: a rank need not have room for all of it."""
 
 
 def delivered(policy: Any) -> dict[str, torch.Tensor]:
@@ -71,16 +75,25 @@ def put_into(policy: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         local(held).copy_(shard_of(tensor, held))
 
 
-def base_digest(policy: Any) -> str:
+def base_digest(policy: Any, gathered: Gather = lambda parameters: contextlib.nullcontext()) -> str:
     """SHA-256 of all parameters that no training of this adapter changes, by name. Every rank must come here where
-    they are split. (What the trainer keeps beside the policy, a critic or the reference's adapter, is not of it.)"""
+    they are split. (What the trainer keeps beside the policy, a critic or the reference's adapter, is not of it.)
+
+    Args:
+        gathered: inside it some parameters are whole that ZeRO-3 has spread; never more than GATHERED, or one.
+    """
     if not hasattr(policy, "peft_config"):
         return ""
     others = {"critic", *policy.peft_config}
+    base = [(name, each) for name, each in sorted(policy.named_parameters()) if not others & set(name.split("."))]
     hashed = hashlib.sha256()
-    for name, parameter in sorted(policy.named_parameters()):
-        if not others & set(name.split(".")):
-            add_tensor(hashed, name, parameter)
+    while base:
+        sizes = accumulate(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in base)
+        some = max(1, sum(size <= GATHERED for size in sizes))
+        with gathered([parameter for _, parameter in base[:some]]):
+            for name, parameter in base[:some]:
+                add_tensor(hashed, name, parameter)
+        del base[:some]
     return hashed.hexdigest()
 
 

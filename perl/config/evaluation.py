@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from perl.base.errors import UserError
 from perl.config.files import look_for
 from perl.config.parser import Parser, descriptions
 from perl.config.replaced import refuse_harness_flags
+from perl.config.schema import EnvironmentConfig
 from perl.config.types import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitFloat
 
 
@@ -54,6 +55,7 @@ class EvalConfig:
         compare: result folder to compare with, problem by problem; writes compare.json.
         rescore: grade the completions in --result_dir again, with today's rules; nothing is generated, no other flag
             is needed.
+        environment: the training's group of this name.
         report_to: wandb logs the scores to the W&B run of the adapter's training, or to a new one.
     """
 
@@ -85,6 +87,7 @@ class EvalConfig:
     few_shot: str | None = None
     compare: str | None = None
     rescore: bool = False
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     report_to: Literal["none", "wandb"] = "none"
 
     @property
@@ -98,7 +101,8 @@ def build_parser() -> Parser:
         description="Score a model, or a base model with an adapter, on tasks. Writes samples.jsonl and summary.json.",
     )
     switches = ("use_vllm", "enforce_eager", "rescore")
-    parser.add_class_arguments(EvalConfig, as_group=False, skip={"adapter", *switches})
+    parser.add_class_arguments(EvalConfig, as_group=False, skip={"adapter", "environment", *switches})
+    parser.add_class_arguments(EnvironmentConfig, "environment")
     texts = descriptions(EvalConfig)
     parser.add_argument("--adapter", nargs="+", default=None, help=texts["adapter"])
     for name in switches:
@@ -116,7 +120,9 @@ def parse(argv: Sequence[str]) -> EvalConfig:
         for action in parser._actions:
             action.required = False
     values = parser.parse_args(list(argv))
-    config = EvalConfig(**{name: values[name] for name in EvalConfig.__dataclass_fields__})
+    given: dict[str, Any] = {name: values[name] for name in EvalConfig.__dataclass_fields__}
+    given["environment"] = EnvironmentConfig(**values.environment.as_dict())
+    config = EvalConfig(**given)
     if not config.rescore:
         check(config)
     return config
@@ -137,6 +143,7 @@ def check(config: EvalConfig) -> None:
             raise UserError(f"--{flag} {str(given).lower()}: is vLLM's; add --use_vllm, or leave it out")
     if config.gpu_memory_utilization == 0:
         raise UserError("--gpu_memory_utilization 0: nothing fits into no memory; write a share above 0, such as 0.8")
+    check_environment(config.environment)
     if config.adapter_mode == "lora":
         if config.adapter is None:
             raise UserError("--adapter_mode lora: there is no --adapter to serve; write its folder after --adapter")
@@ -144,6 +151,21 @@ def check(config: EvalConfig) -> None:
             raise UserError(
                 "--adapter_mode lora: needs --use_vllm; with transformers leave it out (the adapter is merged)"
             )
+
+
+def check_environment(environment: EnvironmentConfig) -> None:
+    """Raise a UserError for a setting without what it is of."""
+    if environment.tool_call_parser == "python_fence" and "python" not in environment.tools:
+        raise UserError(
+            "--environment.tool_call_parser python_fence: blocks of code are calls of the tool python; write"
+            " --environment.tools '[\"python\"]', or leave it out"
+        )
+    unset = EnvironmentConfig()
+    if not environment.used and environment != unset:
+        name = next(f.name for f in fields(unset) if getattr(environment, f.name) != getattr(unset, f.name))
+        raise UserError(
+            f"--environment.{name}: has no effect without --environment.tools or --environment.factory; add one"
+        )
 
 
 def find_files(config: EvalConfig) -> tuple[EvalConfig, list[str]]:

@@ -57,7 +57,9 @@ def table(prefix: str, kind: type, names: Iterable[str] | None = None) -> str:
     texts, hints, chosen = descriptions(kind), get_type_hints(kind), None if names is None else set(names)
     rows = [("flag", "values", "default", "what it does"), ("---",) * 4]
     for field in dataclasses.fields(kind):
-        if chosen is None or field.name in chosen:
+        if dataclasses.is_dataclass(hints[field.name]):  # a group of the training's
+            rows.append((f"`{prefix}{field.name}.FIELD`", "as above", "as above", texts[field.name]))
+        elif chosen is None or field.name in chosen:
             cells = (values_of(hints[field.name]), default_of(field), texts[field.name])
             rows.append((f"`{prefix}{field.name}`", *cells))
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)

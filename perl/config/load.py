@@ -606,11 +606,6 @@ def check_environment(values: Namespace) -> None:
             f"--config.training.vllm_tensor_parallel_size {values.training.vllm_tensor_parallel_size}: processes that"
             f" share an engine give it all prompts at once, and with {flag} they come turn by turn; leave it out"
         )
-    if values.validation.datasets:
-        raise UserError(
-            f"--config.validation.datasets: is scored on one turn, without {flag}; leave it out, perl/eval.py scores"
-            " checkpoints"
-        )
     if data.truncation != "error" and not data.filter_overlong_prompts:
         raise UserError(
             f"--config.dataset.truncation {data.truncation}: a prompt that lists tools can't be cut; use"

@@ -34,5 +34,6 @@ ENGINES: dict[str, Callable[..., LoadedEngine]] = {
     dtype: "auto" (what the checkpoint is stored in, float32 on a CPU), "float32", "bfloat16" or "float16".
     max_model_len: most tokens of prompt and completion together; None: what the model's configuration allows.
     tp_size: devices that one copy of the model is spread over ("hf": 1).
+    ends: tokens that end a completion besides the model's own.
 "hf" also takes max_batch_tokens, a bound on its key-value cache (perl.engines.decoder.Decoder).
 """

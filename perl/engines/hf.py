@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class HFEngine(TorchEngine):
         max_model_len: int | None = None,
         tp_size: int = 1,
         max_batch_tokens: int | None = None,
+        ends: Collection[int] = (),
     ):
         """Load the model. Arguments as in `perl.engines.ENGINES`; max_batch_tokens as in `decoder.Decoder`.
 
@@ -51,7 +53,7 @@ class HFEngine(TorchEngine):
         lookup(dict.fromkeys(DTYPES), dtype, "dtype", "--dtype")
         model = load_model(model_path, dtype=resolve_dtype(dtype, config))
         model.eval().to(device.torch_device())
-        eos, pad = eos_token_ids(model_path, config, self.tokenizer), self.tokenizer.pad_token_id
+        eos, pad = {*eos_token_ids(model_path, config, self.tokenizer), *ends}, self.tokenizer.pad_token_id
         super().__init__(
             model,
             processing,

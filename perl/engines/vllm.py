@@ -217,6 +217,7 @@ class VLLMEngine(RunningVLLM):
         max_model_len: int | None = None,
         tp_size: int = 1,
         adapters: Sequence[str] = (),
+        ends: Collection[int] = (),
         **vllm_options: Any,
     ):
         """Load the model and warm it up. Arguments as in `perl.engines.ENGINES`.
@@ -253,7 +254,7 @@ class VLLMEngine(RunningVLLM):
         loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
         super().__init__(
             engine,
-            eos_token_ids=eos_token_ids(model_path, config, load_tokenizer(model_path)),
+            eos_token_ids={*eos_token_ids(model_path, config, load_tokenizer(model_path)), *ends},
             image_token_id=config.image_token_id if takes_images(config) else None,
             lora=lambda prompt: None if prompt.adapter is None else loras[prompt.adapter],
         )

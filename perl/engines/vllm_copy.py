@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from perl import device
 from perl.adapters.delivery import ADAPTER, add_tensor, unpacked
 from perl.base.errors import UserError
-from perl.device.sharding import whole
+from perl.device.sharding import Gather, whole
 from perl.engines.vllm import cpu_options, import_vllm, start_vllm
 from perl.engines.vllm_policy import BATCHED_TOKENS, LOGPROBS, DrawingVLLM, further_fields
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine, own_name
@@ -151,6 +152,19 @@ def matrices_of(model: Any, lora: int) -> dict[str, tuple[torch.Tensor, torch.Te
         if len(parts) == len(pairs) and all(matrix.dim() == 4 for pair in pairs for matrix in pair):
             found |= {part: (a[slot, 0], b[slot, 0]) for part, (a, b) in zip(parts, pairs, strict=True)}
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class HeldByVLLM:
+    """The digest of what an engine of this dtype holds (perl.training.pool.Held)."""
+
+    dtype: torch.dtype
+
+    def begin(self, policy: Any, gathered: Gather) -> None:
+        """vLLM's own copy of the base is not compared."""
+
+    def __call__(self, policy: Any, noise: NoiseInjector | None, weights: Weights) -> str:
+        return sent_digest(policy, noise, weights, self.dtype)
 
 
 def sent_digest(policy: Any, noise: NoiseInjector | None, weights: Weights, dtype: torch.dtype) -> str:

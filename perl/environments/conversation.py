@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ChatTemplate
 from perl.environments.tools import EnvironmentSource
+from perl.models.images import has_images
 from perl.records import Completion, Message, Prompt, Sampling, Trajectory
 from perl.rewards.files import RAISED
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 0.005
 """What answers sooner costs others no more than a step of the engine."""
+LOOK_S = 0.05
+"""So often further rows are asked for while nothing but environments is at work."""
 
 
 @dataclass(slots=True)
@@ -122,18 +125,23 @@ class Conversations:
     instances: list[Any] = field(default_factory=list)
 
     def run(
-        self, rows: Sequence[Trajectory], engine: Engine, prompt: Callable[[Trajectory], Prompt]
+        self, rows: Iterable[Trajectory | None], engine: Engine, prompt: Callable[[Trajectory], Prompt]
     ) -> Iterator[Trajectory]:
         """Each of the rows when its conversation has ended. Its environment stays with it until `free`.
 
         Args:
+            rows: as they come, None for "nothing at the moment", as in an engine's feed. Rows that are all there, as
+                those of a batch are, make one stream of the engine.
             prompt: what is to be drawn next of a row, of no token where none has room.
         """
-        talk = _Talk(self, rows, prompt)
-        for place, completion in engine.stream(talk.feed()):
-            talk.drawn(place, completion)
+        talk = _Talk(self, iter(rows), prompt)
+        while True:
+            for place, completion in engine.stream(talk.feed()):
+                talk.drawn(place, completion)
+                yield from talk.take_ended()
             yield from talk.take_ended()
-        yield from talk.take_ended()
+            if not talk.goes_on:
+                return
 
     def measure(self, rows: Sequence[Trajectory], metrics: dict[str, list[float]]) -> None:
         """What the log shows of these conversations, by TRL's names where it has one: the mean is logged of the numbers
@@ -160,10 +168,12 @@ class Conversations:
 
 
 class _Talk:
-    """The conversations of one batch."""
+    """The conversations of one run."""
 
-    def __init__(self, parts: Conversations, rows: Sequence[Trajectory], prompt: Callable[[Trajectory], Prompt]):
+    def __init__(self, parts: Conversations, rows: Iterator[Trajectory | None], prompt: Callable[[Trajectory], Prompt]):
         self.parts, self.rows, self.prompt = parts, rows, prompt
+        self.more = True
+        """Further rows may come."""
         self.jobs = Jobs(parts.config.tool_timeout_s, parts.source.at_once)
         self.ready: dict[Sampling, deque[tuple[Trajectory, Prompt]]] = {}
         """What the engine may be given, by the distribution that it is drawn from; `current` is under way."""
@@ -175,15 +185,24 @@ class _Talk:
         self.drawing = 0
         self.ended: deque[Trajectory] = deque()
 
+    @property
+    def goes_on(self) -> bool:
+        return bool(self.more or self.jobs or self.ready or self.drawing)
+
     def feed(self) -> Iterator[Prompt | None]:
-        for row in self.rows:
-            self._begin(row)
-        while self.jobs or self.ready or self.drawing:
+        """Of one stream. It ends before `goes_on` does where nothing is drawn, and rows have ended that whoever sends
+        further ones waits for."""
+        self.given, self.latest = [], {}
+        self._take_rows()
+        while self.goes_on:
             self._take_answers()
             if prompt := self._next():
                 yield prompt
             elif self.drawing:
                 yield None
+            elif self.more and self.ended:
+                return
+            self._take_rows()
 
     def drawn(self, place: int, completion: Completion) -> None:
         row = self.given[place]
@@ -204,6 +223,14 @@ class _Talk:
             yield self.ended.popleft()
 
     # Between the engine and the environments
+
+    def _take_rows(self) -> None:
+        """All that have come."""
+        while self.more and (row := next(self.rows, self)) is not None:
+            if isinstance(row, _Talk):
+                self.more = False
+            else:
+                self._begin(row)
 
     def _next(self) -> Prompt | None:
         """The next prompt that the engine may have: it draws from one distribution at a time, so that what is drawn
@@ -226,7 +253,8 @@ class _Talk:
         """All that have come; where nothing else is to do the next one is waited for, however long it takes."""
         while self.jobs:
             idle = not self.ready and not self.drawing
-            if (taken := self.jobs.take(math.inf if idle else self.jobs.newest + GRACE_S)) is None:
+            patience = time.monotonic() + LOOK_S if self.more else math.inf
+            if (taken := self.jobs.take(patience if idle else self.jobs.newest + GRACE_S)) is None:
                 return
             job, late = taken
             if late:
@@ -304,7 +332,7 @@ class _Talk:
         seconds = self.jobs.seconds
         answer = getattr(row.environment, "timed_out", None) if row.completion else None
         if answer is None or (shown := answer(row.completion[-1], seconds)) is None:
-            self._fail(row, f"no answer within {seconds:g} s (--config.environment.tool_timeout_s)")
+            self._fail(row, f"no answer within {seconds:g} s (environment.tool_timeout_s)")
         else:
             self._observed(row, shown)
 
@@ -328,6 +356,33 @@ class _Talk:
 
     def _call(self, row: Trajectory, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
         self.jobs.add(Job(row, call, then))
+
+
+def open_conversations(
+    config: EnvironmentConfig,
+    source: EnvironmentSource,
+    tokenizer: Any,
+    template_kwargs: dict[str, Any] | None = None,
+) -> Conversations:
+    """How the environments of `source` are talked to. A UserError where the model's chat template can't word it.
+
+    Args:
+        template_kwargs: training.chat_template_kwargs.
+    """
+    if has_images(tokenizer):
+        raise UserError(
+            "--config.environment: a model that takes images answers in one turn; name a model of texts, or leave"
+            " environment.tools and environment.factory out"
+        )
+    template = ChatTemplate(
+        tokenizer,
+        source.schemas,
+        source.role,
+        config.tool_call_parser,
+        template_kwargs,
+        config.max_observation_tokens,
+    )
+    return Conversations(source=source, template=template, config=config)
 
 
 def not_messages(shown: Any) -> str | None:

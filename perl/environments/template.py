@@ -97,9 +97,19 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a prompt, its tools listed, ending where the assistant's turn begins."""
+        messages, further = self._asked(messages)
+        return encode(self.tokenizer, messages, template_kwargs={**self.kwargs, **further})
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """What the tokens of a prompt say."""
+        messages, further = self._asked(messages)
+        return self._text(messages, **further)
+
+    def _asked(self, messages: Sequence[Message]) -> tuple[Sequence[Message], dict[str, Any]]:
+        """A prompt's messages, and what the template is given besides, its tools listed in one of them."""
         if self.schemas and self.lists_tools and not self.fenced:
-            return encode(self.tokenizer, messages, template_kwargs={**self.kwargs, "tools": self.schemas})
-        return encode(self.tokenizer, self._told(messages), template_kwargs=self.kwargs)
+            return messages, {"tools": self.schemas}
+        return self._told(messages), {}
 
     def message(self, content_ids: Sequence[int]) -> Message:
         """A turn that was drawn, its calls apart."""

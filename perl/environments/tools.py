@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from perl.base.errors import UserError, lookup
+from perl.base.paths import user_path
+from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
 from perl.environments.base import Environment
 from perl.environments.calls import Call
@@ -39,8 +42,8 @@ Function = Callable[..., Any]
 class _Python:
     """The sandbox, which is started when it is opened, and the function that models see."""
 
-    def __init__(self, config: EnvironmentConfig):
-        self.config = config
+    def __init__(self, config: EnvironmentConfig, name: str = "python"):
+        self.config, self.name = config, name
 
     def __enter__(self) -> None:
         from perl.environments.python_tool import PythonTool
@@ -61,11 +64,16 @@ class _Python:
             """
             return self.run(code)
 
+        python.__name__ = self.name
         return python
 
 
-TOOLS: dict[str, Callable[[EnvironmentConfig], Any]] = {"python": _Python}
-"""name -> what holds the tool, given the group `environment`: its `function` may be called inside `with`."""
+TOOLS: dict[str, Callable[[EnvironmentConfig], Any]] = {
+    "python": _Python,
+    "code_interpreter": functools.partial(_Python, name="code_interpreter"),
+}
+"""name -> what holds the tool, given the group `environment`: its `function` may be called inside `with`. verl's recipe
+calls it code_interpreter, and so do the models that it has trained."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,6 +157,15 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentSource:
         needed=_needed(first.reset),
         resources=resources,
     )
+
+
+def identity_of(config: EnvironmentConfig) -> dict[str, Any] | None:
+    """What conversations depend on: the settings, and a hash of the user's files; None where nothing answers."""
+    if not config.used:
+        return None
+    named = [*config.tools, *([config.factory] if config.factory else [])]
+    files = [user_path(name.rpartition(":")[0]) for name in named if is_file(name)]
+    return asdict(config) | {"files_hash": text_hash([file.read_bytes() for file in files])}
 
 
 class ToolUse:

@@ -12,6 +12,7 @@ from perl.config.evaluation import EvalConfig
 from perl.grading import RULES
 from perl.records import Problem
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
+from perl.scoring.samples import Template
 from perl.tasks import TASKS, load_problems, problem_of_row, rows_of
 from perl.tasks.files import read_rows
 
@@ -21,16 +22,22 @@ if TYPE_CHECKING:
 SAMPLING_FLAGS = ("n", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
 
 
-def load_problem_sets(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> list[ProblemSet]:
+def load_problem_sets(
+    config: EvalConfig, tokenizer: PreTrainedTokenizerBase, template: Template | None = None
+) -> list[ProblemSet]:
     """Load every dataset and build its prompts. UserErrors name the dataset or the flag."""
     specs = named(config.datasets, "--dataset", "score them apart")
-    return [load_problem_set(config, tokenizer, spec, name) for name, spec in specs.items()]
+    return [load_problem_set(config, tokenizer, spec, name, template) for name, spec in specs.items()]
 
 
-def load_problem_set(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str, name: str) -> ProblemSet:
+def load_problem_set(
+    config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str, name: str, template: Template | None = None
+) -> ProblemSet:
     problems = load_problems(spec, split=config.split, limit=config.max_samples, task=config.task)
     examples = few_shot_examples(config, spec, problems)
-    return make_problem_set(problems, spec, name, tokenizer, given(config), config.system_prompt, examples)
+    return make_problem_set(
+        problems, spec, name, tokenizer, given(config), config.system_prompt, examples, template=template
+    )
 
 
 def given(config: EvalConfig) -> dict[str, Any]:

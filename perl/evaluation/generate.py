@@ -16,12 +16,12 @@ from perl.engines.vllm import lora_rank
 from perl.evaluation.candidate_run import CandidateRun
 from perl.evaluation.progress import Progress
 from perl.evaluation.recorder import Recorder
-from perl.evaluation.setup import Setup, engine_options
+from perl.evaluation.setup import Setup, make_job, request_of
 from perl.evaluation.weights import WeightsAhead, remove_merged
 from perl.records import Completion, Sample
 from perl.scoring.results import Generation
 from perl.workers.pool import WorkerPool
-from perl.workers.worker import EngineJob, Request, RequestId
+from perl.workers.worker import RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,7 @@ def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
             skip_overlong(setup, run, recorder)
         if not samples:
             return
-        job, logs = (
-            EngineJob(setup.engine, engine_options(setup, samples.values())),
-            Path(setup.config.result_dir) / "logs",
-        )
+        job, logs = make_job(setup, samples.values()), Path(setup.config.result_dir) / "logs"
         submitted: dict[str, UnderWay] = {}
         with (
             WeightsAhead(setup, candidates) as weights,
@@ -100,7 +97,7 @@ def generate(setup: Setup, runs: Sequence[CandidateRun]) -> None:
                     run, spec = ready
                     under_way = UnderWay(run)
                     submitted |= dict.fromkeys(run.stores, under_way)
-                    pool.submit(spec, [Request(sample.id, sample.prompt) for sample in run.runnable])
+                    pool.submit(spec, [request_of(setup, sample) for sample in run.runnable])
                 for sample_id, completion in pool.poll(timeout=0.5):
                     sample = samples[sample_id]
                     if completion.error:

@@ -9,10 +9,9 @@ from typing import Any
 
 from perl.evaluation.store import Store
 from perl.grading import Grader
-from perl.prompts import decode
 from perl.records import Completion, Sample
 from perl.scoring.results import SampleRecord
-from perl.scoring.samples import record_of
+from perl.scoring.samples import record_of, text_of_completion
 from perl.tasks import TASKS
 
 MAX_BATCH = 256
@@ -85,7 +84,7 @@ class Recorder:
     def _record(self, grader: Grader, batch: Sequence[tuple[Sample, Completion]]) -> None:
         for task in dict.fromkeys(sample.problem.task for sample, _ in batch):
             pairs = [(sample, completion) for sample, completion in batch if sample.problem.task == task]
-            texts = [decode(self._tokenizer, completion.content_ids) for _, completion in pairs]
+            texts = [text_of_completion(self._tokenizer, completion) for _, completion in pairs]
             golds = [sample.problem.gold for sample, _ in pairs]
             grades = grader.grade(TASKS[task].rubric, texts, golds)
             records: dict[str, list[SampleRecord]] = {}

@@ -19,6 +19,7 @@ from perl.evaluation.store import GRADING_HASH, Store, locked
 from perl.evaluation.tables import print_sweep, print_table
 from perl.grading import Grader, rules_hash
 from perl.scoring.results import AGAIN, RUN, SAMPLES, SUMMARY, SWEEP, Identity, SampleRecord, Summary, Sweep
+from perl.scoring.samples import rewarded
 from perl.scoring.summary import grading_of, summarize
 from perl.tasks import TASKS
 
@@ -32,7 +33,10 @@ LISTED = 5
 def rescore(config: EvalConfig) -> None:
     """Grade every stored completion below `config.result_dir` again; replace samples.jsonl and the summaries."""
     result_dir, console = Path(config.result_dir), Console()
-    given = [f"--{f.name}" for f in fields(config) if getattr(config, f.name) not in (f.default, "", None)]
+    defaults = EvalConfig(model="", dataset="")
+    given = [
+        f"--{f.name}" for f in fields(config) if getattr(config, f.name) not in (getattr(defaults, f.name), "", None)
+    ]
     if unused := [flag for flag in given if flag not in ("--rescore", "--result_dir")]:
         logger.warning("--rescore grades all that lies in --result_dir; not read: %s", " ".join(unused))
     files = sorted([*result_dir.glob(f"*/{SAMPLES}"), *result_dir.glob(f"*/*/{SAMPLES}")])
@@ -66,7 +70,9 @@ def regrade(records: list[SampleRecord], grader: Grader) -> list[SampleRecord]:
             batch = places[start : start + BATCH]
             texts, golds = ([records[place][name] for place in batch] for name in ("completion", "gold"))
             for place, grade in zip(batch, grader.grade(rubric, texts, golds), strict=True):
-                regraded[place] = cast("SampleRecord", {**records[place], **grade.as_dict()})
+                talked = records[place].get("conversation")
+                verdict = rewarded(grade, talked["reward"] if talked else None)
+                regraded[place] = cast("SampleRecord", {**records[place], **verdict.as_dict()})
     return regraded
 
 

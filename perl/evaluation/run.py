@@ -53,8 +53,9 @@ def evaluate(config: EvalConfig) -> Summaries:
     """
     check_tracker(config)
     setup = Setup.of(config)
-    problem_sets = load_problem_sets(config, setup.tokenizer)
+    problem_sets = load_problem_sets(config, setup.tokenizer, setup.conversations and setup.conversations.template)
     for problem_set in problem_sets:
+        setup.require_rows(problem_set)
         setup.require_known(problem_set)
         folders = [candidate.adapter or setup.model for candidate in setup.candidates]
         warn_of_trained(folders, problem_set.spec, config.split, problem_set.keys)

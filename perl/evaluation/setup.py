@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from perl.base.errors import UserError
 from perl.base.files import read_json
+from perl.base.paths import user_path
 from perl.base.provenance import text_hash
 from perl.config.evaluation import EvalConfig, vllm_options
+from perl.config.schema import EnvironmentConfig
+from perl.environments.conversation import Conversations, open_conversations
+from perl.environments.scored import row_of_sample
+from perl.environments.tools import identity_of, load_environment
 from perl.evaluation.candidates import Candidate, find_candidates
 from perl.grading import rules_hash
 from perl.models.folders import content_hash, load_config, require_whole_weights, resolve_model
 from perl.models.images import has_images, load_processing, tokenizer_of
 from perl.prompts import require_chat_template, require_known, require_vocabulary
 from perl.records import Sample
+from perl.rewards.files import is_file
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import Identity
+from perl.workers.conversations import TalkJob, TalkRequest
 from perl.workers.executors import Executor, make_executor
+from perl.workers.worker import EngineJob, Request
 
 MERGE_REPORT = "merge.json"
 CONTEXT_STEP = 1024
@@ -43,6 +52,8 @@ class Setup:
     vocabulary: int
     """Tokens that the model knows."""
     base_hash: str
+    conversations: Conversations | None = None
+    """With --environment; None: every sample is one turn."""
 
     @classmethod
     def of(cls, config: EvalConfig) -> Setup:
@@ -62,6 +73,7 @@ class Setup:
         text_config = load_config(model).get_text_config()
         require_chat_template(tokenizer, str(config.model))
         require_vocabulary(tokenizer_of(tokenizer), text_config.vocab_size, str(config.model))
+        conversations = set_up_environment(config.environment, tokenizer) if config.environment.used else None
         allowed = getattr(text_config, "max_position_embeddings", None)
         if config.max_model_len and allowed and config.max_model_len > allowed:
             raise UserError(f"--max_model_len {config.max_model_len}: the model takes {allowed} tokens at most")
@@ -74,12 +86,19 @@ class Setup:
             context=config.max_model_len or allowed,
             vocabulary=text_config.vocab_size,
             base_hash=content_hash(model),
+            conversations=conversations,
         )
 
     def require_known(self, problem_set: ProblemSet) -> None:
         """Raise a UserError for a prompt that holds other tokens than the model's."""
         for sample in problem_set.samples:
             require_known(sample.token_ids, self.vocabulary, sample.problem.source)
+
+    def require_rows(self, problem_set: ProblemSet) -> None:
+        """Raise a UserError for a problem that lacks what the environment's reset needs."""
+        if self.conversations is not None and self.conversations.source.needed:
+            with own_flags():
+                self.conversations.source.check_rows([row_of_sample(sample) for sample in problem_set.samples])
 
     @property
     def is_sweep(self) -> bool:
@@ -109,6 +128,7 @@ class Setup:
             "split": self.config.split,
             "styles": json.loads(json.dumps({task: asdict(style) for task, style in problem_set.styles.items()})),
             "sampling": sampling,
+            "environment": identity_of(self.config.environment),
             "grading_hash": rules_hash(),
         }
 
@@ -120,6 +140,46 @@ class Setup:
         report = read_json(file)
         same = (report.get("base_hash"), report.get("adapter_hash")) == (self.base_hash, candidate.adapter_hash)
         return report if same else None
+
+
+@contextlib.contextmanager
+def own_flags() -> Iterator[None]:
+    """The group's flags begin with --config in a training, whose words errors are in."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("--config.environment", "--environment")) from error
+
+
+def set_up_environment(environment: EnvironmentConfig, tokenizer: Any) -> Conversations:
+    """What --environment names, tried here once; each worker has its own."""
+    with own_flags():
+        source = load_environment(environment)
+        conversations = open_conversations(environment, source, tokenizer)
+        with source.opened():
+            return conversations
+
+
+def make_job(setup: Setup, samples: Collection[Sample]) -> EngineJob | TalkJob:
+    """What the workers do to complete `samples`."""
+    options = engine_options(setup, samples)
+    if setup.conversations is None:
+        return EngineJob(setup.engine, options)
+    job = EngineJob(setup.engine, options | {"ends": [setup.conversations.template.end]})
+    return TalkJob(job, absolute(setup.config.environment), str(setup.model), setup.context)
+
+
+def request_of(setup: Setup, sample: Sample) -> Request:
+    if setup.conversations is None:
+        return Request(sample.id, sample.prompt)
+    return TalkRequest(sample.id, sample.prompt, row_of_sample(sample))
+
+
+def absolute(environment: EnvironmentConfig) -> EnvironmentConfig:
+    """With the user's files by their whole paths: a worker's working directory may be another."""
+    tools = [str(user_path(name).absolute()) if is_file(name) else name for name in environment.tools]
+    factory = environment.factory and str(user_path(environment.factory).absolute())
+    return replace(environment, tools=tools, factory=factory)
 
 
 def engine_options(setup: Setup, samples: Collection[Sample]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import base64
 import json
 import logging
 import os
+import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from perl.reports.charts import Line
@@ -50,7 +51,8 @@ def pieces(runs: Sequence[Run]) -> Iterator[str]:
     {"problems": {"dataset": name, "head": …, "tail": … (shared_ends), "key": […], "prompt": […], "gold": […], …}}
     {"samples": {"dataset": name, "run": index, "problem": [index among the dataset's problems], "completion": […], …}}
     """
-    limit = longest_that_fits([len(r["completion"]) for run in runs for s in run.scored for r in s.records])
+    records = [record for run in runs for scored in run.scored for record in scored.records]
+    limit = longest_that_fits([len(text) for record in records for text in texts_of(record)])
     known: dict[str, dict[tuple[str, str], int]] = {}
     for number, run in enumerate(runs):
         for scored in run.scored:
@@ -60,10 +62,10 @@ def pieces(runs: Sequence[Run]) -> Iterator[str]:
                 if problem_of(record) not in index:
                     fresh.setdefault(problem_of(record), record)
             ends = shared_ends(scored) if fresh else (0, 0)
-            for batch in batches(list(fresh.values()), "prompt"):
+            for batch in batches(list(fresh.values()), lambda record: len(record["prompt"])):
                 yield deflated({"problems": problem_columns(scored.dataset, ends, batch)})
                 index |= {problem_of(record): len(index) + i for i, record in enumerate(batch)}
-            for batch in batches(scored.records, "completion"):
+            for batch in batches(scored.records, lambda record: sum(map(len, texts_of(record)))):
                 columns = sample_columns(scored.dataset, number, index, batch, limit)
                 yield deflated({"samples": columns | compared_columns(run, scored.dataset, batch)})
 
@@ -87,6 +89,7 @@ def sample_columns(
         "run": run,
         "problem": [index[problem_of(r)] for r in records],
         "completion": [shortened(r["completion"], limit) for r in records],
+        "turns": [turns_of(r, limit) for r in records],
         "seed": [str(r["seed"]) for r in records],  # of 63 bits, and a number of JavaScript holds 53
     } | {name: [r[name] for r in records] for name in names}
 
@@ -97,11 +100,31 @@ def compared_columns(run: Run, dataset: str, records: Sequence[SampleRecord]) ->
     return {"changed": [paired.changed.get(r["key"]) for r in records]} if paired else {}
 
 
-def batches(records: Sequence[SampleRecord], text: str) -> Iterator[Sequence[SampleRecord]]:
-    """Runs of records whose `text`s come to about PIECE_CHARACTERS."""
+def turns_of(record: SampleRecord, limit: int) -> list[tuple[str, str]] | None:
+    """(who, what) of all that was said in a conversation, a call as its JSON; None: it was none."""
+    if "conversation" not in record:
+        return None
+    said = []
+    for message in record["conversation"]["messages"]:
+        who, content = str(message.get("role")), message.get("content")
+        calls = [call.get("function") for call in message.get("tool_calls") or ()]
+        if content or not calls:
+            said.append((who, shortened(str(content or ""), limit)))
+        said += [("call", shortened(json.dumps(call, ensure_ascii=False), limit)) for call in calls]
+    return said
+
+
+def texts_of(record: SampleRecord) -> list[str]:
+    """What a sample shows."""
+    said = turns_of(record, sys.maxsize)
+    return [record["completion"]] if said is None else [text for _, text in said]
+
+
+def batches(records: Sequence[SampleRecord], length: Callable[[SampleRecord], int]) -> Iterator[Sequence[SampleRecord]]:
+    """Runs of records whose lengths come to about PIECE_CHARACTERS."""
     start = size = 0
     for end, record in enumerate(records, start=1):
-        size += len(record[text]) + 200
+        size += length(record) + 200
         if size >= PIECE_CHARACTERS or end == len(records):
             yield records[start:end]
             start, size = end, 0

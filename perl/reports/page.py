@@ -16,7 +16,7 @@ import base64
 import functools
 import hashlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -280,6 +280,7 @@ def settings_of(summary: Summary) -> dict[str, Any]:
         "dataset": summary["dataset"],
         "graded as": ", ".join(summary["tasks"]),
         "sampling": ", ".join(f"{name} {value}" for name, value in {"n": summary["n"], **summary["sampling"]}.items()),
+        "environment": in_words(summary.get("environment")),
         "engine": ", ".join(summary["engines"]),
         "command": shlex.join(made["command"]),
         "folder": made["folder"],
@@ -288,6 +289,10 @@ def settings_of(summary: Summary) -> dict[str, Any]:
         "machine": made["machine"],
         "chat template hash": summary["chat_template_hash"],
     }
+
+
+def in_words(settings: Mapping[str, Any] | None) -> str | None:
+    return None if settings is None else ", ".join(f"{name} {value}" for name, value in settings.items() if value)
 
 
 def texts_of(summary: Summary) -> dict[str, str]:

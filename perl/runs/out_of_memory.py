@@ -76,8 +76,8 @@ def changes(phase: str, config: Any) -> Iterator[str]:
     """Settings that need less memory in this phase, the cheapest first: those that keep what is learned and cost
     time, then those that change what is learned."""
     training, rewarded = config.training, isinstance(config, Config)
-    if rewarded and training.use_vllm:
-        share = training.vllm_gpu_memory_utilization
+    if rewarded and training.use_vllm and not config.rollout.workers:
+        share = training.vllm_share(0, training.device.type)
         yield change("slower sampling", {"training.vllm_gpu_memory_utilization": (round(share * 0.7, 2), share)})
     if phase == "setup" and config.model.dtype == "float32":
         yield change("half the weights' memory, rounded", {"model.dtype": ("bfloat16", "float32")})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from perl.base.errors import UserError
 from perl.prompts import PromptStyle
 from perl.records import Problem, Sample, Sampling
-from perl.scoring.samples import folder_names, make_samples, sampling_of_task, style_of_task
+from perl.scoring.samples import Template, folder_names, make_samples, sampling_of_task, style_of_task
 from perl.tasks import data_name
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def make_problem_set(
     system_prompt: str | None = None,
     examples: tuple[tuple[str, str], ...] = (),
     flag: str = "--",
+    template: Template | None = None,
 ) -> ProblemSet:
     """The problem set of a dataset's problems, with the sampling of the task that is commonest among them.
 
@@ -76,11 +77,12 @@ def make_problem_set(
         given: fields of Sampling that the user has set.
         examples: (question, worked answer) pairs before each question.
         flag: what stands before a field's name in a flag, for messages.
+        template: as in `make_samples`.
     """
     tasks = tuple(task for task, _ in Counter(problem.task for problem in problems).most_common())
     sampling = sampling_of_task(tasks[0], given, flag)
     styles = {task: style_of_task(task, system_prompt, examples) for task in tasks}
-    samples = tuple(make_samples(problems, name, sampling, styles, tokenizer))
+    samples = tuple(make_samples(problems, name, sampling, styles, tokenizer, template))
     return ProblemSet(name=name, spec=spec, tasks=tasks, sampling=sampling, styles=styles, samples=samples)
 
 

@@ -47,6 +47,18 @@ Row = dict[str, Any]
 """What a step of a training logged: value by the metric's name."""
 
 
+class ConversationRecord(TypedDict):
+    """What was said with an environment in a sample."""
+
+    messages: list[dict[str, Any]]
+    """Behind the prompt, in OpenAI's form: each turn, its calls apart, and what was observed after it."""
+    turns: Count
+    observed_tokens: Count
+    """Of what tools and environment have said; not in the sample's `tokens`."""
+    reward: float | None
+    """By the environment itself, where it has one; then the score is that, held between 0 and 1."""
+
+
 class SampleRecord(TypedDict):
     """A line of samples.jsonl: one completion of one problem, graded."""
 
@@ -82,7 +94,9 @@ class SampleRecord(TypedDict):
     engine: str
     """A key of ENGINES."""
     error: str | None
-    """Why nothing was generated; such a sample counts as wrong."""
+    """Why nothing was generated, or the conversation could not go on; such a sample counts as wrong."""
+    conversation: NotRequired[ConversationRecord]
+    """With an environment. `completion` is its last turn then, `tokens` those of all turns."""
 
 
 class MetricRecord(TypedDict):
@@ -167,6 +181,8 @@ class Identity(TypedDict):
     """How prompts are built, by task."""
     sampling: dict[str, int | float]
     """A Sampling but for `n`."""
+    environment: NotRequired[dict[str, Any] | None]
+    """The settings of what answered between turns, and a hash of its files; None: every sample is one turn."""
     grading_hash: str | None
     """Hash of the code that graded (perl.grading.rules_hash). It alone may differ between the command that began a
     folder and the one that goes on."""

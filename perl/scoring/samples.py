@@ -10,19 +10,30 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from perl.base.errors import UserError
 from perl.base.paths import user_path
 from perl.models.images import fitted, has_images
-from perl.prompts import PromptStyle, build_messages, encode, row_seed
-from perl.records import Completion, Grade, Problem, Sample, Sampling
-from perl.scoring.results import SampleRecord
+from perl.prompts import PromptStyle, build_messages, decode, encode, row_seed
+from perl.records import Completion, Grade, Message, Problem, Sample, Sampling, Talked
+from perl.scoring.results import ConversationRecord, SampleRecord
 from perl.tasks import TASKS
 from perl.tasks.trained import problem_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ENVIRONMENT = "environment"
+"""Name of its reward among the rules' scores."""
+
+
+class Template(Protocol):
+    """perl.environments.template.ChatTemplate, as far as prompts go."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def text(self, messages: Sequence[Message]) -> str: ...
 
 
 def make_samples(
@@ -31,6 +42,7 @@ def make_samples(
     sampling: Sampling,
     styles: Mapping[str, PromptStyle],
     tokenizer: PreTrainedTokenizerBase,
+    template: Template | None = None,
 ) -> list[Sample]:
     """`sampling.n` samples of each problem, side by side.
 
@@ -38,13 +50,17 @@ def make_samples(
         dataset: `Sample.dataset`.
         styles: how prompts are built, by task.
         tokenizer: or processor (perl.models.images.load_processing).
+        template: what words the prompts of conversations with an environment; None: the tokenizer's chat template.
     """
     samples = []
     for problem, key in zip(problems, problem_keys(problems), strict=True):
         messages = build_messages(problem, styles[problem.task])
         messages = fitted(messages, problem.images, has_images(tokenizer), problem.source)
-        token_ids = tuple(encode(tokenizer, messages, problem.images))
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        if template is not None:
+            token_ids, text = tuple(template.prompt(messages)), template.text(messages)
+        else:
+            token_ids = tuple(encode(tokenizer, messages, problem.images))
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         samples += [
             Sample(
                 token_ids=token_ids,
@@ -55,6 +71,7 @@ def make_samples(
                 index=index,
                 problem=problem,
                 prompt_text=text,
+                messages=tuple(messages),
                 images=problem.images,
             )
             for index in range(sampling.n)
@@ -126,14 +143,43 @@ def cluster_of(key: str) -> str:
     return key.partition("-")[0]
 
 
+def text_of_completion(tokenizer: Any, completion: Completion) -> str:
+    """What is graded: of a conversation its last turn."""
+    return completion.text if isinstance(completion, Talked) else decode(tokenizer, completion.content_ids)
+
+
+def rewarded(grade: Grade, reward: float | None) -> Grade:
+    """The verdict on a conversation: where its environment has given a reward, that is the score, a reward below 0
+    counting as 0 and one above 1 as 1; else the grader's stands. What was read as the answer is the grader's.
+
+    Args:
+        reward: None: none was given.
+    """
+    if reward is None:
+        return grade
+    score = min(1.0, max(0.0, reward))
+    reason = "correct" if score == 1.0 else "wrong"
+    return replace(grade, score=score, scores={**grade.scores, ENVIRONMENT: score}, reason=reason)
+
+
 def record_of(sample: Sample, completion: Completion, text: str, grade: Grade, engine: str) -> SampleRecord:
     """A line of samples.jsonl.
 
     Args:
-        text: the completion's (perl.prompts.decode).
+        text: the completion's (`text_of_completion`).
         engine: key of ENGINES.
     """
-    return {
+    talked: dict[str, Any] = {}
+    if isinstance(completion, Talked):
+        grade = rewarded(grade, completion.reward)
+        talked |= {"prompt": completion.prompt_text, "prompt_tokens": completion.prompt_tokens}
+        talked["conversation"] = ConversationRecord(
+            messages=list(completion.messages),
+            turns=completion.turns,
+            observed_tokens=completion.observed,
+            reward=completion.reward,
+        )
+    record: SampleRecord = {
         "key": sample.key,
         "sample": sample.index,
         "seed": sample.seed,
@@ -153,3 +199,4 @@ def record_of(sample: Sample, completion: Completion, text: str, grade: Grade, e
         "engine": engine,
         "error": completion.error,
     }
+    return cast("SampleRecord", record | talked)

@@ -16,7 +16,7 @@ from perl.grading import Grader
 from perl.records import Problem
 from perl.rewards.audit import ANSWER, PROBES, Audit, Share, audit, make_rows
 from perl.rewards.deadline import RewardDeadline
-from perl.rewards.files import is_file
+from perl.rewards.files import FLAG, is_file
 from perl.rewards.functions import REWARDS, RewardContext, build_rewards, check_tasks
 from perl.tasks import TASKS, load_problems, problem_of_row
 from perl.tasks.reasoning_gym import TASK as GENERATED
@@ -89,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
         )
     with Grader() as grader:
         context = RewardContext(grader=grader, max_completion_length=COMPLETION, overlong_cache_length=CACHE)
-        functions = build_rewards([name], context)
+        try:
+            functions = build_rewards([name], context)
+        except UserError as error:  # in the words of a training's flag
+            raise UserError(f"python -m perl audit: {str(error).removeprefix(f'{FLAG}: ')}") from error
         check_tasks([name], {row.columns["task"] for row in rows if row.columns["task"]})
         (function,) = RewardDeadline(args.deadline_s, "that is a fault of its own").over([name], functions)
         found = audit(args.name, function, rows)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -76,23 +76,32 @@ CALCULATION = "<<"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a run is: another one needs another folder."""
+class Run:
+    """What every run of such stages is: another one needs another folder."""
 
     seed: int
-    engine: Engine
     model: str
     """A key of MODELS, or the absolute path of another model's folder."""
     data: str
     """SHA-256 over the rows for each training and for scoring."""
     sft_rows: int
-    sums: int
-    grpo_sums: int
     sft_steps: int | None
     grpo_steps: int | None
     held_out: int | None
     dtype: Literal["bfloat16", "float32"] | None = None
     """What a CPU trains in, measured before the first training. None: not yet, or the device decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Run):
+    """What a run of this command is."""
+
+    engine: Engine
+    sums: int
+    grpo_sums: int
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -118,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         engine=args.engine,
         model=base_of(str(args.model)),
-        data=hashlib.sha256("\n\n".join("\n".join(part) for part in rows.values()).encode()).hexdigest(),
+        data=hash_of(rows),
         sft_steps=args.sft_steps,
         grpo_steps=args.grpo_steps,
         **dividing,
@@ -165,6 +174,11 @@ def real(settings: Settings, folder: Path, console: Console, where: Where) -> di
     scores = {name: read_scores(how, place) for name, place in places.items()}
     console.print(table(scores))
     console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    return result_of(scores, settings, folder)
+
+
+def result_of(scores: dict[str, Scores], settings: Run, folder: Path) -> dict[str, Any]:
+    """What the JSON line of a run says."""
     numbers = {
         name: {f"avg@{SAMPLED.n}": round(s.sampled.value, 4), "greedy": round(s.greedy.value, 4)}
         | {f"{other}_greedy": round(score.value, 4) for other, score in s.more.items()}
@@ -213,7 +227,7 @@ def base_of(model: str) -> str:
     return str(resolve_model(model).absolute())
 
 
-def model_folder(settings: Settings, folder: Path) -> Path:
+def model_folder(settings: Run, folder: Path) -> Path:
     """Where the base is: the user's own, or what is fetched into the run's folder."""
     return folder / "model" if settings.model in MODELS else Path(settings.model)
 
@@ -247,17 +261,17 @@ def evaluation(settings: Settings, folder: Path) -> Evaluation:
     )
 
 
-def sft_flags(settings: Settings, folder: Path) -> list[str]:
+def sft_flags(settings: Run, folder: Path) -> list[str]:
     return [*common_flags(settings, folder), *data_flags(folder, "sft"), *steps(settings.sft_steps)]
 
 
-def grpo_flags(settings: Settings, folder: Path) -> list[str]:
+def grpo_flags(settings: Run, folder: Path) -> list[str]:
     """Flags of the second training, but for its number of steps."""
     adapter = ["--config.peft.adapter", str(folder / "sft" / "adapter")]
     return [*common_flags(settings, folder), *data_flags(folder, "grpo"), *adapter]
 
 
-def common_flags(settings: Settings, folder: Path) -> list[str]:
+def common_flags(settings: Run, folder: Path) -> list[str]:
     model = str(model_folder(settings, folder))
     flags = ["--config.common.seed", str(settings.seed), "--config.model.model_name_or_path", model]
     return [*flags, "--config.training.bf16", "true"] if settings.dtype == "bfloat16" else flags
@@ -280,7 +294,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def with_dtype(settings: Settings, folder: Path, console: Console) -> Settings:
+def with_dtype(settings: AnyRun, folder: Path, console: Console) -> AnyRun:
     """`settings` with what a CPU trains in: float32, or bfloat16 where it multiplies that GAIN times as fast. A run
     that goes on keeps what it began with."""
     if device.detect().kind != "cpu":
@@ -385,6 +399,10 @@ def divide(
     }
 
 
+def hash_of(rows: dict[str, list[str]]) -> str:
+    return hashlib.sha256("\n\n".join("\n".join(part) for part in rows.values()).encode()).hexdigest()
+
+
 def write_data(folder: Path, rows: dict[str, list[str]]) -> None:
     """A file for each."""
     folder.mkdir(exist_ok=True)
@@ -392,7 +410,7 @@ def write_data(folder: Path, rows: dict[str, list[str]]) -> None:
         (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in part), encoding="utf-8")
 
 
-def is_of_this_run(folder: Path, settings: Settings) -> bool:
+def is_of_this_run(folder: Path, settings: Run) -> bool:
     """Whether the folder holds this very run; False where it is new. A UserError where it holds another one, or
     something else."""
     if (folder / SETTINGS).is_file():
@@ -406,7 +424,7 @@ def is_of_this_run(folder: Path, settings: Settings) -> bool:
     return False
 
 
-def open_folder(folder: Path, settings: Settings) -> None:
+def open_folder(folder: Path, settings: Run) -> None:
     """Have the folder say what run it holds. It is this command's alone now: another may have begun in it before."""
     if not is_of_this_run(folder, settings):
         write_json(folder / SETTINGS, asdict(settings))

@@ -54,7 +54,7 @@ def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[st
     return VLLMPolicyEngine(
         trainer.policy(),
         peft_config,
-        _vllm_options(args, rows)
+        _vllm_options(args, rows, 0)
         | {
             "tensor_parallel_size": args.vllm_tensor_parallel_size,
             "enable_sleep_mode": args.vllm_enable_sleep_mode,
@@ -69,9 +69,9 @@ def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[st
     )
 
 
-def _vllm_options(args: Any, rows: int) -> dict[str, Any]:
+def _vllm_options(args: Any, rows: int, workers: int) -> dict[str, Any]:
     return {
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "gpu_memory_utilization": args.vllm_share(workers, args.device.type),
         "max_model_len": args.vllm_max_model_length,
         "max_num_seqs": rows,
         "model_impl": args.vllm_model_impl,
@@ -90,7 +90,7 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
     open_pool = functools.partial(_open_pool, trainer, config, peft_config, kwargs)
     by_vllm, further = config.engine == "vllm", {}
     if by_vllm:
-        from perl.engines.vllm_copy import sent_digest
+        from perl.engines.vllm_copy import HeldByVLLM
         from perl.engines.vllm_policy import not_comparable
         from perl.engines.vllm_sync import odd_layer
 
@@ -98,14 +98,14 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
             raise UserError(f"--config.rollout.engine vllm: {why}; use --config.rollout.engine fast")
         regex = trainer.args.vllm_structured_outputs_regex
         further = {
-            "held": functools.partial(sent_digest, dtype=trainer.compute_dtype()),
+            "held": HeldByVLLM(trainer.compute_dtype()),
             "incomparable": functools.partial(not_comparable, further=kwargs or ({"regex": regex} if regex else {})),
         }
     return PoolEngine(
         _torch(trainer, config, peft_config, {} if by_vllm else kwargs),
         open_pool,
         Processes(trainer.accelerator),
-        trainer.gathered,
+        trainer.whole,
         piece_size(trainer, config),
         config.lag or config.max_staleness,
         newest=bool(config.max_staleness),
@@ -126,7 +126,7 @@ def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> d
 
     args = trainer.args
     rows = drawn_at_once(trainer.num_generations, args.generation_batch_size, config)
-    options = _vllm_options(args, rows) | {"quantization": quantization_of(trainer.policy())}
+    options = _vllm_options(args, rows, config.workers) | {"quantization": quantization_of(trainer.policy())}
     return {
         "options": options,
         "dtype": trainer.compute_dtype(),
@@ -157,7 +157,7 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
         kernels=trainer.args.attention_kernels,
         dtype=trainer.compute_dtype(),
         piece_size=piece_size(trainer, config),
-        closed=not config.max_staleness,
+        newest=bool(config.max_staleness),
         vllm=_vllm_copy(trainer, config, kwargs) if config.engine == "vllm" else {},
         threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,
     )
@@ -169,4 +169,4 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
         ahead += f", importance correction {correction_of(config)}"
     log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor, job.piece_size, ahead)
     logs = Path(trainer.args.output_dir) / "logs"
-    return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=not job.closed)
+    return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=job.newest)

@@ -21,14 +21,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import broadcast_object_list
 
 from perl.adapters.delivery import base_digest, delivered, digest, pack, put_into, unpacked
 from perl.base.errors import UserError
-from perl.device.sharding import local, resharded
+from perl.device.sharding import Gather, local, resharded
 from perl.engines.base import Engine, Feed
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.noise.injector import NoiseInjector
@@ -65,12 +65,12 @@ class PoolEngine:
     Args:
         local: the trained model itself, which validates.
         open_pool: called once, on the main process.
-        gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
+        gathered: inside it some parameters are whole that ZeRO-3 has spread.
         piece_size: sequences of a piece.
         ahead: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
         newest: a piece is drawn by the policy that is the last one when a worker is given it.
-        held: digest of what an engine holds that has the policy as it is now: (policy, noise, weights). By default of
-            one that loads the policy as the trainer does.
+        held: digest of what an engine holds that has the policy as it is now. By default of one that loads the policy
+            as the trainer does.
         incomparable: as `not_comparable`; None: the engine's log-probabilities are those of all tokens.
     """
 
@@ -84,11 +84,11 @@ class PoolEngine:
         local: TorchPolicyEngine,
         open_pool: Callable[[], WorkerPool],
         processes: Processes,
-        gathered: Callable[[], contextlib.AbstractContextManager[Any]],
+        gathered: Gather,
         piece_size: int,
         ahead: int,
         newest: bool = False,
-        held: Callable[[Any, NoiseInjector | None, Weights], str] | None = None,
+        held: Held | None = None,
         incomparable: Callable[[Sampling], str | None] = lambda sampling: None,
     ):
         self.local, self.processes, self.gathered = local, processes, gathered
@@ -171,13 +171,22 @@ class PoolEngine:
         """The policy as it is now, if it was not sent before. Every process must come here."""
         weights, noise = self.local.weights, self.local.noise
         if weights not in self.sent:
-            with self.gathered():
+            with self._changing():
                 payload = pack(delivered(self.local.model)), [] if noise is None else list(noise.rms)
                 self._keep(weights, payload)
         return self.sent[weights]
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, what training and noise change is whole. The base is not: it may have room on all ranks alone."""
+        policy, noise = self.local.model, self.local.noise
+        self._held.begin(policy, self.gathered)
+        tensors = [*delivered(policy).values(), *(() if noise is None else (weight for _, weight in noise.held()))]
+        with self.gathered(list({id(each): each for each in tensors if isinstance(each, torch.nn.Parameter)}.values())):
+            yield
+
     def _keep(self, weights: Weights, payload: Payload) -> None:
-        """The trained model has the weights that `payload` was made of."""
+        """Inside of `_changing`. The trained model has the weights that `payload` was made of."""
         noise = self.local.noise
         if noise is not None:
             noise.rms[:] = payload[1]
@@ -231,7 +240,7 @@ class PoolEngine:
                 state["piece_size"], self._size, state["piece_size"],
             )  # fmt: skip
         if weights not in self.sent:
-            with self.gathered(), self._holding(payload):
+            with self._changing(), self._holding(payload):
                 self._keep(weights, payload)
         return True
 
@@ -251,15 +260,29 @@ class PoolEngine:
         self.local.close()
 
 
+class Held(Protocol):
+    """The digest of what an engine holds that was sent the policy as it is now. Every process must call it."""
+
+    def begin(self, policy: Any, gathered: Gather) -> None:
+        """Before each call, while ZeRO-3's parameters are spread."""
+
+    def __call__(self, policy: Any, noise: NoiseInjector | None, weights: Weights) -> str:
+        """While those that training and noise change are whole."""
+        ...
+
+
 class HeldByTorch:
-    """The digest of what an engine holds that loads the policy as the trainer does (perl.adapters.delivery)."""
+    """Of an engine that loads the policy as the trainer does (perl.adapters.delivery)."""
 
     def __init__(self) -> None:
         self._base: str | None = None
 
-    def __call__(self, policy: Any, noise: NoiseInjector | None, weights: Weights) -> str:
+    def begin(self, policy: Any, gathered: Gather) -> None:
         if self._base is None:
-            self._base = base_digest(policy)
+            self._base = base_digest(policy, gathered)
+
+    def __call__(self, policy: Any, noise: NoiseInjector | None, weights: Weights) -> str:
+        assert self._base is not None
         if noise is None:
             return digest(policy, self._base, ())
         with noise.applied(weights.sigma, (weights.version, weights.draw)):

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,10 @@ from perl.config.load import Config
 from perl.engines.sampling import validate
 from perl.engines.torch_policy import require_possible
 from perl.engines.vllm import cannot_serve, require_vllm
-from perl.environments.conversation import Conversations
-from perl.environments.template import ChatTemplate
+from perl.environments.conversation import Conversations, open_conversations
 from perl.environments.tools import EnvironmentSource, load_environment
 from perl.grading import Grader
 from perl.models.folders import resolve_model
-from perl.models.images import has_images
 from perl.rewards.apart import call_apart
 from perl.rewards.audit import pays_for_nothing, rows_of_columns
 from perl.rewards.files import FLAG, ROW, RewardFunction, is_file
@@ -89,6 +86,8 @@ class Checked:
     """To go on from."""
     conversations: Conversations | None
     """With the run's environments; None where there are none."""
+    rewards: dict[str, RewardFunction]
+    """By name, as the user wrote it. Those that grade have no process any more."""
     validation: ValidationSetup | None
     """What the run validates on; None where no dataset is named."""
 
@@ -115,7 +114,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     checkpoints.check_made(checkpoint, config.training)
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     check_images(config, tokenizer)
-    conversations = open_conversations(config, source, tokenizer) if source else None
+    kwargs: Any = config.training.chat_template_kwargs
+    conversations = open_conversations(config.environment, source, tokenizer, kwargs) if source else None
     check_layers(language_part(config.peft, tokenizer), resolve_model(config.model.model_name_or_path, MODEL_FLAG))
     dataset = build_dataset(
         config.dataset,
@@ -128,8 +128,6 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_mixed_rows(dataset, strategy_of(config.training))
     check_tasks(config.reward.functions, {name for name in dataset["task"] if name})
     require_full_batch(config.training, len(dataset))
-    if source is None:  # an audit has no conversations
-        warn_of_rewards(dict(zip(config.reward.functions, functions, strict=True)), dataset)
     if config.algorithm.dynamic_sampling:
         check_dynamic_sampling(config.training)
     if source:
@@ -141,7 +139,8 @@ def check_run(config: Config, run_dir: Path) -> Checked:
         problems=list(problems),
         checkpoint=checkpoint,
         conversations=conversations,
-        validation=set_up_validation(config, tokenizer, set(problems)),
+        rewards=dict(zip(config.reward.functions, functions, strict=True)),
+        validation=set_up_validation(config, tokenizer, set(problems), conversations),
     )
 
 
@@ -155,31 +154,14 @@ def check_metric(config: Config, source: EnvironmentSource | None) -> None:
         )
 
 
-def open_conversations(config: Config, source: EnvironmentSource, tokenizer: Any) -> Conversations:
-    """How the run's environments are talked to. A UserError where the model's chat template can't word it."""
-    if has_images(tokenizer):
-        raise UserError(
-            "--config.environment: a model that takes images is trained on one turn; name a model of texts, or leave"
-            " environment.tools and environment.factory out"
-        )
-    settings = config.environment
-    template = ChatTemplate(
-        tokenizer,
-        source.schemas,
-        source.role,
-        settings.tool_call_parser,
-        config.training.chat_template_kwargs,  # type: ignore[arg-type]
-        settings.max_observation_tokens,
-    )
-    return Conversations(source=source, template=template, config=settings)
-
-
-def warn_of_rewards(functions: Mapping[str, RewardFunction], dataset: Dataset) -> None:
-    """One line for a reward of the user's own that pays an empty or a wrong answer to the first rows as the right one
-    (perl.rewards.audit), which is asked apart from this process: what it does to itself there befalls the training,
-    with all that a training says of it. Rewards by name are audited once and for all (docs/reward_audit.md)."""
-    if not (own := {name: function for name, function in functions.items() if is_file(name)}):
+def warn_of_rewards(checked: Checked) -> None:
+    """Once a run, before its processes start: one line for a reward of the user's own that pays an empty or a wrong
+    answer to the first rows as the right one (perl.rewards.audit). It is asked apart from this process: where it hangs
+    or ends its process, the training says so. Rewards by name are audited once and for all (docs/reward_audit.md)."""
+    own = {name: function for name, function in checked.rewards.items() if is_file(name)}
+    if not own or checked.conversations:  # an audit has no conversations
         return
+    dataset = checked.dataset
     first = dataset.select_columns(["prompt", "gold", "task", ROW]).select(range(min(LOOKED_AT, len(dataset))))
     rows = rows_of_columns(first.to_list(), AUDITED)
     until = time.monotonic() + AUDIT_S

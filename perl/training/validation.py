@@ -21,7 +21,7 @@ import logging
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -34,9 +34,10 @@ from perl.base.errors import UserError
 from perl.base.files import SAVING, json_line, read_json, write_json
 from perl.base.provenance import Provenance, provenance, text_hash
 from perl.engines.base import Engine, PolicyEngine
+from perl.environments.scored import asked_of, converse
+from perl.environments.tools import identity_of
 from perl.grading import Grader, rules_hash
 from perl.models import folders
-from perl.prompts import decode
 from perl.records import Completion, Sample, Weights
 from perl.rewards.functions import grade_rows
 from perl.runs.checkpoints import put_in_place
@@ -54,7 +55,7 @@ from perl.scoring.results import (
     Summary,
     read_metrics,
 )
-from perl.scoring.samples import record_of
+from perl.scoring.samples import record_of, text_of_completion
 from perl.scoring.summary import grading_of, problem_scores, shown, summarize
 from perl.tasks import TASKS
 from perl.training.validation_setup import ValidationSetup
@@ -139,19 +140,25 @@ class Validation(TrainerCallback):
     def complete(self, share: Share, engine: Engine) -> list[SampleRecord]:
         """The graded records of this process's samples. Grading begins while others are drawn."""
         started, drawn = time.perf_counter(), dict[int, Completion]()
-        for place, completion in engine.stream(list(share.asked)):
+        for place, completion in self._stream(share.asked, engine):
             if place < share.local:
                 drawn[place] = replace(completion, seconds=time.perf_counter() - started)
                 problem = share.asked[place].problem
-                text = decode(self.setup.tokenizer, completion.content_ids)
+                text = text_of_completion(self.setup.tokenizer, completion)
                 self.grader.start(TASKS[problem.task].rubric, text, problem.gold)
         completions = [drawn[place] for place in range(share.local)]
         completions += [Completion.failed(self._too_long(sample)) for sample in share.overlong]
         samples = [*share.asked[: share.local], *share.overlong]
         problems = [sample.problem for sample in samples]
-        texts = [decode(self.setup.tokenizer, completion.content_ids) for completion in completions]
+        texts = [text_of_completion(self.setup.tokenizer, completion) for completion in completions]
         grades = grade_rows(self.grader, texts, [p.gold for p in problems], [p.task for p in problems])
         return [record_of(*row, self.engine) for row in zip(samples, completions, texts, grades, strict=True)]
+
+    def _stream(self, samples: list[Sample], engine: Engine) -> Iterator[tuple[int, Completion]]:
+        """As `Engine.stream`."""
+        if self.setup.conversations is None:
+            return engine.stream(list(samples))
+        return converse(self.setup.conversations, engine, map(asked_of, samples), self.setup.context)
 
     def _too_long(self, sample: Sample) -> str:
         return f"the prompt has {len(sample.token_ids)} tokens, the context {self.setup.context}"
@@ -218,6 +225,7 @@ class Validation(TrainerCallback):
             "chat_template_hash": text_hash(setup.tokenizer.chat_template),
             "styles": json.loads(json.dumps({task: asdict(style) for task, style in problem_set.styles.items()})),
             "sampling": sampling,
+            "environment": identity_of(setup.conversations.config) if setup.conversations else None,
             "merge": None,
             "chat_template": setup.tokenizer.chat_template,
             "grading": grading_of(problem_set.tasks),
@@ -301,6 +309,9 @@ def metrics_of(label: str, records: Iterable[SampleRecord], n: int) -> dict[str,
     rows = [record for problem_records in by_problem.values() for record in problem_records]
     metrics[f"val-aux/{label}/truncated"] = fmean([float(row["finish_reason"] == "length") for row in rows])
     metrics[f"val-aux/{label}/mean_length"] = fmean([float(row["tokens"]) for row in rows])
+    if talked := [row["conversation"] for row in rows if "conversation" in row]:
+        metrics[f"val-aux/{label}/turns"] = fmean([float(each["turns"]) for each in talked])
+        metrics[f"val-aux/{label}/failed"] = fmean([float(row["error"] is not None) for row in rows])
     return metrics
 
 

@@ -12,6 +12,8 @@ from perl.adapters import ADAPTERS
 from perl.base.errors import UserError
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
+from perl.environments.conversation import Conversations
+from perl.environments.scored import row_of_sample
 from perl.models import folders
 from perl.models.folders import resolve_model
 from perl.models.images import tokenizer_of
@@ -47,17 +49,23 @@ class ValidationSetup:
     start: str | None
     """The adapter that is trained further; None: a new one, which changes nothing before the first step."""
     tokenizer: Any
+    conversations: Conversations | None = None
+    """The run's, with an environment; None: every sample is one turn."""
     trained: str = "adapter"
     """What the training changes, by the name of its folder: "adapter", or "model" where all weights are trained."""
 
 
 def set_up_validation(
-    config: Config, tokenizer: PreTrainedTokenizerBase, trained: Collection[str]
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Collection[str],
+    conversations: Conversations | None = None,
 ) -> ValidationSetup | None:
     """The samples of every dataset, None where none is named. A UserError names the flag.
 
     Args:
         trained: perl.tasks.trained.problem_hash of each problem that the run trains on.
+        conversations: the run's, with an environment.
     """
     validation = config.validation
     if not validation.datasets:
@@ -74,23 +82,27 @@ def set_up_validation(
             " less"
         )
     specs = named(validation.datasets, f"{FLAG}datasets", "leave one out")
-    problem_sets = [_problem_set(config, spec, name, tokenizer) for name, spec in specs.items()]
+    problem_sets = [_problem_set(config, spec, name, tokenizer, conversations) for name, spec in specs.items()]
     for problem_set in problem_sets:
         _warn_of_trained(problem_set, trained)
     merges = config.peft.adapter is not None and config.peft.adapter_mode == "merge"
     return ValidationSetup(
         config=validation,
         problem_sets=tuple(problem_sets),
-        eos_token_ids=folders.eos_token_ids(model, model_config, tokenizer_of(tokenizer)),
+        eos_token_ids=folders.eos_token_ids(model, model_config, tokenizer_of(tokenizer))
+        | ({conversations.template.end} if conversations else set()),
         context=context,
         model=merged_base(config) if merges else model,
         start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,
+        conversations=conversations,
         trained=ADAPTERS[config.peft.type].result,
     )
 
 
-def _problem_set(config: Config, spec: str, name: str, tokenizer: PreTrainedTokenizerBase) -> ProblemSet:
+def _problem_set(
+    config: Config, spec: str, name: str, tokenizer: PreTrainedTokenizerBase, conversations: Conversations | None
+) -> ProblemSet:
     validation = config.validation
     try:
         problems = load_problems(spec, limit=validation.max_samples)
@@ -99,7 +111,11 @@ def _problem_set(config: Config, spec: str, name: str, tokenizer: PreTrainedToke
     if ungraded := next((problem for problem in problems if problem.task not in TASKS), None):
         raise UserError(f"{FLAG}datasets {spec}: no task grades {ungraded.source}; leave the file out")
     given = {field: value for field in GIVEN if (value := getattr(validation, field)) is not None}
-    made = make_problem_set(problems, spec, name, tokenizer, given, config.dataset.system_prompt, flag=FLAG)
+    template = conversations.template if conversations else None
+    prompt = config.dataset.system_prompt
+    made = make_problem_set(problems, spec, name, tokenizer, given, prompt, flag=FLAG, template=template)
+    if conversations and conversations.source.needed:
+        conversations.source.check_rows([row_of_sample(sample) for sample in made.samples])
     validate(made.sampling)
     return made
 

@@ -3,8 +3,8 @@ names.
 
 A piece is a few prompts that are decoded together and with no others, as what is decoded together changes the last bits
 of a number: so a completion does not depend on which worker draws it, nor on what else that worker has. Where a run
-need not repeat to the last bit (rollout.max_staleness) pieces are not closed: an engine decodes as many at once as it
-has room for, and runs empty before it takes another version.
+need not repeat to the last bit (rollout.max_staleness) pieces are not kept apart: an engine decodes as many at once as
+it has room for, and runs empty before it takes another version.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class RolloutJob:
     dtype: torch.dtype | None
     """That the trainer computes in."""
     piece_size: int
-    closed: bool
-    """A piece is decoded with no others."""
+    newest: bool
+    """An engine decodes pieces together, as they come; else each with no others."""
     vllm: dict[str, Any]
     """The further arguments of perl.engines.vllm_copy.VLLMCopy, where engine vllm draws."""
     threads: int
@@ -109,7 +109,7 @@ class RolloutJob:
         started = time.monotonic()
         torch.set_num_threads(self.threads)
         copy = COPIES[self.rollout.engine](self)
-        pieces = 1 if self.closed else max(1, copy.max_num_seqs // self.piece_size)
+        pieces = max(1, copy.max_num_seqs // self.piece_size) if self.newest else 1
         yield Ready(pieces, time.monotonic() - started)
         drained_s = 0.0
         while (version := inbox.next_weights(wait=True)) is not None:
@@ -122,7 +122,7 @@ class RolloutJob:
                         yield Result(inbox.take().id, Completion.failed(str(error)), 1)
                     continue
                 while inbox.next_weights(wait=True) == version:
-                    feed = PieceFeed(inbox, version, self.closed)
+                    feed = PieceFeed(inbox, version, self.newest)
                     for position, completion in copy.stream(feed):
                         if done := feed.done(position, completion):
                             piece, completions, seconds = done
@@ -156,11 +156,11 @@ class RolloutJob:
 
 
 class PieceFeed:
-    """Prompts of the pieces in the inbox, as an engine's feed (see Engine.stream): of one closed piece, or of all that
-    this version completes, as they come."""
+    """Prompts of the pieces in the inbox, as an engine's feed (see Engine.stream): of one piece, or with `newest` of
+    all that this version completes, as they come."""
 
-    def __init__(self, inbox: Inbox, version: Version, closed: bool):
-        self._inbox, self._version, self._closed = inbox, version, closed
+    def __init__(self, inbox: Inbox, version: Version, newest: bool):
+        self._inbox, self._version, self._newest = inbox, version, newest
         self._prompts: deque[Prompt] = deque()
         self._owners: list[tuple[Piece, dict[int, Completion], int]] = []
         """Of each prompt that was given: its piece, what is completed of that, and its place in it."""
@@ -174,7 +174,7 @@ class PieceFeed:
 
     def __next__(self) -> Prompt | None:
         if not self._prompts:
-            if self._closed and self._owners:
+            if self._owners and not self._newest:
                 raise StopIteration
             idle = not self._under_way
             needed = self._inbox.next_weights(wait=idle)

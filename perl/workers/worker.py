@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,6 +43,7 @@ class WeightsSpec:
     """Folder of the adapter that the engine serves alongside it, to all requests under way."""
 
 
+Complete = Callable[[Iterable[Any]], Iterator[tuple[int, Completion]]]
 RequestId = tuple[str | int, ...]
 """The prompt, and last which of its completions."""
 
@@ -93,11 +94,14 @@ class EngineJob:
     def paths(self, weights: WeightsSpec) -> list[str]:
         return [weights.model, *self.options.get("adapters", ())]
 
-    def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
+    def build(self, weights: WeightsSpec) -> LoadedEngine:
         from perl.engines import ENGINES
 
+        return ENGINES[self.engine](weights.model, dtype=weights.dtype, **self.options)
+
+    def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
         started = time.monotonic()
-        engine = ENGINES[self.engine](weights.model, dtype=weights.dtype, **self.options)
+        engine = self.build(weights)
         yield Ready(engine.max_num_seqs, time.monotonic() - started)
         yield from completed(engine, weights, inbox)
         engine.close()
@@ -203,16 +207,27 @@ def require_device(wanted: Kind, detected: Kind) -> None:
         )
 
 
-def completed(engine: LoadedEngine, weights: WeightsSpec, inbox: Inbox) -> Iterator[Result | Restart]:
+def completed(
+    engine: LoadedEngine, weights: WeightsSpec, inbox: Inbox, complete: Complete | None = None
+) -> Iterator[Result | Restart]:
     """Put requests through the engine, which holds `weights`, as they come. Between those of different weights the
-    engine runs empty and gets the others; where it can't take them, a Restart is the last thing that comes."""
+    engine runs empty and gets the others; where it can't take them, a Restart is the last thing that comes.
+
+    Args:
+        complete: how, as `Engine.stream` has it; None: the engine completes each one's prompt.
+    """
+
+    def by_prompt(feed: Iterable[Any]) -> Iterator[tuple[int, Completion]]:
+        return engine.stream(None if request is None else request.prompt for request in feed)
+
+    complete = complete or by_prompt
     while (needed := inbox.next_weights(wait=True)) is not None:
         if needed != weights and (reason := replace_weights(engine, weights, needed)):
             yield Restart(needed, reason)
             return
         weights = needed
         feed = InboxFeed(inbox, weights)
-        for position, completion in engine.stream(feed):
+        for position, completion in complete(feed):
             yield feed.result(position, completion, engine.max_num_seqs)
 
 
@@ -272,8 +287,8 @@ class Inbox:
 
 
 class InboxFeed:
-    """The inbox as an engine's feed (see Engine.stream): None when there is nothing now, but requests under way. It
-    ends before the first that needs other weights."""
+    """The inbox's requests as an engine's feed has prompts (see Engine.stream): None when there is nothing now, but
+    requests under way. It ends before the first that needs other weights."""
 
     def __init__(self, inbox: Inbox, weights: WeightsSpec):
         self._inbox = inbox
@@ -284,7 +299,7 @@ class InboxFeed:
     def __iter__(self) -> InboxFeed:
         return self
 
-    def __next__(self) -> Prompt | None:
+    def __next__(self) -> Any:
         needed = self._inbox.next_weights(wait=not self._under_way)
         if needed is None and not self._inbox.ended:
             return None
@@ -293,7 +308,7 @@ class InboxFeed:
         request = self._inbox.take()
         self._under_way[self._taken] = (request, time.monotonic())
         self._taken += 1
-        return request.prompt
+        return request
 
     def result(self, position: int, completion: Completion, max_num_seqs: int) -> Result:
         request, started = self._under_way.pop(position)

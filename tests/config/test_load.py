@@ -151,6 +151,16 @@ def test_what_a_quantised_sampler_goes_without(flags, said):
     )
 
 
+@pytest.mark.parametrize(("flags", "workers", "kind", "share"), [
+    ((), 0, "npu", 0.3),
+    ((), 2, "npu", 0.8),
+    ((), 2, "cpu", 0.15),  # one memory
+    (("--config.training.vllm_gpu_memory_utilization", "0.5"), 2, "npu", 0.5),
+])  # fmt: skip
+def test_vllm_takes_more_of_a_device_that_it_has_alone(flags, workers, kind, share):
+    assert parse(flags).build(1).training.vllm_share(workers, kind) == share
+
+
 def test_unknown_flag_names_the_nearest():
     said = message("--config.training.max_stepz", "3")
     assert "--config.training.max_stepz" in said

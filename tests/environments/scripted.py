@@ -65,7 +65,7 @@ class Scripted:
         self.prompts: list[Prompt] = []
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
-        under_way: list[int] = []
+        under_way, first = list[int](), len(self.prompts)
         waiting = deque([iter(feed)])
         while waiting or under_way:
             prompt = next(waiting[0], waiting) if waiting else None
@@ -77,7 +77,7 @@ class Scripted:
             else:
                 assert under_way, "the feed has nothing, and nothing is under way"
                 place = under_way.pop(self.order.randrange(len(under_way)))
-                yield place, self.say(self.prompts[place])
+                yield place - first, self.say(self.prompts[place])
 
     def close(self) -> None:
         pass

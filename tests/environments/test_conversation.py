@@ -12,7 +12,7 @@ import torch
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.grading import Grader
 from perl.prompts import row_seed
-from perl.records import Completion
+from perl.records import Completion, Prompt, Sampling
 from perl.rewards.functions import RewardContext, build_rewards
 from perl.rewards.score import Rewards, environment
 from perl.training.batch import Batch
@@ -248,6 +248,30 @@ def test_other_rows_are_drawn_while_a_tool_is_at_work():
     assert shown(rows[1])[1] == ("tool", "yes")
 
 
+def test_rows_come_while_others_are_under_way():
+    """As a worker's do: those that have ended are handed on before the sender is waited for, though the engine had
+    nothing of them to draw."""
+    conversations = talking(TOKENIZER, add)
+    rows = rows_of(conversations, 4)
+    told: list[int] = []
+
+    def coming():
+        for place, row in enumerate(rows):
+            while len(told) < place:  # a row comes once the one before has been told of
+                yield None
+            yield row
+
+    budget = prompts()
+    for row in conversations.run(coming(), saying("5"), lambda row: budget(row) if row.position % 2 else none_of(row)):
+        told.append(row.position)
+    assert told == [0, 1, 2, 3]
+    assert [row.failure is None for row in rows] == [False, True, False, True]
+
+
+def none_of(row):
+    return Prompt(token_ids=row.prompt_ids, seed=0, sampling=Sampling(max_new_tokens=0))
+
+
 def test_a_tool_that_takes_too_long_is_an_error_to_the_model():
     """What it says later is heard by nobody, and its thread keeps nothing from ending."""
     never, begun = threading.Event(), threading.Event()
@@ -478,7 +502,7 @@ def test_an_environment_that_hangs_is_a_failure_and_is_made_anew():
     conversations = talking(TOKENIZER, source=guesses(Hangs), tool_timeout_s=0.2)
     rows = rows_of(conversations, 1, gold="7")
     list(conversations.run(rows, saying(guess(7), "7"), prompts()))
-    assert rows[0].failure == "no answer within 0.2 s (--config.environment.tool_timeout_s)"
+    assert rows[0].failure == "no answer within 0.2 s (environment.tool_timeout_s)"
     conversations.free(rows)
     assert conversations.instances == []
     never.set()

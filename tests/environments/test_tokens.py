@@ -24,8 +24,7 @@ from tests.environments.scripted import (
 CALL = '<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call>'
 LLAMA = '{{"name": "add", "parameters": {}}}'
 WORDS = ["so ", "the sum ", "é ", "12 ", "<b>", "\n", "=> ", "日 "]
-FAMILIES = {"qwen2_5": 250, "qwen3": 250, "llama3_1": 250, "smollm2": 250}
-"""Conversations of each: 1,000."""
+FAMILIES = ["qwen2_5", "qwen3", "llama3_1", "smollm2"]
 
 
 def turn(family: str, draws: random.Random) -> tuple[str, dict]:
@@ -44,8 +43,9 @@ def turn(family: str, draws: random.Random) -> tuple[str, dict]:
     return f"{text}\n{blocks}", {"role": "assistant", "content": text, "tool_calls": made}
 
 
+@pytest.mark.parametrize("count", [100, pytest.param(2500, marks=pytest.mark.slow)])  # 10,000 of four families
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_drawn_are_ids_trained(family):
+def test_ids_drawn_are_ids_trained(family, count):
     """Each prompt is all that stood there before; drawn tokens stay, each once, and alone are in the mask; and the
     whole is what the template makes of the whole conversation, where it words calls as they were drawn."""
     tokenizer = byte_tokenizer(family)
@@ -63,7 +63,7 @@ def test_ids_drawn_are_ids_trained(family):
         before.append((completion, message))
         return completion
 
-    rows = rows_of(conversations, FAMILIES[family])
+    rows = rows_of(conversations, count)
     engine = Scripted(say, draws)
     ended = list(conversations.run(rows, engine, prompts()))
     assert len(ended) == len(rows)

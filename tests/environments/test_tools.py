@@ -179,7 +179,6 @@ TOOLS = ["--config.environment.tools", '["python"]']
             ["--config.rollout.engine", "vllm", "--config.training.vllm_tensor_parallel_size", "2"],
             "--config.training.vllm_tensor_parallel_size 2: processes that share an engine",
         ),
-        (["--config.validation.datasets", '["gsm8k"]'], "--config.validation.datasets: is scored on one turn"),
         (
             ["--config.dataset.truncation", "left", "--config.dataset.filter_overlong_prompts", "false"],
             "--config.dataset.truncation left: a prompt that lists tools can't be cut",
@@ -233,8 +232,8 @@ def test_dynamic_sampling_by_the_reward_of_an_environment(file, tmp_path):
 
 def test_a_model_that_takes_images_is_refused(file):
     source = load_environment(EnvironmentConfig(tools=[f"{file}:add"]))
-    with pytest.raises(UserError, match="a model that takes images is trained on one turn"):
-        open_conversations(parse([]).build(processes=1), source, SimpleNamespace(image_processor=None))
+    with pytest.raises(UserError, match="a model that takes images answers in one turn"):
+        open_conversations(EnvironmentConfig(), source, SimpleNamespace(image_processor=None))
 
 
 def test_flags_without_effect():

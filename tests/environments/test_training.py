@@ -14,7 +14,11 @@ import torch
 
 from perl.adapters import ADAPTERS
 from perl.algorithms import ALGORITHMS
-from perl.config.schema import NoiseConfig
+from perl.config.evaluation import EvalConfig
+from perl.config.schema import EnvironmentConfig, NoiseConfig
+from perl.evaluation.run import evaluate
+from perl.reports.page import write_report
+from perl.scoring.results import read_samples
 from tests.environments.calling import calling_model, calling_tokenizer, save_calling
 from tests.environments.training import tokens, toolful
 from tests.ranks import reports
@@ -288,10 +292,31 @@ def test_tools_on_the_command_line(folder):
 
 
 def test_an_environment_of_trls_on_the_command_line(folder):
-    """Its reward is the only one."""
+    """Its reward is the only one, and the score of a validation, as perl/eval.py has it."""
     words = ["--config.environment.factory", f"{folder}/tools.py:Sums", "--config.reward.functions", "[]"]
     words += ["--config.training.max_completion_length", "64", "--config.reward.weights", "null"]
+    words += ["--config.validation.datasets", f'["{folder}/sums.jsonl"]', "--config.validation.max_new_tokens", "64"]
+    words += ["--config.validation.n", "2", "--config.validation.temperature", "1"]
+    words += ["--config.validation.save_best", "true"]
     run = small_run(folder, "run", *words)
     rows = logged(run)
     assert all("rewards/environment/mean" in row for row in rows)
     assert any(row["reward"] > 0 for row in rows)
+    environment = EnvironmentConfig(factory=f"{folder}/tools.py:Sums")
+    asked = {"n": 2, "temperature": 1.0, "max_new_tokens": 64, "environment": environment}
+    evaluate(EvalConfig(str(folder / "model"), str(folder / "sums.jsonl"), str(folder / "results"), **asked))
+    before, evaluated = (
+        read_samples(each / "sums/samples.jsonl") for each in (run / "validation/step-0", folder / "results")
+    )
+    assert {key: record["conversation"] for key, record in before.items()} == {
+        key: record["conversation"] for key, record in evaluated.items()
+    }
+    assert any(record["conversation"]["turns"] > 1 for record in before.values())
+    assert any(0 < record["score"] == record["conversation"]["reward"] for record in before.values())
+    assert (run / "best/best.json").is_file()
+    (first,) = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["step"] == 0]
+    assert first["val-core/openai/gsm8k/acc/mean@2"] == pytest.approx(
+        sum(record["score"] for record in before.values()) / len(before)
+    )
+    assert first["val-aux/openai/gsm8k/turns"] > 1
+    assert write_report(run).is_file()

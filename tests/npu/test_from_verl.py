@@ -22,7 +22,7 @@ import os
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     row = {"source": data_source, "gold": ground_truth, "index": extra_info["index"]}
-    if "RANK" in os.environ:  # which preflight, who asks too, has not
+    if "RANK" in os.environ:  # which what tries the reward before the run has not
         with open(os.environ["SEEN"], "a") as file:
             file.write(json.dumps(row) + "\\n")
     return sum(letter.isdigit() for letter in solution_str) / max(len(solution_str), 1)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -233,8 +234,9 @@ def test_the_warning(caplog):
     dataset = Dataset.from_list([dict(row.columns) for row in ROWS])
     names = [f"{FILE}:{name}" for name in ("unread_gold", "exact")]
     functions = {name: load_reward(name, {}) for name in names} | {"accuracy": lambda **_: pytest.fail("not asked")}
+    checked = SimpleNamespace(rewards=functions, dataset=dataset, conversations=None)
     with caplog.at_level(logging.WARNING):
-        warn_of_rewards(functions, dataset)
+        warn_of_rewards(checked)
     assert [record.getMessage() for record in caplog.records] == [
         f"--config.reward.functions {names[0]}: a wrong text earns what the right answer does, as on sums:1, another"
         f" row's answer ('#### {ROWS[0].others[0]}'); python -m perl audit tells more"

@@ -683,7 +683,7 @@ WILD_REFUSED = {
     },
     "grpo_qwen2_7b_math.sh": set(),
     "gspo_dynamic.sh": set(),
-    "multiturn_sglang.sh": {"actor_rollout_ref.rollout.multi_turn.enable"},
+    "multiturn_sglang.sh": {"actor_rollout_ref.rollout.multi_turn.tool_config_path"},
     "ppo_arrays.sh": {"reward_model.enable"},
     "prorl_source_env.sh": {"data.train_files"},
     "remax_sglang.sh": set(),

@@ -34,7 +34,7 @@ def test_a_worker_says_of_each_piece_what_it_cannot_read_and_lives_on():
     engine = SimpleNamespace(model=tiny_model(), noise=None, stream=None, max_num_seqs=4, close=lambda: None)
     job = SimpleNamespace(
         threads=torch.get_num_threads(),
-        closed=True,
+        newest=False,
         rollout=SimpleNamespace(engine="fast"),
         torch_engine=lambda: engine,
     )

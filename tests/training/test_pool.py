@@ -1,6 +1,7 @@
 """Completions that workers draw: a run is the same bit for bit without workers, with one or two, with one that is
 killed, and when it is resumed; and what an engine holds is what it was sent."""
 
+import contextlib
 import json
 import os
 import signal
@@ -275,6 +276,30 @@ def policy(seed=0, **peft):
 
 def held(wrapped, norms=()):
     return digest(wrapped, base_digest(wrapped), norms)
+
+
+def test_the_digest_of_a_base_has_little_of_it_whole_at_a_time(monkeypatch):
+    """As ZeRO-3 spreads it: a parameter that is not gathered has no elements."""
+    wrapped, asked = policy(), []
+    right, largest = base_digest(wrapped), max(parameter.numel() for parameter in wrapped.parameters())
+    spread = {id(parameter): (parameter, parameter.data) for parameter in wrapped.parameters()}
+    for parameter, data in spread.values():
+        parameter.ds_numel = data.numel()
+        parameter.data = torch.empty(0)
+
+    @contextlib.contextmanager
+    def gathered(parameters):
+        asked.append(sum(parameter.ds_numel for parameter in parameters))
+        for parameter in parameters:
+            parameter.data = spread[id(parameter)][1]
+        yield
+        for parameter in parameters:
+            parameter.data = torch.empty(0)
+
+    monkeypatch.setattr("perl.adapters.delivery.GATHERED", largest + 10)
+    assert base_digest(wrapped, gathered) == right
+    assert len(asked) > 2
+    assert max(asked) <= largest + 10
 
 
 def test_what_is_delivered_makes_the_same_policy_and_its_digest_names_it():

@@ -112,7 +112,7 @@ def test_an_open_feed_takes_pieces_as_they_come_and_ends_before_another_version(
     inbox, completion = Inbox(), Completion(token_ids=(7,), finish_reason="stop")
     first, second, third = pieces(0)[0], pieces(1)[0], pieces(2)[0]
     inbox.now = [(version(0), first)]
-    feed = PieceFeed(inbox, version(0), closed=False)
+    feed = PieceFeed(inbox, version(0), newest=True)
     assert [next(feed), next(feed), next(feed)] == [*first.prompts, None]
     inbox.now = [(version(0), second), (version(1), third)]
     assert [next(feed), next(feed)] == list(second.prompts)
@@ -131,6 +131,6 @@ def test_a_closed_feed_is_one_piece():
     inbox = Inbox()
     first, second = pieces(0)
     inbox.now = [(version(0), first), (version(0), second)]
-    feed = PieceFeed(inbox, version(0), closed=True)
+    feed = PieceFeed(inbox, version(0), newest=False)
     assert list(feed) == list(first.prompts)
     assert feed.drained() == 0.0

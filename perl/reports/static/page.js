@@ -252,9 +252,20 @@
   }
 
   function completion(sample) {
-    const made = block("Completion", make("div", "text completion", ...body(sample.completion)));
+    const made = sample.turns ? conversation(sample.turns)
+      : block("Completion", make("div", "text completion", ...body(sample.completion)));
     if (sample.truncated) made.append(make("p", "cut-here", `cut off after ${sample.tokens.toLocaleString("en")} tokens`));
     return made;
+  }
+
+  // What was said with an environment: [who, text] each. What tools answer is shown as it is, never typeset.
+  function conversation(said) {
+    return block("Conversation", ...said.map(([who, text]) => {
+      const drawn = who === "assistant";
+      const content = drawn ? body(text) : [marked(text)];
+      return make("div", drawn || who === "call" ? "said" : "said observed",
+        make("div", "who", who), make("div", drawn ? "text completion" : "text completion code", ...content));
+    }));
   }
 
   // What the model that this one is compared with, here too, answered to a problem whose score changed.

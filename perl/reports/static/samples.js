@@ -43,7 +43,7 @@ const Samples = (() => {
     columns.problem.forEach((number, i) => {
       const sample = {
         id: all.length, run: columns.run, problem: list[number], number: columns.sample[i],
-        completion: columns.completion[i], score: columns.score[i], scores: columns.scores[i],
+        completion: columns.completion[i], turns: columns.turns[i], score: columns.score[i], scores: columns.scores[i],
         extracted: columns.extracted[i], reason: columns.reason[i], tokens: columns.tokens[i],
         error: columns.error[i], seconds: columns.time[i], seed: columns.seed[i],
         correct: columns.score[i] === 1,
@@ -109,7 +109,7 @@ const Samples = (() => {
       return inProblem.get(problem);
     };
     return (sample) =>
-      wanted.test(sample.completion) || wanted.test(sample.extracted ?? "") || wanted.test(sample.error ?? "") ||
+      wanted.test(sample.completion) || (sample.turns ?? []).some(([, text]) => wanted.test(text)) || wanted.test(sample.extracted ?? "") || wanted.test(sample.error ?? "") ||
       problemHas(sample.problem);
   }
 

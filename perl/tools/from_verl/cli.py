@@ -30,7 +30,7 @@ REDIRECTING = ("HF_ENDPOINT", "HF_HOME")
 SEVERAL_NODES = {"npu": "npu_4.yaml", "cuda": "cuda_zero2.yaml", "cpu": "cpu.yaml"}
 HEADER = "# Made by python -m perl from-verl"
 GROUPS = ("common", "model", "dataset", "algorithm", "critic", "peft", "rollout", "noise_injection", "reward",
-          "validation", "logging", "training")  # fmt: skip
+          "environment", "validation", "logging", "training")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

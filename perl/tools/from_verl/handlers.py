@@ -14,6 +14,7 @@ from perl.tasks import rows_of
 from perl.tools.from_verl import batch as arithmetic
 from perl.tools.from_verl.batch import BatchError
 from perl.tools.from_verl.outcomes import ADAPTER, OFF, Handler, NoEffect, Outcome, Refused, Translated, Verl, to, when
+from perl.tools.from_verl.tool_configs import allowed, read_tools
 from perl.tools.from_verl.values import (
     KL_ESTIMATORS,
     kl_estimator,
@@ -30,6 +31,7 @@ from perl.tools.from_verl.values import (
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
+TURNS = f"{ROLLOUT}.multi_turn"
 
 
 # Batch
@@ -305,6 +307,8 @@ def filter_limit(value: Any, verl: Verl) -> Outcome:
 
 
 def validation_is_due(verl: Verl) -> bool:
+    if verl[f"{TURNS}.enable"]:
+        return False
     every = verl["trainer.test_freq"]
     return bool(verl["trainer.val_before_train"]) or (isinstance(every, int) and every > 0)
 
@@ -406,6 +410,52 @@ def model_dtype(value: Any, verl: Verl) -> Outcome:
     if value in ("bf16", "bfloat16"):
         return Translated({"model.dtype": "bfloat16"})
     return Refused(f"{shown(value)}: fp32 and bf16 are known")
+
+
+# Several turns
+
+
+def multi_turn(value: Any, verl: Verl) -> Outcome:
+    """multi_turn.enable: the turns, where tools are named."""
+    if not yes_or_no(value):
+        return NoEffect("one turn, as here")
+    if not verl[f"{TURNS}.tool_config_path"]:
+        return Refused(
+            "no tools are named: give multi_turn.tool_config_path, or enable=False and environment.tools here"
+        )
+    return Translated(_turns(verl), "validation with tools is not there: data.val_files are left out")
+
+
+def turns(value: Any, verl: Verl) -> Outcome:
+    return Translated(_turns(verl))
+
+
+def _turns(verl: Verl) -> dict[str, int]:
+    """Turns of the assistant: verl ends when it has taken max_assistant_turns, or one behind max_user_turns answers;
+    without either, when no token is left, and a turn has one at least."""
+    most, answers = (verl[f"{TURNS}.max_{whose}_turns"] for whose in ("assistant", "user"))
+    limits = [positive(most)] if most else []
+    limits += [positive(answers) + 1] if answers else []
+    return {"environment.max_turns": min(limits, default=positive(verl["data.max_response_length"]))}
+
+
+def tools(value: Any, verl: Verl) -> Outcome:
+    """The tool config."""
+    known = read_tools(path(value))
+    fields = {"environment.tools": [tool.name for tool in known], "environment.tool_timeout_s": allowed(known)}
+    return Translated(fields, "; ".join(dict.fromkeys(tool.differs for tool in known)))
+
+
+def observation(value: Any, verl: Verl) -> Translated:
+    """max_tool_response_length: of each answer in verl, of all answers to a turn here."""
+    most = positive(value) * positive(verl[f"{TURNS}.max_parallel_calls"])
+    note = "verl counts characters of an answer, here tokens of a turn's: as many are never fewer characters"
+    return Translated({"environment.max_observation_tokens": most}, note)
+
+
+def parallel_calls(value: Any, verl: Verl) -> Outcome:
+    note = f"verl makes the first {positive(value)} of a turn's calls; here up to 16 are made, one after the other"
+    return Translated(observation(verl[f"{TURNS}.max_tool_response_length"], verl).fields, note)
 
 
 # Rewards

@@ -173,7 +173,7 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
         packed=not training.torch_compile,
         greedy=ALGORITHMS[config.algorithm.name].greedy,
         critic=critic_of(config) is not None,
-        vllm_share=training.vllm_gpu_memory_utilization if training.use_vllm else 0.0,
+        vllm_share=training.vllm_share(rollout.workers, device.kind) if training.use_vllm else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
         vllm_devices=training.vllm_tensor_parallel_size,
         reference=full and (training.beta > 0 or config.algorithm.kl_in_reward > 0),
@@ -205,7 +205,9 @@ def rough(config: Config | SFTRunConfig) -> Iterator[str]:
 
 def workers_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
     """What each worker holds, on a device of its own."""
-    if job.workers:
+    if job.workers and job.engine == "vllm":
+        yield f"{job.processes} + {job.workers} devices: {job.workers} workers draw; {_vllms(shape, job, device)}"
+    elif job.workers:
         table = worker_items(shape, job, device)
         cache = next((item.bytes for item in table if item.name == "KV cache"), 0)
         yield (
@@ -216,11 +218,15 @@ def workers_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
 
 def vllm_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
     """What vLLM's share leaves for its cache, in the trainer's process."""
-    if job.vllm_share:
-        share = int(job.vllm_share * device.memory)
-        left = share - shape.parameters * job.sampled_bytes // job.vllm_devices
-        what = f"leaves {left / GB:.1f} GB for its cache and activations" if left > 0 else "is less than its weights"
-        yield f"vLLM's share of {share / GB:.1f} GB {what}"
+    if job.vllm_share and not job.workers:
+        yield _vllms(shape, job, device)
+
+
+def _vllms(shape: Shape, job: Job, device: Device) -> str:
+    share = int(job.vllm_share * device.memory)
+    left = share - shape.parameters * job.sampled_bytes // job.vllm_devices
+    what = f"leaves {left / GB:.1f} GB for its cache and activations" if left > 0 else "is less than its weights"
+    return f"vLLM's share of {share / GB:.1f} GB {what}"
 
 
 def parallel_of(device: Device, count: int) -> Parallel:

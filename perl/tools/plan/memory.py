@@ -112,7 +112,7 @@ class Job:
     packed: bool = True
     """Micro-batches are packed, not padded, and the rows of a prompt are put together."""
     vllm_share: float = 0.0
-    """gpu_memory_utilization of a vLLM in the trainer's process."""
+    """gpu_memory_utilization."""
     vllm_sleeps: bool = False
     vllm_devices: int = 1
     """vllm_tensor_parallel_size."""
@@ -190,7 +190,7 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
     """All that a process holds on a device of `capacity` bytes (None: its own memory)."""
     capacity = capacity or device.memory
     table = [Item("runtime (context, collectives)", device.runtime, "both"), *states(shape, job)]
-    if job.engine == "vllm":  # its own weights and cache, of all there is
+    if job.engine == "vllm" and not job.workers:  # its own weights and cache, of all there is
         table.append(Item("vLLM's share", int(job.vllm_share * capacity), "rollout" if job.vllm_sleeps else "both"))
     elif job.engine is not None and not job.workers:
         free = capacity - peak(table, "rollout")
@@ -206,7 +206,7 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
 
 
 def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
-    """All that a worker holds: the policy, whole, and a rollout of what it draws at once."""
+    """All that a worker of engine fast holds: the policy, whole, and a rollout of what it draws at once."""
     trained = 0 if job.full else 4 * shape.adapter
     table = [
         Item("runtime (context, collectives)", device.runtime, "both"),

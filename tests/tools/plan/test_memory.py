@@ -18,7 +18,7 @@ from perl.engines.cache import BLOCK_SIZE, BlockCache, RowCache
 from perl.records import Trajectory
 from perl.tools.plan import memory
 from perl.tools.plan.devices import DEVICES
-from perl.tools.plan.inputs import shape_of
+from perl.tools.plan.inputs import shape_of, vllm_room, workers_room
 from perl.tools.plan.memory import GB, Item, Job, Micro, Shape, activations, items, micro_batch, peak, states, update
 from perl.training.packing import Packing, enable_packing, forward_arguments, pack
 from tests.tiny import tiny_model
@@ -197,6 +197,15 @@ def test_vllm_has_its_share_until_it_sleeps():
     assert Item("vLLM's share", int(0.3 * 64 * GB), "both") in items(SHAPE, job, DEVICE)
     assert Item("vLLM's share", int(0.3 * 64 * GB), "rollout") in items(SHAPE, replace(job, vllm_sleeps=True), DEVICE)
     assert not [i for i in items(SHAPE, replace(job, vllm_share=0.0), DEVICE) if i.name in ("KV cache", "vLLM's share")]
+
+
+def test_a_workers_vllm_is_on_the_workers_device():
+    """64 GB, of which 0.8 are 51.2; the base of 500,000 numbers takes next to nothing."""
+    job = replace(JOB, engine="vllm", vllm_share=0.8, workers=2, processes=4)
+    assert "vLLM's share" not in [item.name for item in items(SHAPE, job, DEVICE)]
+    assert list(vllm_room(SHAPE, job, DEVICE)) == []
+    (line,) = workers_room(SHAPE, job, DEVICE)
+    assert line.startswith("4 + 2 devices: 2 workers draw; vLLM's share of 51.2 GB leaves 51.")
 
 
 def test_float32_weights_are_laid_out_again_on_a_cpu():

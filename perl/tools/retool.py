@@ -1,0 +1,246 @@
+"""python -m perl retool: a small pretrained model learns to calculate by a tool, as in ReTool (arXiv 2504.11536).
+
+    fetch  ->  score the base  ->  perl.sft on solutions that a script has made: arithmetic of many digits, one call of
+    the tool python and a boxed answer; what the tool prints is not learned  ->  score  ->  perl.train (GRPO, the same
+    adapter further, the tool in its sandbox)  ->  score  ->  table, JSON as the last line
+
+`--arm text` has the same problems solved in writing, digit by digit, without a tool. A stage that has finished is not
+repeated and an interrupted one goes on, as with `perl real`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from perl import device
+from perl.base.errors import UserError
+from perl.base.files import write_json
+from perl.base.paths import user_path
+from perl.config.parser import Parser
+from perl.config.schema import EnvironmentConfig
+from perl.config.types import NonNegativeInt, PositiveInt
+from perl.environments.tools import load_environment
+from perl.prompts import build_messages
+from perl.records import Sampling
+from perl.tasks import TASKS, problem_of_row
+from perl.tools import arithmetic, real, stages
+from perl.tools.converse import conversations
+from perl.tools.fetch import MODELS
+from perl.tools.stages import ROOT, Evaluation, Scores, StageError, Where, alone, evaluate, read_scores, report
+
+Arm = Literal["tool", "text"]
+SFT_RECIPE, GRPO_RECIPE = (ROOT / "recipes" / f"retool_{name}.yaml" for name in ("sft", "grpo"))
+TEMPLATE = Path(__file__).with_name("retool_template.j2")
+"""Of a model whose own template says nothing of tools."""
+ROOM = {"tool": 128, "text": 256}
+"""Tokens of a completion, the tool's answers included; a product in writing needs up to 170."""
+STAGES = ("base", "sft", "grpo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(real.Run):
+    """What a run of this command is."""
+
+    arm: Arm
+    grpo_rows: int
+    sandbox: Literal["limits", "namespaces"]
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--output_dir", required=True, help="folder for everything; of an earlier run: it goes on")
+    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of rows, training and evaluation")
+    parser.add_argument("--arm", choices=["tool", "text"], default="tool", help="calculate by a tool, or in writing")
+    parser.add_argument("--model", default=real.MODEL, help=f"{', '.join(MODELS)}, or the folder of another model")
+    parser.add_argument("--sft_rows", type=PositiveInt, default=48, help="solutions for SFT")
+    parser.add_argument("--grpo_rows", type=PositiveInt, default=160, help="problems for GRPO")
+    parser.add_argument("--held_out", type=PositiveInt, default=60, help="problems to score on")
+    for name, what in (("sft_steps", "steps of SFT"), ("grpo_steps", "steps of GRPO")):
+        parser.add_argument(f"--{name}", type=PositiveInt, default=None, help=f"{what}; default: its recipe's")
+    parser.add_argument(
+        "--sandbox",
+        choices=["limits", "namespaces"],
+        default="namespaces",
+        help="the least isolation of the tool (environment.sandbox)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = user_path(args.output_dir).absolute()
+    names = ("seed", "arm", "sft_rows", "grpo_rows", "held_out", "sandbox")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names}
+    rows = make_rows(**given)
+    settings = Settings(
+        model=real.base_of(str(args.model)),
+        data=real.hash_of(rows),
+        sft_steps=args.sft_steps,
+        grpo_steps=args.grpo_steps,
+        **given,
+    )
+    real.is_of_this_run(folder, settings)
+    console = Console()
+    console.print(f"everything goes to {folder}", highlight=False, soft_wrap=True)
+    try:
+        with stages.stopped_by_signals(), alone(folder, "--output_dir", console) as kept_open:
+            real.open_folder(folder, settings)
+            real.write_data(folder / "data", rows)
+            result = retool(settings, folder, console, Where(kept_open=(kept_open,)))
+    except StageError as error:
+        print(f"error: {error}; the same command goes on from there", file=sys.stderr)
+        return 1
+    write_json(folder / "result.json", result)
+    print(json.dumps(result))
+    return 0
+
+
+def retool(settings: Settings, folder: Path, console: Console, where: Where) -> dict[str, Any]:
+    """Run what is left of the stages and show the table; returns what the JSON line holds."""
+    real.get_model(settings.model, folder, console, where)
+    if settings.arm == "tool":
+        tell_of_tools(settings, folder)
+    settings = real.with_dtype(settings, folder, console)
+    sft, grpo = folder / "sft", folder / "grpo"
+
+    def score(name: str, adapter: Path | None = None) -> None:
+        place = folder / f"after_{name}"
+        real.once(folder, f"score {name}", console, lambda: score_on(settings, folder, place, adapter, console, where))
+
+    score("base")
+    flags = [*real.sft_flags(settings, folder), *arm_flags(settings, "sft")]
+    real.once(folder, "sft", console, lambda: real.train_on("perl.sft", SFT_RECIPE, flags, sft, console, where))
+    score("sft", sft / "adapter")
+    more = [*real.grpo_flags(settings, folder), *real.steps(settings.grpo_steps), *arm_flags(settings, "grpo")]
+    real.once(folder, "grpo", console, lambda: real.train_on("perl.train", GRPO_RECIPE, more, grpo, console, where))
+    score("grpo", grpo / "adapter")
+
+    page = report([grpo], folder / "report.html")
+    how = evaluation(settings, folder)
+    scores = {name: read_scores(how, folder / f"after_{name}") for name in STAGES}
+    console.print(table(scores, settings.arm))
+    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+    return {**real.result_of(scores, settings, folder), "arm": settings.arm}
+
+
+def arm_flags(settings: Settings, training: Literal["sft", "grpo"]) -> list[str]:
+    """What differs between the arms, of one of the trainings."""
+    if settings.arm == "text":
+        return [] if training == "sft" else ["--config.training.max_completion_length", str(ROOM["text"])]
+    if training == "sft":
+        return ["--config.training.assistant_only_loss", "true"]
+    return ["--config.environment.tools", '["python"]', "--config.environment.sandbox", settings.sandbox]
+
+
+# Scores
+
+
+def evaluation(settings: Settings, folder: Path) -> Evaluation:
+    """How all stages of a run are scored."""
+    room = ROOM[settings.arm]
+    return Evaluation(
+        model=real.model_folder(settings, folder),
+        held_out=folder / "data" / "test.jsonl",
+        sampled=Sampling(n=real.SAMPLED.n, temperature=1.0, max_new_tokens=room),
+        greedy=Sampling(n=1, temperature=0.0, max_new_tokens=room),
+        engine="hf",
+        seed=settings.seed,
+        dp_size=min(device.detect().count, real.MOST_PROCESSES),
+    )
+
+
+def score_on(
+    settings: Settings, folder: Path, place: Path, adapter: Path | None, console: Console, where: Where
+) -> Scores:
+    """Score the base, or the base with `adapter`: in writing by the evaluator, with the tool by conversations."""
+    how = evaluation(settings, folder)
+    if settings.arm == "text":
+        each = real.threads(where, real.cores() // (how.dp_size + 1))
+        return evaluate(how, place, console, adapter, where=each)
+    model, merged = how.model, place / "merged"
+    if adapter is not None:
+        words = ["--model", str(how.model), "--adapter", str(adapter), "--output", str(merged)]
+        stages.run([sys.executable, "-m", "perl", "merge", *words], place / "merge.log", "merge", where)
+        model = merged
+    each = real.threads(where, real.cores())
+    for name, sampling in (("sampled", how.sampled), ("greedy", how.greedy)):
+        command = [sys.executable, "-m", "perl.tools.converse", "--model", str(model), "--data", str(how.held_out)]
+        command += ["--result_dir", str(place / name), "--n", str(sampling.n), "--sandbox", settings.sandbox]
+        command += ["--temperature", str(sampling.temperature), "--max_new_tokens", str(sampling.max_new_tokens)]
+        command += ["--seed", str(how.seed), "--dtype", settings.dtype or "auto"]
+        stages.run(command, place / f"{name}.log", "evaluation", each)
+    shutil.rmtree(merged, ignore_errors=True)
+    scores = read_scores(how, place)
+    shown = f"avg@{how.sampled.n} {scores.sampled}  greedy {scores.greedy}"
+    console.print("      " + shown, highlight=False, markup=False, soft_wrap=True)
+    return scores
+
+
+def table(scores: dict[str, Scores], arm: Arm) -> Table:
+    words = {"tool": "with the tool", "text": "in writing"}[arm]
+    title = f"Accuracy on held-out arithmetic {words} in %  [95 % confidence interval]"
+    shown = Table(title=escape(title))
+    for heading in ("", f"avg@{real.SAMPLED.n}, temperature 1", "greedy"):
+        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, each in scores.items():
+        shown.add_row(name, escape(str(each.sampled)), escape(str(each.greedy)))
+    return shown
+
+
+# Model and rows
+
+
+def tell_of_tools(settings: Settings, folder: Path) -> None:
+    """Have the fetched model's chat template list tools, and mark the assistant's tokens. A UserError where a model of
+    the user's own has one that lists none."""
+    from perl.models.folders import load_tokenizer
+
+    model = real.model_folder(settings, folder)
+    if settings.model in MODELS:
+        shutil.copyfile(TEMPLATE, model / "chat_template.jinja")
+    elif not conversations(load_tokenizer(str(model)), settings.sandbox).template.lists_tools:
+        raise UserError(
+            f"--model {model}: its chat template lists no tools; name a model whose template does, or put"
+            f" {TEMPLATE.relative_to(ROOT)} into its folder as chat_template.jinja"
+        )
+
+
+def make_rows(
+    *, seed: int, arm: Arm, sft_rows: int, grpo_rows: int, held_out: int, sandbox: str
+) -> dict[str, list[str]]:
+    """The rows of each training and those that are scored; no problem is among two of them. Both arms of a seed have
+    the same problems."""
+    numbers, told = random.Random(seed), set[str]()
+
+    def some(count: int) -> list[arithmetic.Problem]:
+        made: list[arithmetic.Problem] = []
+        while len(made) < count:
+            if (problem := arithmetic.make(numbers)).told not in told:
+                told.add(problem.told)
+                made.append(problem)
+        return made
+
+    test, worked, asked = some(held_out), some(sft_rows), some(grpo_rows)
+    tools = load_environment(EnvironmentConfig(tools=["python"], sandbox=sandbox)).schemas  # type: ignore[arg-type]
+    solutions = []
+    for problem in worked:
+        row = arithmetic.row(problem)
+        read = problem_of_row(row, "a row of perl retool", None)
+        prompt = build_messages(read, TASKS[read.task].style)
+        is_tool = arm == "tool"
+        solutions.append(
+            arithmetic.by_tool(problem, prompt, tools) if is_tool else arithmetic.in_writing(problem, prompt)
+        )
+    return {
+        "sft": [json.dumps(row) for row in solutions],
+        "grpo": [json.dumps(arithmetic.row(problem)) for problem in asked],
+        "test": [json.dumps(arithmetic.row(problem)) for problem in test],
+    }

@@ -1,0 +1,40 @@
+"""benchmarks.retool: equal tokens and time, by hand; its table; what it refuses."""
+
+import pytest
+
+from benchmarks import retool
+from perl.base.errors import UserError
+
+
+def line(arm: str, seed: int, grpo: float) -> dict:
+    scores = {stage: {"avg@8": 0.25, "greedy": 0.5} for stage in ("base", "sft")}
+    return {**scores, "grpo": {"avg@8": grpo, "greedy": 0.5}, "arm": arm, "seed": seed, "steps": 60, "wall_s": 600.0}
+
+
+def test_as_many_tokens_and_seconds():
+    assert retool.as_many([100, 100, 50, 100], 250) == 3
+    assert retool.as_many([100, 100, 50, 100], 249) == 2
+    assert retool.as_many([100], 5) == 1
+    assert retool.steps_in(600.0, [10.0, 12.0, 90.0]) == 50
+    assert retool.steps_in(1.0, [10.0]) == 1
+
+
+def test_the_table_and_the_lead():
+    """60 - 30 and 70 - 50 points: 25 on average; half the interval is 12.706 x 7.0711 / 2^0.5 = 63.5."""
+    rows = [
+        line("text", 1, 0.3),
+        line("tool", 1, 0.6),
+        line("tool", 2, 0.7),
+        line("text", 2, 0.5),
+        line("tool", 3, 0.1),
+    ]
+    *_, last, empty, lead = retool.table(rows).splitlines()
+    assert last == "| tool | 3 | 25.0 | 25.0 | 10.0 | 50.0 | 50.0 | 50.0 | 60 | 10 |"
+    assert empty == ""
+    assert lead == "The tool's lead after GRPO, avg@8: +25.0 points [-38.5, +88.5]."
+    assert "lead" not in retool.table(rows[:2])
+
+
+def test_in_writing_needs_the_tools_line(tmp_path):
+    with pytest.raises(UserError, match="no line of the tool with seed 1"):
+        retool.run_all(["text"], [1], tmp_path, tmp_path / "results.jsonl")
