@@ -296,7 +296,7 @@ def realized(weight: float, sigma: float) -> float:
 
 
 def test_what_bfloat16_leaves_of_the_noise():
-    sizes = (0.5, 1.0, 2.0, 4.0, 8.0)
+    sizes = (0.5, 1.0, 4.0)
     table = table_with(AQN, "w = 0.5")
     assert [row[0] for row in table] == ["0", "5", "7", "8", "9"]
     for stage, sigma, *left in table:

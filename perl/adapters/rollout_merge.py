@@ -25,9 +25,11 @@ from perl import device
 from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
 from perl.adapters.none import has_adapter
-from perl.device.sharding import any_rank, resharded
+from perl.base.errors import UserError
+from perl.device.sharding import any_rank, is_split, resharded
 from perl.engines.base import warn_once
 from perl.engines.linear import pack, packable, unpack
+from perl.engines.quantised import DIGITS, HiddenStates, Quantisation, QuantisedProduct, available
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +50,14 @@ class RolloutMerge:
         model: the policy, not wrapped by DDP or DeepSpeed. One without an adapter is prepared all the same.
         merge: True merges wherever it is possible, False never does, "auto" merges unless rounding to the weights'
             dtype would lose too much of the update: from BEGIN_BELOW on, until it is over STOP_ABOVE.
+        quantization: of the base where `applied` is asked for it; the adapter is then unmerged.
+
+    Raises:
+        UserError: a layer cannot be quantised.
     """
 
-    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto"):
-        self.model, self.merge = model, merge
+    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto", quantization: Quantisation = "none"):
+        self.model, self.merge, self.quantization = model, merge, quantization
         self.layers = adapted_layers(model)
         self.merged = False
         """Whether the weights that compute hold the adapter now."""
@@ -70,9 +76,13 @@ class RolloutMerge:
         """Whether the adapter changes a weight at all: until the first update it does not, and the base's weights are
         the merged ones as they are, so that nothing is written or copied."""
         self._logged = ""
+        self._to_quantise = [] if quantization == "none" else quantisable(model, quantization)  # a mistake is told here
+        self._quantised: list[QuantisedProduct] = []
+        """Of each of `_to_quantise`, made once: the base is frozen."""
+        self._states = HiddenStates(DIGITS.get(quantization, 0))
 
     @contextlib.contextmanager
-    def applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
+    def applied(self, dtype: torch.dtype | None = None, *, quantised: bool = False) -> Iterator[None]:
         """The weights that compute hold the adapter inside this context, unless something stands against it, which one
         line in the log says; the base has its own bits at the end, also on an exception. An unmerged adapter computes
         its updates in fewer products (perl.adapters.batched). On a CPU all linear layers are prepacked. The adapter
@@ -80,7 +90,12 @@ class RolloutMerge:
 
         Args:
             dtype: what packed weights are multiplied in (perl.engines.linear.pack); None is float32.
+            quantised: the base computes by `quantization`, in the dtype of the hidden states.
         """
+        if quantised and self.quantization != "none":
+            with self._by_quantised(), self._batched.applied(self.layers):
+                yield
+            return
         with resharded(self.model), contextlib.ExitStack() as stack:
             to_pack = set(packable(self.model))
             stack.callback(self._restore)
@@ -103,6 +118,26 @@ class RolloutMerge:
                 pack(layer, layer.weight, layer.bias, dtype)
                 stack.callback(unpack, layer)
             yield
+
+    @contextlib.contextmanager
+    def _by_quantised(self) -> Iterator[None]:
+        if not self._quantised:
+            self._to_quantise = quantisable(self.model, self.quantization)  # FSDP2 may have split it since
+            self._quantised = [QuantisedProduct(each.weight, each.bias, self._states) for each in self._to_quantise]
+            held, whole = sum(p.nbytes for p in self._quantised), sum(p.weight.nbytes for p in self._to_quantise)
+            log.info(
+                "rollouts: %s: %d linear layers in %.1f MB, %.1f MB as they are trained above; the adapter stays"
+                " unmerged", self.quantization, len(self._quantised), held / 1e6, whole / 1e6,
+            )  # fmt: skip
+        self.rounding_error = None
+        try:
+            for layer, product in zip(self._to_quantise, self._quantised, strict=True):
+                layer.forward = product  # pyright: ignore[reportAttributeAccessIssue]
+            yield
+        finally:
+            self._states.forget()
+            for layer in self._to_quantise:
+                unpack(layer)
 
     def _wanted(self) -> bool:
         """Decide for this rollout; the log says so where it was decided otherwise before."""
@@ -219,6 +254,40 @@ class RolloutMerge:
         for adapted in self.layers:
             adapted.layer.merged_adapters.clear()
         self.merged = False
+
+
+def quantisable(model: nn.Module, quantization: str) -> list[nn.Linear]:
+    """The linear layers of the base of `model` (a PeftModel), those without an adapter too, such as the head. What is
+    trained whole (modules_to_save) is not among them. A UserError where an adapter's layer would compute with other
+    weights than these."""
+    from peft.tuners import lora
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    flag = f"--config.rollout.quantization {quantization}"
+    own: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            own |= set(module.modules())
+        if not isinstance(module, BaseTunerLayer) or type(module) is lora.Embedding:
+            continue
+        base: Any = module.get_base_layer()
+        if type(module) is not lora.Linear or module.lora_variant or type(base) is not nn.Linear:
+            raise UserError(
+                f"{flag}: {name.removeprefix('base_model.model.')} is {type(module).__name__} on {type(base).__name__},"
+                " and plain LoRA on linear layers alone is computed above an int8 product; write none"
+            )
+        own |= set(module.modules()) - {base}
+    if not available():
+        raise UserError(f"{flag}: this torch has no int8 products of oneDNN; write none")
+    layers = [module for module in model.modules() if type(module) is nn.Linear and module not in own]
+    for layer in layers:
+        weight = layer.weight
+        if weight.device.type != "cpu":
+            raise UserError(f"{flag}: the weights are on {weight.device.type}, int8 products are a CPU's; write none")
+        if weight.numel() == 0 or is_split(weight):
+            raise UserError(f"{flag}: the weights are split over the devices, and quantised whole alone; write none")
+    return layers
 
 
 @dataclass

@@ -45,6 +45,8 @@ SAY_ONE_THING = (
 )
 """What a recipe says by one of these names goes before what its base says by another."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
+UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora_plus")
+"""Methods whose layers add scale * B A x to the base's product, which may be a quantised one."""
 TRL_EPOCHS = 3.0
 """num_train_epochs where nobody has said it."""
 
@@ -278,7 +280,7 @@ def correction_of(rollout: RolloutConfig) -> str:
     """How the loss is corrected for the policy that drew: `importance_correction`, auto resolved."""
     if rollout.importance_correction != "auto":
         return rollout.importance_correction
-    return "token" if rollout.lag or rollout.max_staleness else "none"
+    return "token" if rollout.lag or rollout.max_staleness or rollout.quantization != "none" else "none"
 
 
 def resolve_algorithm(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
@@ -414,6 +416,7 @@ def check_values(values: Namespace) -> None:
             " trains, perl/eval.py scores checkpoints"
         )
     check_workers(values)
+    check_quantization(values)
     check_dynamic_sampling(values)
     check_validation(values)
     check_critic(values)
@@ -491,6 +494,45 @@ def check_workers(values: Namespace) -> None:
         raise UserError(
             f"{flag} {ahead}: noise_injection.schedule target_kl measures what the noise does to the policy that is"
             f" trained, and an older one draws; write --config.noise_injection.schedule linear, or {flag} 0"
+        )
+
+
+def check_quantization(values: Namespace) -> None:
+    """What a quantised sampler cannot be had with."""
+    rollout, noise = values.rollout, values.noise_injection
+    if rollout.quantization == "none":
+        return
+    flag, leave_out = f"--config.rollout.quantization {rollout.quantization}", "--config.rollout.quantization none"
+    if rollout.engine != "fast":
+        raise UserError(
+            f"{flag}: --config.rollout.engine {rollout.engine} draws with weights that perl does not quantise; write"
+            f" --config.rollout.engine fast, or {leave_out}"
+        )
+    if rollout.workers:
+        raise UserError(
+            f"{flag}: --config.rollout.workers {rollout.workers} draw with the whole policy that they are sent; write"
+            f" --config.rollout.workers 0, or {leave_out}"
+        )
+    if values.peft.type not in UNMERGED:
+        why = "all weights are trained" if values.peft.type == "none" else "is no sum of the base's product and its own"
+        raise UserError(
+            f"{flag}: --config.peft.type {values.peft.type}: {why}, and the base is what is quantised; write lora, or"
+            f" {leave_out}"
+        )
+    if rollout.merge_adapter is True:
+        raise UserError(
+            f"{flag}: --config.rollout.merge_adapter true: int8 weights would round most of the adapter away; leave it"
+            f" out, or write {leave_out}"
+        )
+    if rollout.behaviour == "exact":
+        raise UserError(
+            f"{flag}: --config.rollout.behaviour exact: the trainer cannot compute a quantised policy again; write"
+            f" --config.rollout.behaviour engine, or {leave_out}"
+        )
+    if noise.enabled and noise.schedule == "target_kl":
+        raise UserError(
+            f"{flag}: --config.noise_injection.schedule target_kl would take what the quantisation does to the policy"
+            f" for the noise's part; write --config.noise_injection.schedule linear, or {leave_out}"
         )
 
 

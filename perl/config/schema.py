@@ -212,7 +212,10 @@ class RolloutConfig:
             rounding to the weights' dtype would lose about a tenth of the update or more (fast and generate).
         importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole
             completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask; vllm has TRL's own
-            fields instead). auto is token where an older policy draws (lag, max_staleness), else none.
+            fields instead). auto is token where an older policy draws (lag, max_staleness) or a quantised one, else
+            none.
+        quantization: int8 weights of the base while completions are sampled, the adapter unmerged above them, with
+            activations of 16 bits (int8) or 8 (int8_w8a8); on a CPU (fast only).
         workers: processes, each with a device of its own, that draw while the trainer trains; 0: the trainer draws
             (fast and vllm).
         executor: where workers run, processes of this machine or actors in a Ray cluster.
@@ -234,6 +237,7 @@ class RolloutConfig:
     capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"
     importance_correction: Literal["auto", "none", "token", "sequence", "token_mask", "sequence_mask"] = "auto"
+    quantization: Literal["none", "int8", "int8_w8a8"] = "none"
     workers: NonNegativeInt = 0
     executor: Literal["processes", "ray"] = "processes"
     ray_address: str = "auto"

@@ -25,6 +25,7 @@ from perl.engines.scheduler import Sequence
 from perl.engines.stock import generate_plain
 from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import token_ids
+from perl.models.images import has_images
 from perl.noise.injector import NoiseInjector
 from perl.records import Completion, Sampling, Weights
 
@@ -57,7 +58,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         UserError: for generation_kwargs that no rollout can heed.
     """
 
-    itemsize = 4  # its dtype is the policy's
+    itemsize = 4  # its dtype is the policy's, unless it is quantised
 
     def __init__(
         self,
@@ -75,7 +76,16 @@ class TorchPolicyEngine(InProcess, TorchEngine):
     ):
         require_possible(generation_kwargs)
         self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
-        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
+        if config.quantization != "none":
+            self.itemsize = 1
+            if has_images(processing):
+                raise UserError(
+                    f"--config.rollout.quantization {config.quantization}: is of models of text alone; write none"
+                )
+        self.merge, self.copies = (
+            RolloutMerge(model, config.merge_adapter, config.quantization),
+            RolloutCopies(model, dtype),
+        )
         self.plain = config.engine == "generate"
         self.weights, self.merging = Weights(), False
         self.piece_size = config.piece_size
@@ -154,7 +164,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
     @contextlib.contextmanager
     def _measured(self, dtype: torch.dtype | None) -> Iterator[None]:
         """As `_applied`, for a rollout: what became of merge and noise stands in the metrics then."""
-        with self._applied(dtype):
+        with self._applied(dtype, quantised=True):
             self.merging = self.merge.merging
             yield
         if self.merge.rounding_error is not None:
@@ -163,14 +173,15 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             self._metrics["aqn/sigma_realized"] = self.noise.realized_sigma
 
     @contextlib.contextmanager
-    def _applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """The model is the policy that was published. The copies come first: noise is added to the weights that
-        compute, and what rounding leaves of it is measured."""
+    def _applied(self, dtype: torch.dtype | None = None, *, quantised: bool = False) -> Iterator[None]:
+        """The model is the policy that was published, `quantised` with the quantised base where the run has one. The
+        copies come first: noise is added to the weights that compute, and what rounding leaves of it is measured."""
         self.merge.merging = self.merging  # of the last rollout, whatever was evaluated since
         weights, noisy = self.weights, contextlib.nullcontext()
         if self.noise is not None:
             noisy = self.noise.applied(weights.sigma, (weights.version, weights.draw))
-        with self.gathered(), self.copies.applied(), evaluation_mode(self.model), noisy, self.merge.applied(dtype):
+        merged = self.merge.applied(dtype, quantised=quantised)
+        with self.gathered(), self.copies.applied(), evaluation_mode(self.model), noisy, merged:
             yield
 
     def _complete(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:

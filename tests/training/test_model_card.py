@@ -150,6 +150,15 @@ def test_the_curve_has_its_ends_and_eight_steps_between():
     assert facts["curve"][-1] == ["100", "1.000"]
 
 
+def test_the_base_that_drew(tmp_path):
+    def rollouts(**rollout):
+        made = config() | {"rollout": rollout}
+        return settings(new_card(adapter(tmp_path), "run", run_facts(made, ENVIRONMENT, []))).get("rollouts")
+
+    assert rollouts() is rollouts(quantization="none") is None
+    assert rollouts(quantization="int8") == "by the base in int8; the adapter is trained above the base as it is"
+
+
 def test_the_noise_in_a_few_words(tmp_path):
     def noise(**changes):
         made = config()

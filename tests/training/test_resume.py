@@ -31,6 +31,7 @@ SETTINGS = {
     "noise on trained norms": {"adapter": "none", "noise": NOISE | {"relative": True}, "learning_rate": 0.1},
     "target_kl": {"noise": TARGET_KL, **WINDOW},
     "old_logps noisy": {"noise": NOISE | {"old_logps": "noisy"}, **WINDOW},
+    "quantised": {"noise": NOISE, "rollout": {"quantization": "int8_w8a8"}, **WINDOW},
     "dropout": {"peft": PeftConfig(r=4, lora_alpha=8, lora_dropout=0.3)},
     "dapo": {"algorithm": DAPO, **WINDOW},
     "ppo": {"algorithm": {"name": "ppo"}, "engine": "fast", "num_generations": 1, "prompts": SUMS, **WINDOW},

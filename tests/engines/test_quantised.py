@@ -1,0 +1,186 @@
+"""Linear layers of int8 weights: the numbers by hand, rows that know nothing of each other, what they lose, and the
+sampler that they make."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig
+
+from perl.adapters.rollout_merge import RolloutMerge, quantisable
+from perl.base.errors import UserError
+from perl.config.schema import RolloutConfig
+from perl.engines.quantised import DIGITS, HiddenStates, QuantisedProduct, quantise_rows
+from perl.engines.torch_policy import TorchPolicyEngine
+from perl.noise.injector import NoiseInjector
+from perl.records import Weights
+from tests.engines.models import completions, tiny
+from tests.engines.test_torch_policy import SAMPLING, adapted, ask, drawn, make_engine, same, state
+
+pytestmark = pytest.mark.numeric
+
+
+def product(weight, bias=None, digits=2) -> QuantisedProduct:
+    return QuantisedProduct(weight, bias, HiddenStates(digits))
+
+
+def test_rows_as_whole_numbers_by_hand():
+    numbers, scale = quantise_rows(torch.tensor([[1.27, -0.5, 0.0, 0.013], [0.0, 0.0, 0.0, 0.0]]), 127)
+    assert scale.flatten().tolist() == pytest.approx([0.01, 1.0])
+    assert numbers.tolist() == [[127.0, -50.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("digits", "expected"), [
+    # w = [[127, -64, 32], [0, 127, -127]] at scales 0.01 and 0.02; of x = [1.27, 0.3, -0.1] one digit is [127, 30, -10]
+    # at scale 0.01, of two digits the numbers are [16256, 3840, -1280] at 1.27 / 16256.
+    (1, [0.01 * 0.01 * (127 * 127 - 64 * 30 - 32 * 10), 0.01 * 0.02 * (127 * 30 + 127 * 10)]),
+    (2, [1.27 / 16256 * 0.01 * (127 * 16256 - 64 * 3840 - 32 * 1280), 1.27 / 16256 * 0.02 * 127 * (3840 + 1280)]),
+])  # fmt: skip
+def test_a_product_by_hand(digits, expected):
+    weight = torch.tensor([[1.27, -0.64, 0.32], [0.0, 2.54, -2.54]])
+    made = product(weight, torch.tensor([1.0, 0.0]), digits)(torch.tensor([[[1.27, 0.3, -0.1]]]))
+    assert made.shape == (1, 1, 2)
+    assert made.flatten().tolist() == pytest.approx([1.0 + expected[0], expected[1]], rel=1e-6)
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize("shape", [(64, 33), (30, 7), (576, 192), (300, 128)])
+def test_a_rows_bits_do_not_depend_on_its_neighbours(digits, shape):
+    torch.manual_seed(0)
+    layer = product(torch.randn(shape[1], shape[0]), torch.randn(shape[1]), digits)
+    rows = torch.randn(40, shape[0])
+    rows[3] *= 1000.0
+    whole = layer(rows)
+    for first, last in ((0, 1), (3, 4), (2, 4), (0, 8), (7, 40)):
+        assert torch.equal(layer(rows[first:last]), whole[first:last])
+    assert torch.equal(layer(rows.view(8, 5, -1)), whole.view(8, 5, -1))
+
+
+def test_two_digits_lose_a_hundredth_of_what_one_does():
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, (48, 64)).float()  # nothing is lost of it
+    weight[:, 0] = 127.0
+    x = torch.randn(50, 64)
+    exact = (x.double() @ weight.double().t()).float()
+    lost = {digits: float((product(weight, digits=digits)(x) - exact).norm() / exact.norm()) for digits in (1, 2)}
+    assert 1e-3 < lost[1] < 0.02
+    assert lost[2] < lost[1] / 50
+
+
+def test_a_row_with_a_nan_or_an_infinity_is_nan_alone():
+    x = torch.randn(4, 16)
+    x[1, 3], x[2, 5] = float("nan"), float("inf")
+    made = product(torch.randn(8, 16))(x)
+    assert made[[1, 2]].isnan().all()
+    assert made[[0, 3]].isfinite().all()
+
+
+def test_hidden_states_are_read_once_and_forgotten():
+    states = HiddenStates(2)
+    x = torch.randn(3, 8)
+    first = states.numbers(x)
+    assert states.numbers(x) is first
+    assert states.numbers(x.clone()) is not first
+    states.forget()
+    assert states._read is None
+
+
+@pytest.mark.parametrize("quantization", sorted(DIGITS))
+def test_the_sampler_draws_with_the_quantised_base_and_leaves_every_bit(quantization, caplog):
+    policy = make_engine(rollout={"quantization": quantization})
+    before = state(policy.model)
+    with caplog.at_level(logging.INFO):
+        made = completions(policy, ask(), SAMPLING)
+    assert f"rollouts: {quantization}: 22 linear layers in" in caplog.text
+    assert same(state(policy.model), before)
+    assert not any("forward" in vars(module) for module in policy.model.modules())
+    assert policy.take_metrics() == {}
+    for place, prompt in enumerate(ask()):
+        with policy.applied(), torch.no_grad():
+            logits = policy.model(torch.tensor([[*prompt.token_ids, *made[place].token_ids]])).logits[0]
+        logps = (logits[len(prompt.token_ids) - 1 : -1].float() / SAMPLING.temperature).log_softmax(-1)
+        drawn_logps = logps.gather(1, torch.tensor(made[place].token_ids)[:, None])[:, 0]
+        assert drawn_logps.tolist() == pytest.approx(made[place].logprobs, abs=2e-2)
+
+
+def test_the_distance_to_the_trainers_policy():
+    """Of a random model, the KL divergence in nats a token over all positions of the prompts."""
+    found = {}
+    for quantization in DIGITS:
+        policy = make_engine(adapted(dropout=0.0), rollout={"quantization": quantization})
+        policy.model.eval()
+        ids = torch.arange(3, 35).view(1, -1)
+        with torch.no_grad():
+            trainer = policy.model(ids).logits.log_softmax(-1)
+            with policy.applied():
+                sampler = policy.model(ids).logits.log_softmax(-1)
+        found[quantization] = float((sampler.exp() * (sampler - trainer)).sum(-1).mean())
+    assert 0 < found["int8"] <= 0.02
+    assert 0 < found["int8_w8a8"] <= 0.1
+
+
+def test_the_adapter_counts_in_its_own_precision():
+    """An update that int8 weights would round away moves the sampler as it moves the trainer."""
+    model = adapted(moved=False, dropout=0.0).eval()
+    merge = RolloutMerge(model, quantization="int8")
+    ids = torch.arange(3, 19).view(1, -1)
+    moves = {}
+    with torch.no_grad():
+        for quantised in (False, True):
+            with merge.applied(quantised=quantised):
+                before = model(ids).logits
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(2e-4)
+            with merge.applied(quantised=quantised):
+                moves[quantised] = model(ids).logits - before
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.zero_()
+    assert float((moves[True] - moves[False]).norm() / moves[False].norm()) < 0.2
+
+
+def test_noise_on_the_norms_works_over_the_quantised_base():
+    model = adapted()
+    policy = make_engine(model, rollout={"quantization": "int8"}, noise=NoiseInjector(model, ["norm"], [], seed=5))
+    clean = drawn(policy)
+    policy.publish(Weights(version=3, sigma=0.3))
+    noisy = drawn(policy)
+    assert policy.take_metrics()["aqn/sigma_realized"] == pytest.approx(0.3, rel=0.2)
+    assert noisy != clean
+    assert drawn(policy) == noisy
+    policy.publish(Weights(version=4))
+    assert drawn(policy) == clean
+
+
+def test_an_evaluation_is_of_the_base_as_it_is_trained_above():
+    quantised = make_engine(rollout={"quantization": "int8_w8a8"})
+    plain = make_engine()
+    asked = ask()
+    ends = frozenset({2})
+    drawn(quantised)
+    of_one, of_other = (completions(engine.evaluating(ends, None), asked, SAMPLING) for engine in (quantised, plain))
+    assert of_one == of_other
+
+
+def test_what_is_quantised_and_what_is_refused():
+    layers = quantisable(adapted(), "int8")
+    assert len(layers) == 22
+    assert not any("lora" in name for module in layers for name, _ in module.named_parameters())
+    trained = get_peft_model(tiny(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    assert len(quantisable(trained, "int8")) == 21  # the head is trained
+    dora = get_peft_model(tiny(), LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(UserError, match=r"quantization int8: model\.layers\.0\.self_attn\.q_proj is Linear on Linear"):
+        quantisable(dora, "int8")
+
+
+def test_a_model_of_images_is_refused():
+    class Processor:
+        image_processor = None
+
+    with pytest.raises(UserError, match="quantization int8: is of models of text alone"):
+        TorchPolicyEngine(
+            adapted(), Processor(), RolloutConfig(quantization="int8"),
+            generation_config=GenerationConfig(pad_token_id=0, eos_token_id=2), generation_kwargs={},
+        )  # fmt: skip
