@@ -13,6 +13,7 @@ that come within GRACE_S are waited for, so that the turns of a group are prefil
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import queue
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 0.005
 """What answers sooner costs others no more than a step of the engine."""
+LONGEST = 500
+"""Characters of an environment's error that are told."""
 LOOK_S = 0.05
 """So often further rows are asked for while nothing but environments is at work."""
 
@@ -311,6 +314,9 @@ class _Talk:
         if why := not_messages(shown):
             self._fail(row, f"step {why}")
             return
+        if any("tool_calls" in message for message in shown):
+            self._fail(row, "step gave tool_calls, which the model alone makes")
+            return
         cut = self.parts.template.cut
         shown = [{**message, "content": cut(message["content"], len(shown))} for message in shown]
         try:
@@ -388,12 +394,31 @@ def open_conversations(
 def not_messages(shown: Any) -> str | None:
     """What is wrong with messages that an environment gave, or None."""
     whole = isinstance(shown, list) and shown and all(isinstance(message, dict) for message in shown)
-    if whole and all(isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in shown):
-        return None
-    return f"gave {shown!r:.60}, no list of messages, each with role and content"
+    if not whole or not all(isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in shown):
+        return f"gave {shown!r:.60}, no list of messages, each with role and content"
+    for message in shown:
+        if not isinstance(message.get("name", ""), str) or not is_json({**message, "content": ""}):
+            return f"gave {message!r:.60}, whose name is no text, or whose fields are no JSON"
+    return None
+
+
+def is_json(value: Any) -> bool:
+    """What samples.jsonl takes."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # half of a surrogate pair is no text
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def explained(error: BaseException) -> str:
-    """A line of what an environment raised, and where."""
+    """A line of what an environment raised, and where, in words that any file takes."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+    try:
+        words = str(error)
+    except RAISED as other:
+        words = f"its text can't be had: {type(other).__name__}"
+    words = " ".join(words.encode(errors="backslashreplace").decode().split())
+    if len(words) > LONGEST:
+        words = f"{words[:LONGEST]}…"
+    return f"{type(error).__name__}: {words} ({Path(frame.filename).name}:{frame.lineno})"

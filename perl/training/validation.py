@@ -121,6 +121,13 @@ class Validation(TrainerCallback):
         with contextlib.closing(engine.evaluating(self.setup.eos_token_ids, self.setup.context)) as evaluator:
             records = {each.name: self._records(each, evaluator) for each in self.setup.problem_sets}
         seconds = time.perf_counter() - started
+        for name, of_set in records.items():
+            failed = [record["error"] for record in of_set if record["error"] is not None and "conversation" in record]
+            if failed:
+                log.warning(
+                    "validation on %s: %d of %d conversations have failed, the first one: %s",
+                    name, len(failed), len(of_set), failed[0],
+                )  # fmt: skip
         scores = self.metrics(records)
         with failing_together("validation: what it leaves"):
             if self.rank == 0:

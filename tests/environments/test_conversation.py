@@ -536,6 +536,55 @@ def test_an_environment_of_our_own_form():
     assert rows[2].failure == "the chat template shows nothing of messages of role critic"
 
 
+class Untellable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+class Odd:
+    """Raises or says what its row holds."""
+
+    def reset(self, row: dict) -> list:
+        self.said = row["said"]
+        if isinstance(self.said, Exception):
+            raise self.said
+        return row["prompt"]
+
+    def step(self, message: dict) -> list:
+        return [{"role": "user", "content": "and", **self.said}]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"name": 3}, "whose name is no text"),
+        ({"at": {1, 2}}, "whose fields are no JSON"),
+        ({"at": Odd}, "whose fields are no JSON"),
+        ({"at": float("nan")}, "whose fields are no JSON"),
+        ({"at": "\ud800"}, "whose fields are no JSON"),
+        ({"role": "\ud800"}, "whose fields are no JSON"),
+        ({"tool_calls": "abc"}, "which the model alone makes"),
+        (ValueError("a\ud800\nb"), r"ValueError: a\ud800 b (test_conversation.py:"),
+        (ValueError("x" * 10**6), f"ValueError: {'x' * 500}… ("),
+        (Untellable(), "Untellable: its text can't be had: ValueError ("),
+    ],
+)
+def test_what_no_file_takes_is_a_failure(said, why):
+    """It would end whatever writes the conversation down, and with it all others."""
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Odd, role="user"))
+    (row,) = conversations.run(rows_of(conversations, 1, said=said), saying("5", "6"), prompts())
+    assert why in (row.failure or "")
+    json.dumps([row.failure, row.completion], ensure_ascii=False).encode()
+
+
+def test_further_fields_of_a_message_are_kept():
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Odd, role="user"), max_turns=2)
+    (row,) = conversations.run(rows_of(conversations, 1, said={"at": [1.5]}), saying("5", "6"), prompts())
+    assert row.failure is None
+    assert row.completion
+    assert row.completion[1] == {"role": "user", "content": "and", "at": [1.5]}
+
+
 def test_what_the_engine_could_not_draw_is_a_failure():
     (row,) = talk(Scripted(lambda prompt: Completion.failed("too long")))
     assert (row.failure, row.token_ids) == ("too long", [])

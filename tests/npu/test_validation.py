@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from perl.config.evaluation import EvalConfig
+from perl.config.schema import EnvironmentConfig
 from perl.evaluation.run import evaluate
 from perl.scoring.results import read_samples
+from tests.environments.calling import save_calling
 from tests.npu.test_training import CONFIGS, zero3_with_nothing_persistent
 from tests.tiny import save_tiny
 
@@ -95,3 +97,63 @@ def test_two_processes_score_what_the_evaluator_does_and_train_as_without_it(run
     assert len(ours) == 15
     for row, record in theirs.items():
         assert ours[row] | {"time": 0} == record | {"time": 0}
+
+
+SUMS = '''
+class Sums:
+    def reset(self, gold: str, **row) -> None:
+        self.made = 0
+        if int(gold) % 2:
+            raise RuntimeError("lost")
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: The other.
+        """
+        self.made += 1
+        return a + b
+
+    def get_reward(self) -> float:
+        return float(self.made > 0)
+'''
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "zero3"])
+def test_a_process_whose_conversations_all_fail_waits_for_the_others(run_npu, tmp_path, strategy):
+    """Of two problems one process has each; only the second one's environment begins."""
+    save_calling(tmp_path / "model")
+    (tmp_path / "sums.jsonl").write_text(rows(range(1, 16, 2)))
+    (tmp_path / "others.jsonl").write_text(rows([18, 19]))
+    (tmp_path / "tools.py").write_text(SUMS)
+    config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
+    asked = {"n": 4, "temperature": 1.0, "max_new_tokens": 64}
+    changes = {
+        "environment__factory": f"{tmp_path}/tools.py:Sums",
+        "reward__functions": "[]",
+        "training__max_completion_length": 32,
+        "training__max_steps": 1,
+        "training__output_dir": tmp_path / "run",
+        "validation__datasets": json.dumps([str(tmp_path / "others.jsonl")]),
+    } | {f"validation__{name}": value for name, value in asked.items()}
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command = [*launcher, "--num_processes", "2", "-m", "perl.train", *words(tmp_path, **changes)]
+    if strategy == "cpu":
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, check=True, env=env, cwd=ROOT, timeout=400, capture_output=True, text=True)
+    else:
+        done = run_npu(command, timeout=400)
+    said = "validation on others: 4 of 8 conversations have failed, the first one: RuntimeError: lost (tools.py:"
+    assert done.stdout.count(said) == 2  # before and after the training, by the first process alone
+    environment = EnvironmentConfig(factory=f"{tmp_path}/tools.py:Sums")
+    model, data, results = (str(tmp_path / name) for name in ("model", "others.jsonl", "results"))
+    evaluate(EvalConfig(model, data, results, environment=environment, **asked))
+    before, evaluated = (
+        read_samples(each / "others/samples.jsonl") for each in (tmp_path / "run/validation/step-0", Path(results))
+    )
+    assert {place: row.get("conversation") for place, row in before.items()} == {
+        place: row.get("conversation") for place, row in evaluated.items()
+    }
+    assert sum(row["error"] is None for row in before.values()) == 4

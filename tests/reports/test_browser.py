@@ -34,6 +34,17 @@ HOSTILE = [
 ]
 
 
+def said(text: str) -> dict:
+    """A conversation whose every part is `text`."""
+    call = {"type": "function", "function": {"name": text, "arguments": {text: text}}}
+    messages = [
+        {"role": "assistant", "content": text, "tool_calls": [call]},
+        {"role": text, "name": text, "content": text},
+        {"role": "assistant", "content": text},
+    ]
+    return {"messages": messages, "turns": 2, "observed_tokens": 9, "reward": None}
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory) -> Path:
     """Two datasets: 60 problems of which some repeat as 4 samples, every kind of verdict."""
@@ -140,10 +151,11 @@ def test_a_sample_shows_everything_it_was_graded_by(tmp_path, visit):
     assert page.console() == []
 
 
-def test_model_output_stays_text(tmp_path, visit):
+@pytest.mark.parametrize("talked", [False, True])
+def test_model_output_stays_text(tmp_path, visit, talked):
     rows = [
         record(f"{i}-0", prompt=f"<|user|>\n{i} {text}\n", completion=text, gold=text, extracted=text, source=text,
-               error=text, scores={text: 1.0})
+               error=text, scores={text: 1.0}, **({"conversation": said(text)} if talked else {}))
         for i, text in enumerate(HOSTILE)
     ]  # fmt: skip
     write_results(tmp_path / "hostile", rows, model=f"models/{HOSTILE[0]}", chat_template="".join(HOSTILE))
@@ -158,6 +170,12 @@ def test_model_output_stays_text(tmp_path, visit):
             page.click("#source")
         for selector in (".completion", ".question"):
             assert text in page.run(f"return document.querySelector('#sample {selector}').textContent")
+        if talked:
+            parts = "[...document.querySelectorAll('#sample .said')].map((part) => part.textContent)"
+            (first, call, seen, last) = page.run(f"return {parts}")
+            assert (first, last) == (f"assistant{text}", f"assistant{text}")
+            assert call == "call" + json.dumps({"name": text, "arguments": {text: text}}, ensure_ascii=False)
+            assert seen == text + text
         page.click("#source")
     made = page.run(
         "return document.querySelectorAll('#sample :is(script, img, iframe, svg, link, a, style, base)').length"
