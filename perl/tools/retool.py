@@ -30,12 +30,12 @@ from perl.base.paths import user_path
 from perl.config.parser import Parser
 from perl.config.schema import EnvironmentConfig
 from perl.config.types import NonNegativeInt, PositiveInt
+from perl.environments.conversation import open_conversations
 from perl.environments.tools import load_environment
 from perl.prompts import build_messages
 from perl.records import Sampling
 from perl.tasks import TASKS, problem_of_row
 from perl.tools import arithmetic, real, stages
-from perl.tools.converse import conversations
 from perl.tools.fetch import MODELS
 from perl.tools.stages import ROOT, Evaluation, Scores, StageError, Where, alone, evaluate, read_scores, report
 
@@ -110,10 +110,12 @@ def retool(settings: Settings, folder: Path, console: Console, where: Where) -> 
         tell_of_tools(settings, folder)
     settings = real.with_dtype(settings, folder, console)
     sft, grpo = folder / "sft", folder / "grpo"
+    places = {name: folder / f"after_{name}" for name in STAGES}
+    how = evaluation(settings, folder)
+    each = real.threads(where, real.cores() // (how.dp_size + 1))
 
     def score(name: str, adapter: Path | None = None) -> None:
-        place = folder / f"after_{name}"
-        real.once(folder, f"score {name}", console, lambda: score_on(settings, folder, place, adapter, console, where))
+        real.once(folder, f"score {name}", console, lambda: evaluate(how, places[name], console, adapter, where=each))
 
     score("base")
     flags = [*real.sft_flags(settings, folder), *arm_flags(settings, "sft")]
@@ -123,9 +125,8 @@ def retool(settings: Settings, folder: Path, console: Console, where: Where) -> 
     real.once(folder, "grpo", console, lambda: real.train_on("perl.train", GRPO_RECIPE, more, grpo, console, where))
     score("grpo", grpo / "adapter")
 
-    page = report([grpo], folder / "report.html")
-    how = evaluation(settings, folder)
-    scores = {name: read_scores(how, folder / f"after_{name}") for name in STAGES}
+    page = report([grpo, *places.values()], folder / "report.html")
+    scores = {name: read_scores(how, place) for name, place in places.items()}
     console.print(table(scores, settings.arm))
     console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
     return {**real.result_of(scores, settings, folder), "arm": settings.arm}
@@ -137,7 +138,20 @@ def arm_flags(settings: Settings, training: Literal["sft", "grpo"]) -> list[str]
         return [] if training == "sft" else ["--config.training.max_completion_length", str(ROOM["text"])]
     if training == "sft":
         return ["--config.training.assistant_only_loss", "true"]
-    return ["--config.environment.tools", '["python"]', "--config.environment.sandbox", settings.sandbox]
+    return [*tool_flags(settings, "--config.environment")]
+
+
+def environment(settings: Settings) -> EnvironmentConfig:
+    """The tool of a run, in GRPO and in its scores."""
+    return EnvironmentConfig(tools=["python"], sandbox=settings.sandbox, max_turns=3, max_observation_tokens=64)
+
+
+def tool_flags(settings: Settings, group: str) -> tuple[str, ...]:
+    """`environment`, of the trainer's or the evaluator's group."""
+    of = environment(settings)
+    values = {"tools": json.dumps(of.tools), "sandbox": of.sandbox}
+    values |= {"max_turns": of.max_turns, "max_observation_tokens": of.max_observation_tokens}
+    return tuple(word for name, value in values.items() for word in (f"{group}.{name}", str(value)))
 
 
 # Scores
@@ -154,34 +168,8 @@ def evaluation(settings: Settings, folder: Path) -> Evaluation:
         engine="hf",
         seed=settings.seed,
         dp_size=min(device.detect().count, real.MOST_PROCESSES),
+        flags=tool_flags(settings, "--environment") if settings.arm == "tool" else (),
     )
-
-
-def score_on(
-    settings: Settings, folder: Path, place: Path, adapter: Path | None, console: Console, where: Where
-) -> Scores:
-    """Score the base, or the base with `adapter`: in writing by the evaluator, with the tool by conversations."""
-    how = evaluation(settings, folder)
-    if settings.arm == "text":
-        each = real.threads(where, real.cores() // (how.dp_size + 1))
-        return evaluate(how, place, console, adapter, where=each)
-    model, merged = how.model, place / "merged"
-    if adapter is not None:
-        words = ["--model", str(how.model), "--adapter", str(adapter), "--output", str(merged)]
-        stages.run([sys.executable, "-m", "perl", "merge", *words], place / "merge.log", "merge", where)
-        model = merged
-    each = real.threads(where, real.cores())
-    for name, sampling in (("sampled", how.sampled), ("greedy", how.greedy)):
-        command = [sys.executable, "-m", "perl.tools.converse", "--model", str(model), "--data", str(how.held_out)]
-        command += ["--result_dir", str(place / name), "--n", str(sampling.n), "--sandbox", settings.sandbox]
-        command += ["--temperature", str(sampling.temperature), "--max_new_tokens", str(sampling.max_new_tokens)]
-        command += ["--seed", str(how.seed), "--dtype", settings.dtype or "auto"]
-        stages.run(command, place / f"{name}.log", "evaluation", each)
-    shutil.rmtree(merged, ignore_errors=True)
-    scores = read_scores(how, place)
-    shown = f"avg@{how.sampled.n} {scores.sampled}  greedy {scores.greedy}"
-    console.print("      " + shown, highlight=False, markup=False, soft_wrap=True)
-    return scores
 
 
 def table(scores: dict[str, Scores], arm: Arm) -> Table:
@@ -206,7 +194,9 @@ def tell_of_tools(settings: Settings, folder: Path) -> None:
     model = real.model_folder(settings, folder)
     if settings.model in MODELS:
         shutil.copyfile(TEMPLATE, model / "chat_template.jinja")
-    elif not conversations(load_tokenizer(str(model)), settings.sandbox).template.lists_tools:
+        return
+    config = environment(settings)
+    if not open_conversations(config, load_environment(config), load_tokenizer(str(model))).template.lists_tools:
         raise UserError(
             f"--model {model}: its chat template lists no tools; name a model whose template does, or put"
             f" {TEMPLATE.relative_to(ROOT)} into its folder as chat_template.jinja"

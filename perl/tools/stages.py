@@ -87,6 +87,8 @@ class Evaluation:
     """Files of other problems, which are scored greedily alone."""
     dp_size: int = 1
     """Processes that share the sampled completions, which are several times as many as the greedy ones."""
+    flags: tuple[str, ...] = ()
+    """Further ones of perl/eval.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ def evaluate(
     accelerator, where each engine takes nearly all of the first device's memory. The evaluator goes on with what an
     interrupted one has left in `folder`."""
     command = [sys.executable, str(ROOT / "perl" / "eval.py"), "--model", str(how.model)]
-    command += ["--seed", str(how.seed)]
+    command += ["--seed", str(how.seed), *how.flags]
     command += ["--adapter", str(adapter)] if adapter else []
     command += ["--use_vllm"] if how.engine == "vllm" else []
     commands = {}

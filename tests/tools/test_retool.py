@@ -12,11 +12,11 @@ import pytest
 from tokenizers import AddedToken
 
 from perl.base.errors import UserError
+from perl.environments.conversation import open_conversations
 from perl.environments.tools import load_environment
 from perl.models.folders import load_tokenizer
 from perl.tools import arithmetic, real, retool
 from perl.tools.arithmetic import Problem
-from perl.tools.converse import conversations
 from perl.tools.fetch import MODELS
 from tests.environments.calling import CALLS
 from tests.environments.scripted import byte_tokenizer, template_of
@@ -98,7 +98,8 @@ def test_sft_and_rollout_see_the_same_tokens(tmp_path):
     """The turns of a solution under the template are the prompt of a rollout, the drawn turns with their end, and what
     is observed between them; only what is drawn is marked for the loss."""
     tokenizer = load_tokenizer(str(save_bytes(tmp_path / "model", retool.TEMPLATE.read_text())))
-    template = conversations(tokenizer, "limits").template
+    config = retool.environment(settings())
+    template = open_conversations(config, load_environment(config), tokenizer).template
     assert template.lists_tools
     row = rows()["sft"][0]
     call, answer = row["messages"][1], row["messages"][2]
