@@ -156,11 +156,10 @@ def test_the_longest_answer(tmp_path):
     assert any("the first 3 of a turn's calls; here up to 16" in note for note in result.notes)
 
 
-def test_nothing_is_validated_with_tools(tmp_path):
-    """perl.train would refuse it."""
+def test_a_validation_has_the_tools_too(tmp_path):
     result = with_tools(tmp_path, FUSION, "trainer.test_freq=5", "trainer.val_before_train=True", "data.val_files=x")
-    assert not [name for name in values(result) if name.startswith("validation.")]
-    assert any("data.val_files are left out" in note for note in result.notes)
+    assert values(result)["validation.datasets"] == ["x"]
+    assert values(result)["validation.every_steps"] == 20  # five of verl's steps, of four updates each
 
 
 @pytest.mark.parametrize(

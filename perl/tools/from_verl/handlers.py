@@ -307,8 +307,6 @@ def filter_limit(value: Any, verl: Verl) -> Outcome:
 
 
 def validation_is_due(verl: Verl) -> bool:
-    if verl[f"{TURNS}.enable"]:
-        return False
     every = verl["trainer.test_freq"]
     return bool(verl["trainer.val_before_train"]) or (isinstance(every, int) and every > 0)
 
@@ -423,7 +421,7 @@ def multi_turn(value: Any, verl: Verl) -> Outcome:
         return Refused(
             "no tools are named: give multi_turn.tool_config_path, or enable=False and environment.tools here"
         )
-    return Translated(_turns(verl), "validation with tools is not there: data.val_files are left out")
+    return Translated(_turns(verl))
 
 
 def turns(value: Any, verl: Verl) -> Outcome:
