@@ -5,17 +5,19 @@ and each rollout.quantization with the adapter above it. On one thread, in its p
         [--sides "int8;int8_w8a8"]
 
 MODEL is a folder, PROMPTS.jsonl has questions (`python -m perl real` has both). All linear layers get a LoRA adapter
-whose update has --update of each weight's norm (one of a thousand steps or so). Each side draws the same prompts by the
-same seeds, at temperature 1, and no row ends before the last token. KL is from what drew to the trainer's policy in
-float32, which is computed again for each drawn token: over the whole vocabulary (`kl`), and of the drawn tokens alone
-(`k3`, what a run logs as rollout/logp_kl), nats a token. The last line is JSON.
+whose update has --update of each weight's norm (one of a thousand steps or so). Each side draws the same prompts, eight
+completions of each, by the same seeds, at temperature 1, and no row ends before the last token. KL is from what drew to
+the trainer's policy in float32, which is computed again for each drawn token: over the whole vocabulary (`kl`), and of
+the drawn tokens alone (`k3`, what a run logs as rollout/logp_kl), nats a token. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +28,14 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
+from perl import device
 from perl.config.schema import RolloutConfig
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.models.folders import load_model, load_tokenizer
 from perl.records import Completion, Prompt, Sampling
 
+GROUP = 8
+"""Completions of a prompt."""
 SIDES: dict[str, dict[str, Any]] = {
     "float32, merged": {},
     "bfloat16, merged": {"dtype": torch.bfloat16},
@@ -40,6 +45,9 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
+    variables = device.start_environment("cpu")
+    if variables:  # as a training has them
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.quantised", *sys.argv[1:]], os.environ | variables)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("prompts", type=Path)
@@ -78,13 +86,13 @@ def adapted(model: Any, r: int, update: float) -> Any:
 
 
 def read_prompts(file: Path, tokenizer: Any, count: int, tokens: int) -> list[Prompt]:
-    rows = [json.loads(line) for line in file.read_text().splitlines()[:count]]
-    assert len(rows) == count, f"{file}: {len(rows)} rows, {count} needed"
+    """`count` prompts, each question's GROUP together, with a seed for each."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert len(lines) * GROUP >= count, f"{file}: {len(lines)} rows, {count // GROUP} needed"
     prompts = []
-    for seed, row in enumerate(rows):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["question"]}], add_generation_prompt=True, tokenize=False
-        )
+    for seed in range(count):
+        message = {"role": "user", "content": json.loads(lines[seed // GROUP])["question"]}
+        text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         prompts.append(Prompt(token_ids=ids, seed=seed, sampling=Sampling(max_new_tokens=tokens)))
     return prompts

@@ -27,7 +27,7 @@ def product(weight, bias=None, digits=2) -> QuantisedProduct:
 
 def test_rows_as_whole_numbers_by_hand():
     numbers, scale = quantise_rows(torch.tensor([[1.27, -0.5, 0.0, 0.013], [0.0, 0.0, 0.0, 0.0]]), 127)
-    assert scale.flatten().tolist() == pytest.approx([0.01, 1.0])
+    assert scale.flatten().tolist() == pytest.approx([0.01, 0.0])
     assert numbers.tolist() == [[127.0, -50.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
 
 
