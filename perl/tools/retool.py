@@ -207,7 +207,7 @@ def make_rows(
     *, seed: int, arm: Arm, sft_rows: int, grpo_rows: int, held_out: int, sandbox: str
 ) -> dict[str, list[str]]:
     """The rows of each training and those that are scored; no problem is among two of them. Both arms of a seed have
-    the same problems."""
+    the same problems, also where they have another number of solutions, which are made last."""
     numbers, told = random.Random(seed), set[str]()
 
     def some(count: int) -> list[arithmetic.Problem]:
@@ -218,7 +218,7 @@ def make_rows(
                 made.append(problem)
         return made
 
-    test, worked, asked = some(held_out), some(sft_rows), some(grpo_rows)
+    test, asked, worked = some(held_out), some(grpo_rows), some(sft_rows)
     tools = load_environment(EnvironmentConfig(tools=["python"], sandbox=sandbox)).schemas  # type: ignore[arg-type]
     solutions = []
     for problem in worked:

@@ -1,5 +1,6 @@
 """python -m perl from-verl with verl's tools: multi_turn keys, and tool configs in the form of verl's own examples."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,17 @@ def test_a_validation_has_the_tools_too(tmp_path):
     assert values(result)["validation.every_steps"] == 20  # five of verl's steps, of four updates each
 
 
+def test_a_validation_with_tools_draws_without_do_sample(tmp_path):
+    """As verl's agent loop, which does not read it; by verl's defaults the temperature is 0."""
+    drawn = ["n=30", "temperature=1.0", "top_p=0.6"]
+    words = [f"actor_rollout_ref.rollout.val_kwargs.{word}" for word in drawn]
+    due = "trainer.test_freq=5", "data.val_files=x"
+    fields = values(with_tools(tmp_path, FUSION, *due, *words))
+    assert [fields[f"validation.{name}"] for name in ("n", "temperature", "top_p")] == [30, 1.0, 0.6]
+    assert values(of(f"{TURNS}.enable=False", *due, *words))["validation.n"] == 1
+    assert values(with_tools(tmp_path, FUSION, *due))["validation.temperature"] == 0.0
+
+
 @pytest.mark.parametrize(
     "word",
     ["tokenization_sanity_check_mode=off", "use_inference_chat_template=True", "tool_response_truncate_side=middle"],
@@ -200,6 +212,53 @@ def test_tools_that_are_not_there(tmp_path, text, said):
     (why,) = result.refused.values()
     assert said in why
     assert "\n" not in why
+
+
+SANDBOX = """\
+tools:
+  - class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool
+    config: {%s}
+    tool_schema: {function: {name: %s, parameters: {properties: {1: 2}}}}
+"""
+NESTED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (NESTED + SANDBOX % ("default_language: *a9", "python"), "an alias in line 2; write out what it stands for"),
+        (SANDBOX % ("default_language: &c [*c]", "python"), "an alias in line 3"),
+        ("tools: &t\n  - <<: *t\n", "an alias in line 2"),
+        ("tools: " + "[" * 5000 + "]" * 5000, "brackets nest too deep"),
+        ("tools: []  # " + "x" * (1 << 16), "more than 64 KiB"),
+        (SANDBOX % ("default_timeout: " + "9" * 400, "python"), "default_timeout: 999"),
+        (SANDBOX % ("default_timeout: -3", "python"), "tools[0]: default_timeout: -3 is not above 0"),
+        (SANDBOX % ("default_timeout: 0", "python"), "0 is not above 0"),
+        (SANDBOX % ("", "[a, b]"), "tools[0]: its function's name is no name"),
+        (SANDBOX % ("", '"a\\nb"'), "its function's name is no name"),
+        (SANDBOX % ('default_language: "a\\e[31m"', "python"), "default_language is no name"),
+        ("tools:\n  - class_name: " + "a" * 201, "class_name is no name"),
+        (GSM8K.replace("            answer:", '            "a\\nb":'), "def calc_gsm8k_reward(...)"),
+        (FUSION + FUSION.removeprefix("tools:\n"), "two tools are called code_interpreter; leave one out"),
+    ],
+)
+def test_a_hostile_tool_config_is_one_line(tmp_path, text, said):
+    (why,) = with_tools(tmp_path, text).refused.values()
+    assert said in why
+    assert why.isprintable()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_tool_config_that_is_no_file(tmp_path, kind):
+    place = tmp_path / "tools"
+    os.mkfifo(place) if kind == "pipe" else place.mkdir()
+    (why,) = of(f"{TURNS}.tool_config_path={place}").refused.values()
+    assert "a folder, a device or a pipe; name a YAML file" in why
+
+
+def test_a_number_beyond_a_floats_range():
+    result = translate(read_command(None, [*GOOD[:-1], "actor_rollout_ref.actor.optim.lr=" + "9" * 400]), Choices())
+    assert "is not a number" in result.refused["actor_rollout_ref.actor.optim.lr"]
 
 
 @pytest.mark.parametrize(

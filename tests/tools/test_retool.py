@@ -94,6 +94,13 @@ def test_no_problem_is_in_two_splits_and_the_arms_have_the_same():
     assert rows(seed=2)["test"] != tool["test"]
 
 
+def test_other_numbers_of_solutions_leave_the_problems():
+    """benchmarks.retool gives each arm as many solutions as come to the same tokens."""
+    few, many = rows(), rows(sft_rows=9)
+    assert (few["grpo"], few["test"]) == (many["grpo"], many["test"])
+    assert many["sft"][:6] == few["sft"]
+
+
 def test_sft_and_rollout_see_the_same_tokens(tmp_path):
     """The turns of a solution under the template are the prompt of a rollout, the drawn turns with their end, and what
     is observed between them; only what is drawn is marked for the loss."""

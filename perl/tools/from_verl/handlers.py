@@ -325,8 +325,10 @@ def completion_length(value: Any, verl: Verl) -> Outcome:
 
 
 def sampled_validation(verl: Verl) -> bool:
-    """Whether validation draws; else it is greedy, as by verl's defaults."""
-    return bool(verl[f"{ROLLOUT}.val_kwargs.do_sample"]) and verl[f"{ROLLOUT}.val_kwargs.temperature"] != 0
+    """Whether validation draws; else it is greedy, as by verl's defaults. In several turns verl's agent loop validates,
+    which reads temperature and top_p but not do_sample."""
+    draws = verl[f"{TURNS}.enable"] is True or verl[f"{ROLLOUT}.val_kwargs.do_sample"]
+    return bool(draws) and verl[f"{ROLLOUT}.val_kwargs.temperature"] != 0
 
 
 def validation_n(value: Any, verl: Verl) -> Outcome:

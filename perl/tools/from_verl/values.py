@@ -28,8 +28,20 @@ def positive(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{shown(value)} is not a number")
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:  # a whole number beyond a float's range
+        is_finite = False
+    if not is_finite:
+        raise ValueError(f"{shown(value)} is not a number")
+    return float(value)
+
+
+def above_0(value: Any) -> float:
+    if number(value) <= 0:
+        raise ValueError(f"{shown(value)} is not above 0")
     return float(value)
 
 
