@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(config: EvalConfig, **variables: str) -> subprocess.Popen[str]:
-    flags = [f"--{name}={value}" for name, value in asdict(config).items() if value is not None]
+    given = {name: value for name, value in vars(config).items() if value is not None and name != "environment"}
+    flags = [f"--{name}={value}" for name, value in given.items()]
     command = [sys.executable, str(ROOT / "perl" / "eval.py"), *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env={**os.environ, **variables}, **pipes)

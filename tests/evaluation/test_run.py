@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def command(config: EvalConfig) -> list[str]:
     """The command line; small batches make the run long enough to be interrupted, and change no row."""
     config = replace(config, max_batch_tokens=500)
-    flags = [f"--{name}={value}" for name, value in asdict(config).items() if value is not None]
+    given = {name: value for name, value in vars(config).items() if value is not None and name != "environment"}
+    flags = [f"--{name}={value}" for name, value in given.items()]
     return [sys.executable, str(ROOT / "perl" / "eval.py"), *flags]
 
 
