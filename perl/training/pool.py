@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """How long the thread of the pool waits for an event; a new piece wakes it."""
+WAIT_S = 5.0
+"""So often the main process tells the others that a piece is still under way."""
 
 
 class PoolLost(UserError):
@@ -139,13 +141,8 @@ class PoolEngine:
         first = 0
         for piece in pieces:
             began = time.perf_counter()
-            answer: list[Drawn | PoolLost | None] = [None]
-            if self.processes.rank == 0:
-                answer = [self._refused or self._workers().take(piece.id)]
-            if self.processes.count > 1:
-                broadcast_object_list(answer)
+            drawn = self._answer(piece)
             self._waited += time.perf_counter() - began
-            (drawn,) = answer
             if not isinstance(drawn, Drawn):
                 raise PoolLost(str(drawn))
             if self.newest and drawn.version.weights in self.sent:  # another one is refused as any that was not asked
@@ -155,6 +152,17 @@ class PoolEngine:
                 if place in own:
                     yield place - own.start, replace(completion, weights=drawn.version.weights)
             first += len(piece.prompts)
+
+    def _answer(self, piece: Piece) -> Drawn | PoolLost:
+        """What became of a piece, on every process. However long that takes, none of them waits for another one for
+        longer than WAIT_S, as training.ddp_timeout would end it."""
+        answer: list[Drawn | PoolLost | None] = [None]
+        while answer[0] is None:
+            if self.processes.rank == 0:
+                answer = [self._refused or self._workers().take(piece.id, WAIT_S)]
+            if self.processes.count > 1:
+                broadcast_object_list(answer)
+        return answer[0]
 
     def take_metrics(self) -> dict[str, float]:
         now = time.perf_counter()
@@ -322,10 +330,11 @@ class _Background:
             self._submitted.append((sent, pieces))
         self.pool.wake()
 
-    def take(self, piece: tuple[int, int]) -> Drawn | PoolLost:
-        """What became of a piece, waiting for it."""
+    def take(self, piece: tuple[int, int], seconds: float) -> Drawn | PoolLost | None:
+        """What became of a piece; None where it is under way after so many seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: piece in self._done or self._error is not None)
+            if not self._changed.wait_for(lambda: piece in self._done or self._error is not None, seconds):
+                return None
             if piece not in self._done:
                 return PoolLost(f"rollout: {self._error}")
             drawn = self._done.pop(piece)

@@ -1,7 +1,8 @@
 """One rank of several, started by accelerate: python -m tests.training.pool_worker FOLDER MODEL LAGS [SETTINGS].
 
-Trains with two workers, once for each lag, whole and resumed. Writes FOLDER/rank<N>.json: by lag whether both adapters
-are the same on this rank, how stale the batches were, and a digest of the adapter.
+Trains with two workers, once for each lag, whole and resumed; the first pieces are handed out `late_s` late, and ranks
+wait for each other `patience_s` at most. Writes FOLDER/rank<N>.json: by lag whether both adapters are the same on this
+rank, how stale the batches were, and a digest of the adapter.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from accelerate import PartialState
 from perl.adapters.delivery import delivered, pack
 from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
+from perl.training.pool import _Background
 from tests.ranks import leave
 from tests.trainers import SUMS, make_trainer, reward_tokens
 
@@ -43,6 +47,17 @@ def train(model: str, folder: Path, lag: int, checkpoint: str | None, settings: 
         return pack(delivered(trainer.policy())), trainer
 
 
+def hand_out_late(seconds: float) -> None:
+    """The first pieces reach the workers so late."""
+    submit = _Background.submit
+
+    def late(background: _Background, *pieces: Any) -> None:
+        _Background.submit = submit
+        threading.Timer(seconds, submit, (background, *pieces)).start()
+
+    _Background.submit = late
+
+
 def compare(out: Path, model: str, lag: int, settings: dict[str, Any]) -> dict[str, Any]:
     whole, trainer = train(model, out / "whole", lag, None, dict(settings))
     logged = [row for row in trainer.state.log_history if "pool/staleness" in row]
@@ -60,6 +75,9 @@ def compare(out: Path, model: str, lag: int, settings: dict[str, Any]) -> dict[s
 def main() -> None:
     out, model = Path(sys.argv[1]), sys.argv[2]
     settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    if "late_s" in settings:
+        hand_out_late(settings.pop("late_s"))
+    PartialState(cpu=True, timeout=timedelta(seconds=settings.pop("patience_s", 600)))
     found = {lag: compare(out / f"lag{lag}", model, lag, settings) for lag in json.loads(sys.argv[3])}
     leave(out, PartialState().process_index, found)
 

@@ -13,13 +13,12 @@ from tests.tiny import save_tiny
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-def test_two_processes_draw_by_workers_and_go_on_from_a_checkpoint(tmp_path):
+def run(folder: Path, lags: str, settings: str) -> list[dict]:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]
     launcher += [str(ROOT / "scripts/accelerate/cpu.yaml"), "-m", "tests.training.pool_worker"]
-    model = save_tiny(tmp_path / "model", scale=4.0)
+    model = save_tiny(folder / "model", scale=4.0)
     done = subprocess.run(
-        [*launcher, str(tmp_path), str(model), "[0, 1]"],
+        [*launcher, str(folder), str(model), lags, settings],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         cwd=ROOT,
         timeout=600,
@@ -28,8 +27,20 @@ def test_two_processes_draw_by_workers_and_go_on_from_a_checkpoint(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = reports(tmp_path)
+    return reports(folder)
+
+
+@pytest.mark.slow
+def test_two_processes_draw_by_workers_and_go_on_from_a_checkpoint(tmp_path):
+    first, second = run(tmp_path, "[0, 1]", "{}")
     assert first == second  # the same adapter on both
     assert first["0"]["staleness"] == [0.0] * 5
     assert first["1"]["staleness"] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert all(run["same"] and run["mismatch"] < 1e-5 for run in first.values())
+
+
+@pytest.mark.slow
+def test_processes_wait_for_a_worker_for_longer_than_for_each_other(tmp_path):
+    first, second = run(tmp_path, "[0]", '{"patience_s": 30, "late_s": 60}')
+    assert first == second
+    assert first["0"]["same"]
