@@ -189,13 +189,13 @@ def make_tokenizer(eos: int = EOS) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def wake_adapter(model: Any) -> None:
+def wake_adapter(model: Any, std: float = 1e-3, seed: int = 2) -> None:
     """LoRA's B is zero at first; give it the size that it has in training, so that the adapter changes something."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1e-3)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 def make_trainer(

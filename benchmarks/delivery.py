@@ -208,6 +208,34 @@ def make_base(folder: Path, seed: int) -> str:
     return str(folder)
 
 
+def open_trainer(base: str, folder: Path, rollout: RolloutConfig, **settings: Any) -> Any:
+    """A trainer of LoRA on `base` with noise, whose completions workers draw.
+
+    Args:
+        settings: of the TrainingConfig.
+    """
+    model: Any = load_model(base)
+    model.name_or_path = base
+    fixed: dict[str, Any] = {
+        "per_device_train_batch_size": PROMPTS * GROUP, "num_generations": GROUP, "max_completion_length": LENGTH,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "beta": 0.0, "seed": 11,
+        "gradient_checkpointing": False, "use_cpu": True,
+    }  # fmt: skip
+    return import_trainer()(
+        model=model,
+        args=TrainingConfig(output_dir=str(folder), **fixed | settings),
+        train_dataset=Dataset.from_list([{"prompt": f"w{1100 + i} w1050 w{1060 + i}"} for i in range(PROMPTS)]),
+        processing_class=make_tokenizer(),
+        reward_funcs=[reward],
+        adapter=ADAPTERS["lora"],
+        adapter_config=PeftConfig(type="lora", r=4, lora_alpha=8, target_modules="all-linear"),
+        noise=NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.05, num_stages=2),
+        rollout=rollout,
+        algorithm=AlgorithmConfig(),
+        critic=CriticConfig(),
+    )
+
+
 def train(base: str, folder: Path, steps: int, fault: str | None, other: str = "", proof: bool = True) -> Outcome:
     """A training of `steps` steps with one worker.
 
@@ -215,25 +243,9 @@ def train(base: str, folder: Path, steps: int, fault: str | None, other: str = "
         other: folder of another base.
         proof: the answers' digests and names are looked at.
     """
-    model: Any = load_model(base)
-    model.name_or_path = base
-    peft = PeftConfig(type="lora", r=4, lora_alpha=8, target_modules="all-linear")
-    trainer: Any = import_trainer()(
-        model=model,
-        args=TrainingConfig(
-            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
-            max_completion_length=LENGTH, learning_rate=1e-2 if fault else 1e-3, logging_steps=1, save_strategy="no",
-            report_to="none", disable_tqdm=True, gradient_checkpointing=False, beta=0.0, seed=11, use_cpu=True,
-        ),
-        train_dataset=Dataset.from_list([{"prompt": f"w{1100 + i} w1050 w{1060 + i}"} for i in range(PROMPTS)]),
-        processing_class=make_tokenizer(),
-        reward_funcs=[reward],
-        adapter=ADAPTERS["lora"],
-        adapter_config=peft,
-        noise=NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.05, num_stages=2),
-        rollout=RolloutConfig(engine="fast", workers=1, piece_size=GROUP),
-        algorithm=AlgorithmConfig(),
-        critic=CriticConfig(),
+    trainer = open_trainer(
+        base, folder, RolloutConfig(engine="fast", workers=1, piece_size=GROUP),
+        max_steps=steps, learning_rate=1e-2 if fault else 1e-3,
     )  # fmt: skip
     engine = trainer.step.engine
     open_pool = engine._open_pool
