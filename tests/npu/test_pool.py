@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,19 +20,34 @@ SMALL |= {"training__gradient_accumulation_steps": 1, "training__max_completion_
 pytestmark = [pytest.mark.npu, pytest.mark.slow]
 
 
+def by_workers(run_npu: Any, folder: Path, strategy: str, lag: int, **rollout: Any) -> dict[str, Any]:
+    """What tests.training.pool_worker says of two processes, which say the same."""
+    model = save_tiny(folder / "model", scale=4.0)
+    config = zero3_with_nothing_persistent(folder) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]
+    # without noise nothing else drops what FSDP2 keeps gathered
+    settings = {"bf16": False, "noise": False, "rollout": rollout}
+    command = [*launcher, str(config), "-m", "tests.training.pool_worker", str(folder), str(model), f"[{lag}]"]
+    run_npu([*command, json.dumps(settings)], devices=4, timeout=500)
+    first, second = reports(folder)
+    assert first == second
+    return first[str(lag)]
+
+
 @pytest.mark.parametrize("strategy", ["npu_ddp", "npu_4", "zero3", "npu_fsdp2"])  # npu_4: ZeRO-2
 def test_two_processes_draw_by_workers_and_go_on_from_a_checkpoint(run_npu, tmp_path, strategy):
-    model = save_tiny(tmp_path / "model", scale=4.0)
-    config = zero3_with_nothing_persistent(tmp_path) if strategy == "zero3" else CONFIGS / f"{strategy}.yaml"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]
-    settings = {"bf16": False, "noise": False}  # without noise nothing else drops what FSDP2 keeps gathered
-    command = [*launcher, str(config), "-m", "tests.training.pool_worker", str(tmp_path), str(model), "[1]"]
-    run_npu([*command, json.dumps(settings)], devices=4, timeout=500)
-    first, second = reports(tmp_path)
-    assert first == second
-    assert first["1"]["same"]
-    assert first["1"]["staleness"] == [0.0, 1.0, 1.0, 1.0, 1.0]
-    assert first["1"]["mismatch"] < 1e-5
+    said = by_workers(run_npu, tmp_path, strategy, 1)
+    assert said["same"]
+    assert said["staleness"] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert said["mismatch"] < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "npu_fsdp2"])
+def test_split_weights_reach_workers_that_draw_with_the_newest(run_npu, tmp_path, strategy):
+    said = by_workers(run_npu, tmp_path, strategy, 0, max_staleness=2, piece_size=None)
+    assert len(said["staleness"]) == 5
+    assert all(0.0 <= staleness <= 2.0 for staleness in said["staleness"])
+    assert said["mismatch"] < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def main() -> None:
     settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
     if "late_s" in settings:
         hand_out_late(settings.pop("late_s"))
-    PartialState(cpu=True, timeout=timedelta(seconds=settings.pop("patience_s", 600)))
+        PartialState(cpu=True, timeout=timedelta(seconds=settings.pop("patience_s")))
     found = {lag: compare(out / f"lag{lag}", model, lag, settings) for lag in json.loads(sys.argv[3])}
     leave(out, PartialState().process_index, found)
 
