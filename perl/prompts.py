@@ -8,12 +8,12 @@ import hashlib
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from perl.base.errors import UserError
 from perl.models.images import filled, tokenizer_of
-from perl.records import Message, Problem
+from perl.records import Message, Problem, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -184,3 +184,25 @@ def row_seed(seed: int, key: str, index: int, turn: int = 0) -> int:
     words = f"{seed}\x1f{key}\x1f{index}" + (f"\x1f{turn}" if turn else "")
     digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def next_prompt(row: Trajectory, *, sampling: Sampling, seed: int, group_size: int, context: int | None) -> Prompt:
+    """What a training draws next of a row, in as many tokens as are left to it: 0 or less where there are none.
+
+    Args:
+        sampling: of a whole completion.
+        seed: of the run. A turn's own names its prompt's place in the stream, its place in the group, and the turn.
+        group_size: the row at this place of a group is a greedy baseline.
+        context: tokens that it may reach, prompt included; None: any number.
+    """
+    token_ids = row.prompt_ids + tuple(row.token_ids)
+    left = sampling.max_new_tokens - len(row.token_ids)
+    if context is not None:
+        left = min(left, context - len(token_ids))
+    greedy = row.sample == group_size
+    return Prompt(
+        token_ids=token_ids,
+        seed=row_seed(seed, f"stream-{row.position}", row.sample, row.turns),
+        sampling=replace(sampling, max_new_tokens=left, temperature=0.0 if greedy else sampling.temperature),
+        images=row.images,
+    )

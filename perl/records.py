@@ -181,6 +181,11 @@ class Completion:
         return cls(token_ids=(), finish_reason="length", error=error)
 
     @property
+    def sampled_ids(self) -> Sequence[int]:
+        """All of `token_ids`."""
+        return self.token_ids
+
+    @property
     def content_ids(self) -> tuple[int, ...]:
         """`token_ids` without the end-of-sequence token."""
         return self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
@@ -241,6 +246,8 @@ class Trajectory:
     """What has answered (perl.environments), until the rewards are known."""
     environment_reward: float | None = None
     """By the environment itself."""
+    outcomes: list[bool] = field(default_factory=list)
+    """Of each call of a tool: it has failed."""
     failure: str | None = None
     """Why the conversation could not go on; it has no reward then."""
 

@@ -583,23 +583,23 @@ def check_environment(values: Namespace) -> None:
     if not environment.tools and environment.factory is None:
         return
     flag = "--config.environment.tools" if environment.tools else "--config.environment.factory"
-    if rollout.workers or rollout.piece_size:
-        name = "workers" if rollout.workers else "piece_size"
-        raise UserError(
-            f"--config.rollout.{name} {rollout[name]}: draws completions of one turn, and {flag} asks for several;"
-            " leave one of them out"
-        )
     if rollout.engine == "generate":
         raise UserError(
             f"--config.rollout.engine generate: draws torch's own random numbers, so that with {flag} a run would"
             " depend on how long an answer takes; write --config.rollout.engine fast"
         )
     longest, patience = environment.tool_timeout_s * (environment.max_turns + 1), values.training.ddp_timeout
-    if longest >= patience:
+    if not rollout.workers and longest >= patience:
         raise UserError(
             f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: with max_turns"
             f" {environment.max_turns} other processes may wait {longest:g} s, and --config.training.ddp_timeout is"
             f" {patience} s; write less, or raise ddp_timeout"
+        )
+    if rollout.workers and longest >= rollout.deadline_s:
+        raise UserError(
+            f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: with max_turns"
+            f" {environment.max_turns} a worker may say nothing for {longest:g} s, and --config.rollout.deadline_s is"
+            f" {rollout.deadline_s:g} s; write less, or raise deadline_s"
         )
     if rollout.engine == "vllm" and values.training.vllm_tensor_parallel_size > 1:
         raise UserError(

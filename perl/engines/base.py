@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perl import device
-from perl.records import Completion, Prompt, Sampling, Weights
+from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from perl.environments.conversation import Conversations
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,17 @@ class PolicyEngine(Engine, Protocol):
         """From now on `stream` draws with the policy as it is now, with this noise."""
         ...
 
+    def converse(
+        self, conversations: Conversations, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
+    ) -> Iterator[Trajectory]:
+        """Each of the rows when its conversation has ended. Of a `remote` engine it is another object, which has taken
+        the row's place in `rows`, and they begin when this is called.
+
+        Args:
+            prompt: what is to be drawn next of a row.
+        """
+        ...
+
     def published(self, weights: Weights) -> contextlib.AbstractContextManager[None]:
         """Inside, the trained model has the weights that were published as `weights`, without noise. Every process must
         come here, where weights that are split are gathered."""
@@ -111,6 +124,11 @@ class InProcess:
 
     remote = False
     piece_size: int | None = None
+
+    def converse(
+        self: Any, conversations: Conversations, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
+    ) -> Iterator[Trajectory]:
+        return conversations.run(rows, self, prompt)
 
     def published(self, weights: Weights) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -9,7 +9,7 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig
@@ -27,7 +27,10 @@ from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import token_ids
 from perl.models.images import has_images
 from perl.noise.injector import NoiseInjector
-from perl.records import Completion, Sampling, Weights
+from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
+
+if TYPE_CHECKING:
+    from perl.environments.conversation import Conversations
 
 SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
 SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation"}
@@ -117,11 +120,32 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             yield from super().stream(feed)
             return
         prompts, size = [prompt for prompt in feed if prompt is not None], self.piece_size
-        self.merging = False  # what is merged depends on this version alone
-        with self.holding():
+        with self._in_pieces():
             for first in range(0, len(prompts), size):
                 for place, completion in super().stream(prompts[first : first + size]):
                     yield first + place, completion
+
+    def converse(
+        self, conversations: Conversations, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
+    ) -> Iterator[Trajectory]:
+        if self.piece_size is None:
+            yield from super().converse(conversations, rows, prompt)
+            return
+        size = self.piece_size
+        with self._in_pieces():
+            for first in range(0, len(rows), size):
+                yield from conversations.run(rows[first : first + size], self, prompt, in_step=True)
+
+    @contextlib.contextmanager
+    def _in_pieces(self) -> Iterator[None]:
+        """Inside, each stream is of a piece."""
+        size, self.piece_size = self.piece_size, None
+        self.merging = False  # what is merged depends on this version alone
+        try:
+            with self.holding():
+                yield
+        finally:
+            self.piece_size = size
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:

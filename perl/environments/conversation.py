@@ -128,7 +128,11 @@ class Conversations:
     instances: list[Any] = field(default_factory=list)
 
     def run(
-        self, rows: Iterable[Trajectory | None], engine: Engine, prompt: Callable[[Trajectory], Prompt]
+        self,
+        rows: Iterable[Trajectory | None],
+        engine: Engine,
+        prompt: Callable[[Trajectory], Prompt],
+        in_step: bool = False,
     ) -> Iterator[Trajectory]:
         """Each of the rows when its conversation has ended. Its environment stays with it until `free`.
 
@@ -136,8 +140,10 @@ class Conversations:
             rows: as they come, None for "nothing at the moment", as in an engine's feed. Rows that are all there, as
                 those of a batch are, make one stream of the engine.
             prompt: what is to be drawn next of a row, of no token where none has room.
+            in_step: nobody's next turn begins before all have been answered, in the order of the rows, so that what is
+                drawn together does not depend on how long answers take. The rows are all there.
         """
-        talk = _Talk(self, iter(rows), prompt)
+        talk = _Talk(self, iter(rows), prompt, in_step)
         while True:
             for place, completion in engine.stream(talk.feed()):
                 talk.drawn(place, completion)
@@ -158,9 +164,8 @@ class Conversations:
         metrics["environment/failure_frequency"] += [float(row.failure is not None) for row in rows]
         metrics["turns/mean"] += [float(row.turns) for row in rows]
         if self.source.schemas:
-            outcomes = [getattr(row.environment, "outcomes", []) for row in rows]
-            metrics["tools/call_frequency"] += [float(len(of_row)) for of_row in outcomes]
-            metrics["tools/failure_frequency"] += [float(has_failed) for of_row in outcomes for has_failed in of_row]
+            metrics["tools/call_frequency"] += [float(len(row.outcomes)) for row in rows]
+            metrics["tools/failure_frequency"] += [float(has_failed) for row in rows for has_failed in row.outcomes]
 
     def free(self, rows: Sequence[Trajectory]) -> None:
         """Their environments may be reset: the rewards are known. That of a failure may still be at work."""
@@ -173,14 +178,22 @@ class Conversations:
 class _Talk:
     """The conversations of one run."""
 
-    def __init__(self, parts: Conversations, rows: Iterator[Trajectory | None], prompt: Callable[[Trajectory], Prompt]):
-        self.parts, self.rows, self.prompt = parts, rows, prompt
+    def __init__(
+        self,
+        parts: Conversations,
+        rows: Iterator[Trajectory | None],
+        prompt: Callable[[Trajectory], Prompt],
+        in_step: bool,
+    ):
+        self.parts, self.rows, self.prompt, self.in_step = parts, rows, prompt, in_step
         self.more = True
         """Further rows may come."""
         self.jobs = Jobs(parts.config.tool_timeout_s, parts.source.at_once)
         self.ready: dict[Sampling, deque[tuple[Trajectory, Prompt]]] = {}
         """What the engine may be given, by the distribution that it is drawn from; `current` is under way."""
         self.current = Sampling()
+        self.turn: deque[tuple[Trajectory, Prompt]] = deque()
+        """In step: what is left to be given of the turn that is under way."""
         self.given: list[Trajectory] = []
         """The row of each prompt that the engine has been given."""
         self.latest: dict[int, int] = {}
@@ -190,7 +203,7 @@ class _Talk:
 
     @property
     def goes_on(self) -> bool:
-        return bool(self.more or self.jobs or self.ready or self.drawing)
+        return bool(self.more or self.jobs or self.ready or self.turn or self.drawing)
 
     def feed(self) -> Iterator[Prompt | None]:
         """Of one stream. It ends before `goes_on` does where nothing is drawn, and rows have ended that whoever sends
@@ -236,15 +249,10 @@ class _Talk:
                 self._begin(row)
 
     def _next(self) -> Prompt | None:
-        """The next prompt that the engine may have: it draws from one distribution at a time, so that what is drawn
-        from another one waits until no other is under way."""
-        if not self.drawing and self.ready:
-            self.current = next(iter(self.ready))
-        if (ready := self.ready.get(self.current)) is None:
+        """The next prompt that the engine may have."""
+        if (found := self._of_turn() if self.in_step else self._of_current()) is None:
             return None
-        row, prompt = ready.popleft()
-        if not ready:
-            del self.ready[self.current]
+        row, prompt = found
         place = len(self.given)
         self.given.append(row)
         self.drawing += 1
@@ -252,10 +260,29 @@ class _Talk:
         self.latest[id(row)] = place
         return replace(prompt, follows=follows, followed=row.turns + 1 < self.parts.config.max_turns)
 
+    def _of_current(self) -> tuple[Trajectory, Prompt] | None:
+        """The engine draws from one distribution at a time, so that what is drawn from another one waits until no other
+        is under way."""
+        if not self.drawing and self.ready:
+            self.current = next(iter(self.ready))
+        if (ready := self.ready.get(self.current)) is None:
+            return None
+        found = ready.popleft()
+        if not ready:
+            del self.ready[self.current]
+        return found
+
+    def _of_turn(self) -> tuple[Trajectory, Prompt] | None:
+        """Of the turn that is under way; of the next one where all of that is drawn and answered."""
+        if not (self.turn or self.drawing or self.jobs) and self.ready:
+            first = min(self.ready, key=lambda each: min(place_of(row) for row, _ in self.ready[each]))
+            self.turn.extend(sorted(self.ready.pop(first), key=lambda each: place_of(each[0])))
+        return self.turn.popleft() if self.turn else None
+
     def _take_answers(self) -> None:
         """All that have come; where nothing else is to do the next one is waited for, however long it takes."""
         while self.jobs:
-            idle = not self.ready and not self.drawing
+            idle = not self.drawing and not self.turn and (self.in_step or not self.ready)
             patience = time.monotonic() + LOOK_S if self.more else math.inf
             if (taken := self.jobs.take(patience if idle else self.jobs.newest + GRACE_S)) is None:
                 return
@@ -342,6 +369,10 @@ class _Talk:
         else:
             self._observed(row, shown)
 
+    def _over(self, row: Trajectory) -> None:
+        row.outcomes = list(getattr(row.environment, "outcomes", ()))
+        self.ended.append(row)
+
     def _end(self, row: Trajectory) -> None:
         def reward() -> float | None:
             given = row.environment.get_reward()
@@ -349,19 +380,23 @@ class _Talk:
 
         def rewarded(number: float | None) -> None:
             row.environment_reward = number
-            self.ended.append(row)
+            self._over(row)
 
         if self.parts.source.rewards:
             self._call(row, reward, rewarded)
         else:
-            self.ended.append(row)
+            self._over(row)
 
     def _fail(self, row: Trajectory, reason: str) -> None:
         row.failure = reason
-        self.ended.append(row)
+        self._over(row)
 
     def _call(self, row: Trajectory, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
         self.jobs.add(Job(row, call, then))
+
+
+def place_of(row: Trajectory) -> tuple[int, int]:
+    return row.position, row.sample
 
 
 def open_conversations(

@@ -96,13 +96,13 @@ def _beginning(text: Any) -> str:
     return words if len(words) <= SHOWN else words[:SHOWN] + "…"
 
 
-def load_reward(name: str, kwargs: Mapping[str, Any], environments: bool = False) -> RewardFunction:
+def load_reward(name: str, kwargs: Mapping[str, Any], of_environments: Sequence[str] = ()) -> RewardFunction:
     """The function that TRL calls for `name`.
 
     Args:
         name: path/to/file.py:function.
         kwargs: further keyword arguments of a function in verl's form (its reward_kwargs).
-        environments: it is given OF_ENVIRONMENTS too.
+        of_environments: which of OF_ENVIRONMENTS it is given too.
 
     Raises:
         UserError: there is no such function, or it could not be called.
@@ -117,7 +117,7 @@ def load_reward(name: str, kwargs: Mapping[str, Any], environments: bool = False
             taken = _check_verls(name, function, parameters, form, kwargs)
             return _over(function, reward(name, function, taken, kwargs))
     if parameters:
-        _check_trls(name, function, parameters, (*GIVEN, *OF_ENVIRONMENTS) if environments else GIVEN)
+        _check_trls(name, function, parameters, (*GIVEN, *of_environments))
     return _over(function, _of_trl(name, function))
 
 

@@ -16,7 +16,16 @@ from perl.base.errors import UserError, lookup
 from perl.config.load import Config
 from perl.grading import RULES, Grader
 from perl.records import Grade
-from perl.rewards.files import FLAG, KWARGS_FLAG, RewardFunction, Texts, is_file, load_reward, text_of
+from perl.rewards.files import (
+    FLAG,
+    KWARGS_FLAG,
+    OF_ENVIRONMENTS,
+    RewardFunction,
+    Texts,
+    is_file,
+    load_reward,
+    text_of,
+)
 from perl.tasks import TASKS
 
 
@@ -31,8 +40,8 @@ class RewardContext:
     """The last tokens of max_completion_length over which `overlong` falls from 0 to -1."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the user's own rewards in verl's form."""
-    environments: bool = False
-    """Rewards are given the environments of their conversations."""
+    of_environments: Sequence[str] = ()
+    """What rewards are given of the environments of their conversations, by keyword."""
 
 
 def reward_context(config: Config, grader: Grader) -> RewardContext:
@@ -41,8 +50,15 @@ def reward_context(config: Config, grader: Grader) -> RewardContext:
         max_completion_length=config.training.max_completion_length or 0,
         overlong_cache_length=int(config.reward.overlong_cache_length),
         kwargs=config.reward.kwargs,
-        environments=config.environment.used,
+        of_environments=given_of_environments(config),
     )
+
+
+def given_of_environments(config: Config) -> Sequence[str]:
+    """What of OF_ENVIRONMENTS rewards are given: the environments themselves are where the rollouts are."""
+    if not config.environment.used:
+        return ()
+    return [name for name in OF_ENVIRONMENTS if name != "environments" or not config.rollout.workers]
 
 
 GradeEarly = Callable[[str, dict[str, Any]], Future[Any] | None]
@@ -152,11 +168,11 @@ REWARDS: dict[str, Callable[[RewardContext], RewardFunction]] = {
 def build_rewards(names: Sequence[str], context: RewardContext) -> list[RewardFunction]:
     """The reward functions that `names` lists: keys of REWARDS, or `path/to/file.py:function` of the user's own with
     that signature, or of one of verl's (perl/rewards/files.py). TRL logs each under its `__name__`."""
-    check_rewards(names, context.kwargs, context.environments)
+    check_rewards(names, context.kwargs, context.of_environments)
     functions = []
     for name in names:
         own = is_file(name)
-        function = load_reward(name, context.kwargs, context.environments) if own else REWARDS[name](context)
+        function = load_reward(name, context.kwargs, context.of_environments) if own else REWARDS[name](context)
         function.__name__ = logged_name(name)
         functions.append(function)
     return functions
@@ -167,7 +183,9 @@ def logged_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def check_rewards(names: Sequence[str], kwargs: Mapping[str, Any] | None = None, environments: bool = False) -> None:
+def check_rewards(
+    names: Sequence[str], kwargs: Mapping[str, Any] | None = None, of_environments: Sequence[str] = ()
+) -> None:
     """Raise a UserError unless every name can be built."""
     if not names:
         raise UserError(f"{FLAG}: no reward; known: {', '.join(REWARDS)}, or path/to/file.py:function")
@@ -175,7 +193,7 @@ def check_rewards(names: Sequence[str], kwargs: Mapping[str, Any] | None = None,
         if count > 1:
             raise UserError(f"{FLAG}: {name!r} stands there {count} times; give it a larger weight instead")
         if is_file(name):
-            load_reward(name, kwargs or {}, environments)
+            load_reward(name, kwargs or {}, of_environments)
         else:
             lookup(REWARDS, name, "reward", FLAG)
     for name, count in Counter(map(logged_name, names)).items():

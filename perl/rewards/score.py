@@ -29,10 +29,18 @@ class Rewards:
             run together.
         names: of each, in the metrics.
         weights: float [functions].
+        environments: the rows are conversations with some.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], names: Sequence[str], weights: torch.Tensor):
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        names: Sequence[str],
+        weights: torch.Tensor,
+        environments: bool = False,
+    ):
         self.functions, self.names, self.weights = list(functions), list(names), weights
+        self.environments = environments
         self.metrics: dict[str, list[float]] = defaultdict(list)
         """What the functions have logged by `log_metric`, for whoever logs next."""
 
@@ -61,7 +69,7 @@ class Rewards:
             "completions": [row.completion for row in rows],
             "completion_ids": [row.sampled_ids for row in rows],
             **columns,
-            **({} if rows[0].environment is None else of_environments(rows)),
+            **(of_environments(rows) if self.environments else {}),
             "trainer_state": state,
             "log_extra": lambda column, values: extras[column].extend(values),
             "log_metric": lambda name, value: metrics[name].append(value),
@@ -114,9 +122,10 @@ class Rewards:
 
 
 def of_environments(rows: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """What reward functions get of them: of a class of TRL's the instance itself."""
+    """What reward functions get of them: of a class of TRL's the instance itself, unless a worker has it."""
+    here = [getattr(row.environment, "instance", None) or row.environment for row in rows if row.environment]
     return {
-        "environments": [getattr(row.environment, "instance", None) or row.environment for row in rows],
+        **({"environments": here} if here else {}),
         "environment_rewards": [row.environment_reward for row in rows],
         "completion_lengths": [len(row.token_ids) for row in rows],
     }

@@ -9,11 +9,12 @@ and is drawn again by the next policy.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -23,7 +24,7 @@ from perl.base.errors import UserError
 from perl.engines.base import PolicyEngine, warn_once
 from perl.engines.torch_policy import sampling_of
 from perl.environments.conversation import Conversations
-from perl.prompts import row_seed
+from perl.prompts import next_prompt
 from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
 from perl.rewards.files import text_of
 from perl.rewards.functions import GradeEarly, logged_name
@@ -284,7 +285,7 @@ class Collector:
             if self.conversations is None:
                 complete = self._completed(rows, self.engine.stream([self.prompt(row) for row in rows]))
             else:
-                complete = self.conversations.run(rows, self.engine, self.prompt)
+                complete = self.engine.converse(self.conversations, rows, self.prompt)
         return Ahead(first, weights, rows, complete)
 
     def _completed(self, rows: list[Trajectory], completions: Iterator[tuple[int, Completion]]) -> Iterator[Trajectory]:
@@ -318,22 +319,11 @@ class Collector:
             log.warning("remax: a reward of a greedy completion is not finite, and no baseline: %s", named)
         return drawn
 
-    def prompt(self, row: Trajectory) -> Prompt:
-        """What is drawn next of a row, in as many tokens as are left to it: 0 or less where there are none."""
-        greedy = row.sample == self.group_size
-        token_ids = row.prompt_ids + tuple(row.token_ids)
-        left = self.sampling.max_new_tokens - len(row.token_ids)
-        if self.context is not None:
-            left = min(left, self.context - len(token_ids))
-        return Prompt(
-            token_ids=token_ids,
-            seed=row_seed(self.seed, f"stream-{row.position}", row.sample, row.turns),
-            sampling=replace(
-                self.sampling,
-                max_new_tokens=left,
-                temperature=0.0 if greedy else self.sampling.temperature,
-            ),
-            images=row.images,
+    @property
+    def prompt(self) -> Callable[[Trajectory], Prompt]:
+        """What is drawn next of a row; a worker is given it too."""
+        return functools.partial(
+            next_prompt, sampling=self.sampling, seed=self.seed, group_size=self.group_size, context=self.context
         )
 
 

@@ -21,6 +21,7 @@ from perl.models.folders import resolve_model
 from perl.models.images import has_images
 from perl.training.pool import PoolEngine
 from perl.training.processes import Processes
+from perl.workers.conversations import Talks
 from perl.workers.executors import make_executor
 from perl.workers.pool import WorkerPool
 from perl.workers.rollouts import RolloutJob
@@ -137,6 +138,17 @@ def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> d
     }
 
 
+def _talks(trainer: Any) -> Talks | None:
+    if trainer.conversations is None:
+        return None
+    return Talks(
+        environment=trainer.conversations.config,
+        tokenizer=trainer.processing_class,
+        template_kwargs=trainer.args.chat_template_kwargs,
+        prompt=trainer.step.collector.prompt,
+    )
+
+
 def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[str, Any]) -> WorkerPool:
     """On the main process, at the first rollout."""
     policy = trainer.policy()
@@ -158,6 +170,7 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
         dtype=trainer.compute_dtype(),
         piece_size=piece_size(trainer, config),
         newest=bool(config.max_staleness),
+        talks=_talks(trainer),
         vllm=_vllm_copy(trainer, config, kwargs) if config.engine == "vllm" else {},
         threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,
     )

@@ -31,8 +31,9 @@ from perl.base.errors import UserError
 from perl.device.sharding import Gather, local, resharded
 from perl.engines.base import Engine, Feed
 from perl.engines.torch_policy import TorchPolicyEngine
+from perl.environments.conversation import Conversations
 from perl.noise.injector import NoiseInjector
-from perl.records import Completion, Prompt, Sampling, Weights
+from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
 from perl.training.processes import Processes
 from perl.workers.pool import WorkerError, WorkerPool
 from perl.workers.rollouts import Drawn, Piece, Version
@@ -120,10 +121,25 @@ class PoolEngine:
 
     def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]:
         """The workers have the prompts when this returns. Every process must come here."""
-        own = [prompt for prompt in feed if prompt is not None]
+        return self._handed_out([prompt for prompt in feed if prompt is not None])
+
+    def converse(
+        self, conversations: Conversations, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
+    ) -> Iterator[Trajectory]:
+        """The workers, which have environments and prompts of their own, have the rows when this returns. Every process
+        must come here."""
+
+        def taking_their_places(drawn: Iterator[tuple[int, Trajectory]]) -> Iterator[Trajectory]:
+            for place, row in drawn:
+                rows[place] = row
+                yield row
+
+        return taking_their_places(self._handed_out(rows))
+
+    def _handed_out(self, own: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         counts = self.processes.gathered([len(own)])
         first = sum(counts[: self.processes.rank])
-        prompts: list[Prompt] = self.processes.gathered(own)
+        prompts: list[Any] = self.processes.gathered(list(own))
         sent = self._send()
         size = self._size
         starts = range(0, len(prompts), size)
@@ -136,7 +152,7 @@ class PoolEngine:
                 self._refused = PoolLost(str(error))
         return self._completions(sent.version, pieces, range(first, first + len(own)))
 
-    def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Completion]]:
+    def _completions(self, version: Version, pieces: Sequence[Piece], own: range) -> Iterator[tuple[int, Any]]:
         """Of this process's prompts, piece by piece in their order. Every process must iterate to the end."""
         first = 0
         for piece in pieces:
@@ -385,7 +401,7 @@ class _Background:
         if isinstance(drawn, Drawn):
             self._busy += drawn.seconds
             self._drained += drawn.drained_s
-            self._tokens += sum(len(each.token_ids) for each in drawn.completions)
+            self._tokens += sum(len(each.sampled_ids) for each in drawn.completions)
 
     def _fail(self, why: str) -> None:
         with self._changed:

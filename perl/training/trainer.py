@@ -361,7 +361,12 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             text=functools.partial(decode, self.processing_class),
             engine=engine,
             sampling=sampling,
-            rewards=Rewards(self.reward_funcs, self.reward_func_names, self.reward_weights),  # type: ignore[arg-type]
+            rewards=Rewards(
+                self.reward_funcs,  # type: ignore[arg-type]
+                self.reward_func_names,
+                self.reward_weights,
+                environments=self.conversations is not None,
+            ),
             grade_early=grade_early,
             batch=per_batch,
             group_size=args.num_generations or 1,

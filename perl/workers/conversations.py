@@ -1,16 +1,41 @@
-"""What a worker does where samples are conversations with an environment: its engine draws the turns, and its own tools
-and environments answer."""
+"""What a worker does where samples, or a training's rows, are conversations with an environment: its engine draws the
+turns, and its own tools and environments answer."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from perl.config.schema import EnvironmentConfig
+from perl.records import Prompt, Trajectory
 from perl.rewards.files import is_file
 from perl.workers.worker import EngineJob, Inbox, Ready, Request, WeightsSpec, WorkerEvent, completed
+
+if TYPE_CHECKING:
+    from perl.environments.conversation import Conversations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Talks:
+    """How a worker of a training has conversations."""
+
+    environment: EnvironmentConfig
+    tokenizer: Any
+    """Whose chat template words the turns."""
+    template_kwargs: dict[str, Any] | None
+    """training.chat_template_kwargs."""
+    prompt: Callable[[Trajectory], Prompt]
+    """What is drawn next of a row."""
+
+    @property
+    def paths(self) -> list[str]:
+        return files_of(self.environment)
+
+    def opened(self) -> contextlib.AbstractContextManager[Conversations]:
+        return opened(self.environment, self.tokenizer, self.template_kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +60,17 @@ class TalkJob:
     """Most tokens of a conversation; None: any number."""
 
     def paths(self, weights: WeightsSpec) -> list[str]:
-        named = [*self.environment.tools, *([self.environment.factory] if self.environment.factory else [])]
-        files = [name.rpartition(":")[0] for name in named if is_file(name)]
-        return [*self.engine.paths(weights), self.tokenizer, *files]
+        return [*self.engine.paths(weights), self.tokenizer, *files_of(self.environment)]
 
     def serve(self, weights: WeightsSpec, inbox: Inbox) -> Iterator[WorkerEvent]:
-        from perl.environments.conversation import open_conversations
         from perl.environments.scored import Asked, converse
-        from perl.environments.tools import load_environment
         from perl.models.folders import load_tokenizer
-
-        source = load_environment(self.environment)
-        conversations = open_conversations(self.environment, source, load_tokenizer(self.tokenizer))
 
         def asked(request: TalkRequest) -> Asked:
             key, sample = request.id[-2:]
             return Asked(prompt=request.prompt, key=str(key), sample=int(sample), row=request.row)
 
-        with source.opened():
+        with opened(self.environment, load_tokenizer(self.tokenizer)) as conversations:
             started = time.monotonic()
             engine = self.engine.build(weights)
             yield Ready(engine.max_num_seqs, time.monotonic() - started)
@@ -65,3 +83,23 @@ class TalkJob:
                 ),
             )
             engine.close()
+
+
+def files_of(environment: EnvironmentConfig) -> list[str]:
+    """The user's own that it names."""
+    named = [*environment.tools, *([environment.factory] if environment.factory else [])]
+    return [name.rpartition(":")[0] for name in named if is_file(name)]
+
+
+@contextlib.contextmanager
+def opened(
+    environment: EnvironmentConfig, tokenizer: Any, template_kwargs: dict[str, Any] | None = None
+) -> Iterator[Conversations]:
+    """Conversations with these environments, which can be asked inside."""
+    from perl.environments.conversation import open_conversations
+    from perl.environments.tools import load_environment
+
+    source = load_environment(environment)
+    conversations = open_conversations(environment, source, tokenizer, template_kwargs)
+    with source.opened():
+        yield conversations

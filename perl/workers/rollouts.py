@@ -14,12 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from perl import device
 from perl.base.errors import UserError
-from perl.records import Completion, Prompt, Weights
+from perl.engines.base import Engine
+from perl.records import Completion, Prompt, Trajectory, Weights
+from perl.workers.conversations import Talks
 from perl.workers.worker import Inbox, Ready, Result, WorkerEvent
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from perl.config.schema import NoiseConfig, RolloutConfig
-    from perl.engines.base import Feed
     from perl.engines.torch_policy import TorchPolicyEngine
+    from perl.environments.conversation import Conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,11 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Prompts that one engine completes, in this order."""
+    """Prompts that one engine completes, in this order; with an environment, rows that conversations are had on."""
 
     id: tuple[int, int]
     """(which call for completions, which piece of it)."""
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...] | tuple[Trajectory, ...]
 
     @property
     def prompt_id(self) -> tuple[int]:
@@ -58,9 +60,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A piece's completions, in the order of its prompts."""
+    """A piece's completions, in the order of its prompts; with an environment, the rows at the end of their
+    conversations."""
 
-    completions: tuple[Completion, ...]
+    completions: tuple[Completion, ...] | tuple[Trajectory, ...]
     version: Version
     """That the piece asked for."""
     digest: str
@@ -95,13 +98,15 @@ class RolloutJob:
     piece_size: int
     newest: bool
     """An engine decodes pieces together, as they come; else each with no others."""
+    talks: Talks | None
+    """With an environment."""
     vllm: dict[str, Any]
     """The further arguments of perl.engines.vllm_copy.VLLMCopy, where engine vllm draws."""
     threads: int
     """Of a CPU's cores, for each worker: a sum that is divided otherwise has other last bits."""
 
     def paths(self, weights: Version) -> list[str]:
-        return [self.model]
+        return [self.model, *(self.talks.paths if self.talks else ())]
 
     def serve(self, weights: Version, inbox: Inbox) -> Iterator[WorkerEvent]:
         import torch
@@ -110,7 +115,14 @@ class RolloutJob:
         torch.set_num_threads(self.threads)
         copy = COPIES[self.rollout.engine](self)
         pieces = max(1, copy.max_num_seqs // self.piece_size) if self.newest else 1
-        yield Ready(pieces, time.monotonic() - started)
+        with contextlib.nullcontext() if self.talks is None else self.talks.opened() as conversations:
+            yield Ready(pieces, time.monotonic() - started)
+            yield from self._drawn(copy, conversations, pieces, inbox)
+        copy.close()
+
+    def _drawn(
+        self, copy: Copy, conversations: Conversations | None, pieces: int, inbox: Inbox
+    ) -> Iterator[WorkerEvent]:
         drained_s = 0.0
         while (version := inbox.next_weights(wait=True)) is not None:
             with contextlib.ExitStack() as stack:
@@ -123,13 +135,29 @@ class RolloutJob:
                     continue
                 while inbox.next_weights(wait=True) == version:
                     feed = PieceFeed(inbox, version, self.newest)
-                    for position, completion in copy.stream(feed):
+                    drawn = copy.stream(feed) if conversations is None else self._conversed(conversations, copy, feed)
+                    for position, completion in drawn:
                         if done := feed.done(position, completion):
                             piece, completions, seconds = done
                             yield Result(piece.id, Drawn(completions, version, held, seconds, drained_s), pieces)
                             drained_s = 0.0
                     drained_s += feed.drained()
-        copy.close()
+
+    def _conversed(self, conversations: Conversations, copy: Copy, feed: PieceFeed) -> Iterator[tuple[int, Trajectory]]:
+        """As `Copy.stream` has it. A row's environment is free at its end."""
+        assert self.talks is not None
+        places: dict[int, int] = {}
+        """By id of a row, which its piece holds."""
+
+        def rows() -> Iterator[Any]:
+            for row in feed:
+                if row is not None:
+                    places[id(row)] = len(places)
+                yield row
+
+        for row in conversations.run(rows(), copy, self.talks.prompt, in_step=not self.newest):
+            conversations.free([row])
+            yield places[id(row)], row
 
     def torch_engine(self) -> TorchPolicyEngine:
         """The base loaded again, with an adapter like the trainer's."""
@@ -146,7 +174,7 @@ class RolloutJob:
         return TorchPolicyEngine(
             model,
             self.processing,
-            self.rollout,
+            replace(self.rollout, piece_size=None),  # a stream is given a piece
             generation_config=self.generation_config,
             generation_kwargs=self.generation_kwargs,
             noise=noise,
@@ -156,13 +184,13 @@ class RolloutJob:
 
 
 class PieceFeed:
-    """Prompts of the pieces in the inbox, as an engine's feed (see Engine.stream): of one piece, or with `newest` of
-    all that this version completes, as they come."""
+    """Prompts or rows of the pieces in the inbox, as an engine's feed (see Engine.stream): of one piece, or with
+    `newest` of all that this version completes, as they come."""
 
     def __init__(self, inbox: Inbox, version: Version, newest: bool):
         self._inbox, self._version, self._newest = inbox, version, newest
-        self._prompts: deque[Prompt] = deque()
-        self._owners: list[tuple[Piece, dict[int, Completion], int]] = []
+        self._prompts: deque[Any] = deque()
+        self._owners: list[tuple[Piece, dict[int, Any], int]] = []
         """Of each prompt that was given: its piece, what is completed of that, and its place in it."""
         self._under_way = 0
         """Pieces."""
@@ -172,7 +200,7 @@ class PieceFeed:
     def __iter__(self) -> PieceFeed:
         return self
 
-    def __next__(self) -> Prompt | None:
+    def __next__(self) -> Any:
         if not self._prompts:
             if self._owners and not self._newest:
                 raise StopIteration
@@ -186,13 +214,13 @@ class PieceFeed:
             if idle:
                 self._since = time.monotonic()
             piece = self._inbox.take()
-            made: dict[int, Completion] = {}
+            made: dict[int, Any] = {}
             self._owners += [(piece, made, place) for place in range(len(piece.prompts))]
             self._prompts.extend(piece.prompts)
             self._under_way += 1
         return self._prompts.popleft()
 
-    def done(self, position: int, completion: Completion) -> tuple[Piece, tuple[Completion, ...], float] | None:
+    def done(self, position: int, completion: Any) -> tuple[Piece, tuple[Any, ...], float] | None:
         """The piece that is whole with the completion of the prompt at `position` of this feed, its completions, and
         the seconds since the one before."""
         piece, made, place = self._owners[position]
@@ -208,10 +236,8 @@ class PieceFeed:
         return 0.0 if self._ended is None or self._inbox.ended else time.monotonic() - self._ended
 
 
-class Copy(Protocol):
+class Copy(Engine, Protocol):
     """A worker's copy of the policy."""
-
-    max_num_seqs: int
 
     def holding(self, weights: Weights, name: str, payload: Any) -> AbstractContextManager[str]:
         """Inside, it is the policy that `payload` makes, with this noise; gives the digest of what it holds.
@@ -220,10 +246,6 @@ class Copy(Protocol):
             name: that no other policy has.
         """
         ...
-
-    def stream(self, feed: Feed) -> Iterator[tuple[int, Completion]]: ...
-
-    def close(self) -> None: ...
 
 
 class TorchCopy:

@@ -187,7 +187,7 @@ def test_rewards_see_what_was_drawn():
         seen.update(completions=completions, completion_ids=completion_ids)
         return [1.0]
 
-    Rewards([reward], ["reward"], torch.ones(1)).score([row], None)
+    Rewards([reward], ["reward"], torch.ones(1), environments=True).score([row], None)
     assert seen["completion_ids"] == [row.sampled_ids]
     assert len(row.sampled_ids) < len(row.token_ids)
     assert seen["completions"] == [row.completion]
@@ -199,7 +199,7 @@ def test_the_overlong_punishment_counts_what_the_budget_counts():
     with Grader() as grader:
         context = RewardContext(grader=grader, max_completion_length=len(row.token_ids) + 50, overlong_cache_length=100)
         (overlong,) = build_rewards(["overlong"], context)
-    Rewards([overlong], ["overlong"], torch.ones(1)).score([row], None)
+    Rewards([overlong], ["overlong"], torch.ones(1), environments=True).score([row], None)
     assert row.rewards == [-0.5]
 
 
@@ -418,7 +418,7 @@ def test_an_environment_of_trls_form():
         asked.append([each.tries for each in environments])
         return [float(len(completion)) for completion in completions]
 
-    Rewards([user, environment], ["user", "environment"], torch.ones(2)).score(rows, None)
+    Rewards([user, environment], ["user", "environment"], torch.ones(2), environments=True).score(rows, None)
     assert asked == [[[3, 7], [99]]]
     assert [row.rewards for row in rows] == [[5.0, 1.0], [3.0, 0.0]]
     conversations.free(rows)
@@ -455,9 +455,8 @@ def test_what_an_environment_raises_is_the_failure_of_its_trajectory():
         None,
     ]
     assert "test_conversation.py:" in (rows[1].failure or "")
-    Rewards([lambda completions, **_: [2.0] * len(completions), environment], ["two", "e"], torch.ones(2)).score(
-        rows, None
-    )
+    functions = [lambda completions, **_: [2.0] * len(completions), environment]
+    Rewards(functions, ["two", "e"], torch.ones(2), environments=True).score(rows, None)
     assert [str(row.rewards) for row in rows] == ["[2.0, 1.0]", *["[nan, nan]"] * 3, "[2.0, nan]"]
     metrics: dict[str, list[float]] = defaultdict(list)
     conversations.measure(rows, metrics)
