@@ -329,6 +329,11 @@ def _check_trls(
     call = _name(function)
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind in _BY_NAME]
     if unknown := [n for n in needed if n not in given]:
+        if unknown[0] in OF_ENVIRONMENTS and set(given) & {*OF_ENVIRONMENTS}:
+            raise UserError(
+                f"{FLAG}: {name}: nothing is given to {call} as {unknown[0]} where rollout.workers have them; write"
+                " --config.rollout.workers 0, or use environment_rewards, which get_reward gives"
+            )
         if unknown[0] in OF_ENVIRONMENTS:
             raise UserError(
                 f"{FLAG}: {name}: nothing is given to {call} as {unknown[0]} without tools or an environment; write"

@@ -173,8 +173,11 @@ TOOLS = ["--config.environment.tools", '["python"]']
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--config.rollout.workers", "2"], "--config.rollout.workers 2: draws completions of one turn"),
-        (["--config.rollout.piece_size", "8"], "--config.rollout.piece_size 8: draws completions of one turn"),
+        (
+            ["--config.rollout.workers", "2", "--config.rollout.deadline_s", "100"],
+            "--config.environment.tool_timeout_s 30: with max_turns 8 a worker may say nothing for 270 s, and"
+            " --config.rollout.deadline_s is 100 s; write less, or raise deadline_s",
+        ),
         (
             ["--config.rollout.engine", "vllm", "--config.training.vllm_tensor_parallel_size", "2"],
             "--config.training.vllm_tensor_parallel_size 2: processes that share an engine",
@@ -218,6 +221,9 @@ def test_a_reward_function_of_trls_that_needs_environments(tmp_path):
         assert own(completions=["a"], environments=[SimpleNamespace(score=0.5)]) == [0.5]
         with pytest.raises(UserError, match="as environments without tools or an environment; write"):
             build_rewards([name], reward_context(parse(flags).build(processes=1), grader))
+        flags += ["--config.rollout.workers", "1"]
+        with pytest.raises(UserError, match="as environments where rollout.workers have them; write"):
+            build_rewards([name], reward_context(parse([*TOOLS, *flags]).build(processes=1), grader))
 
 
 def test_dynamic_sampling_by_the_reward_of_an_environment(file, tmp_path):
