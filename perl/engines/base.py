@@ -14,8 +14,6 @@ from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from perl.environments.conversation import Conversations
-
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -80,12 +78,13 @@ class PolicyEngine(Engine, Protocol):
         ...
 
     def converse(
-        self, conversations: Conversations, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
+        self, conversations: Any, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
     ) -> Iterator[Trajectory]:
         """Each of the rows when its conversation has ended. Of a `remote` engine it is another object, which has taken
         the row's place in `rows`, and they begin when this is called.
 
         Args:
+            conversations: perl.environments' Conversations.
             prompt: what is to be drawn next of a row.
         """
         ...
@@ -126,7 +125,7 @@ class InProcess:
     piece_size: int | None = None
 
     def converse(
-        self: Any, conversations: Conversations, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
+        self: Any, conversations: Any, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
     ) -> Iterator[Trajectory]:
         return conversations.run(rows, self, prompt)
 

@@ -9,7 +9,7 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig
@@ -28,9 +28,6 @@ from perl.models.folders import token_ids
 from perl.models.images import has_images
 from perl.noise.injector import NoiseInjector
 from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
-
-if TYPE_CHECKING:
-    from perl.environments.conversation import Conversations
 
 SERVED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"}
 SERVED |= {"eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation"}
@@ -126,7 +123,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
                     yield first + place, completion
 
     def converse(
-        self, conversations: Conversations, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
+        self, conversations: Any, rows: list[Trajectory], prompt: Callable[[Trajectory], Prompt]
     ) -> Iterator[Trajectory]:
         if self.piece_size is None:
             yield from super().converse(conversations, rows, prompt)

@@ -222,7 +222,7 @@ def test_a_reward_function_of_trls_that_needs_environments(tmp_path):
         with pytest.raises(UserError, match="as environments without tools or an environment; write"):
             build_rewards([name], reward_context(parse(flags).build(processes=1), grader))
         flags += ["--config.rollout.workers", "1"]
-        with pytest.raises(UserError, match="as environments where rollout.workers have them; write"):
+        with pytest.raises(UserError, match=r"as environments where rollout\.workers have them; write"):
             build_rewards([name], reward_context(parse([*TOOLS, *flags]).build(processes=1), grader))
 
 
