@@ -3,108 +3,26 @@ however long the tools take, with a worker that is killed, and when it is resume
 
 from __future__ import annotations
 
+import json
 import os
-import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from perl.config.schema import EnvironmentConfig, NoiseConfig
-from perl.models.folders import load_model
-from perl.training.batch import Batch
-from perl.workers.conversations import opened
-from tests.environments.calling import calling_tokenizer, save_calling
-from tests.trainers import SUMS, kept_batches, make_trainer, reward_tokens
+from perl.base.errors import RankError, UserError
+from tests.environments.working import conversations_of, make_place, train
+from tests.ranks import reports
 
-SLOW_TOOLS = '''
-import random
-import time
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One.
-        b: The other.
-    """
-    time.sleep(random.SystemRandom().random() / 30)  # more or less than the conversations wait for each other
-    return a + b
-
-
-class Sums:
-    def reset(self, gold: str = "", **row) -> str | None:
-        self.seen = []
-        return " ?"
-
-    def add(self, a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: One.
-            b: The other.
-        """
-        self.seen.append(a + b)
-        return a + b
-
-    def get_reward(self) -> float:
-        return len(self.seen) / 10
-'''
-NOISE = NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.01, num_stages=2)
-PIECE = 4
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    save_calling(folder / "model")
-    (folder / "tools.py").write_text(SLOW_TOOLS)
-    return folder
-
-
-def train(
-    place: Path, folder: Path, checkpoint: str | None = None, kill: bool = False, **settings: Any
-) -> tuple[dict[str, torch.Tensor], list[Batch], list[dict[str, Any]]]:
-    """The trained adapter, the batches, and what was logged.
-
-    Args:
-        kill: a worker ends by SIGKILL when the second batch is scored.
-    """
-    named = settings.pop("environment", {"tools": [f"{place}/tools.py:add"]})
-    rollout = {"piece_size": PIECE} | settings.pop("rollout", {})
-    tokenizer, calls = calling_tokenizer(), []
-
-    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        calls.append(None)
-        if kill and len(calls) == 2:
-            os.kill(trainer.step.engine._background.pool.workers[0].link._process.pid, signal.SIGKILL)
-        return reward_tokens(completion_ids)
-
-    model = load_model(place / "model")
-    model.name_or_path = str(place / "model")
-    fixed: dict[str, Any] = {"max_completion_length": 64, "max_steps": 3, "prompts": SUMS, "noise": NOISE}
-    fixed |= {"per_device_train_batch_size": 8, "engine": "fast", "rewards": [reward]}
-    with opened(EnvironmentConfig(max_turns=3, **named), tokenizer) as conversations:
-        trainer = make_trainer(
-            folder, model=model, tokenizer=tokenizer, conversations=conversations, rollout=rollout, **fixed | settings
-        )
-        batches = kept_batches(trainer)
-        try:
-            trainer.train(resume_from_checkpoint=checkpoint)
-        finally:
-            trainer.step.engine.close()
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return weights, batches, [row for row in trainer.state.log_history if "loss" in row]
-
-
-def conversations_of(batches: list[Batch]) -> list[list[Any]]:
-    return [
-        [row.position, row.sample, row.prompt_ids, row.token_ids, row.sampled, str(row.logprobs), str(row.completion),
-         row.turns, row.finish, row.outcomes, row.environment_reward, row.row["prompt"]]
-        for batch in batches for row in batch.rows
-    ]  # fmt: skip
+    return make_place(tmp_path_factory.mktemp("place"))
 
 
 def require_same(one: Any, other: Any) -> None:
@@ -160,3 +78,23 @@ def test_an_environment_of_a_worker_rewards_and_says_what_it_adds(place, tmp_pat
     assert [row.environment_reward for row in batch.rows] == [row.outcomes.count(False) / 10 for row in batch.rows]
     assert sorted(seen) == sorted((row.environment_reward, len(row.token_ids)) for row in batch.rows)
     assert all(row.row["prompt"][-1]["content"].endswith(" ?") for row in batch.rows)
+
+
+@pytest.mark.slow
+def test_two_processes_have_what_one_has(place, tmp_path):
+    alone = train(place, tmp_path / "alone", max_steps=2)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]
+    launcher += [str(ROOT / "scripts/accelerate/cpu.yaml"), "-m", "tests.environments.working"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([*launcher, str(place), str(tmp_path)], cwd=ROOT, env=env, check=True, timeout=300)
+    (first, weights), (second, others) = reports(tmp_path)
+    expected = {f"{each[0]}-{each[1]}": each for each in json.loads(json.dumps(conversations_of(alone[1][:1])))}
+    assert {key: (first | second)[key] for key in expected} == expected  # before the first update, which two divide
+    assert weights == others
+
+
+@pytest.mark.slow
+def test_a_tool_that_ends_its_worker_ends_the_run_in_one_line(place, tmp_path):
+    with pytest.raises((UserError, RankError), match="killed its worker") as caught:
+        train(place, tmp_path, environment={"tools": [f"{place}/tools.py:end_worker"]}, rollout={"workers": 2})
+    assert "\n" not in str(caught.value)
