@@ -3,6 +3,7 @@ however long the tools take, with a worker that is killed, and when it is resume
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -98,3 +99,27 @@ def test_a_tool_that_ends_its_worker_ends_the_run_in_one_line(place, tmp_path):
     with pytest.raises((UserError, RankError), match="killed its worker") as caught:
         train(place, tmp_path, environment={"tools": [f"{place}/tools.py:end_worker"]}, rollout={"workers": 2})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_in_workers_converses_alike_with_one_and_with_two(place, tmp_path):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    vllm = {"engine": "vllm", "use_vllm": True, "vllm_max_model_length": 160, "max_steps": 2}
+    one = train(place, tmp_path / "one", rollout={"workers": 1, "lag": 1}, **vllm)
+    require_same(one, train(place, tmp_path / "two", rollout={"workers": 2, "lag": 1}, **vllm))
+    assert all(row["rollout/engine_mismatch"] < 1e-3 for row in one[2])
+    assert one[2][0]["turns/mean"] > 1
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_over_ray_a_run_is_that_of_processes(place, tmp_path):
+    pytest.importorskip("ray")
+    from benchmarks._nodes import ray_cluster
+
+    processes = train(place, tmp_path / "processes", rollout={"workers": 1})
+    with ray_cluster({"num_cpus": 2}) as cluster:
+        over_ray = {"workers": 2, "executor": "ray", "ray_address": cluster.address}
+        require_same(processes, train(place, tmp_path / "ray", rollout=over_ray))
