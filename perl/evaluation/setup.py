@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
+import shlex
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from perl.base.errors import UserError
 from perl.base.files import read_json
-from perl.base.paths import user_path
 from perl.base.provenance import text_hash
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.config.schema import EnvironmentConfig
@@ -25,12 +26,14 @@ from perl.models.folders import content_hash, load_config, require_whole_weights
 from perl.models.images import has_images, load_processing, tokenizer_of
 from perl.prompts import require_chat_template, require_known, require_vocabulary
 from perl.records import Sample
-from perl.rewards.files import is_file
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import Identity
-from perl.workers.conversations import TalkJob, TalkRequest
+from perl.tasks.trained import trained_environment
+from perl.workers.conversations import TalkJob, TalkRequest, absolute
 from perl.workers.executors import Executor, make_executor
 from perl.workers.worker import EngineJob, Request
+
+log = logging.getLogger(__name__)
 
 MERGE_REPORT = "merge.json"
 CONTEXT_STEP = 1024
@@ -160,6 +163,22 @@ def set_up_environment(environment: EnvironmentConfig, tokenizer: Any) -> Conver
             return conversations
 
 
+def warn_of_environments(config: EvalConfig, folders: Iterable[Path]) -> None:
+    """One line for each group `environment` that adapters or models were trained with and are scored without."""
+    if config.environment.used:
+        return
+    defaults, told = asdict(EnvironmentConfig()), set[str]()
+    for folder in folders:
+        group = {name: value for name, value in trained_environment(folder).items() if value != defaults.get(name)}
+        flags = " ".join(
+            f"--environment.{name} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}"
+            for name, value in group.items()
+        )
+        if flags and flags not in told:
+            told.add(flags)
+            log.warning("%s was trained in conversations, and its first turn alone is scored; write %s", folder, flags)
+
+
 def make_job(setup: Setup, samples: Collection[Sample]) -> EngineJob | TalkJob:
     """What the workers do to complete `samples`."""
     options = engine_options(setup, samples)
@@ -173,13 +192,6 @@ def request_of(setup: Setup, sample: Sample) -> Request:
     if setup.conversations is None:
         return Request(sample.id, sample.prompt)
     return TalkRequest(sample.id, sample.prompt, row_of_sample(sample))
-
-
-def absolute(environment: EnvironmentConfig) -> EnvironmentConfig:
-    """With the user's files by their whole paths: a worker's working directory may be another."""
-    tools = [str(user_path(name).absolute()) if is_file(name) else name for name in environment.tools]
-    factory = environment.factory and str(user_path(environment.factory).absolute())
-    return replace(environment, tools=tools, factory=factory)
 
 
 def engine_options(setup: Setup, samples: Collection[Sample]) -> dict[str, Any]:

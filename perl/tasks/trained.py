@@ -98,6 +98,16 @@ def read_trained(folder: Path) -> Trained | None:
     )
 
 
+def trained_environment(folder: Path) -> dict[str, Any]:
+    """What the run that an adapter or a model lies in had in its group `environment`, where that named tools or an
+    environment; else empty."""
+    try:
+        group = yaml.safe_load((folder.resolve().parent / "config.yaml").read_text(encoding="utf-8"))["environment"]
+        return dict(group) if group["tools"] or group["factory"] else {}
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return {}
+
+
 def _source(dataset: str | list[str], split: str | None, run: Path) -> tuple[str, ...] | None:
     """Of the training; a relative path counts from where the training was started. None for a list: a run on several
     data sets has written its problems down."""

@@ -21,7 +21,7 @@ from perl.models.folders import resolve_model
 from perl.models.images import has_images
 from perl.training.pool import PoolEngine
 from perl.training.processes import Processes
-from perl.workers.conversations import Talks
+from perl.workers.conversations import Talks, absolute
 from perl.workers.executors import make_executor
 from perl.workers.pool import WorkerPool
 from perl.workers.rollouts import RolloutJob
@@ -142,7 +142,7 @@ def _talks(trainer: Any) -> Talks | None:
     if trainer.conversations is None:
         return None
     return Talks(
-        environment=trainer.conversations.config,
+        environment=absolute(trainer.conversations.config),
         tokenizer=trainer.processing_class,
         template_kwargs=trainer.args.chat_template_kwargs,
         prompt=trainer.step.collector.prompt,

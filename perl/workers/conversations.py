@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from perl.base.paths import user_path
 from perl.config.schema import EnvironmentConfig
 from perl.records import Prompt, Trajectory
 from perl.rewards.files import is_file
@@ -83,6 +84,13 @@ class TalkJob:
                 ),
             )
             engine.close()
+
+
+def absolute(environment: EnvironmentConfig) -> EnvironmentConfig:
+    """With the user's files by their whole paths: a worker's working directory may be another."""
+    tools = [str(user_path(name).absolute()) if is_file(name) else name for name in environment.tools]
+    factory = environment.factory and str(user_path(environment.factory).absolute())
+    return replace(environment, tools=tools, factory=factory)
 
 
 def files_of(environment: EnvironmentConfig) -> list[str]:

@@ -2,14 +2,16 @@
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from perl.config.schema import EnvironmentConfig
 from perl.evaluation.contamination import trained_on
 from perl.evaluation.run import evaluate
+from perl.evaluation.setup import warn_of_environments
 from perl.tasks.trained import TRAINED_PROBLEMS
 from perl.training.grpo import train
 
@@ -88,3 +90,21 @@ def test_of_an_older_run_only_data_set_and_split_are_compared(run, sums, tmp_pat
         config["dataset"]["dataset_name_or_path"] = "open-r1/DAPO-Math-17k-Processed"
         (old / "config.yaml").write_text(yaml.safe_dump(config))
         assert (trained_on(old / "adapter", spec, split, {"a-0"}) is not None) == found, spec
+
+
+def test_the_evaluation_says_what_conversations_an_adapter_was_trained_in(config, tmp_path, caplog):
+    """Two checkpoints of one run are told of once; with an environment nothing is."""
+    caplog.set_level(logging.WARNING)
+    group = asdict(EnvironmentConfig(tools=["python", "own tools.py:add"], max_turns=4))
+    for name, environment in (("run", group), ("plain", asdict(EnvironmentConfig()))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(json.dumps({"environment": environment}))
+    folders = [tmp_path / "run/adapter", tmp_path / "run/checkpoint-3", tmp_path / "plain/adapter", tmp_path / "none"]
+    warn_of_environments(config, folders)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        f"{tmp_path}/run/adapter was trained in conversations, and its first turn alone is scored; write"
+        """ --environment.tools '["python", "own tools.py:add"]' --environment.max_turns 4"""
+    )
+    warn_of_environments(replace(config, environment=EnvironmentConfig(tools=["python"])), folders)
+    assert len(caplog.records) == 1
