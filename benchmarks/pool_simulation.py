@@ -154,7 +154,7 @@ class VirtualEngine:
         self._timed(self._poll)
         return self._completions(pieces)
 
-    def _completions(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Completion]]:
+    def _completions(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Any]]:
         for number, piece in enumerate(pieces):
             while piece.id not in self.done:
                 self._next_event()

@@ -221,6 +221,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.aqn",
             "benchmarks.staleness",
             "benchmarks.delivery",
+            "benchmarks.pieces",
             "benchmarks.real",
             "benchmarks.accelerator",
             "benchmarks.report_page",
