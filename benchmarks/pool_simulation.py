@@ -33,8 +33,7 @@ from typing import Any
 
 from benchmarks._learning import markdown
 from perl.device import Devices
-from perl.prompts import row_seed
-from perl.records import Completion, Prompt, Sampling, Weights
+from perl.records import Completion, Prompt, Sampling, Weights, row_seed
 from perl.training.collect import Collector, Read
 from perl.training.stream import PromptStream
 from perl.workers.pool import WorkerPool

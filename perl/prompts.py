@@ -4,16 +4,15 @@ text."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from perl.base.errors import UserError
 from perl.models.images import filled, tokenizer_of
-from perl.records import Message, Problem, Prompt, Sampling, Trajectory
+from perl.records import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,33 +175,3 @@ def truncated(token_ids: list[int], limit: int, side: Literal["left", "right", "
         return token_ids
     first = {"left": 0, "right": limit, "middle": limit // 2}[side]
     return token_ids[:first] + token_ids[len(token_ids) - (limit - first) :]
-
-
-def row_seed(seed: int, key: str, index: int, turn: int = 0) -> int:
-    """Seed of the `index`-th completion of the row `key`, or of a later turn of its conversation: 63 bits that depend
-    on these values alone, so that neither the order of rows nor the number of devices changes a completion."""
-    words = f"{seed}\x1f{key}\x1f{index}" + (f"\x1f{turn}" if turn else "")
-    digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def next_prompt(row: Trajectory, *, sampling: Sampling, seed: int, group_size: int, context: int | None) -> Prompt:
-    """What a training draws next of a row, in as many tokens as are left to it: 0 or less where there are none.
-
-    Args:
-        sampling: of a whole completion.
-        seed: of the run. A turn's own names its prompt's place in the stream, its place in the group, and the turn.
-        group_size: the row at this place of a group is a greedy baseline.
-        context: tokens that it may reach, prompt included; None: any number.
-    """
-    token_ids = row.prompt_ids + tuple(row.token_ids)
-    left = sampling.max_new_tokens - len(row.token_ids)
-    if context is not None:
-        left = min(left, context - len(token_ids))
-    greedy = row.sample == group_size
-    return Prompt(
-        token_ids=token_ids,
-        seed=row_seed(seed, f"stream-{row.position}", row.sample, row.turns),
-        sampling=replace(sampling, max_new_tokens=left, temperature=0.0 if greedy else sampling.temperature),
-        images=row.images,
-    )

@@ -8,6 +8,7 @@ In an evaluation the Prompt is a Sample, which knows its place, and a line of sa
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -68,7 +69,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     max_new_tokens: int = 512
     seed: int = 0
-    """Seed of the run; each completion's own seed is derived from it (prompts.row_seed)."""
+    """Seed of the run; each completion's own seed is derived from it (row_seed)."""
 
     @property
     def truncates(self) -> bool:
@@ -113,6 +114,14 @@ class Prompt:
                 " shorten the prompt, leave it out, or raise --max_model_len if the model allows more"
             )
         return min(self.sampling.max_new_tokens, context - len(self.token_ids))
+
+
+def row_seed(seed: int, key: str, index: int, turn: int = 0) -> int:
+    """Seed of the `index`-th completion of the row `key`, or of a later turn of its conversation: 63 bits that depend
+    on these values alone, so that neither the order of rows nor the number of devices changes a completion."""
+    words = f"{seed}\x1f{key}\x1f{index}" + (f"\x1f{turn}" if turn else "")
+    digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 SampleId = tuple[str, str, int]
@@ -255,6 +264,27 @@ class Trajectory:
     def sampled_ids(self) -> list[int]:
         """What the policy drew of `token_ids`."""
         return [token for token, drawn in zip(self.token_ids, self.sampled, strict=True) if drawn]
+
+    def next_prompt(self, *, sampling: Sampling, seed: int, group_size: int, context: int | None) -> Prompt:
+        """What a training draws next of it, in as many tokens as are left to it: 0 or less where there are none.
+
+        Args:
+            sampling: of a whole completion.
+            seed: of the run. A turn's own names its prompt's place in the stream, its place in the group, and the turn.
+            group_size: the row at this place of a group is a greedy baseline.
+            context: tokens that it may reach, prompt included; None: any number.
+        """
+        token_ids = self.prompt_ids + tuple(self.token_ids)
+        left = sampling.max_new_tokens - len(self.token_ids)
+        if context is not None:
+            left = min(left, context - len(token_ids))
+        temperature = 0.0 if self.sample == group_size else sampling.temperature
+        return Prompt(
+            token_ids=token_ids,
+            seed=row_seed(seed, f"stream-{self.position}", self.sample, self.turns),
+            sampling=replace(sampling, max_new_tokens=left, temperature=temperature),
+            images=self.images,
+        )
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """What stands behind the tokens so far and was not drawn."""

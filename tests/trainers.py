@@ -12,8 +12,7 @@ from datasets import Dataset
 from perl.adapters import ADAPTERS
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
-from perl.prompts import row_seed
-from perl.records import Prompt, Weights
+from perl.records import Prompt, Weights, row_seed
 from perl.training.batch import Batch, MicroBatch
 from perl.training.grpo import import_trainer
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -20,8 +20,7 @@ from perl.engines.base import Feed, InProcess
 from perl.engines.vllm import RunningVLLM, import_vllm, random_state_kept, start_vllm
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine
 from perl.noise.injector import NoiseInjector
-from perl.prompts import row_seed
-from perl.records import Completion, Prompt, Sampling, Weights
+from perl.records import Completion, Prompt, Sampling, Weights, row_seed
 
 if TYPE_CHECKING:
     from peft import PeftConfig

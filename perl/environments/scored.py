@@ -12,8 +12,7 @@ from typing import Any
 
 from perl.engines.base import Engine
 from perl.environments.conversation import Conversations
-from perl.prompts import row_seed
-from perl.records import Prompt, Sample, Talked, Trajectory
+from perl.records import Prompt, Sample, Talked, Trajectory, row_seed
 from perl.rewards.files import ROW, row_of, text_of
 
 

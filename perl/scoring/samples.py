@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from perl.base.errors import UserError
 from perl.base.paths import user_path
 from perl.models.images import fitted, has_images
-from perl.prompts import PromptStyle, build_messages, decode, encode, row_seed
-from perl.records import Completion, Grade, Message, Problem, Sample, Sampling, Talked
+from perl.prompts import PromptStyle, build_messages, decode, encode
+from perl.records import Completion, Grade, Message, Problem, Sample, Sampling, Talked, row_seed
 from perl.scoring.results import ConversationRecord, SampleRecord
 from perl.tasks import TASKS
 from perl.tasks.trained import problem_hash

@@ -24,7 +24,6 @@ from perl.base.errors import UserError
 from perl.engines.base import PolicyEngine, warn_once
 from perl.engines.torch_policy import sampling_of
 from perl.environments.conversation import Conversations
-from perl.prompts import next_prompt
 from perl.records import Completion, Prompt, Sampling, Trajectory, Weights
 from perl.rewards.files import text_of
 from perl.rewards.functions import GradeEarly, logged_name
@@ -323,7 +322,11 @@ class Collector:
     def prompt(self) -> Callable[[Trajectory], Prompt]:
         """What is drawn next of a row; a worker is given it too."""
         return functools.partial(
-            next_prompt, sampling=self.sampling, seed=self.seed, group_size=self.group_size, context=self.context
+            Trajectory.next_prompt,
+            sampling=self.sampling,
+            seed=self.seed,
+            group_size=self.group_size,
+            context=self.context,
         )
 
 

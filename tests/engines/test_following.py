@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from perl.engines.torch_engine import TorchEngine
-from perl.prompts import row_seed
-from perl.records import Completion, Prompt, Sampling
+from perl.records import Completion, Prompt, Sampling, row_seed
 from tests.tiny import END, tiny_model, tiny_tokenizer
 
 TURNS, ROWS = 3, 6

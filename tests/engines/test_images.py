@@ -10,8 +10,8 @@ from perl.engines.hf import HFEngine
 from perl.engines.vllm import require_torchvision
 from perl.models.images import fitted
 from perl.models.pixels import image_arguments, image_inputs
-from perl.prompts import encode, row_seed
-from perl.records import Prompt, Sampling
+from perl.prompts import encode
+from perl.records import Prompt, Sampling, row_seed
 from tests.engines.models import completions
 from tests.tiny import geometry_rows, save_tiny_vision
 

@@ -11,8 +11,7 @@ import torch
 
 from perl.environments.tools import EnvironmentSource, ToolUse, methods_of
 from perl.grading import Grader
-from perl.prompts import row_seed
-from perl.records import Completion, Prompt, Sampling
+from perl.records import Completion, Prompt, Sampling, row_seed
 from perl.rewards.functions import RewardContext, build_rewards
 from perl.rewards.score import Rewards, environment
 from perl.training.batch import Batch

@@ -6,8 +6,8 @@ import pytest
 from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig
 from perl.evaluation.datasets import given, load_problem_set, load_problem_sets
-from perl.prompts import PromptStyle, build_messages, row_seed
-from perl.records import Problem
+from perl.prompts import PromptStyle, build_messages
+from perl.records import Problem, row_seed
 from perl.scoring.samples import cluster_of, folder_name, problem_keys, sampling_of_task
 from tests.tiny import tiny_tokenizer
 

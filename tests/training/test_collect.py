@@ -21,8 +21,7 @@ import torch
 from perl.base.errors import RankError, UserError
 from perl.config.load import parse
 from perl.engines.base import warn_once
-from perl.prompts import row_seed
-from perl.records import Completion, Sampling, Trajectory, Weights
+from perl.records import Completion, Sampling, Trajectory, Weights, row_seed
 from perl.rewards.score import Rewards
 from perl.training.batch import Batch
 from perl.training.collect import Collector, Read, to_draw
