@@ -123,9 +123,9 @@ class Rewards:
 
 def of_environments(rows: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """What reward functions get of them: of a class of TRL's the instance itself, unless a worker has it."""
-    here = [getattr(row.environment, "instance", None) or row.environment for row in rows if row.environment]
+    here = [row.environment for row in rows if row.environment is not None]
     return {
-        **({"environments": here} if here else {}),
+        **({"environments": [getattr(each, "instance", None) or each for each in here]} if here else {}),
         "environment_rewards": [row.environment_reward for row in rows],
         "completion_lengths": [len(row.token_ids) for row in rows],
     }

@@ -5,14 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from perl.base.errors import RankError
+from perl.config.schema import RolloutConfig
 from perl.records import Trajectory, Weights
 from perl.training.batch import Batch
 from perl.training.step import Step
 from perl.workers.rollouts import Piece, RolloutJob, Version
 from perl.workers.worker import Ready, Result
-from tests.tiny import tiny_model
+from tests.tiny import save_tiny
 
 
 class Inbox:
@@ -30,16 +32,15 @@ class Inbox:
         return self.left.pop(0)
 
 
-def test_a_worker_says_of_each_piece_what_it_cannot_read_and_lives_on():
-    engine = SimpleNamespace(model=tiny_model(), noise=None, stream=None, max_num_seqs=4, close=lambda: None)
-    job = SimpleNamespace(
+def test_a_worker_says_of_each_piece_what_it_cannot_read_and_lives_on(tmp_path):
+    job = RolloutJob(
+        model=str(save_tiny(tmp_path)), load={"dtype": torch.float32}, peft_config=None, processing=None,
+        rollout=RolloutConfig(engine="fast"), noise=None, generation_config=GenerationConfig(pad_token_id=0),
+        generation_kwargs={}, kernels="auto", dtype=torch.float32, piece_size=2, newest=False, talks=None, vllm={},
         threads=torch.get_num_threads(),
-        newest=False,
-        rollout=SimpleNamespace(engine="fast"),
-        torch_engine=lambda: engine,
-    )
+    )  # fmt: skip
     version = Version("run", Weights(version=2), "a" * 64)
-    ready, *answers = RolloutJob.serve(job, version, Inbox(version))
+    ready, *answers = job.serve(version, Inbox(version))
     assert isinstance(ready, Ready)
     assert [answer.id for answer in answers if isinstance(answer, Result)] == [(0, 0), (0, 1)]
     assert all("the policy that was sent can't be read" in answer.completion.error for answer in answers)
