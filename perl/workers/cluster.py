@@ -46,6 +46,8 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec):
         self._events: queue.SimpleQueue[WorkerEvent | None] = queue.SimpleQueue()
+        self._batches = 0
+        self._lost: str | None = None
         missing = [path for path in spec.job.paths(spec.weights) if not Path(path).exists()]
         self._link: ProcessLink | None = None
         if missing:
@@ -59,11 +61,20 @@ class WorkerActor:
         return socket.gethostname()
 
     @ray.method(concurrency_group="send")  # one after the other: a batch may need the weights that came with another
-    def send(self, batch: Batch | None) -> None:
-        if batch is not None and isinstance(batch.payload, ray.ObjectRef):
-            batch = replace(batch, payload=ray.get(batch.payload))
-        if self._link is not None:
+    def send(self, number: int, batch: Batch | None) -> None:
+        """Pass on the `number`th batch. A worker that has missed one ends: the next would be drawn from old weights."""
+        if self._link is None or self._lost is not None:
+            return
+        try:
+            if number != self._batches:
+                raise LookupError(f"batch {number} came in the place of batch {self._batches}")
+            self._batches += 1
+            if batch is not None and isinstance(batch.payload, ray.ObjectRef):
+                batch = replace(batch, payload=ray.get(batch.payload))
             self._link.send(batch)
+        except Exception as error:  # noqa: BLE001  # whatever it is, this batch is missed
+            self._lost = f"what it was sent did not arrive, {_why(error)}"
+            self._link.kill()
 
     def receive(self) -> list[WorkerEvent | None]:
         """The worker's events since the last call, waiting for one."""
@@ -74,7 +85,7 @@ class WorkerActor:
         return events
 
     def exit_reason(self) -> str:
-        return self._link.exit_reason() if self._link is not None else ""
+        return self._lost or (self._link.exit_reason() if self._link is not None else "")
 
 
 class ActorLink:
@@ -84,13 +95,15 @@ class ActorLink:
         self._deliver = deliver
         self._exit_reason = "its actor was ended"
         self._index = spec.index
+        self._batches = 0
         remote: Any = ray.remote
         self._actor: Any = remote(concurrency_groups={"send": 1})(WorkerActor).options(**options).remote(spec)
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     def send(self, batch: Batch | None) -> None:
-        self._actor.send.remote(batch)
+        self._actor.send.remote(self._batches, batch)
+        self._batches += 1
 
     def join(self, timeout: float) -> None:
         self._listener.join(timeout)
@@ -286,7 +299,7 @@ def _listed(resources: Mapping[str, float]) -> str:
     )
 
 
-def _why(error: RayError) -> str:
+def _why(error: Exception) -> str:
     text = str(error)
     if "No module named 'perl'" in text:
         return f"perl cannot be imported on its node; install it there, or put it under {ROOT} as here"

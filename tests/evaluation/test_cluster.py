@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import queue
 import re
 import socket
 import subprocess
@@ -22,9 +23,10 @@ from perl.config.evaluation import EvalConfig, parse
 from perl.workers import cluster
 from perl.workers.cluster import WorkerActor, slots_of
 from perl.workers.executors import make_executor
-from perl.workers.worker import EngineJob, Failed, WeightsSpec, WorkerSpec, require_device
+from perl.workers.worker import Batch, EngineJob, Failed, WeightsSpec, WorkerSpec, require_device
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import lines, wait_for
+from tests.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,6 +124,40 @@ def test_a_node_without_the_model_says_so(tmp_path):
     assert isinstance(failed, Failed)
     assert end is None
     assert failed.message.startswith(f"node {socket.gethostname()} has no {tmp_path}/nowhere; models and adapters have")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("missed", ["a payload that is gone", "a batch"])
+def test_a_worker_that_misses_what_it_is_sent_ends_before_it_takes_more(tmp_path, missed):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def lost():
+        raise OSError("Broken pipe")
+
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    with ray_cluster({"num_cpus": 1}) as cluster:
+        executor = make_executor("ray", 1, ray_address=cluster.address)
+        weights = WeightsSpec(str(save_tiny(tmp_path / "model")), "float32")
+        spec = WorkerSpec(
+            index=0, device="cpu", job=EngineJob("hf", {}), weights=weights, environment={}, log=tmp_path / "log"
+        )
+        link = executor.start(spec, events.put)
+        if missed == "a batch":
+            link._actor.send.remote(1, Batch(weights, []))
+        else:
+            link.send(Batch(weights, [], lost.remote()))
+        while events.get(timeout=120) is not None:
+            pass
+        why = link.exit_reason()
+        wait_for(lambda: not workers_below(map(raylet, cluster.list_all_nodes())), seconds=20)
+        executor.close()
+    said = {
+        "a batch": "LookupError: batch 1 came in the place of batch 0",
+        "a payload that is gone": r"RayTaskError\(OSError\): .*lost.*",
+    }
+    assert re.fullmatch(rf"what it was sent did not arrive, {said[missed]} on node \S+", why), why
 
 
 def test_a_slot_of_another_kind_of_device_is_an_error():
