@@ -41,6 +41,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "bfloat16, merged": {"dtype": torch.bfloat16},
     "int8": {"quantization": "int8"},
     "int8_w8a8": {"quantization": "int8_w8a8"},
+    "int4": {"quantization": "int4"},
 }
 
 
@@ -170,7 +171,8 @@ def distance(engine: TorchPolicyEngine, prompts: list[Prompt], completions: dict
 def megabytes(engine: TorchPolicyEngine) -> float:
     """Of the copy of the linear layers that draws."""
     if engine.merge.quantization != "none":
-        return sum(product.nbytes for product in engine.merge._quantised) / 1e6
+        assert engine.merge.quantised is not None
+        return engine.merge.quantised.nbytes / 1e6
     layers = [m for n, m in engine.model.named_modules() if type(m) is torch.nn.Linear and "lora_" not in n]
     return sum(4 * layer.weight.numel() for layer in layers) / 1e6  # of bfloat16 two tensors
 

@@ -29,7 +29,7 @@ from perl.base.errors import UserError
 from perl.device.sharding import any_rank, is_split, resharded
 from perl.engines.base import warn_once
 from perl.engines.linear import pack, packable, unpack
-from perl.engines.quantised import DIGITS, HiddenStates, Quantisation, QuantisedProduct, available
+from perl.engines.quantised import GROUP, SCHEMES, Quantisation, QuantisedLayers, available
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +76,10 @@ class RolloutMerge:
         """Whether the adapter changes a weight at all: until the first update it does not, and the base's weights are
         the merged ones as they are, so that nothing is written or copied."""
         self._logged = ""
-        self._to_quantise = [] if quantization == "none" else quantisable(model, quantization)  # a mistake is told here
-        self._quantised: list[QuantisedProduct] = []
-        """Of each of `_to_quantise`, made once: the base is frozen."""
-        self._states = HiddenStates(DIGITS.get(quantization, 0))
+        if quantization != "none":
+            quantisable(model, quantization)  # a mistake is told here
+        self.quantised: QuantisedLayers | None = None
+        """Made once: the base is frozen."""
 
     @contextlib.contextmanager
     def applied(self, dtype: torch.dtype | None = None, *, quantised: bool = False) -> Iterator[None]:
@@ -119,25 +119,18 @@ class RolloutMerge:
                 stack.callback(unpack, layer)
             yield
 
-    @contextlib.contextmanager
-    def _by_quantised(self) -> Iterator[None]:
-        if not self._quantised:
-            self._to_quantise = quantisable(self.model, self.quantization)  # FSDP2 may have split it since
-            self._quantised = [QuantisedProduct(each.weight, each.bias, self._states) for each in self._to_quantise]
-            held, whole = sum(p.nbytes for p in self._quantised), sum(p.weight.nbytes for p in self._to_quantise)
+    def _by_quantised(self) -> contextlib.AbstractContextManager[None]:
+        self.rounding_error = None
+        if self.quantised is None:
+            layers = quantisable(self.model, self.quantization)  # FSDP2 may have split it since
+            head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+            self.quantised = QuantisedLayers(layers, head, SCHEMES[self.quantization])
+            whole = sum(layer.weight.nbytes for layer in layers)
             log.info(
                 "rollouts: %s: %d linear layers in %.1f MB, %.1f MB as they are trained above; the adapter stays"
-                " unmerged", self.quantization, len(self._quantised), held / 1e6, whole / 1e6,
+                " unmerged", self.quantization, len(layers), self.quantised.nbytes / 1e6, whole / 1e6,
             )  # fmt: skip
-        self.rounding_error = None
-        try:
-            for layer, product in zip(self._to_quantise, self._quantised, strict=True):
-                layer.forward = product  # pyright: ignore[reportAttributeAccessIssue]
-            yield
-        finally:
-            self._states.forget()
-            for layer in self._to_quantise:
-                unpack(layer)
+        return self.quantised.applied()
 
     def _wanted(self) -> bool:
         """Decide for this rollout; the log says so where it was decided otherwise before."""
@@ -275,18 +268,26 @@ def quantisable(model: nn.Module, quantization: str) -> list[nn.Linear]:
         if type(module) is not lora.Linear or module.lora_variant or type(base) is not nn.Linear:
             raise UserError(
                 f"{flag}: {name.removeprefix('base_model.model.')} is {type(module).__name__} on {type(base).__name__},"
-                " and plain LoRA on linear layers alone is computed above an int8 product; write none"
+                " and plain LoRA on linear layers alone is computed above a quantised product; write none"
             )
         own |= set(module.modules()) - {base}
-    if not available():
-        raise UserError(f"{flag}: this torch has no int8 products of oneDNN; write none")
+    scheme = SCHEMES[quantization]
+    if not available(scheme):
+        raise UserError(f"{flag}: this torch has no products of {scheme.bits}-bit weights on a CPU; write none")
     layers = [module for module in model.modules() if type(module) is nn.Linear and module not in own]
     for layer in layers:
         weight = layer.weight
         if weight.device.type != "cpu":
-            raise UserError(f"{flag}: the weights are on {weight.device.type}, int8 products are a CPU's; write none")
+            raise UserError(
+                f"{flag}: the weights are on {weight.device.type}, and engine fast multiplies quantised ones on a CPU"
+                " alone; write --config.rollout.engine vllm, or none"
+            )
         if weight.numel() == 0 or is_split(weight):
             raise UserError(f"{flag}: the weights are split over the devices, and quantised whole alone; write none")
+        if scheme.group and weight.shape[1] % scheme.group:
+            raise UserError(
+                f"{flag}: a layer has {weight.shape[1]} inputs, which are no whole groups of {GROUP}; write int8"
+            )
     return layers
 
 

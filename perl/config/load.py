@@ -499,19 +499,14 @@ def check_workers(values: Namespace) -> None:
 
 def check_quantization(values: Namespace) -> None:
     """What a quantised sampler cannot be had with."""
-    rollout, noise = values.rollout, values.noise_injection
+    rollout = values.rollout
     if rollout.quantization == "none":
         return
     flag, leave_out = f"--config.rollout.quantization {rollout.quantization}", "--config.rollout.quantization none"
-    if rollout.engine != "fast":
+    if rollout.engine == "generate":
         raise UserError(
-            f"{flag}: --config.rollout.engine {rollout.engine} draws with weights that perl does not quantise; write"
+            f"{flag}: --config.rollout.engine generate draws with weights that perl does not quantise; write"
             f" --config.rollout.engine fast, or {leave_out}"
-        )
-    if rollout.workers:
-        raise UserError(
-            f"{flag}: --config.rollout.workers {rollout.workers} draw with the whole policy that they are sent; write"
-            f" --config.rollout.workers 0, or {leave_out}"
         )
     if values.peft.type not in UNMERGED:
         why = "all weights are trained" if values.peft.type == "none" else "is no sum of the base's product and its own"
@@ -521,18 +516,8 @@ def check_quantization(values: Namespace) -> None:
         )
     if rollout.merge_adapter is True:
         raise UserError(
-            f"{flag}: --config.rollout.merge_adapter true: int8 weights would round most of the adapter away; leave it"
-            f" out, or write {leave_out}"
-        )
-    if rollout.behaviour == "exact":
-        raise UserError(
-            f"{flag}: --config.rollout.behaviour exact: the trainer cannot compute a quantised policy again; write"
-            f" --config.rollout.behaviour engine, or {leave_out}"
-        )
-    if noise.enabled and noise.schedule == "target_kl":
-        raise UserError(
-            f"{flag}: --config.noise_injection.schedule target_kl would take what the quantisation does to the policy"
-            f" for the noise's part; write --config.noise_injection.schedule linear, or {leave_out}"
+            f"{flag}: --config.rollout.merge_adapter true: quantised weights would round most of the adapter away;"
+            f" leave it out, or write {leave_out}"
         )
 
 

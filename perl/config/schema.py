@@ -214,8 +214,8 @@ class RolloutConfig:
             completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask; vllm has TRL's own
             fields instead). auto is token where an older policy draws (lag, max_staleness) or a quantised one, else
             none.
-        quantization: int8 weights of the base while completions are sampled, the adapter unmerged above them, with
-            activations of 16 bits (int8) or 8 (int8_w8a8); on a CPU (fast only).
+        quantization: int8 or int4 weights of the base while completions are sampled, the adapter unmerged above them,
+            with activations of 16 bits, or of 8 (int8_w8a8); on a CPU with fast, else with vllm (not generate).
         workers: processes, each with a device of its own, that draw while the trainer trains; 0: the trainer draws
             (fast and vllm).
         executor: where workers run, processes of this machine or actors in a Ray cluster.
@@ -237,7 +237,7 @@ class RolloutConfig:
     capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"
     importance_correction: Literal["auto", "none", "token", "sequence", "token_mask", "sequence_mask"] = "auto"
-    quantization: Literal["none", "int8", "int8_w8a8"] = "none"
+    quantization: Literal["none", "int8", "int8_w8a8", "int4"] = "none"
     workers: NonNegativeInt = 0
     executor: Literal["processes", "ray"] = "processes"
     ray_address: str = "auto"

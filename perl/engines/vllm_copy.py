@@ -22,8 +22,9 @@ from perl import device
 from perl.adapters.delivery import ADAPTER, add_tensor, unpacked
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, whole
-from perl.engines.vllm import cpu_options, import_vllm, start_vllm
-from perl.engines.vllm_policy import BATCHED_TOKENS, LOGPROBS, DrawingVLLM, further_fields
+from perl.engines.quantised import Quantisation
+from perl.engines.vllm import cpu_options, import_vllm
+from perl.engines.vllm_policy import BATCHED_TOKENS, LOGPROBS, DrawingVLLM, further_fields, start_policy
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine, own_name
 from perl.models.folders import load_config
 from perl.noise.injector import NoiseInjector
@@ -44,6 +45,7 @@ class VLLMCopy(DrawingVLLM):
         dtype: that it computes in, as the trainer does.
         generation_kwargs, regex, eos_token_ids: as VLLMPolicyEngine has them.
         noise: `outline` of the trainer's, or None.
+        quantization: of its base.
 
     Raises:
         UserError: vLLM can't serve the adapter or be given the noise, has too little memory, or can't heed
@@ -61,6 +63,7 @@ class VLLMCopy(DrawingVLLM):
         regex: str | None,
         noise: NoiseInjector | None,
         eos_token_ids: Collection[int],
+        quantization: Quantisation = "none",
     ):
         os.environ.setdefault(SPLIT_KV, "0")
         import_vllm()
@@ -80,7 +83,7 @@ class VLLMCopy(DrawingVLLM):
         served = self.sync.options(started_with, None)
         if self.sync.reason is not None:
             raise UserError(f"--config.rollout.engine vllm: {self.sync.reason}; use --config.rollout.engine fast")
-        llm = start_vllm(served, training=True)
+        llm = start_policy(served, self.sync, quantization)
         on_engine = None if noise is None else noise_of_engine(llm, noise)
         super().__init__(llm, lambda: self.sync.adapter, further, on_engine, eos_token_ids)
 

@@ -17,7 +17,9 @@ from perl import device
 from perl.base.errors import UserError
 from perl.device.sharding import Gather
 from perl.engines.base import Feed, InProcess
-from perl.engines.vllm import RunningVLLM, import_vllm, random_state_kept, start_vllm
+from perl.engines.quantised import Quantisation
+from perl.engines.vllm import RunningVLLM, import_vllm, random_state_kept
+from perl.engines.vllm_quantised import start_quantised
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine
 from perl.noise.injector import NoiseInjector
 from perl.records import Completion, Prompt, Sampling, Weights, row_seed
@@ -110,10 +112,11 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
         noise: the trainer's, or None.
         eos_token_ids: tokens that end a completion of a rollout.
         seed: of the run.
+        quantization: of the engine's base, which is given the adapter alone then.
 
     Attributes:
         noise: the same noise on the engine's weights.
-        itemsize: bytes of a weight in vLLM, which chooses its own dtype.
+        itemsize: bytes of a weight in vLLM, which chooses its own dtype; 1 where it is quantised.
 
     Raises:
         UserError: for generation_kwargs that no rollout can heed, too little memory, and noise that vLLM's layers can't
@@ -136,6 +139,7 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
         noise: NoiseInjector | None,
         eos_token_ids: Collection[int],
         seed: int,
+        quantization: Quantisation = "none",
     ):
         with random_state_kept():
             import_vllm()
@@ -152,7 +156,8 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
                 "max_num_batched_tokens": BATCHED_TOKENS,
                 "logprobs_mode": LOGPROBS,
             }
-            llm: Any = start_vllm(self.sync.options(started_with, policy), training=True)
+            served = self.sync.options(started_with, policy)
+            llm: Any = start_policy(served, self.sync, quantization)
         self.sleeps = self.asleep = bool(options["enable_sleep_mode"])
         self.sleep_level = 1 if self.sync.reason is None else 2  # 2 throws the base away, which is sent again
         if self.sleeps:
@@ -160,7 +165,8 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
         processes.wait_for_everyone()  # DeepSpeed's own start hangs where some are still loading
         on_engine = None if noise is None else noise_of_engine(llm, noise)
         super().__init__(llm, lambda: self.sync.adapter, further, on_engine, eos_token_ids)
-        self.itemsize: int = self.engine.vllm_config.model_config.dtype.itemsize
+        dtype: Any = self.engine.vllm_config.model_config.dtype
+        self.itemsize: int = dtype.itemsize if quantization == "none" else 1
 
     def publish(self, weights: Weights) -> None:
         if weights.version != self.weights.version:
@@ -286,6 +292,21 @@ def not_comparable(sampling: Sampling, further: Mapping[str, Any]) -> str | None
         further: the user's fields of SamplingParams.
     """
     return "of a truncated distribution" if sampling.truncates or further else None
+
+
+def start_policy(options: Mapping[str, Any], sync: VLLMSync, quantization: Quantisation) -> Any:
+    """A vllm.LLM that draws in a training, its base quantised.
+
+    Args:
+        options: that `sync` has given.
+    """
+    flag = f"--config.rollout.quantization {quantization}"
+    if quantization != "none" and sync.reason is not None:
+        raise UserError(
+            f"{flag}: vLLM would be sent merged weights, and only an adapter of its own can be served above quantised"
+            f" ones: {sync.reason}; write none"
+        )
+    return start_quantised(options, quantization, flag, training=True)
 
 
 def quantization_of(policy: Any) -> str | None:

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ def _vllm(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[st
         noise=trainer.noise,
         eos_token_ids=trainer.eos_token_ids,
         seed=args.seed,
+        quantization=config.quantization,
     )
 
 
@@ -102,14 +104,17 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
             "held": HeldByVLLM(trainer.compute_dtype()),
             "incomparable": functools.partial(not_comparable, further=kwargs or ({"regex": regex} if regex else {})),
         }
+    # The trainer's own model only validates, and is compared with, where vLLM's copies draw.
+    local = replace(config, quantization="none") if by_vllm else config
     return PoolEngine(
-        _torch(trainer, config, peft_config, {} if by_vllm else kwargs),
+        _torch(trainer, local, peft_config, {} if by_vllm else kwargs),
         open_pool,
         Processes(trainer.accelerator),
         trainer.whole,
         piece_size(trainer, config),
         config.lag or config.max_staleness,
         newest=bool(config.max_staleness),
+        quantised=config.quantization != "none",
         **further,
     )
 
@@ -135,6 +140,7 @@ def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> d
         "regex": args.vllm_structured_outputs_regex,
         "noise": outline(trainer.noise) if trainer.noise else None,
         "eos_token_ids": trainer.eos_token_ids,
+        "quantization": config.quantization,
     }
 
 
@@ -178,6 +184,8 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
     taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     executor = make_executor(name, config.workers, 1, config.ray_address, taken=taken)
     ahead = f"staleness {config.max_staleness} at most" if config.max_staleness else f"lag {config.lag}"
+    if config.quantization != "none":
+        ahead += f", {config.quantization}"
     if config.engine != "vllm":
         ahead += f", importance correction {correction_of(config)}"
     log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor, job.piece_size, ahead)

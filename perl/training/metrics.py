@@ -165,17 +165,18 @@ class Metrics:
 
     def add_sampler(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor, noisy: bool) -> None:
         """Log-probabilities of drawn tokens by the sampler and by the trainer's policy of that time, in nats: [rows,
-        tokens]. KL(sampler || policy) is the mean of r - 1 - log r with r = p_policy / p_sampler ("k3" of John
-        Schulman's "Approximating KL divergence", 2020). A token without a number does not count."""
+        tokens]."""
         apart, known = difference(sampler, policy, mask)
         self.mean("rollout/logp_mismatch", apart.abs(), known)
-        self.mean("rollout/logp_kl", apart.exp() - 1 - apart, known)
+        self.kl("rollout/logp_kl", sampler, policy, mask)
         self.noisy |= noisy
 
-    def add_noise(self, sampler: torch.Tensor, clean: torch.Tensor, mask: torch.Tensor) -> None:
-        """The same of the policy without noise, while it is still the one that sampled: KL(noisy || clean)."""
-        apart, known = difference(sampler, clean, mask)
-        self.mean("aqn/kl", apart.exp() - 1 - apart, known)
+    def kl(self, name: str, drew: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> None:
+        """KL(policy that drew || other policy) from their log-probabilities of drawn tokens, nats: the mean of
+        r - 1 - log r with r = p_other / p_drew ("k3" of John Schulman's "Approximating KL divergence", 2020). A token
+        without a number does not count."""
+        apart, known = difference(drew, other, mask)
+        self.mean(name, apart.exp() - 1 - apart, known)
 
     def add_returns(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         """Of a generation batch's tokens of `mask`: what a critic said of them, and what it is to learn. Every process

@@ -80,6 +80,8 @@ class Step:
         stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
         itemsize: bytes of a number that the trainer computes in.
         exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
+        quantised: the engine draws with a quantised base, and the trainer's own is another one.
+        noise_of_all: what noise does to the policy is measured on all rows of a quantised engine, as sigma follows it.
     """
 
     args: TrainingConfig
@@ -107,6 +109,8 @@ class Step:
     entropy_bonus: EntropyBonus | None
     itemsize: int
     exact: bool = False
+    quantised: bool = False
+    noise_of_all: bool = False
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
     weights: Weights = field(default_factory=lambda: Weights(version=-1))
@@ -166,26 +170,28 @@ class Step:
         return rewards.masked_fill(rewards.isinf(), math.nan)
 
     @torch.no_grad()
-    def _by_samplers(self, batch: Batch) -> torch.Tensor:
-        """float32 [rows, width]: log-probabilities by the policy that has drawn each row, with its noise. Every process
-        must come here."""
+    def _by_samplers(self, batch: Batch, noisy: bool = True) -> torch.Tensor:
+        """float32 [rows, width]: log-probabilities by the policy that has drawn each row, its base not quantised, with
+        or without its noise. Every process must come here."""
         drew = [row.weights for row in batch.rows]
         logps = torch.empty((len(drew), batch.width), device=self.device)
         for weights in sorted(set(self.processes.gathered(list(set(drew))))):
             places = [place for place, each in enumerate(drew) if each == weights]
             rows = [batch.rows[place] for place in places or [0]]  # every process makes each pass
-            with self._as_sampled(weights) as policy:
+            with self._as_sampled(weights, noisy) as policy:
                 made = self.passes.logps(policy, rows, batch.width)
             logps[places] = made[: len(places)]
         return logps
 
     @contextlib.contextmanager
-    def _as_sampled(self, weights: Weights) -> Iterator[Any]:
+    def _as_sampled(self, weights: Weights, noisy: bool = True) -> Iterator[Any]:
         """The policy that draws with these weights, its adapter unmerged: without dropout, with its noise."""
-        draw = (weights.version, weights.draw)
-        noisy = contextlib.nullcontext() if self.noise is None else self.noise.applied(weights.sigma, draw)
-        with self.gathered() as policy, evaluation_mode(policy), self.engine.published(weights), noisy:
-            yield policy
+        with self.gathered() as policy, evaluation_mode(policy), self.engine.published(weights):
+            if self.noise is None or not noisy:
+                yield policy
+                return
+            with self.noise.applied(weights.sigma, (weights.version, weights.draw)):
+                yield policy
 
     def _reference(self, batch: Batch) -> torch.Tensor | None:
         if self.reference is None:
@@ -259,9 +265,9 @@ class Step:
     @torch.no_grad()
     def _compare(self, batch: Batch) -> None:
         """Are the sampler's log-probabilities those of the weights that it should have had? Asked of a few rows before
-        the first optimizer step, as afterwards the loss compares them at no cost; where copies draw, of each batch.
-        With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
-        if self.metrics.tolerance is not None and not self.engine.remote and not self.exact:
+        the first optimizer step, as afterwards the loss compares them at no cost; where copies draw, or a quantised
+        base, of each batch. With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
+        if self.metrics.tolerance is not None and not (self.engine.remote or self.exact or self.quantised):
             return
         why = self.engine.not_comparable(self.collector.sampling)
         if why or batch.sampler is None:
@@ -273,7 +279,7 @@ class Step:
         spread = max(1, len(batch.rows) // COMPARED_ROWS)
         if self.engine.remote and self.engine.piece_size:
             spread = min(spread, self.engine.piece_size)  # of each piece, as another copy may have drawn it
-        few = batch if self.exact else batch.select(range(0, len(batch.rows), spread))
+        few = batch if self.exact or self.noise_of_all else batch.select(range(0, len(batch.rows), spread))
         with self.clock("rollout"):
             trainer = self._by_samplers(few)
         tolerance = TOLERANCE[min(self.engine.itemsize, self.itemsize)]
@@ -289,8 +295,30 @@ class Step:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
         if count and self.engine.remote:
             self.metrics.value("rollout/engine_mismatch", total / count)
+        if self.quantised:
+            with self.clock("rollout"):
+                self._measure_drift(few, trainer, drawn)
         if self.exact:
             batch.sampler = trainer.masked_fill(~known, math.nan)
+
+    def _measure_drift(self, few: Batch, sampled: torch.Tensor, drawn: torch.Tensor) -> None:
+        """What lies between the policy that drew and the one that is trained, part by part: each is the KL divergence
+        to the next policy, in nats a token ("k3", as rollout/logp_kl), estimated on the tokens that the first one drew.
+
+        Args:
+            sampled: as `_by_samplers` has it.
+            drawn: bool [rows, width], tokens that the engine drew.
+        """
+        assert few.sampler is not None
+        self.metrics.kl("rollout/quantization_kl", few.sampler, sampled, drawn)
+        clean = sampled
+        if self.noise is not None:
+            clean = self._by_samplers(few, noisy=False)
+            if all(row.weights.sigma for row in few.rows):
+                self.metrics.kl("aqn/kl", sampled, clean, drawn)
+        if self.collector.lag:
+            now = self.passes.logps(self.model(), few.rows, few.width)
+            self.metrics.kl("rollout/staleness_kl", clean, now, drawn)
 
     def _log_rollout(self, batch: Batch, rewards: torch.Tensor, metrics: dict[str, float]) -> None:
         functions = self.collector.rewards
@@ -366,8 +394,9 @@ class Step:
             return
         other = self.collector.lag > 0 or any(row.weights.sigma != 0 for row in rows)
         self.metrics.add_sampler(inputs.sampler, inputs.old, inputs.mask, other and not self.noisy_old)
-        if self.noise is not None and all(row.weights.version == step for row in rows):  # the policy, before an update
-            self.metrics.add_noise(inputs.sampler, inputs.policy, inputs.mask)
+        fresh = all(row.weights.version == step for row in rows)  # the policy is the one that drew, before an update
+        if self.noise is not None and fresh and not self.quantised:
+            self.metrics.kl("aqn/kl", inputs.sampler, inputs.policy, inputs.mask)
 
     def end_of_update(self) -> None:
         """Every process must come here."""

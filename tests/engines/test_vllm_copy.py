@@ -27,6 +27,7 @@ from perl.models.folders import load_model
 from perl.noise.injector import NoiseInjector
 from perl.records import Sampling, Weights
 from tests.engines.test_vllm import make_prompts
+from tests.engines.test_vllm_quantised import SIZES
 from tests.tiny import END, save_tiny
 from tests.trainers import SUMS, make_trainer, move_adapter, reward_tokens
 
@@ -42,13 +43,15 @@ OPTIONS: dict[str, Any] = {
 NOISY = Weights(version=3, sigma=0.1, draw=1)
 
 
-def train(model: Path, folder: Path, workers: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def train(
+    model: Path, folder: Path, workers: int, **rollout: Any
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     loaded = load_model(model)
     loaded.name_or_path = str(model)
     trainer = make_trainer(
         folder, model=loaded, engine="vllm", use_vllm=True, noise=NOISE, max_steps=4, prompts=SUMS,
         rewards=[lambda completion_ids, **columns: reward_tokens(completion_ids)], vllm_max_model_length=64,
-        rollout={"workers": workers, "lag": 1, "piece_size": 4},
+        rollout={"workers": workers, "lag": 1, "piece_size": 4} | rollout,
     )  # fmt: skip
     try:
         trainer.train()
@@ -143,6 +146,21 @@ def test_a_run_is_the_same_with_one_worker_and_with_two(base, tmp_path):
     rows = [row for row in logged if "rollout/engine_mismatch" in row]
     assert [row["pool/staleness"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
     assert all(row["rollout/engine_mismatch"] < 1e-3 for row in rows)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_with_a_quantised_base_too(tmp_path):
+    base = save_tiny(tmp_path / "base", scale=8.0, **SIZES)
+    one, logged = train(base, tmp_path / "one", 1, quantization="int8_w8a8")
+    two, _ = train(base, tmp_path / "two", 2, quantization="int8_w8a8")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    rows = [row for row in logged if "rollout/engine_mismatch" in row]
+    assert [row["pool/staleness"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
+    for row in rows:
+        assert 1e-3 < row["rollout/engine_mismatch"] < 0.5
+        assert row["rollout/quantization_kl"] > 1e-4
+        assert row["aqn/kl"] > 1e-6
 
 
 def test_what_a_trainer_says_that_it_sent_is_of_scale_adapter_and_noise(tmp_path):

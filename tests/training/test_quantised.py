@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from perl.config.schema import NoiseConfig
+from perl.models.folders import load_model
+from tests.tiny import save_tiny
 from tests.trainers import make_trainer
 
 NOISE = {"enabled": True, "seed": 3, "sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 2}
@@ -12,10 +14,20 @@ NOISE = {"enabled": True, "seed": 3, "sigma_start": 0.05, "sigma_end": 0.01, "nu
 def trained(folder, **settings):
     trainer = make_trainer(folder, engine="fast", max_steps=2, logging_steps=1, **settings)
     base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        trainer.step.engine.close()
     assert all(torch.equal(dict(trainer.model.named_parameters())[name], tensor) for name, tensor in base.items())
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return weights, [row for row in trainer.state.log_history if "rollout/logp_kl" in row]
+
+
+def from_folder(folder):
+    """A model that workers can load too."""
+    model = load_model(save_tiny(folder, scale=4.0))
+    model.name_or_path = str(folder)
+    return model
 
 
 @pytest.mark.parametrize("noise", [None, NoiseConfig(**NOISE)], ids=["no noise", "AQN"])
@@ -34,3 +46,56 @@ def test_none_is_the_training_that_was(tmp_path):
     none, logged = trained(tmp_path / "none", rollout={"quantization": "none"})
     assert all(torch.equal(plain[name], tensor) for name, tensor in none.items())
     assert "sampling/importance_sampling_ratio/mean" not in logged[0]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_each_part_does_to_the_policy_is_measured_apart(tmp_path, quantization):
+    weights, logged = trained(
+        tmp_path / "run",
+        model=from_folder(tmp_path / "base"),
+        noise=NoiseConfig(**NOISE),
+        rollout={"quantization": quantization, "workers": 1, "lag": 1},
+    )
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    first, second = logged
+    assert first["rollout/staleness_kl"] == pytest.approx(0.0, abs=1e-6)  # the policy of step 0 drew it
+    assert second["rollout/staleness_kl"] > 1e-4
+    for row in logged:
+        assert row["rollout/quantization_kl"] > 1e-5
+        assert row["aqn/kl"] > 1e-6
+        assert row["rollout/engine_mismatch"] > 1e-3
+
+
+def test_workers_draw_what_the_trainer_draws_itself(tmp_path):
+    rollout = {"quantization": "int4", "piece_size": 4}
+    ways = {"alone": {}, "one worker": {"workers": 1}, "two workers": {"workers": 2}}
+    found = {}
+    for name, way in ways.items():
+        model = from_folder(tmp_path / name / "base")
+        found[name], _ = trained(tmp_path / name / "run", model=model, rollout=rollout | way)
+    for name in ways:
+        assert all(torch.equal(found["alone"][each], tensor) for each, tensor in found[name].items())
+
+
+def test_without_quantisation_the_parts_are_not_there(tmp_path):
+    _, logged = trained(tmp_path)
+    assert not [name for row in logged for name in row if name.endswith(("quantization_kl", "staleness_kl"))]
+
+
+def test_the_exact_policy_leaves_the_quantisation_out_of_the_correction(tmp_path):
+    """Without noise and lag the policy that drew, its base not quantised, is the one that is trained."""
+    _, logged = trained(tmp_path, rollout={"quantization": "int8_w8a8", "behaviour": "exact"})
+    for row in logged:
+        assert row["rollout/logp_kl"] == pytest.approx(0.0, abs=1e-6)
+        assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+        assert row["rollout/quantization_kl"] > 1e-5
+
+
+def test_target_kl_follows_the_noise_and_not_the_quantisation(tmp_path):
+    """Four bits move the policy by far more than the target, which would bring sigma down to its bound."""
+    noise = NoiseConfig(enabled=True, seed=3, schedule="target_kl", sigma_start=0.01, target_kl_start=0.01)
+    _, logged = trained(tmp_path, noise=noise, rollout={"quantization": "int4"})
+    first, second = logged
+    assert first["rollout/quantization_kl"] > first["aqn/kl"]
+    expected = 0.01 * (0.01 / first["aqn/kl"]) ** 0.5  # the target over the first measurement
+    assert second["aqn/sigma"] == pytest.approx(min(max(expected, 0.005), 0.02), rel=1e-3)

@@ -59,7 +59,7 @@ def test_difference_and_kl_by_hand():
 
 def test_the_kl_divergence_of_the_noise_is_taken_by_itself():
     made = metrics()
-    made.add_noise(torch.tensor([[-0.5]]), torch.tensor([[0.0]]), mask_of([1]))
+    made.kl("aqn/kl", torch.tensor([[-0.5]]), torch.tensor([[0.0]]), mask_of([1]))
     assert made.take_mean("aqn/kl") == pytest.approx(math.exp(0.5) - 1.5)
     assert made.logged["aqn/kl"] == pytest.approx([math.exp(0.5) - 1.5])
     assert made.take_mean("aqn/kl") is None
@@ -140,9 +140,11 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
         weights=Weights(version=-1),
         itemsize=4,
         exact=False,
+        quantised=False,
+        noise_of_all=False,
         _batches_left=lambda step: 1,
         _by_samplers=lambda few: Step._by_samplers(step, few),
-        _as_sampled=lambda weights: nullcontext(),
+        _as_sampled=lambda weights, noisy: nullcontext(),
         passes=SimpleNamespace(logps=logps),
         device=torch.device("cpu"),
     )

