@@ -1,6 +1,6 @@
 """Workers that draw while the trainer trains, beside the same run without them.
 
-    python -m benchmarks.pool [--steps 12] [--completion 192]
+    python -m benchmarks.pool [--steps 8] [--completion 192] [--sides "ddp;lag 1"]
 
 Five runs of perl.train, one after another, of the same rows a step: a model of 12 million random weights with the
 quickstart's tokenizer, whose completions end at random (geometric lengths, a long tail). One thread a process:
@@ -98,9 +98,10 @@ def seconds(run: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--completion", type=int, default=192)
+    parser.add_argument("--sides", help="only these, separated by semicolons")
     options = parser.parse_args()
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -113,7 +114,8 @@ def main() -> None:
             "lag 0": (1, 1, {"rollout__workers": 1}),
             "lag 1": (1, 1, {"rollout__workers": 1, "rollout__lag": 1}),
         }
-        for side, (processes, threads, flags) in settings.items():
+        for side in options.sides.split(";") if options.sides else settings:
+            processes, threads, flags = settings[side]
             run = folder / side.replace(" ", "")
             made = [
                 started(
@@ -132,11 +134,15 @@ def main() -> None:
                 sys.exit(f"{side}: {(folder / f'{run.name}.log').read_text()[-2000:]}")
             figures[side] = seconds(run)
             print(side, {name: round(value, 3) for name, value in figures[side].items()}, flush=True)
-    bound = max(figures["alone"]["timing/rollout"], figures["alone"]["timing/update"])
-    steps = {f"{side.replace(' ', '')}_s": round(each["timing/step"], 3) for side, each in figures.items()}
-    lag1 = figures["lag 1"]["timing/step"]
-    ratios = {"lag1_over_bound": lag1 / bound, "lag1_over_ddp": lag1 / figures["ddp"]["timing/step"]}
-    print(json.dumps(steps | {"bound_s": round(bound, 3)} | {name: round(value, 3) for name, value in ratios.items()}))
+    steps = {side: each["timing/step"] for side, each in figures.items()}
+    if "alone" in figures:
+        steps["bound"] = max(figures["alone"]["timing/rollout"], figures["alone"]["timing/update"])
+    ratios = {
+        f"lag1_over_{side}": round(steps["lag 1"] / steps[side], 3)
+        for side in ("bound", "ddp")
+        if {"lag 1", side} <= steps.keys()
+    }
+    print(json.dumps({f"{side.replace(' ', '')}_s": round(value, 3) for side, value in steps.items()} | ratios))
 
 
 if __name__ == "__main__":
