@@ -27,9 +27,9 @@ from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, Rounding
 from perl.adapters.none import has_adapter
 from perl.base.errors import UserError
 from perl.device.sharding import any_rank, is_split, resharded
-from perl.engines.base import warn_once
+from perl.engines.base import evaluation_mode, warn_once
 from perl.engines.linear import pack, packable, unpack
-from perl.engines.quantised import GROUP, SCHEMES, Quantisation, QuantisedLayers, available
+from perl.engines.quantised import GROUP, SCHEMES, Quantisation, QuantisedLayers, available, wide_inputs
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ class RolloutMerge:
         """Whether the adapter changes a weight at all: until the first update it does not, and the base's weights are
         the merged ones as they are, so that nothing is written or copied."""
         self._logged = ""
-        if quantization != "none":
-            quantisable(model, quantization)  # a mistake is told here
+        self._wide = self._inputs_of_16_bits()
         self.quantised: QuantisedLayers | None = None
         """Made once: the base is frozen."""
 
@@ -119,12 +118,24 @@ class RolloutMerge:
                 stack.callback(unpack, layer)
             yield
 
+    def _inputs_of_16_bits(self) -> dict[nn.Linear, torch.Tensor]:
+        """Of each layer, seen before there is noise on norms, of which a resumed run would see another. A mistake is
+        told here."""
+        if self.quantization == "none":
+            return {}
+        layers = quantisable(self.model, self.quantization)
+        if SCHEMES[self.quantization].activation_bits == 16:
+            return {}
+        without = self.model.disable_adapter() if has_adapter(self.model) else contextlib.nullcontext()  # type: ignore[operator]
+        with evaluation_mode(self.model), without:
+            return wide_inputs(self.model, layers)
+
     def _by_quantised(self) -> contextlib.AbstractContextManager[None]:
         self.rounding_error = None
         if self.quantised is None:
             layers = quantisable(self.model, self.quantization)  # FSDP2 may have split it since
             head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
-            self.quantised = QuantisedLayers(layers, head, SCHEMES[self.quantization])
+            self.quantised = QuantisedLayers(layers, head, SCHEMES[self.quantization], self._wide)
             whole = sum(layer.weight.nbytes for layer in layers)
             log.info(
                 "rollouts: %s: %d linear layers in %.1f MB, %.1f MB as they are trained above; the adapter stays"

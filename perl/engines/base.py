@@ -139,6 +139,19 @@ class InProcess:
         return False
 
 
+@contextlib.contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Switch dropout and gradient checkpointing off, and put each module's training flag back afterwards. TRL samples
+    in training mode, with lora_dropout at work, while the loss's ratio takes sampler and learner for one policy."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def resolve_dtype(dtype: str, config: PreTrainedConfig) -> str:
     """The name of `dtype`; "auto" is what the checkpoint is stored in, and float32 where the device computes in that.
     (vLLM's own "auto" would halve a float32 checkpoint.)"""

@@ -4,9 +4,13 @@
     int4              W[o, i] ~ scale[o, g] * w[o, i],   scale[o, g] = -(that of largest |W|) / 8,  -8 <= w <= 7
                                                           (g: a group of 32 inputs; the form of GGUF's Q4_0)
 
-    int8_w8a8         x[r, i] ~ s[r] * a[r, i],          s[r] = max_i |x[r, i]| / 127            (symmetric, per row)
-    int8              x[r, i] ~ s[r] * (128 h + l),      s[r] = max_i |x[r, i]| / (127 * 128)    (h and l are int8)
+    int8, int8_w8a8   x[r, i] ~ s[r] * a[r, i],          s[r] = max_i |x[r, i]| / m[i]           (symmetric, per row)
+                      m[i] = 127, or 127 * 128 for an input of 16 bits, where a = 128 h + l with h and l of int8
     int4              x in bfloat16
+
+int8 has all inputs in 16 bits; int8_w8a8 the WIDE ones of each layer that are largest on a probe: a few columns of the
+hidden states are so much larger than all others that one scale for both leaves the others few digits (LLM.int8(), arXiv
+2208.07339).
 
 A product of int8 numbers, y[r, o] = s[r] * scale[o] * sum_i a[r, i] w[o, i], is a sum of whole numbers, which no order
 changes; torch's product of int4 weights adds up a row by itself. So a row's bits depend on nothing but the row. oneDNN
@@ -18,13 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from perl.adapters.probe import probe_tokens
 
 Quantisation = Literal["none", "int8", "int8_w8a8", "int4"]
 GROUP = 32
@@ -58,28 +64,39 @@ HIGH = 128
 """What the high digit of an activation counts for."""
 ZERO = 128
 """What stands for 0 among the unsigned numbers of activations."""
+WIDE = 32
+"""Inputs of a layer that keep 16 bits where others have 8."""
 INT4_OUTPUTS = 16
 """What torch's product of int4 weights has a multiple of."""
 
 
 class QuantisedLayers:
-    """Copies of the linear layers of a model that compute in their place inside `applied`. The head keeps 8 bits, and
-    computes with hidden states of the scheme's activations.
+    """Copies of the linear layers of a model that compute in their place inside `applied`. The head keeps 8 bits.
 
     Args:
         layers: whose weights are whole, on a CPU, and stay as they are.
         head: of them, the one that gives logits, or None.
+        wide: by layer, which inputs keep 16 bits where others have 8 (`wide_inputs`).
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], head: nn.Module | None, scheme: Scheme):
+    def __init__(
+        self,
+        layers: Sequence[nn.Linear],
+        head: nn.Module | None,
+        scheme: Scheme,
+        wide: Mapping[nn.Linear, torch.Tensor] | None = None,
+    ):
         self.layers = layers
-        self._states = states = HiddenStates(scheme.activation_bits // 8)
-        self.products: list[QuantisedProduct] = [
-            Int4Product(layer.weight, layer.bias)
-            if scheme.bits == 4 and layer is not head
-            else Int8Product(layer.weight, layer.bias, states)
-            for layer in layers
-        ]
+        self._states = states = HiddenStates()
+        none = torch.empty(0, dtype=torch.int64)
+
+        def product(layer: nn.Linear) -> QuantisedProduct:
+            if scheme.bits == 4 and layer is not head:
+                return Int4Product(layer.weight, layer.bias)
+            inputs = None if scheme.activation_bits == 16 else (wide or {}).get(layer, none)
+            return Int8Product(layer.weight, layer.bias, states, inputs)
+
+        self.products = [product(layer) for layer in layers]
         self.nbytes = sum(product.nbytes for product in self.products)
 
     @contextlib.contextmanager
@@ -94,36 +111,65 @@ class QuantisedLayers:
                 vars(layer).pop("forward", None)
 
 
+@torch.no_grad()
+def wide_inputs(model: Any, layers: Sequence[nn.Linear]) -> dict[nn.Linear, torch.Tensor]:
+    """By layer, the WIDE inputs that are largest anywhere in a forward of the probe's tokens, int64 in ascending order;
+    a quarter of them at most."""
+    found: dict[nn.Linear, torch.Tensor] = {}
+
+    def look(layer: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        largest = arguments[0].float().flatten(0, -2).abs().amax(dim=0)
+        found[layer] = largest.topk(min(WIDE, len(largest) // 4)).indices.sort().values
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    try:
+        model(input_ids=probe_tokens(model.get_input_embeddings().num_embeddings), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
 class HiddenStates:
-    """Hidden states as whole numbers: those read last, as several layers read the same (query, key and value).
+    """Hidden states as whole numbers: those read last, as several layers read the same (query, key and value)."""
 
-    Args:
-        digits: of an activation, of eight bits each.
-    """
-
-    def __init__(self, digits: int):
-        self.digits = digits
+    def __init__(self) -> None:
         self._read: torch.Tensor | None = None
-        self._numbers: tuple[list[torch.Tensor], torch.Tensor] = [], torch.empty(0)
+        self._numbers = torch.empty(0), torch.empty(0), torch.empty(0)
 
-    def numbers(self, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Of [..., in]: the digits from the lowest on, uint8 [rows, in] each and ZERO more than they are, and the rows'
-        scale, float32 [rows, 1]. A single row comes twice: some shapes' products of one row take a hundred times as
-        long."""
+    def numbers(
+        self, x: torch.Tensor, wide: torch.Tensor | None, largest: torch.Tensor | int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of [..., in]: the low digits, uint8 [rows, in], the high ones of the inputs of 16 bits, uint8 [rows, wide],
+        both ZERO more than they are, and the rows' scale, float32 [rows, 1]. A single row comes twice: some shapes'
+        products of one row take a hundred times as long.
+
+        Args:
+            wide: the inputs of 16 bits, in all layers that read `x`; None: all are.
+            largest: of an input's numbers, float32 [in] or one for all.
+        """
         if x is not self._read:
             rows = x.reshape(-1, x.shape[-1]).float()
             rows = rows.expand(2, -1) if len(rows) == 1 else rows
-            numbers, scale = quantise_rows(rows, LARGEST if self.digits == 1 else LARGEST * HIGH)
-            digits = [numbers]
-            if self.digits == 2:
-                high = numbers.mul(1 / HIGH).round_()
-                digits = [numbers.sub_(high, alpha=HIGH), high]
-            self._read, self._numbers = x, ([digit.add_(ZERO).to(torch.uint8) for digit in digits], scale)
+            low, scale = quantise_rows(rows, largest)
+            both = low if wide is None else low[:, wide]
+            high = both.mul(1 / HIGH).round_()
+            if wide is None:
+                low.sub_(high, alpha=HIGH)
+            elif len(wide):
+                low[:, wide] = both.sub_(high, alpha=HIGH)
+            self._read, self._numbers = x, (unsigned(low), unsigned(high), scale)
         return self._numbers
 
     def forget(self) -> None:
         """Let go of them; a tensor of another run may be the same object."""
-        self._read, self._numbers = None, ([], torch.empty(0))
+        self._read = None
+        self._numbers = torch.empty(0), torch.empty(0), torch.empty(0)
+
+
+def unsigned(numbers: torch.Tensor) -> torch.Tensor:
+    """Float numbers from -127 to 127 as uint8, ZERO added."""
+    return numbers.add_(ZERO).to(torch.uint8)
 
 
 class QuantisedProduct(Protocol):
@@ -139,37 +185,55 @@ class QuantisedProduct(Protocol):
 
 
 class Int8Product:
-    """By oneDNN. See `QuantisedProduct`."""
+    """By oneDNN. See `QuantisedProduct`.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, states: HiddenStates):
+    Args:
+        weight: floating [out, in]; it may go, the copy stays.
+        bias: floating [out], or None.
+        states: of all layers of a model.
+        wide: inputs of 16 bits; None: all.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, states: HiddenStates, wide: torch.Tensor | None = None
+    ):
         numbers, scale = quantise_rows(weight.detach().float(), LARGEST)
-        self.weight = torch.ops.onednn.qlinear_prepack(numbers.to(torch.int8), None)
+        numbers = numbers.to(torch.int8)
+        self.weight = self.high = torch.ops.onednn.qlinear_prepack(numbers, None)
+        self.largest: torch.Tensor | int = LARGEST * HIGH
+        self.nbytes = weight.numel() + 4 * len(weight)
+        if wide is not None:
+            self.high = torch.ops.onednn.qlinear_prepack(numbers[:, wide], None) if len(wide) else None
+            self.largest = torch.full((weight.shape[1],), float(LARGEST))
+            self.largest[wide] *= HIGH
+            self.nbytes += len(weight) * len(wide)
+        self.wide = wide
         self.scale = scale.flatten()
         """float32 [out]."""
         self.zero = torch.zeros(len(weight), dtype=torch.int32)
         self.bias = None if bias is None else bias.detach().float()
         self.states = states
-        self.nbytes = weight.numel() + self.scale.nbytes
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        (low, *high), scale = self.states.numbers(x)
-        product = self._product(low, 1.0)
-        if high:
-            product.add_(self._product(high[0], float(HIGH)))
+        low, high, scale = self.states.numbers(x, self.wide, self.largest)
+        product = self._product(low, self.weight, 1.0)
+        if self.high is not None:
+            product.add_(self._product(high, self.high, float(HIGH)))
         product.mul_(scale)
         if self.bias is not None:
             product.add_(self.bias)
         return product[: x.numel() // x.shape[-1]].to(x.dtype).view(*x.shape[:-1], -1)
 
-    def _product(self, digits: torch.Tensor, counts: float) -> torch.Tensor:
+    def _product(self, digits: torch.Tensor, weight: torch.Tensor, counts: float) -> torch.Tensor:
         """float32 [rows, out], in units of the row's scale.
 
         Args:
-            digits: uint8 [rows, in].
-            counts: what each counts for, a power of two.
+            digits: uint8 [rows, in], ZERO more than they are.
+            weight: packed, of these inputs.
+            counts: what each digit counts for, a power of two.
         """
         return torch.ops.onednn.qlinear_pointwise(
-            digits, counts, ZERO, self.weight, self.scale, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
+            digits, counts, ZERO, weight, self.scale, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
 
 
@@ -197,10 +261,20 @@ class Int4Product:
         return product.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def quantise_rows(rows: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [rows, n] as whole numbers from -largest to largest, still float32, and the scale of each row, [rows, 1]:
-    their product is `rows` within half a scale. A row of zeros has a scale of next to nothing."""
-    scale = rows.abs().amax(dim=1, keepdim=True).div_(largest).clamp_min_(SMALLEST)
+def quantise_rows(rows: torch.Tensor, largest: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [rows, n] as whole numbers, still float32, and the scale of each row, [rows, 1]: their product is `rows`
+    within half a scale. A row of zeros has a scale of next to nothing.
+
+    Args:
+        largest: without its sign, of all numbers, or of each column's, float32 [n].
+    """
+    sizes = rows.abs()
+    if isinstance(largest, torch.Tensor):
+        sizes.div_(largest)
+    scale = sizes.amax(dim=1, keepdim=True)
+    if not isinstance(largest, torch.Tensor):
+        scale.div_(largest)
+    scale.clamp_min_(SMALLEST)
     return (rows * scale.reciprocal()).round_(), scale  # to divide takes three times as long
 
 

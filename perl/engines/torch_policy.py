@@ -20,7 +20,7 @@ from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
-from perl.engines.base import Feed, InProcess
+from perl.engines.base import Feed, InProcess, evaluation_mode
 from perl.engines.scheduler import Sequence
 from perl.engines.stock import generate_plain
 from perl.engines.torch_engine import TorchEngine
@@ -219,19 +219,6 @@ def update_memory(model: torch.nn.Module, first: bool) -> int:
     there are none, and before the first update Adam's two moments."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return sum(4 * local(p).numel() * ((p.grad is None) + 2 * first) for p in trained)
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """Switch dropout and gradient checkpointing off, and put each module's training flag back afterwards. TRL samples
-    in training mode, with lora_dropout at work, while the loss's ratio takes sampler and learner for one policy."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def require_possible(generation_kwargs: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from perl.engines.quantised import (
     QuantisedProduct,
     quantise_groups,
     quantise_rows,
+    wide_inputs,
 )
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.noise.injector import NoiseInjector
@@ -29,9 +30,15 @@ from tests.engines.test_torch_policy import SAMPLING, adapted, ask, drawn, make_
 pytestmark = pytest.mark.numeric
 
 
-def product(weight, bias=None, digits=2) -> QuantisedProduct:
-    """Of int8 weights and activations of so many digits; 0: of int4 weights."""
-    return Int8Product(weight, bias, HiddenStates(digits)) if digits else Int4Product(weight, bias)
+EIGHT = torch.empty(0, dtype=torch.int64)
+"""No input has 16 bits."""
+
+
+def product(weight, bias=None, bits=16) -> QuantisedProduct:
+    """Of int8 weights, with activations of so many bits; 4: of int4 weights. With 12, inputs 0 and 3 have 16."""
+    if bits == 4:
+        return Int4Product(weight, bias)
+    return Int8Product(weight, bias, HiddenStates(), {8: EIGHT, 12: torch.tensor([0, 3]), 16: None}[bits])
 
 
 def test_rows_as_whole_numbers_by_hand():
@@ -40,15 +47,15 @@ def test_rows_as_whole_numbers_by_hand():
     assert numbers.tolist() == [[127.0, -50.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize(("digits", "expected"), [
-    # w = [[127, -64, 32], [0, 127, -127]] at scales 0.01 and 0.02; of x = [1.27, 0.3, -0.1] one digit is [127, 30, -10]
-    # at scale 0.01, of two digits the numbers are [16256, 3840, -1280] at 1.27 / 16256.
-    (1, [0.01 * 0.01 * (127 * 127 - 64 * 30 - 32 * 10), 0.01 * 0.02 * (127 * 30 + 127 * 10)]),
-    (2, [1.27 / 16256 * 0.01 * (127 * 16256 - 64 * 3840 - 32 * 1280), 1.27 / 16256 * 0.02 * 127 * (3840 + 1280)]),
+@pytest.mark.parametrize(("bits", "expected"), [
+    # w = [[127, -64, 32], [0, 127, -127]] at scales 0.01 and 0.02; of x = [1.27, 0.3, -0.1] the numbers of 8 bits are
+    # [127, 30, -10] at scale 0.01, those of 16 bits [16256, 3840, -1280] at 1.27 / 16256.
+    (8, [0.01 * 0.01 * (127 * 127 - 64 * 30 - 32 * 10), 0.01 * 0.02 * (127 * 30 + 127 * 10)]),
+    (16, [1.27 / 16256 * 0.01 * (127 * 16256 - 64 * 3840 - 32 * 1280), 1.27 / 16256 * 0.02 * 127 * (3840 + 1280)]),
 ])  # fmt: skip
-def test_a_product_by_hand(digits, expected):
+def test_a_product_by_hand(bits, expected):
     weight = torch.tensor([[1.27, -0.64, 0.32], [0.0, 2.54, -2.54]])
-    made = product(weight, torch.tensor([1.0, 0.0]), digits)(torch.tensor([[[1.27, 0.3, -0.1]]]))
+    made = product(weight, torch.tensor([1.0, 0.0]), bits)(torch.tensor([[[1.27, 0.3, -0.1]]]))
     assert made.shape == (1, 1, 2)
     assert made.flatten().tolist() == pytest.approx([1.0 + expected[0], expected[1]], rel=1e-6)
 
@@ -72,16 +79,16 @@ def test_a_product_of_int4_by_hand():
     weight[2, 63] = -1.0  # 0.125 * -8
     x = torch.zeros(1, 1, 64)
     x[0, 0, [0, 1, 2, 32, 63]] = torch.tensor([1.0, 2.0, 4.0, -0.5, 8.0])  # all of them bfloat16 numbers
-    made = product(weight, torch.tensor([0.0, 0.5, 0.0]), 0)(x)
+    made = product(weight, torch.tensor([0.0, 0.5, 0.0]), 4)(x)
     assert made.shape == (1, 1, 3)
     assert made.flatten().tolist() == [-2.0 + 2.0 + 1.0 - 2.0, 0.5, -8.0]
 
 
-@pytest.mark.parametrize("digits", [0, 1, 2])
+@pytest.mark.parametrize("bits", [4, 8, 12, 16])
 @pytest.mark.parametrize("shape", [(64, 33), (32, 7), (576, 192), (320, 128)])
-def test_a_rows_bits_do_not_depend_on_its_neighbours(digits, shape):
+def test_a_rows_bits_do_not_depend_on_its_neighbours(bits, shape):
     torch.manual_seed(0)
-    layer = product(torch.randn(shape[1], shape[0]), torch.randn(shape[1]), digits)
+    layer = product(torch.randn(shape[1], shape[0]), torch.randn(shape[1]), bits)
     rows = torch.randn(40, shape[0])
     rows[3] *= 1000.0
     whole = layer(rows)
@@ -90,32 +97,71 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(digits, shape):
     assert torch.equal(layer(rows.view(8, 5, -1)), whole.view(8, 5, -1))
 
 
-def test_two_digits_lose_a_hundredth_of_what_one_does():
+def test_sixteen_bits_lose_a_hundredth_of_what_eight_do():
     torch.manual_seed(0)
     weight = torch.randint(-127, 128, (48, 64)).float()  # nothing is lost of it
     weight[:, 0] = 127.0
     x = torch.randn(50, 64)
     exact = (x.double() @ weight.double().t()).float()
-    lost = {digits: float((product(weight, digits=digits)(x) - exact).norm() / exact.norm()) for digits in (1, 2)}
-    assert 1e-3 < lost[1] < 0.02
-    assert lost[2] < lost[1] / 50
+    lost = {bits: float((product(weight, bits=bits)(x) - exact).norm() / exact.norm()) for bits in (8, 16)}
+    assert 1e-3 < lost[8] < 0.02
+    assert lost[16] < lost[8] / 50
 
 
-@pytest.mark.parametrize("digits", [0, 1, 2])
-def test_a_row_with_a_nan_or_an_infinity_is_not_finite_alone(digits):
+def test_two_inputs_of_sixteen_bits_leave_the_others_their_digits():
+    """Inputs 0 and 3 are 30 times as large as the others, which eight bits would leave four numbers either way."""
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, (48, 64)).float()
+    weight[:, 0] = 127.0
+    x = torch.randn(50, 64)
+    x[:, [0, 3]] = torch.tensor([90.0, -120.0])
+    small = x.clone()
+    small[:, [0, 3]] = 0.0
+    of_others = (small.double() @ weight.double().t()).float()
+    exact = (x.double() @ weight.double().t()).float()
+    lost = {bits: float((product(weight, bits=bits)(x) - exact).norm() / of_others.norm()) for bits in (8, 12)}
+    assert lost[8] > 0.1
+    assert lost[12] < 0.02
+
+
+def test_numbers_with_inputs_of_sixteen_bits_by_hand():
+    # The others' largest is 1.27 = 127 * 0.01; 20.0 is then 2000 = 15 * 128 + 80, which rounds to 16 * 128 - 48.
+    x = torch.tensor([[20.0, 1.27, -0.5, 0.0], [0.0, 1.28, 0.0, 325.12]])
+    wide = torch.tensor([0, 3])
+    largest = torch.tensor([16256.0, 127.0, 127.0, 16256.0])
+    low, high, scale = HiddenStates().numbers(x, wide, largest)
+    assert scale.flatten().tolist() == pytest.approx([0.01, 0.02])  # 325.12 would be more than 16256 at 0.01
+    assert (low.int() - 128).tolist() == [[-48, 127, -50, 0], [0, 64, 0, 0]]
+    assert (high.int() - 128).tolist() == [[16, 0], [0, 127]]
+
+
+def test_the_inputs_of_sixteen_bits_are_those_that_are_large_on_a_probe():
+    model = tiny()
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[[3, 17, 40]] = 50.0
+    layers = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    found = wide_inputs(model, list(layers.values()))
+    for name in ("gate_proj", "up_proj"):
+        assert {3, 17, 40} <= set(found[layers[f"model.layers.1.mlp.{name}"]].tolist())
+    assert len(found[layers["model.layers.0.self_attn.q_proj"]]) == 16  # a quarter
+    assert wide_inputs(model, [layers["lm_head"]]).keys() == {layers["lm_head"]}
+
+
+@pytest.mark.parametrize("bits", [4, 8, 12, 16])
+def test_a_row_with_a_nan_or_an_infinity_is_not_finite_alone(bits):
     x = torch.randn(4, 32)
     x[1, 3], x[2, 5] = float("nan"), float("inf")
-    made = product(torch.randn(8, 32), digits=digits)(x)
+    made = product(torch.randn(8, 32), bits=bits)(x)
     assert not made[[1, 2]].isfinite().any()
     assert made[[0, 3]].isfinite().all()
 
 
 def test_hidden_states_are_read_once_and_forgotten():
-    states = HiddenStates(2)
+    states = HiddenStates()
     x = torch.randn(3, 8)
-    first = states.numbers(x)
-    assert states.numbers(x) is first
-    assert states.numbers(x.clone()) is not first
+    first = states.numbers(x, None, 16256)
+    assert states.numbers(x, None, 16256) is first
+    assert states.numbers(x.clone(), None, 16256) is not first
     states.forget()
     assert states._read is None
 
