@@ -61,14 +61,16 @@ class WorkerActor:
         return socket.gethostname()
 
     @ray.method(concurrency_group="send")  # one after the other: a batch may need the weights that came with another
-    def send(self, number: int, batch: Batch | None) -> None:
-        """Pass on the `number`th batch. A worker that has missed one ends: the next would be drawn from old weights."""
+    def send(self, number: int, held: Sequence[ray.ObjectRef]) -> None:
+        """Pass on the `number`th batch, the one that is `held`. A worker that has missed one ends: the next would be
+        drawn from old weights."""
         if self._link is None or self._lost is not None:
             return
         try:
             if number != self._batches:
                 raise LookupError(f"batch {number} came in the place of batch {self._batches}")
             self._batches += 1
+            batch: Batch | None = ray.get(held[0])
             if batch is not None and isinstance(batch.payload, ray.ObjectRef):
                 batch = replace(batch, payload=ray.get(batch.payload))
             self._link.send(batch)
@@ -102,7 +104,8 @@ class ActorLink:
         self._listener.start()
 
     def send(self, batch: Batch | None) -> None:
-        self._actor.send.remote(self._batches, batch)
+        # Held, and not an argument itself: Ray has a call wait for a large one, and not the calls after it.
+        self._actor.send.remote(self._batches, [ray.put(batch)])
         self._batches += 1
 
     def join(self, timeout: float) -> None:

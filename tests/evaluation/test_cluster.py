@@ -10,8 +10,10 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,18 @@ from perl.config.evaluation import EvalConfig, parse
 from perl.workers import cluster
 from perl.workers.cluster import WorkerActor, slots_of
 from perl.workers.executors import make_executor
-from perl.workers.worker import Batch, EngineJob, Failed, WeightsSpec, WorkerSpec, require_device
+from perl.workers.worker import (
+    Batch,
+    EngineJob,
+    Failed,
+    Inbox,
+    Ready,
+    Result,
+    WeightsSpec,
+    WorkerEvent,
+    WorkerSpec,
+    require_device,
+)
 from tests.evaluation.conftest import read
 from tests.evaluation.test_run import lines, wait_for
 from tests.tiny import save_tiny
@@ -145,7 +158,7 @@ def test_a_worker_that_misses_what_it_is_sent_ends_before_it_takes_more(tmp_path
         )
         link = executor.start(spec, events.put)
         if missed == "a batch":
-            link._actor.send.remote(1, Batch(weights, []))
+            link._actor.send.remote(1, [ray.put(Batch(weights, []))])
         else:
             link.send(Batch(weights, [], lost.remote()))
         while events.get(timeout=120) is not None:
@@ -158,6 +171,38 @@ def test_a_worker_that_misses_what_it_is_sent_ends_before_it_takes_more(tmp_path
         "a payload that is gone": r"RayTaskError\(OSError\): .*lost.*",
     }
     assert re.fullmatch(rf"what it was sent did not arrive, {said[missed]} on node \S+", why), why
+
+
+class Lengths:
+    """A job that answers each request, a text, with its length."""
+
+    unit = "rows"
+
+    def paths(self, weights: Any) -> list[str]:
+        return []
+
+    def serve(self, weights: Any, inbox: Inbox) -> Iterator[WorkerEvent]:
+        yield Ready(1, 0.0)
+        while inbox.next_weights(wait=True) is not None:
+            yield Result((len(inbox.take()),), None, 1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_large_batch_is_not_overtaken_on_its_way_to_another_node(tmp_path):
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    with ray_cluster({"num_cpus": 0}, {"num_cpus": 1}) as cluster:
+        executor = make_executor("ray", 1, ray_address=cluster.address)
+        job: Any = Lengths()
+        spec = WorkerSpec(index=0, device="cpu", job=job, weights=0, environment={}, log=tmp_path / "log")
+        link = executor.start(spec, events.put)
+        assert isinstance(events.get(timeout=120), Ready)
+        lengths = [20_000_000, 1, 2, 10_000_000, 3, 4]
+        for length in lengths:
+            link.send(Batch(0, ["x" * length]))
+        assert [events.get(timeout=120) for _ in lengths] == [Result((length,), None, 1) for length in lengths]
+        link.kill()
+        executor.close()
 
 
 def test_a_slot_of_another_kind_of_device_is_an_error():
