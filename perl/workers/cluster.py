@@ -36,6 +36,8 @@ SLOTS_TIMEOUT_S = 15.0
 PLACEMENT_TIMEOUT_S = 60.0
 """How long Ray may take to start one actor."""
 KILL_TIMEOUT_S = 5.0
+NOT_BY_RAY = "RAY_kill_child_processes_on_worker_exit"
+"""As it ends an actor Ray would end the worker's process alone; by itself that ends with all that it has started."""
 PROBE_TIMEOUT_S = 5.0
 ROOT = Path(__file__).resolve().parents[2]
 """What has to be on sys.path for perl to be imported."""
@@ -86,6 +88,11 @@ class WorkerActor:
                 events.append(self._events.get_nowait())
         return events
 
+    def end(self) -> None:
+        """The worker and all its processes."""
+        if self._link is not None:
+            self._link.kill()
+
     def exit_reason(self) -> str:
         return self._lost or (self._link.exit_reason() if self._link is not None else "")
 
@@ -98,6 +105,7 @@ class ActorLink:
         self._exit_reason = "its actor was ended"
         self._index = spec.index
         self._batches = 0
+        self._placed = False
         remote: Any = ray.remote
         self._actor: Any = remote(concurrency_groups={"send": 1})(WorkerActor).options(**options).remote(spec)
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -112,7 +120,10 @@ class ActorLink:
         self._listener.join(timeout)
 
     def kill(self) -> None:
-        """The worker's process ends with its actor, as it does with its parent."""
+        """First by its actor: a worker that hangs does not see that it has gone."""
+        if self._placed:
+            with contextlib.suppress(RayError):
+                ray.get(self._actor.end.remote(), timeout=KILL_TIMEOUT_S)
         ray.kill(self._actor)
         self._listener.join(KILL_TIMEOUT_S)
 
@@ -123,6 +134,7 @@ class ActorLink:
         """Runs in a thread of its own until the worker is gone."""
         try:
             node = ray.get(self._actor.node.remote(), timeout=PLACEMENT_TIMEOUT_S)
+            self._placed = True
             logger.info("worker %d runs on %s", self._index, node)
             while True:
                 for event in ray.get(self._actor.receive.remote()):
@@ -172,7 +184,7 @@ class RayExecutor:
             **amount,
             "max_concurrency": 4,  # exit_reason while receive waits
             "max_restarts": 0,
-            "runtime_env": {"env_vars": {"PYTHONPATH": paths}},
+            "runtime_env": {"env_vars": {"PYTHONPATH": paths, NOT_BY_RAY: "0"}},
         }
 
     def environment(self, index: int) -> dict[str, str]:

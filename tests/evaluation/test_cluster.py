@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from benchmarks._nodes import add_node, kill_node, ray_cluster, raylet, workers_below
+from benchmarks._nodes import add_node, alive, kill_node, ray_cluster, raylet, workers_below
 from perl.base.errors import UserError
 from perl.config.evaluation import EvalConfig, parse
 from perl.workers import cluster
@@ -185,6 +186,43 @@ class Lengths:
         yield Ready(1, 0.0)
         while inbox.next_weights(wait=True) is not None:
             yield Result((len(inbox.take()),), None, 1)
+
+
+class Parent:
+    """A job that has started a program, as a tool may, and answers with both process ids."""
+
+    unit = "rows"
+
+    def paths(self, weights: Any) -> list[str]:
+        return []
+
+    def serve(self, weights: Any, inbox: Inbox) -> Iterator[WorkerEvent]:
+        yield Result((os.getpid(), subprocess.Popen(["sleep", "600"]).pid), None, 1)
+        inbox.next_weights(wait=True)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_a_worker_has_started_ends_with_it(tmp_path, hangs):
+    import ray
+
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    with ray_cluster({"num_cpus": 1}) as cluster:
+        executor = make_executor("ray", 1, ray_address=cluster.address)
+        job: Any = Parent()
+        spec = WorkerSpec(index=0, device="cpu", job=job, weights=0, environment={}, log=tmp_path / "log")
+        link: Any = executor.start(spec, events.put)
+        worker, program = events.get(timeout=120).id
+        assert alive(program)
+        if hangs:
+            os.kill(worker, signal.SIGSTOP)
+            link.kill()
+        else:
+            ray.kill(link._actor)  # as where the process that started it is killed
+        wait_for(lambda: not alive(program) and not alive(worker), seconds=20)
+        link.kill()
+        executor.close()
 
 
 @pytest.mark.ray
