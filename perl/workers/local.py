@@ -13,7 +13,7 @@ from typing import Any
 
 from perl import device
 from perl.base.errors import UserError
-from perl.workers.worker import Batch, Deliver, WorkerSpec, run_worker
+from perl.workers.worker import Batch, Deliver, Failed, WorkerSpec, run_worker
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class ProcessLink:
                 self._deliver(self._connection.recv())
         except (EOFError, OSError):
             self._process.join(EXIT_S)  # a process closes its pipes before it has an exit code
-            self._deliver(None)
+        except Exception as error:  # noqa: BLE001  # whatever it is, what comes next is of no use
+            self._deliver(Failed(f"what it sent cannot be read: {' '.join(str(error).split())}"))
+        self._deliver(None)
 
 
 def require_room(workers: int, taken: int) -> None:

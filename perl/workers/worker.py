@@ -181,6 +181,7 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
     """Body of the worker's process."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    os.register_at_fork(after_in_child=connection.close)  # the parent sees the end of this process, not of its children
     os.environ.update(spec.environment)
     _log_to(spec.log)
     inbox = Inbox(connection)
@@ -278,12 +279,14 @@ class Inbox:
         return self._requests.popleft()
 
     def _receive(self) -> None:
-        while True:
-            try:
+        try:
+            while True:
                 self._received.put(self._connection.recv())
-            except (EOFError, OSError):
-                os.killpg(0, signal.SIGKILL)
-                return
+        except (EOFError, OSError):
+            pass
+        except Exception:  # noqa: BLE001  # what was sent can't be read: the parent hears of the end
+            sys.stderr.write(hide(traceback.format_exc()))
+        os.killpg(0, signal.SIGKILL)
 
 
 class InboxFeed:

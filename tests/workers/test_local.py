@@ -1,12 +1,17 @@
 """A worker that is a process of this machine."""
 
 import os
+import queue
 import signal
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
+from benchmarks._nodes import alive
+from perl.records import Completion
 from perl.workers.local import ProcessLink
-from perl.workers.worker import Batch, Ready, WorkerSpec
+from perl.workers.worker import Batch, Failed, Ready, Result, WorkerSpec
 
 
 class Reader:
@@ -21,6 +26,87 @@ class Reader:
         yield Ready(1, 0.0)
         while inbox.next_weights(wait=True) is not None:
             inbox.take()
+
+
+class NotRead:
+    """What nobody can unpickle."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+class Unreadable:
+    """A job that answers with what the parent cannot import."""
+
+    unit = "rows"
+
+    def paths(self, weights):
+        return []
+
+    def serve(self, weights, inbox):
+        module = sys.modules["here_alone"] = ModuleType("here_alone")
+        module.Answer = type("Answer", (), {"__module__": "here_alone"})  # type: ignore[attr-defined]
+        yield Ready(1, 0.0)
+        yield Result((0,), module.Answer(), 1)  # type: ignore[attr-defined]
+        inbox.next_weights(wait=True)
+
+
+class Forking:
+    """A job that has a child, whose process id it answers with, as a tool may have several."""
+
+    unit = "rows"
+
+    def paths(self, weights):
+        return []
+
+    def serve(self, weights, inbox):
+        if (child := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        yield Result((child,), Completion.failed("none"), 1)
+        inbox.next_weights(wait=True)
+
+
+def started(job, tmp_path: Path) -> tuple[ProcessLink, queue.SimpleQueue]:
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    spec = WorkerSpec(index=0, device="cpu", job=job, weights=None, environment={}, log=tmp_path / "log")
+    return ProcessLink(spec, events.put), events
+
+
+def test_a_worker_whose_answer_cannot_be_read_counts_as_dead(tmp_path: Path):
+    link, events = started(Unreadable(), tmp_path)
+    try:
+        assert isinstance(events.get(timeout=120), Ready)
+        assert events.get(timeout=60) == Failed("what it sent cannot be read: No module named 'here_alone'")
+        assert events.get(timeout=60) is None
+    finally:
+        link.kill()
+
+
+def test_a_worker_that_cannot_read_what_it_is_sent_ends(tmp_path: Path):
+    link, events = started(Reader(), tmp_path)
+    try:
+        assert isinstance(events.get(timeout=120), Ready)
+        link.send(Batch(0, [NotRead()]))
+        assert events.get(timeout=60) is None
+    finally:
+        link.kill()
+    assert "ValueError: invalid literal for int()" in (tmp_path / "log").read_text()
+
+
+def test_the_death_of_a_worker_is_heard_of_though_its_children_live(tmp_path: Path):
+    link, events = started(Forking(), tmp_path)
+    try:
+        (child,) = events.get(timeout=120).id
+        os.kill(link._process.pid, signal.SIGKILL)  # as the kernel does where memory is short: it, not its group
+        assert events.get(timeout=60) is None
+    finally:
+        link.kill()
+    assert link.exit_reason() == "killed by SIGKILL"
+    deadline = time.monotonic() + 60
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(child)
 
 
 def test_a_worker_that_reads_nothing_holds_nobody_up(tmp_path: Path):
