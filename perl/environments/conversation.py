@@ -30,7 +30,7 @@ from perl.base.errors import UserError
 from perl.config.schema import EnvironmentConfig
 from perl.engines.base import Engine
 from perl.environments.template import ChatTemplate
-from perl.environments.tools import EnvironmentSource
+from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.models.images import has_images
 from perl.records import Completion, Message, Prompt, Sampling, Trajectory
 from perl.rewards.files import RAISED
@@ -110,7 +110,7 @@ class Jobs:
     def _run(self, job: Job) -> None:
         try:
             job.result = job.call()
-        except RAISED as error:
+        except BaseException as error:  # noqa: BLE001  # asyncio's CancelledError, Rust's panics: this thread's alone
             job.error = error
         self.through.put(job)
 
@@ -168,9 +168,10 @@ class Conversations:
             metrics["tools/failure_frequency"] += [float(has_failed) for row in rows for has_failed in row.outcomes]
 
     def free(self, rows: Sequence[Trajectory]) -> None:
-        """Their environments may be reset: the rewards are known. That of a failure may still be at work."""
+        """Their environments, where they are here, may be reset: the rewards are known. That of a failure may still be
+        at work."""
         for row in rows:
-            if row.failure is None:
+            if row.failure is None and row.environment is not None:
                 self.instances.append(row.environment)
             row.environment = None
 
@@ -312,6 +313,7 @@ class _Talk:
             if why := not_messages(messages):
                 self._fail(row, f"reset {why}")
                 return
+            messages = as_written(messages)
             plain = self.parts.template.plain
             messages = [
                 m if m["role"] == "assistant" or m in row.row["prompt"] else {**m, "content": plain(m["content"])}
@@ -345,7 +347,7 @@ class _Talk:
             self._fail(row, "step gave tool_calls, which the model alone makes")
             return
         cut = self.parts.template.cut
-        shown = [{**message, "content": cut(message["content"], len(shown))} for message in shown]
+        shown = [{**message, "content": cut(message["content"], len(shown))} for message in as_written(shown)]
         try:
             ids = self.parts.template.observation(shown)
         except (UserError, ValueError) as error:
@@ -370,7 +372,7 @@ class _Talk:
             self._observed(row, shown)
 
     def _over(self, row: Trajectory) -> None:
-        row.outcomes = list(getattr(row.environment, "outcomes", ()))
+        row.outcomes = row.environment.outcomes if isinstance(row.environment, ToolUse) else []
         self.ended.append(row)
 
     def _end(self, row: Trajectory) -> None:
@@ -435,6 +437,11 @@ def not_messages(shown: Any) -> str | None:
         if not isinstance(message.get("name", ""), str) or not is_json({**message, "content": ""}):
             return f"gave {message!r:.60}, whose name is no text, or whose fields are no JSON"
     return None
+
+
+def as_written(messages: list[Message]) -> list[Message]:
+    """As samples.jsonl holds them. The user's own kinds of text, an enum's say, can't be read by other processes."""
+    return json.loads(json.dumps(messages))
 
 
 def is_json(value: Any) -> bool:

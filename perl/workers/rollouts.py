@@ -157,7 +157,7 @@ class RolloutJob:
 
         for row in conversations.run(rows(), copy, self.talks.prompt, in_step=not self.newest):
             conversations.free([row])
-            yield places[id(row)], row
+            yield places[id(row)], replace(row, environment=None)  # a reset that is too late gives it one still
 
     def torch_engine(self) -> TorchPolicyEngine:
         """The base loaded again, with an adapter like the trainer's."""

@@ -1,6 +1,8 @@
 """How conversations go on and end: each end with its tokens, its finish and its reward."""
 
+import asyncio
 import copy
+import enum
 import json
 import threading
 from collections import defaultdict
@@ -583,6 +585,29 @@ def test_further_fields_of_a_message_are_kept():
     assert row.completion[1] == {"role": "user", "content": "and", "at": [1.5]}
 
 
+class Role(enum.StrEnum):
+    USER = "user"
+
+
+@pytest.mark.parametrize("said", [{"role": Role.USER}, {"of": [Role.USER]}, {"content": Role.USER}])
+def test_a_text_of_the_users_own_kind_becomes_a_text(said):
+    """A process that has not run the user's file, as a Ray actor, could not read it."""
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=Odd, role="user"), max_turns=2)
+    (row,) = conversations.run(rows_of(conversations, 1, said=said), saying("5", "6"), prompts())
+    assert row.failure is None
+    assert "Role" not in repr([row.completion, row.row["prompt"]])
+
+
+@pytest.mark.parametrize("outcomes", [None, "won", lambda: [1]])
+def test_outcomes_of_an_environment_are_its_own_affair(outcomes):
+    """They were taken for those of tools."""
+    made = Dialogue()
+    made.outcomes = outcomes  # type: ignore[attr-defined]
+    conversations = talking(TOKENIZER, source=EnvironmentSource(make=lambda: made, role="user"))
+    (row,) = conversations.run(rows_of(conversations, 1), saying("7"), prompts())
+    assert (row.failure, row.outcomes) == (None, [])
+
+
 def test_what_the_engine_could_not_draw_is_a_failure():
     (row,) = talk(Scripted(lambda prompt: Completion.failed("too long")))
     assert (row.failure, row.token_ids) == ("too long", [])
@@ -591,3 +616,26 @@ def test_what_the_engine_could_not_draw_is_a_failure():
 def test_a_prompt_that_leaves_no_room():
     (row,) = talk(saying("5"), context=20)
     assert "leave no room in the model's context" in (row.failure or "")
+
+
+def test_a_tool_that_raises_what_no_exception_is_ends_its_conversation_at_once():
+    """asyncio's own, or Rust's panics: nobody waits for its time to be over."""
+
+    def cancelled(a: int, b: int) -> str:
+        """Cancelled.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        raise asyncio.CancelledError("of another task")
+
+    (row,) = talk(saying(CALL.replace("add", "cancelled"), "so"), cancelled, tool_timeout_s=20.0)
+    assert str(row.failure).startswith("CancelledError: of another task (test_conversation.py:")
+
+
+def test_the_environments_that_are_free_are_those_that_were_here():
+    """Rows that a worker has talked have none."""
+    conversations = talking(TOKENIZER, add)
+    conversations.free(rows_of(conversations, 3))
+    assert conversations.instances == []
