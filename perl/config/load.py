@@ -574,7 +574,7 @@ def check_environment(values: Namespace) -> None:
             " depend on how long an answer takes; write --config.rollout.engine fast"
         )
     longest, patience = environment.tool_timeout_s * (environment.max_turns + 1), values.training.ddp_timeout
-    if not rollout.workers and longest >= patience:
+    if longest >= patience and (not rollout.workers or values.validation.datasets):
         raise UserError(
             f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: with max_turns"
             f" {environment.max_turns} other processes may wait {longest:g} s, and --config.training.ddp_timeout is"

@@ -168,6 +168,7 @@ def test_one_line_for_what_is_none(fields, said, file):
 
 
 TOOLS = ["--config.environment.tools", '["python"]']
+VALIDATED = ["--config.validation.datasets", '["gsm8k"]']
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,11 @@ TOOLS = ["--config.environment.tools", '["python"]']
             ["--config.rollout.workers", "2", "--config.rollout.deadline_s", "100"],
             "--config.environment.tool_timeout_s 30: with max_turns 8 a worker may say nothing for 270 s, and"
             " --config.rollout.deadline_s is 100 s; write less, or raise deadline_s",
+        ),
+        (
+            ["--config.rollout.workers", "2", *VALIDATED, "--config.training.ddp_timeout", "100"],
+            "--config.environment.tool_timeout_s 30: with max_turns 8 other processes may wait 270 s, and"
+            " --config.training.ddp_timeout is 100 s; write less, or raise ddp_timeout",
         ),
         (
             ["--config.rollout.engine", "vllm", "--config.training.vllm_tensor_parallel_size", "2"],
