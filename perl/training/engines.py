@@ -22,7 +22,7 @@ from perl.models.folders import resolve_model
 from perl.models.images import has_images
 from perl.training.pool import PoolEngine
 from perl.training.processes import Processes
-from perl.workers.conversations import Talks, absolute
+from perl.workers.conversations import Talks, absolute, hashes_of
 from perl.workers.executors import make_executor
 from perl.workers.pool import WorkerPool
 from perl.workers.rollouts import RolloutJob
@@ -147,8 +147,10 @@ def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> d
 def _talks(trainer: Any) -> Talks | None:
     if trainer.conversations is None:
         return None
+    environment = absolute(trainer.conversations.config)
     return Talks(
-        environment=absolute(trainer.conversations.config),
+        environment=environment,
+        hashes=hashes_of(environment),
         tokenizer=trainer.processing_class,
         template_kwargs=trainer.args.chat_template_kwargs,
         prompt=trainer.step.collector.prompt,

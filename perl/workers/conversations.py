@@ -4,12 +4,16 @@ turns, and its own tools and environments answer."""
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from perl.base.errors import UserError
 from perl.base.paths import user_path
+from perl.base.provenance import text_hash
 from perl.config.schema import EnvironmentConfig
 from perl.records import Prompt, Trajectory
 from perl.rewards.files import is_file
@@ -30,12 +34,19 @@ class Talks:
     """training.chat_template_kwargs."""
     prompt: Callable[[Trajectory], Prompt]
     """What is drawn next of a row."""
+    hashes: dict[str, str]
+    """Of the user's files (`hashes_of`): a worker that starts later, or on another node, has the same."""
 
     @property
     def paths(self) -> list[str]:
         return files_of(self.environment)
 
     def opened(self) -> contextlib.AbstractContextManager[Conversations]:
+        for file, found in hashes_of(self.environment).items():
+            if found != self.hashes.get(file):
+                raise UserError(
+                    f"{file} is not what it was when the workers began (on node {socket.gethostname()}); put that back"
+                )
         return opened(self.environment, self.tokenizer, self.template_kwargs)
 
 
@@ -97,6 +108,12 @@ def files_of(environment: EnvironmentConfig) -> list[str]:
     """The user's own that it names."""
     named = [*environment.tools, *([environment.factory] if environment.factory else [])]
     return [name.rpartition(":")[0] for name in named if is_file(name)]
+
+
+def hashes_of(environment: EnvironmentConfig) -> dict[str, str]:
+    """Of what these files hold, by path; none of one that is missing."""
+    files = [Path(name) for name in files_of(environment)]
+    return {str(file): text_hash(file.read_bytes()) for file in files if file.is_file()}
 
 
 @contextlib.contextmanager

@@ -8,13 +8,20 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from perl.base.errors import RankError, UserError
+from perl.environments.tools import EnvironmentSource, ToolUse
+from perl.workers.rollouts import RolloutJob
+from tests.environments.scripted import Scripted, byte_tokenizer, prompts, rows_of, talking, text_completion
 from tests.environments.working import conversations_of, make_place, train
 from tests.ranks import reports
 
@@ -81,6 +88,32 @@ def test_an_environment_of_a_worker_rewards_and_says_what_it_adds(place, tmp_pat
     assert all(row.row["prompt"][-1]["content"].endswith(" ?") for row in batch.rows)
 
 
+def test_a_row_leaves_its_worker_without_an_environment_that_comes_too_late():
+    """It might hold a lock, which no pipe takes, and its worker would end of it."""
+    release, came = threading.Event(), threading.Event()
+
+    class Late:
+        def __init__(self):
+            release.wait(60)
+
+        def reset(self, **row):
+            came.set()
+
+    tokenizer = byte_tokenizer("qwen2_5")
+    source = EnvironmentSource(make=lambda: ToolUse({}, Late()))
+    conversations = talking(tokenizer, source=source, tool_timeout_s=0.1)
+    given = dict.fromkeys((each.name for each in fields(RolloutJob)), None)
+    job = RolloutJob(**given | {"newest": False, "talks": SimpleNamespace(prompt=prompts())})  # type: ignore[arg-type]
+    engine: Any = Scripted(lambda prompt: text_completion(tokenizer, "5", "<|im_end|>"))
+    feed: Any = rows_of(conversations, 2)
+    talked = list(job._conversed(conversations, engine, feed))
+    release.set()
+    assert came.wait(60)
+    assert sorted(place for place, _ in talked) == [0, 1]
+    assert [row.failure for _, row in talked] == ["no answer within 0.1 s (environment.tool_timeout_s)"] * 2
+    assert [row.environment for _, row in talked] == [None, None]
+
+
 @pytest.mark.slow
 def test_two_processes_have_what_one_has(place, tmp_path):
     alone = train(place, tmp_path / "alone", max_steps=2)
@@ -98,6 +131,22 @@ def test_two_processes_have_what_one_has(place, tmp_path):
 def test_a_tool_that_ends_its_worker_ends_the_run_in_one_line(place, tmp_path):
     with pytest.raises((UserError, RankError), match="killed its worker") as caught:
         train(place, tmp_path, environment={"tools": [f"{place}/tools.py:end_worker"]}, rollout={"workers": 2})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_worker_that_starts_again_does_not_take_other_tools(place, tmp_path):
+    """A user goes on writing the file while the run draws."""
+    tools = tmp_path / "tools.py"
+    tools.write_text((place / "tools.py").read_text())
+
+    class Writes(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            tools.write_text(tools.read_text().replace("return a + b", "return a - b"))
+
+    settings = {"environment": {"tools": [f"{tools}:add"]}, "rollout": {"workers": 1}, "callbacks": [Writes()]}
+    with pytest.raises(UserError, match=f"{tools} is not what it was when the workers began") as caught:
+        train(place, tmp_path / "run", kill=True, **settings)
     assert "\n" not in str(caught.value)
 
 
