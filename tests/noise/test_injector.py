@@ -102,6 +102,69 @@ def test_noise_moves_the_distribution_more_with_a_larger_sigma():
     assert 0 < kl[1] < kl[2] < kl[3]
 
 
+QERL = ["input_layernorm", "post_attention_layernorm"]
+READ = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
+
+
+@pytest.mark.parametrize("norm", QERL)
+def test_the_projections_behind_a_norm_share_its_noise(norm):
+    """As QeRL merges it (arXiv 2510.11696, equations 9 to 12): all of them read the same hidden states, and each
+    computes as if row i of its weights were multiplied by 1 + z_i / w_i. In the first layer the norm's own input is
+    clean."""
+    model = tiny_model(layers=1).eval()
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        getattr(layer, norm).weight.uniform_(0.2, 2.0)
+    projections = {name: model.get_submodule(path) for path, name in projections_of(layer)}
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, module in projections.items():
+        module.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: (inputs[0], output)}))
+
+    def run():
+        seen.clear()
+        with torch.no_grad():
+            model(torch.arange(6, 14).view(1, 8))
+        return dict(seen)
+
+    clean, weight = run(), getattr(layer, norm).weight.detach().clone()
+    injector = NoiseInjector(model, [norm], [], seed=3)
+    with injector.applied(0.3, draw=(0, 0)):
+        factor = getattr(layer, norm).weight.detach() / weight
+        noisy = run()
+    first, *others = READ[norm]
+    assert not torch.equal(noisy[first][0], clean[first][0])
+    assert all(noisy[name][0] is noisy[first][0] for name in others)
+    for name in READ[norm]:
+        of, x = projections[name], clean[name][0]
+        expected = torch.nn.functional.linear(x, of.weight * factor, of.bias)
+        torch.testing.assert_close(noisy[name][1], expected)
+
+
+def projections_of(layer):
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            yield f"model.layers.0.{path}", path.rpartition(".")[2]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_which_norms_qerls_paper_and_code_and_the_guide_choose(family):
+    """Two layers. The code's class names would leave all of Qwen3 out; by name its norms of queries and of keys, which
+    no other projection reads, are chosen too."""
+    model = tiny_model(family)
+    own = ["self_attn.q_norm", "self_attn.k_norm"] if family == "qwen3" else []
+
+    def chosen(targets, without=()):
+        return [target.name for target in find_targets(model, targets, without)]
+
+    def of_layers(names):
+        return [f"model.layers.{layer}.{name}" for layer in range(2) for name in names]
+
+    assert chosen(QERL) == of_layers(QERL)
+    assert chosen(["norm"]) == [*of_layers([*own, *QERL]), "model.norm"]
+    assert chosen([*QERL, "model.norm"]) == [*of_layers(QERL), "model.norm"]
+    assert chosen(["post_attention_layernorm"], ["input_layernorm"]) == of_layers(QERL[1:])
+
+
 def test_no_match_lists_the_norm_layers_there_are():
     with pytest.raises(UserError, match=r"input_layernorm, norm, post_attention_layernorm"):
         find_targets(tiny_model(), ["post_attention_norm"], [])
