@@ -9,20 +9,24 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from perl.adapters import ADAPTERS, Adapter
 from perl.adapters.none import has_adapter
 from perl.base.errors import UserError, lookup
+from perl.base.files import read_json
 from perl.config.peft_fields import OF_ALL, TARGETS, reads_of
 from perl.config.schema import PeftConfig
 from perl.models import folders
+from perl.models.quantised_base import described, fields_of
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 log = logging.getLogger(__name__)
 
+APPLIED = "peft.json"
+"""Applied, in the run's folder."""
 SHOWN = 10
 """Names of layers in a message."""
 STRATEGIES = {"zero3": "ZeRO-3", "fsdp2": "FSDP2"}
@@ -30,7 +34,7 @@ STRATEGIES = {"zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What is trained of a model; peft.json in the run's folder."""
+    """What is trained of a model; APPLIED in the run's folder."""
 
     type: str
     """Key of ADAPTERS."""
@@ -44,12 +48,15 @@ class Applied:
     """PEFT's name of what is trained in a layer ("lora_A") -> how many tensors."""
     modules: dict[str, int]
     """Kind of adapted layer ("q_proj") -> how many."""
+    quantised: str = ""
+    """How the base is held that it is trained above, "4 bits (bitsandbytes, nf4)"; "" where it is not quantised."""
 
     def line(self) -> str:
         share = self.trained / max(self.parameters, 1)
         modules = ", ".join(f"{count} {name}" for name, count in self.modules.items())
         what = f"{self.trained:,} of {self.parameters:,} parameters are trained ({share:.3%})"
-        return f"{self.type}: {what}" + (f": {', '.join(self.tensors)} of {modules}" if self.modules else "")
+        above = f"; above a base in {self.quantised}" if self.quantised else ""
+        return f"{self.type}: {what}" + (f": {', '.join(self.tensors)} of {modules}" if self.modules else "") + above
 
 
 def check_method(config: PeftConfig, training: TrainingArguments, strategy: str | None = None) -> Adapter:
@@ -178,7 +185,20 @@ def applied(model: Any, adapter: Adapter, config: PeftConfig) -> Applied:
         parameters=sum(_count(p) for p in of_base),
         tensors=dict(kinds),
         modules=dict(Counter(layer.rpartition(".")[2] for layer in layers)),
+        quantised=described(fields_of(model.get_base_model().config)),
     )
+
+
+class Above(TypedDict):
+    """What is read of APPLIED, which an older run wrote without it."""
+
+    quantised: NotRequired[str]
+
+
+def trained_above(adapter: Path) -> str:
+    """Applied.quantised of the run whose folder `adapter` lies in; "" where no run is known."""
+    file = adapter.resolve().parent / APPLIED
+    return read_json(file, kind=Above).get("quantised", "") if file.is_file() else ""
 
 
 def _parts(name: str, adapter: Adapter) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perl.adapters.applied import trained_above
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError
 from perl.adapters.other_methods import float32_norms
 from perl.adapters.probe import float32_logits, probe_tokens
@@ -30,11 +31,13 @@ from perl.models.folders import (
     Checkpoint,
     content_hash,
     copy_side_files,
+    load_config,
     load_model,
     require_adapter,
     require_whole_weights,
     written_whole,
 )
+from perl.models.quantised_base import described, fields_of
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +74,9 @@ class MergeReport:
     """Largest difference between the logits of the written model and PEFT's: rounding's cost where it counts."""
     note: str = ""
     """Why the dtype is not the base's, when it is not."""
+    trained_above: str = ""
+    """How the base was quantised that the adapter was trained above, "4 bits (bitsandbytes, nf4)", where it was and the
+    adapter lies in its run's folder. It is merged into float weights all the same."""
 
 
 def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto") -> MergeReport:
@@ -91,7 +97,9 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
 
     lookup(dict.fromkeys(DTYPES), dtype, "dtype", "--dtype")
     config = require_adapter(adapter)
-    warn_of_other_base(config, model)
+    base = load_config(model)
+    require_floats(base, model)
+    warn_of_other_base(adapter, config, model, base)
     checkpoint = Checkpoint(model)
 
     wrapped, tokens, peft_logits, effect = wrap(model, adapter)
@@ -122,6 +130,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
             exact_error=exact_error,
             written_error=written_error,
             note=note,
+            trained_above=trained_above(adapter),
         )
         (folder / "merge.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
     return report
@@ -130,7 +139,7 @@ def merge_adapter(model: Path, adapter: Path, output: Path, dtype: str = "auto")
 def adapter_effect(model: Path, adapter: Path) -> float:
     """Largest difference that `adapter` makes to the logits of `model` on the probe prompt. Raises as `merge_adapter`
     for an adapter that does not fit or changes nothing."""
-    warn_of_other_base(require_adapter(adapter), model)
+    warn_of_other_base(adapter, require_adapter(adapter), model, load_config(model))
     return wrap(model, adapter)[-1]
 
 
@@ -155,8 +164,24 @@ def read_report(folder: Path) -> MergeReport | None:
         raise UserError(f"{file}: is not readable, or of an older version; merge again into a new folder") from error
 
 
-def warn_of_other_base(config: dict[str, Any], model: Path) -> None:
-    """Log one line when the adapter names a base of another name than `model` (paths may differ, names should not)."""
+def require_floats(base: Any, model: Path) -> None:
+    """A UserError for a base that is stored quantised: the sum would be rounded to its few bits."""
+    if fields := fields_of(base):
+        raise UserError(
+            f"--model {model}: is stored in {described(fields)}, and an adapter is merged into weights before they are"
+            " quantised; name the model that it was made of, or serve the adapter unmerged (--adapter_mode lora)"
+        )
+
+
+def warn_of_other_base(adapter: Path, config: dict[str, Any], model: Path, base: Any) -> None:
+    """Log one line when the adapter names a base of another name than `model` (paths may differ, names should not), and
+    one when its run had its base in other bits than `base`, the PretrainedConfig of what it is put on."""
+    above, here = trained_above(adapter), described(fields_of(base))
+    if above and above != here:
+        logger.warning(
+            "%s was trained above a base in %s, and is put on %s in %s: its scores may differ",
+            adapter, above, model, here or "floating-point weights",
+        )  # fmt: skip
     named = str(config.get("base_model_name_or_path") or "")
     resolved = model.resolve()
     parts = {_plain(part) for part in (model.name, resolved.name, *resolved.parts[-4:])}

@@ -24,7 +24,7 @@ def continued(base: Any, adapter: Path) -> Any:
     """`base` wrapped in the adapter in `adapter`, whose weights are trained. A UserError for another base's adapter."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    warn_of_other_base(require_adapter(adapter, FLAG), Path(base.name_or_path))
+    warn_of_other_base(adapter, require_adapter(adapter, FLAG), Path(base.name_or_path), base.config)
     model = load_adapter(base, adapter, FLAG, trainable=True).train()
     if is_deepspeed_zero3_enabled():  # gathers weights of one dtype only, as TRL knows of new adapters
         for parameter in model.parameters():

@@ -22,6 +22,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load,
 from perl import __version__
 from perl.adapters import title_of as adapter_title
 from perl.adapters import with_article
+from perl.adapters.applied import APPLIED
 from perl.algorithms import ALGORITHMS
 from perl.algorithms.titles import algorithm_of, title_of
 from perl.base.errors import UserError
@@ -29,7 +30,6 @@ from perl.base.files import read_json
 from perl.config.peft_fields import reads_of
 from perl.config.schema import data_sets
 from perl.models.folders import ADAPTER_CONFIG, content_hash, require_adapter
-from perl.runs.rundir import APPLIED
 from perl.scoring.results import AGAIN, Summary
 from perl.tasks import TASKS
 from perl.tasks.files import SUFFIXES

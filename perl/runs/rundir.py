@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from perl import device
+from perl.adapters.applied import APPLIED, Applied
 from perl.base.errors import UserError
 from perl.base.files import LOCK, holder_of, lock_now, open_lock
 from perl.base.provenance import git_commit, versions
@@ -23,13 +24,8 @@ from perl.base.redact import hide, is_secret_name, redact
 from perl.config.load import Parsed
 from perl.scoring.results import METRICS
 
-if TYPE_CHECKING:
-    from perl.adapters.applied import Applied
-
 log = logging.getLogger(__name__)
 
-APPLIED = "peft.json"
-"""What is trained, of which layers (perl.adapters.applied.Applied)."""
 LAST_ATTEMPT_S = 30.0
 """How long a run that goes on waits for its last attempt to end: processes that outlive a killed launcher, or save a
 checkpoint after a signal."""

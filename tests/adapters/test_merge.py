@@ -13,7 +13,7 @@ from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from perl.adapters.merge import merge_adapter, read_report
+from perl.adapters.merge import merge_adapter, read_report, warn_of_other_base
 from perl.base.errors import UserError
 from perl.models.folders import Checkpoint, content_hash, resolve_model
 from perl.tools import merge
@@ -273,6 +273,35 @@ def test_another_base_name_is_one_warning(base, tmp_path, caplog):
         caplog.clear()
         merge_adapter(base, adapter, tmp_path / "out")
         assert sum("is that the same model" in r.message for r in caplog.records) == warned
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def test_an_adapter_of_a_quantised_base_is_one_warning_and_stands_in_the_report(base, tmp_path, caplog):
+    adapter = make_adapter(tmp_path / "run/adapter", base, std=1.0)
+    (tmp_path / "run/peft.json").write_text(json.dumps({"type": "lora", "quantised": "4 bits (bitsandbytes, nf4)"}))
+    report = merge_adapter(base, adapter, tmp_path / "merged")
+    assert report.trained_above == "4 bits (bitsandbytes, nf4)"
+    assert read_report(tmp_path / "merged") == report
+    said = f"{adapter} was trained above a base in 4 bits (bitsandbytes, nf4), and is put on {base} in floating-point"
+    assert caplog.text.count(said) == 1
+    config = AutoConfig.from_pretrained(base)
+    config.quantization_config = NF4
+    caplog.clear()
+    warn_of_other_base(adapter, {}, base, config)  # the base that it was trained above
+    assert not caplog.records
+    (tmp_path / "run/peft.json").write_text('{"type": "lora"}')  # of an older version
+    assert merge_adapter(base, adapter, tmp_path / "merged").trained_above == ""
+
+
+def test_a_base_that_is_stored_quantised_is_refused(tmp_path):
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", base)
+    fields = json.loads((base / "config.json").read_text()) | {"quantization_config": NF4}
+    (base / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"base: is stored in 4 bits \(bitsandbytes, nf4\), and an adapter is merged"):
+        merge_adapter(base, adapter, tmp_path / "merged")
 
 
 def test_missing_files_are_one_line_errors(base, tmp_path):

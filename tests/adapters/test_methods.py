@@ -232,6 +232,16 @@ def test_something_else_that_is_trainable_is_found():
         applied(half, ADAPTERS["lora"], config)
 
 
+def test_a_base_that_is_quantised_is_told():
+    model, config = wrapped("lora")
+    assert applied(model, ADAPTERS["lora"], config).quantised == ""
+    fields = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    model.get_base_model().config.quantization_config = fields
+    found = applied(model, ADAPTERS["lora"], config)
+    assert found.quantised == "4 bits (bitsandbytes, nf4)"
+    assert found.line().endswith("; above a base in 4 bits (bitsandbytes, nf4)")
+
+
 @pytest.mark.parametrize("name", ["pissa", "milora"])
 def test_pissa_and_milora_start_from_the_components_that_they_are_named_for(name):
     """[B, -B0] [A; A0] with B = B0, A = A0: s B0 A0 is the base's weight in those components alone, and the base is

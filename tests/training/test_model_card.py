@@ -159,6 +159,18 @@ def test_the_base_that_drew(tmp_path):
     assert rollouts(quantization="int8") == "by the base in int8; the adapter is trained above the base as it is"
 
 
+def test_the_base_that_was_quantised(tmp_path):
+    def base(**applied):
+        facts = run_facts(config(), ENVIRONMENT, []) | {"applied": {"trained": 5, "parameters": 2000} | applied}
+        return settings(new_card(adapter(tmp_path), "run", facts)).get("base")
+
+    assert base() is base(quantised="") is None
+    assert base(quantised="4 bits (bitsandbytes, nf4)") == (
+        "[Qwen/Qwen2.5-7B](https://huggingface.co/Qwen/Qwen2.5-7B) in 4 bits (bitsandbytes, nf4); the adapter is"
+        " trained above these weights, and scores differ above others"
+    )
+
+
 def test_the_noise_in_a_few_words(tmp_path):
     def noise(**changes):
         made = config()
