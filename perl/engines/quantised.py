@@ -35,6 +35,8 @@ from perl.adapters.probe import probe_tokens
 Quantisation = Literal["none", "int8", "int8_w8a8", "int4"]
 GROUP = 32
 """Inputs whose int4 weights share a scale."""
+WIDE = 32
+"""Inputs of a layer that keep 16 bits where others have 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,13 @@ class Scheme:
 
     @property
     def bytes_a_weight(self) -> float:
-        """With its share of the scales, which are bfloat16 where they are of groups."""
+        """Of a copy, with the scales of groups in bfloat16, as vLLM has them (torch has a zero beside each)."""
         return self.bits / 8 + (2 / self.group if self.group else 0.0)
+
+    @property
+    def bytes_an_output(self) -> int:
+        """Its scale in float32, and the weights of its WIDE inputs a second time."""
+        return (0 if self.group else 4) + (WIDE if self.activation_bits == 8 else 0)
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -64,10 +71,14 @@ HIGH = 128
 """What the high digit of an activation counts for."""
 ZERO = 128
 """What stands for 0 among the unsigned numbers of activations."""
-WIDE = 32
-"""Inputs of a layer that keep 16 bits where others have 8."""
 INT4_OUTPUTS = 16
 """What torch's product of int4 weights has a multiple of."""
+
+
+def by_size() -> list[str]:
+    """Of SCHEMES, one of each size, the largest first."""
+    of_a_size = {scheme.bytes_a_weight: name for name, scheme in reversed(SCHEMES.items())}
+    return [of_a_size[size] for size in sorted(of_a_size, reverse=True)]
 
 
 class QuantisedLayers:

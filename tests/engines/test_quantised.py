@@ -2,6 +2,7 @@
 sampler that they make."""
 
 import logging
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from perl.engines.quantised import (
     HiddenStates,
     Int4Product,
     Int8Product,
+    Quantisation,
     QuantisedProduct,
+    by_size,
     quantise_groups,
     quantise_rows,
     wide_inputs,
@@ -269,3 +272,14 @@ def test_a_model_of_images_is_refused():
             adapted(), Processor(), RolloutConfig(quantization="int8"),
             generation_config=GenerationConfig(pad_token_id=0, eos_token_id=2), generation_kwargs={},
         )  # fmt: skip
+
+
+def test_what_a_copy_takes_is_what_plan_counts():
+    layer = torch.nn.Linear(192, 40)
+    wide = torch.arange(32)
+    for name, inputs in (("int8", None), ("int8_w8a8", wide)):
+        made = Int8Product(layer.weight, layer.bias, HiddenStates(), inputs)
+        assert made.nbytes == 192 * 40 * SCHEMES[name].bytes_a_weight + 40 * SCHEMES[name].bytes_an_output
+    named = set(get_args(get_type_hints(RolloutConfig)["quantization"]))
+    assert named == set(get_args(Quantisation)) == {"none", *SCHEMES}
+    assert by_size() == ["int8", "int4"]

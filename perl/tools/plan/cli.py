@@ -12,7 +12,17 @@ from perl.base.errors import UserError, lookup
 from perl.config.files import look_for
 from perl.config.load import GRPO, parse_for
 from perl.tools.plan.devices import DEVICES
-from perl.tools.plan.inputs import critic_of, job_of, parallel_of, read_config, rough, shape_of, vllm_room, workers_room
+from perl.tools.plan.inputs import (
+    critic_of,
+    job_of,
+    parallel_of,
+    quantised_fields,
+    read_config,
+    rough,
+    shape_of,
+    vllm_room,
+    workers_room,
+)
 from perl.tools.plan.memory import Device, Parallel
 from perl.tools.plan.page import Plan, as_json, as_text
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
@@ -42,12 +52,13 @@ def run(args: Any) -> int:
     parsed = parse_for(program, ["--recipe", recipe, *flags])
     config = parsed.build(count)
     check_method(config.peft, config.training, parallel if parallel in STRATEGIES else "")
-    shape = shape_of(read_config(config.model.model_name_or_path), config.peft, critic_of(config))
-    job = job_of(config, parsed, where, count, parallel)
+    model = read_config(config.model.model_name_or_path)
+    shape, quantised = shape_of(model, config.peft, critic_of(config)), quantised_fields(config, model)
+    job = job_of(config, parsed, where, count, parallel, quantised)
     if parsed.program is GRPO and config.training.attention_kernels is True:
         where = dataclasses.replace(where, by_row=False)
     rooms = [*vllm_room(shape, job, where), *workers_room(shape, job, where)]
-    notes = [*taken, *why, *parsed.warnings, *rough(config), *rooms]
+    notes = [*taken, *why, *parsed.warnings, *rough(config, quantised), *rooms]
     plan = Plan(config.model.model_name_or_path, shape, job, where, notes)
     print(as_json(plan) if args.json else as_text(plan))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
 from perl.models.folders import from_hub, reason_of, require_sizes
+from perl.models.quantised_base import bits_of, described, fields_of
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
-from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, worker_items
+from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, vllm_weights, worker_items
 
 MODEL_FLAG = "--config.model.model_name_or_path"
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -99,6 +100,7 @@ def shape_of(config: Any, peft: PeftConfig, critic: CriticConfig | None = None) 
     return Shape(
         parameters=parameters,
         linear=sum(inputs * outputs for inputs, outputs in linears.values()),
+        outputs=sum(outputs for _, outputs in linears.values()),
         adapter=sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and _trains(method, name))
         + (sum(sum(size) for size in adapted.values()) * critic.r + config.hidden_size + 1 if critic else 0),
         adapted={name.rpartition(".")[2]: size for name, size in adapted.items() if f".layers.{first}." in name},
@@ -130,11 +132,44 @@ def _trains(method: Any, name: str) -> bool:
     return not method.trains or any(f".{kind}." in f"{name}." for kind in method.trains)
 
 
-def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count: int, parallel: Parallel) -> Job:
+def quantised_fields(config: Config | SFTRunConfig, model: Any) -> dict[str, Any]:
+    """The quantization_config that the base is loaded with: that of `model`, its PretrainedConfig, else that of
+    training.model_init_kwargs; empty where there is none."""
+    given: Any = config.training.model_init_kwargs or {}
+    return fields_of(model) or dict(given.get("quantization_config") or {})
+
+
+def loaded_of(fields: Mapping[str, Any], config: Config | SFTRunConfig) -> str | None:
+    """Key of LOADED. A UserError for a run that would be refused."""
+    if not fields or fields.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        return None
+    if config.peft.type == "none":
+        raise UserError(
+            f"--config.peft.type none: the base is loaded in {described(fields)}, and such weights can't be trained;"
+            " write lora"
+        )
+    if bits_of(fields) == 4:
+        return "4bit, nested" if fields.get("bnb_4bit_use_double_quant") else "4bit"
+    if not isinstance(config, SFTRunConfig) and config.rollout.engine == "vllm":
+        raise UserError(
+            "--config.rollout.engine vllm: vLLM can't quantize to 8 bits as it loads; use 4, or engine fast"
+        )
+    return "8bit"
+
+
+def job_of(
+    config: Config | SFTRunConfig,
+    parsed: Parsed,
+    device: Device,
+    count: int,
+    parallel: Parallel,
+    quantised: Mapping[str, Any] | None = None,
+) -> Job:
     """The job that a configuration describes on `count` devices.
 
     Args:
         config: `parsed`, built for so many processes.
+        quantised: as `quantised_fields` has it.
     """
     training, full = config.training, config.peft.type == "none"
     dtype = config.model.dtype or ("float32" if device.cpu or full else "bfloat16")
@@ -151,6 +186,7 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
         "checkpointing": training.gradient_checkpointing,
         "dropout": config.peft.lora_dropout > 0 and not full,
         "full": full,
+        "loaded": loaded_of(quantised or {}, config),
     }
     if isinstance(config, SFTRunConfig):  # TRL's head is the same as in GRPO, over all tokens
         longest = _needed(config.training.max_length, "training.max_length", "row")
@@ -159,6 +195,11 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
             prompt=0, completion=longest, group=1, steps_per_generation=rows, engine=None, packed=False, **common
         )
     training, rollout = config.training, config.rollout
+    if rollout.quantization != "none" and rollout.engine == "fast" and not device.cpu:
+        raise UserError(
+            f"--config.rollout.quantization {rollout.quantization}: engine fast has such products on a CPU, and this"
+            f" plan is for {device.name}; write --config.rollout.quantization none"
+        )
     return Job(
         prompt=_needed(config.dataset.max_prompt_length, "dataset.max_prompt_length", "prompt"),
         completion=int(training.max_completion_length or 256),
@@ -176,6 +217,7 @@ def job_of(config: Config | SFTRunConfig, parsed: Parsed, device: Device, count:
         vllm_share=training.vllm_share(rollout.workers, device.kind) if training.use_vllm else 0.0,
         vllm_sleeps=bool(training.vllm_enable_sleep_mode),
         vllm_devices=training.vllm_tensor_parallel_size,
+        quantization=rollout.quantization,
         reference=full and (training.beta > 0 or config.algorithm.kl_in_reward > 0),
         **common,
     )
@@ -187,9 +229,15 @@ def _needed(longest: int | None, name: str, what: str) -> int:
     return int(longest)
 
 
-def rough(config: Config | SFTRunConfig) -> Iterator[str]:
-    """What of this configuration the arithmetic counts roughly or leaves out."""
+def rough(config: Config | SFTRunConfig, quantised: Mapping[str, Any]) -> Iterator[str]:
+    """What of this configuration the arithmetic counts roughly or leaves out.
+
+    Args:
+        quantised: as `quantised_fields` has it.
+    """
     training, peft = config.training, config.peft
+    if quantised and loaded_of(quantised, config) is None:
+        yield f"the base is stored in {described(quantised)}, and counted as if it were not quantised"
     if not isinstance(config, SFTRunConfig):
         if config.validation.datasets:
             yield "validation is left out: its completions have a KV cache of their own, of what is free then"
@@ -224,8 +272,11 @@ def vllm_room(shape: Shape, job: Job, device: Device) -> Iterator[str]:
 
 def _vllms(shape: Shape, job: Job, device: Device) -> str:
     share = int(job.vllm_share * device.memory)
-    left = share - shape.parameters * job.sampled_bytes // job.vllm_devices
-    what = f"leaves {left / GB:.1f} GB for its cache and activations" if left > 0 else "is less than its weights"
+    weights = vllm_weights(shape, job)
+    left = share - weights
+    what = f"leaves {left / GB:.1f} GB for its cache and activations"
+    if left <= 0:
+        what = f"is less than its weights, {weights / GB:.1f} GB"
     return f"vLLM's share of {share / GB:.1f} GB {what}"
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from perl.device import Kind
+from perl.engines.quantised import SCHEMES
 
 GB = 2**30
 """As nvidia-smi and npu-smi mean it."""
@@ -33,6 +34,12 @@ CACHE_SHARE = 0.5
 MAX_NUM_SEQS = 256
 """Completions that are sampled at once, and (PREFILL_TOKENS) prompt tokens that are computed at once."""
 PREFILL_TOKENS = 8_192
+LOADED = {"8bit": (1.0, 4), "4bit": (4 / 8 + 4 / 64, 0), "4bit, nested": (4 / 8 + 1 / 64 + 4 / (64 * 256), 0)}
+"""How bitsandbytes loads a base: bytes of a weight, and of an output. In 4 bits 64 weights share a float32 scale;
+nested (bnb_4bit_use_double_quant), 256 of these, of 8 bits each, share one."""
+COPY = " copy for rollouts"
+QUANTISED = {name: (each.bytes_a_weight, each.bytes_an_output) for name, each in SCHEMES.items()} | LOADED
+"""All of them, and the sampler's (rollout.quantization)."""
 
 Phase = Literal["both", "rollout", "update"]
 Parallel = Literal["single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]
@@ -47,6 +54,8 @@ class Shape:
     """Of the base; tied weights count once."""
     linear: int
     """Weights of the base's linear layers, the output head with them even where it is tied."""
+    outputs: int
+    """Of all these layers."""
     adapter: int
     """Trained parameters, those of a critic too."""
     adapted: dict[str, tuple[int, int]]
@@ -128,6 +137,10 @@ class Job:
     """Completions that a worker samples at once."""
     reference: bool = False
     """A reference model is held besides (beta > 0, without an adapter that could be switched off)."""
+    loaded: str | None = None
+    """Key of LOADED: how the base is held that the adapter is trained above; None: in weight_bytes."""
+    quantization: str = "none"
+    """rollout.quantization: of the copy that engine fast makes, or that vLLM holds in the place of the base."""
 
     @property
     def phases(self) -> tuple[Literal["rollout", "update"], ...]:
@@ -159,9 +172,12 @@ class Job:
 
     @property
     def trained_bytes(self) -> int:
-        """Of a trained number: DeepSpeed casts all to the compute dtype, others train float32."""
+        """Of a trained number: DeepSpeed casts all to the compute dtype, others train float32, and TRL bfloat16 above a
+        base that is loaded in 8 or 4 bits."""
         if self.parallel.startswith("zero"):
             return self.compute_bytes
+        if self.loaded:
+            return 2
         return self.weight_bytes if self.full and self.parallel != "fsdp2" else 4
 
     @property
@@ -173,6 +189,11 @@ class Job:
     def sampled_bytes(self) -> int:
         """Of a number of the weights, and of keys and values, while completions are drawn."""
         return self.compute_bytes if self.full else self.weight_bytes
+
+    @property
+    def sampler(self) -> str | None:
+        """Key of QUANTISED: how the weights are held that vLLM draws with."""
+        return self.loaded if self.quantization == "none" else self.quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +268,10 @@ def states(shape: Shape, job: Job) -> Iterator[Item]:
     stage = int(job.parallel[-1]) if zero else 3 if job.parallel == "fsdp2" else 0
     weight_shards, gradient_shards, optimizer_shards = (job.processes if stage >= least else 1 for least in (3, 2, 1))
     trained, what = (shape.parameters, "weights") if job.full else (shape.adapter, "adapter")
-    base = shape.parameters * (size if job.full else job.weight_bytes)
+    base = base_bytes(shape, size if job.full else job.weight_bytes, job.loaded)
     yield Item("weights", base // weight_shards, "both")
+    if job.loaded:
+        yield Item("a layer's weights, dequantised", shape.hidden * shape.intermediate * job.compute_bytes, "both")
     if not job.full:
         yield Item("adapter", trained * size // weight_shards, "both")
     yield Item("gradients", trained * size // gradient_shards, "update")
@@ -274,15 +297,46 @@ def states(shape: Shape, job: Job) -> Iterator[Item]:
         yield Item("weights, gathered", max(2 * layer, ends) * job.sampled_bytes, "both")
 
 
+def base_bytes(shape: Shape, size: int, quantised: str | None = None) -> int:
+    """Of the base, in `size` bytes a number; with a key of QUANTISED its linear layers so, but for the head. Embedding,
+    norms and biases keep `size`."""
+    if quantised is None:
+        return shape.parameters * size
+    head = shape.vocabulary * shape.hidden
+    linear = shape.linear - head
+    return quantised_bytes(linear, shape.outputs - shape.vocabulary, quantised) + (shape.parameters - linear) * size
+
+
+def quantised_bytes(linear: int, outputs: int, quantised: str) -> int:
+    """Of linear layers of so many weights and outputs."""
+    a_weight, an_output = QUANTISED[quantised]
+    return round(linear * a_weight) + outputs * an_output
+
+
 # The rollout
+
+
+def vllm_weights(shape: Shape, job: Job) -> int:
+    """Of the base that vLLM holds, on one of its devices."""
+    return base_bytes(shape, job.sampled_bytes, job.sampler) // job.vllm_devices
+
+
+def vllm_least(shape: Shape, job: Job) -> int:
+    """What vLLM does not start without: its weights, and keys and values of one completion."""
+    return vllm_weights(shape, job) + job.length * a_token(shape, job) // job.vllm_devices
 
 
 def _rollout(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item]:
     """KV cache; for a moment the prompts at once (one layer's activations without gradients and the last token's
     logits) or a decode step: float32 logits [rows, V], divided by the temperature, their softmax and its cumulative
     sum, sorted with places (12 bytes) and three more where top_p truncates. Without a kernel that reads blocks one
-    layer's keys and values are read out of the cache. On a CPU float32 weights are laid out again for oneDNN."""
-    if device.cpu and job.sampled_bytes == 4:
+    layer's keys and values are read out of the cache. On a CPU float32 weights are laid out again for oneDNN, or, the
+    head too, quantised once for the whole run."""
+    if job.quantization != "none":
+        copy = quantised_bytes(shape.linear, shape.outputs, job.quantization)
+        yield Item(job.quantization + COPY, copy, "both")
+        free -= copy
+    elif device.cpu and job.sampled_bytes == 4:
         yield Item("weights in oneDNN's layout", 4 * shape.linear, "rollout")
         free -= 4 * shape.linear
     size = job.sampled_bytes

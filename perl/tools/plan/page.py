@@ -10,8 +10,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from perl.engines.quantised import by_size
 from perl.tools.plan.devices import SIZES
-from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, items, peak, with_batch
+from perl.tools.plan.memory import (
+    COPY,
+    GB,
+    Device,
+    Job,
+    Parallel,
+    Shape,
+    base_bytes,
+    items,
+    peak,
+    vllm_least,
+    vllm_weights,
+    with_batch,
+)
 
 USABLE = 0.9
 """Of a device's memory, how much a plan may take. Assumed: the rest is what the allocator holds in pieces that are too
@@ -41,13 +55,38 @@ class Plan:
             if (parallel == "single") == (self.job.processes == 1):
                 yield parallel, dataclasses.replace(self.job, parallel=parallel)
 
+    def by_quantisation(self) -> Iterator[tuple[str, Job]]:
+        """The job with its base, or the sampler's copy of it, in fewer bits; none where all weights are trained."""
+        if self.job.full:
+            return
+        whole = dataclasses.replace(self.job, loaded=None, quantization="none")
+        yield "as it is", whole
+        if self.job.engine == "vllm" or (self.job.engine == "fast" and self.device.cpu):
+            for name in by_size():
+                yield f"rollouts in {name}", dataclasses.replace(whole, quantization=name)
+        yield "loaded in 4 bits", dataclasses.replace(whole, loaded="4bit")
+
+    def with_room(self, job: Job, capacity: int) -> Job:
+        """The job with a share for vLLM in which it starts, on a device of `capacity` bytes."""
+        return dataclasses.replace(job, vllm_share=max(job.vllm_share, self.least_share(job, capacity)))
+
+    def sizes_that_fit(self, job: Job) -> list[int]:
+        """Those of `sizes`, with the share for vLLM that each takes."""
+        return [size for size in self.sizes if self.fits(self.with_room(job, size), size)]
+
     def peaks(self, job: Job, capacity: int | None = None) -> dict[str, int]:
         """The peak of each phase on a device of `capacity` bytes (None: the plan's)."""
         table = items(self.shape, job, self.device, capacity)
         return {phase: peak(table, phase) for phase in job.phases}
 
     def fits(self, job: Job, capacity: int) -> bool:
+        if job.vllm_share and job.vllm_share * capacity < vllm_least(self.shape, job):
+            return False
         return max(self.peaks(job, capacity).values()) <= USABLE * capacity
+
+    def least_share(self, job: Job, capacity: int) -> float:
+        """Of a device of `capacity` bytes, what vLLM does not start without; in hundredths. 0: no vLLM."""
+        return math.ceil(100 * vllm_least(self.shape, job) / capacity) / 100 if job.engine == "vllm" else 0.0
 
     def proposal(self) -> tuple[Job, dict[str, Any]] | None:
         """The job of the same completions per rollout and update with the largest micro-batch that fits, and its flags;
@@ -74,8 +113,8 @@ class Plan:
 
 def as_text(plan: Plan) -> str:
     """Lines for a person."""
-    parts = [_head(plan), _table(plan), _sharing(plan), _advice(plan)]
-    return "\n\n".join("\n".join(part) for part in parts)
+    parts = [_head(plan), _table(plan), _sharing(plan), _quantised(plan), _advice(plan)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _wrapped(text: str) -> list[str]:
@@ -86,8 +125,10 @@ def _head(plan: Plan) -> list[str]:
     job, shape = plan.job, plan.shape
     trained = "all trained" if job.full else f"adapter {shape.adapter / 1e6:.1f} M"
     dtype = {4: "float32", 2: "two bytes a number"}[job.trained_bytes if job.full else job.weight_bytes]
+    dtype += f", loaded in {job.loaded}" if job.loaded else ""
     rows = f"{job.update_rows * job.processes} an update, {job.micro_batch} a forward and device"
-    by, batch = f"rollouts by {job.engine}", f"prompts to {job.prompt}, completions to {job.completion} tokens"
+    drawn = "" if job.quantization == "none" else f" in {job.quantization}"
+    by, batch = f"rollouts by {job.engine}{drawn}", f"prompts to {job.prompt}, completions to {job.completion} tokens"
     batch = f"completions: {job.rows * job.processes} a rollout, {rows}; {batch}"
     if job.engine is None:
         by, batch = "supervised fine-tuning", f"rows: {rows}, of up to {job.length} tokens"
@@ -123,9 +164,42 @@ def _sharing(plan: Plan) -> list[str]:
     return [*_aligned(rows), f"fits: in {USABLE:.0%} of it, with gradient checkpointing as it is set"]
 
 
+def sampler_bytes(plan: Plan, job: Job) -> int:
+    """Of weights that are held for the rollouts alone."""
+    if job.engine == "vllm":
+        return vllm_weights(plan.shape, job)
+    return sum(item.bytes for item in items(plan.shape, job, plan.device) if item.name.endswith(COPY))
+
+
+def _quantised(plan: Plan) -> list[str]:
+    """The base in fewer bits, and which devices that is enough for."""
+    rows = [["the base", "trained above", "draws", *plan.job.phases, "fits on GB"]]
+    options = dict(plan.by_quantisation())
+    if plan.job not in options.values() and options:
+        options["this run"] = plan.job
+    for name, job in options.items():
+        held = base_bytes(plan.shape, job.weight_bytes, job.loaded)
+        roomy = plan.with_room(job, plan.device.memory)
+        fitting = ", ".join(f"{size / GB:.0f}" for size in plan.sizes_that_fit(job))
+        draws = sampler_bytes(plan, job)
+        cells = [_gb(held), _gb(draws) if draws else "", *map(_gb, plan.peaks(roomy).values())]
+        rows.append([name + (" (this)" if job == plan.job else ""), *cells, fitting or "none"])
+    if len(rows) == 1:
+        return []
+    share = ["with a share for vLLM that holds its weights and a completion"] if plan.job.engine == "vllm" else []
+    return [*_aligned(rows), *share]
+
+
 def _advice(plan: Plan) -> list[str]:
     where = f"{plan.device.name}, {plan.device.memory / GB:.0f} GB"
     proposal = plan.proposal()
+    least = plan.least_share(plan.job, plan.device.memory)
+    if least > plan.job.vllm_share and proposal is None:
+        weights = f"its weights, {_gb(vllm_weights(plan.shape, plan.job))} GB, and a completion"
+        return _wrapped(
+            f"vLLM does not start on {where} with a share of {plan.job.vllm_share}, which does not hold {weights}:"
+            f" --config.training.vllm_gpu_memory_utilization {least}, or a base in fewer bits"
+        )
     if proposal is None:
         cure = "shorter rows" if plan.job.engine is None else "shorter prompts or completions"
         if plan.job.processes > 1 and plan.job.parallel not in ("zero3", "fsdp2"):
@@ -160,6 +234,15 @@ def as_json(plan: Plan) -> str:
             for parallel, job in plan.by_parallel()
         },
         "fits": {f"{size / GB:.0f}": plan.fits(plan.job, size) for size in plan.sizes},
+        "by_quantisation": {
+            name: {
+                "weights": base_bytes(plan.shape, job.weight_bytes, job.loaded),
+                "sampler": sampler_bytes(plan, job),
+                "peak": plan.peaks(plan.with_room(job, plan.device.memory)),
+                "fits": [f"{size / GB:.0f}" for size in plan.sizes_that_fit(job)],
+            }
+            for name, job in plan.by_quantisation()
+        },
         "proposal": {f"--config.{flag}": value for flag, value in proposal[1].items()} if proposal else None,
         "proposal_peak": plan.peaks(proposal[0]) if proposal else None,
         "notes": plan.notes,

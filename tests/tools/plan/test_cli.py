@@ -129,6 +129,93 @@ def test_what_is_not_counted_is_told(plan, tmp_path):
     assert any(note.startswith("the frozen copy of peft.adapter") for note in found["notes"])
 
 
+LOADED = "--config.training.model_init_kwargs"
+IN_4_BITS = LOADED, '{"quantization_config": {"load_in_4bit": true}}'
+LINEAR, OUTPUTS = 28 * 233_046_016, 28 * 49_664
+"""Of Qwen2.5-7B, without the head: q, k, v and o, gate, up and down in 28 layers."""
+
+
+def test_a_base_in_4_bits_by_flag_and_by_its_own_config(plan, tmp_path):
+    fields = json.loads(Path(QWEN).read_text())
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": stored}))
+    rest = 2 * (7_615_616_512 - LINEAR)
+    held = []
+    for flags in ((*IN_4_BITS, MODEL, QWEN), (MODEL, str(tmp_path))):
+        found = json.loads(plan(RECIPE, "--device", "h100", "--json", *flags))
+        held += [item["bytes"] for item in found["items"] if item["name"] == "weights"]
+    assert held == [LINEAR * 9 // 16 + rest, round(LINEAR * (0.5 + 1 / 64 + 1 / 4096)) + rest]
+    assert "two bytes a number, loaded in 4bit" in " ".join(
+        plan(RECIPE, "--device", "h100", *IN_4_BITS, MODEL, QWEN).split()
+    )
+
+
+def test_rollouts_by_a_copy_on_a_cpu(plan):
+    flags = RECIPE, MODEL, QWEN, "--device", "cpu", "--config.rollout.quantization", "int8_w8a8"
+    found = json.loads(plan(*flags, "--json"))
+    copy = LINEAR + 152_064 * 3584 + 4 * (OUTPUTS + 152_064)
+    assert [item["bytes"] for item in found["items"] if "copy" in item["name"]] == [copy]
+    options = found["by_quantisation"]
+    assert (options["rollouts in int8"]["sampler"], options["as it is"]["sampler"]) == (copy, 0)
+    assert options["as it is"]["weights"] == 4 * 7_615_616_512  # float32
+    assert options["rollouts in int8"]["peak"] == found["peak"]
+    (this,) = [line for line in plan(*flags).splitlines() if line.startswith("this run (this)")]
+    assert f"{copy / 2**30:.2f}" in this
+
+
+def test_which_devices_a_quantised_base_is_enough_for(plan):
+    """Qwen2.5-7B next to vLLM, whose share of 0.3 holds 14.2 GB on 64 GB, and not on 32."""
+    flags = RECIPE, MODEL, QWEN, "--device", "h100", "--config.training.use_vllm", "true", "--json"
+    found = json.loads(plan(*flags))
+    options = found["by_quantisation"]
+    assert options["as it is"]["sampler"] == 2 * 7_615_616_512
+    assert options["rollouts in int8"]["sampler"] == LINEAR + 4 * OUTPUTS + 2 * (7_615_616_512 - LINEAR)
+    assert options["loaded in 4 bits"]["weights"] == options["loaded in 4 bits"]["sampler"]
+    assert {name: option["fits"] for name, option in options.items() if name != "rollouts in int4"} == {
+        "as it is": ["64", "80", "141"],
+        "rollouts in int8": ["32", "64", "80", "141"],
+        "loaded in 4 bits": ["32", "64", "80", "141"],
+    }
+    small = "--config.training.vllm_gpu_memory_utilization", "0.1"
+    assert not json.loads(plan(*flags, *small))["fits"]["80"]  # 8 GB hold no 14.2
+    text = " ".join(plan(*flags[:-1], *small).split())
+    assert "vLLM's share of 8.0 GB is less than its weights, 14.2 GB" in text
+    assert "vLLM does not start on h100, 80 GB with a share of 0.1" in text
+    assert "--config.training.vllm_gpu_memory_utilization 0.18, or a base in fewer bits" in text
+
+
+def test_the_figures_of_the_readme(plan, tmp_path):
+    of_32b = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
+    fields = json.loads(Path(QWEN).read_text()) | of_32b | {"num_key_value_heads": 8, "max_window_layers": 64}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = {}
+    for size, model in (("7B", QWEN), ("32B", str(tmp_path))):
+        for engine in ("fast", "vllm"):
+            flags = MODEL, model, "--device", "h100", "--config.rollout.engine", engine, "--json"
+            for name, option in json.loads(plan(RECIPE, *flags))["by_quantisation"].items():
+                fits = [fit for fit in option["fits"] if fit in ("64", "80")]
+                peak = round(max(option["peak"].values()) / 2**30, 1) if engine == "fast" else None
+                found[size, engine, name] = (peak, fits)
+    assert found["32B", "vllm", "rollouts in int8"] == (None, [])
+    assert {key: value for key, value in found.items() if not key[2].startswith("rollouts")} == {
+        ("7B", "fast", "as it is"): (17.3, ["64", "80"]),
+        ("7B", "fast", "loaded in 4 bits"): (8.5, ["64", "80"]),
+        ("7B", "vllm", "as it is"): (None, ["64", "80"]),
+        ("7B", "vllm", "loaded in 4 bits"): (None, ["64", "80"]),
+        ("32B", "fast", "as it is"): (68.6, ["80"]),
+        ("32B", "fast", "loaded in 4 bits"): (26.3, ["64", "80"]),
+        ("32B", "vllm", "as it is"): (None, []),
+        ("32B", "vllm", "loaded in 4 bits"): (None, ["64", "80"]),
+    }
+
+
+def test_a_base_that_plan_does_not_know_the_bytes_of_is_told(plan, tmp_path):
+    fields = json.loads(Path(QWEN).read_text()) | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = json.loads(plan(RECIPE, "--device", "h100", "--json", MODEL, str(tmp_path)))
+    assert "the base is stored in 4 bits (awq), and counted as if it were not quantised" in found["notes"]
+
+
 def test_what_is_proposed_is_accepted_and_fits(plan):
     """The flags go back in: the same peaks as the proposal promised."""
     flags = RECIPE, MODEL, QWEN, "--device", "a100", "--count", "2", "--json"
@@ -186,6 +273,17 @@ MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden
         ),
         (["--config.training.num_generations", "3"], None, "num_generations 3 does not divide the 16 completions"),
         (["--config.dataset.max_prompt_length", "null"], None, "plan needs the longest prompt"),
+        ([*IN_4_BITS, "--config.peft.type", "none"], None, "such weights can't be trained; write lora"),
+        (
+            [LOADED, '{"quantization_config": {"load_in_8bit": true}}', "--config.training.use_vllm", "true"],
+            None,
+            "vLLM can't quantize to 8 bits as it loads",
+        ),
+        (
+            ["--config.rollout.quantization", "int8", "--device", "910b"],
+            None,
+            "engine fast has such products on a CPU, and this plan is for 910b",
+        ),
         (["--method", "rl"], None, "--method: unknown method 'rl'"),
         (["--config.training.nothing", "3"], None, "unknown flag --config.training.nothing"),
         ([MODEL, "no/where/at_all"], None, "no such folder"),

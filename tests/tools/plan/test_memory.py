@@ -15,11 +15,28 @@ from perl.adapters import ADAPTERS
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.engines import runner, scheduler
 from perl.engines.cache import BLOCK_SIZE, BlockCache, RowCache
+from perl.models.folders import load_model
 from perl.records import Trajectory
 from perl.tools.plan import memory
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.inputs import shape_of, vllm_room, workers_room
-from perl.tools.plan.memory import GB, Item, Job, Micro, Shape, activations, items, micro_batch, peak, states, update
+from perl.tools.plan.memory import (
+    GB,
+    Item,
+    Job,
+    Micro,
+    Shape,
+    activations,
+    base_bytes,
+    items,
+    micro_batch,
+    peak,
+    quantised_bytes,
+    states,
+    update,
+    vllm_least,
+    vllm_weights,
+)
 from perl.training.packing import Packing, enable_packing, forward_arguments, pack
 from tests.tiny import tiny_model
 
@@ -27,6 +44,7 @@ PEFT = PeftConfig(r=4, lora_alpha=8)
 SHAPE = Shape(
     parameters=1_000_000,
     linear=900_000,
+    outputs=3000,
     adapter=1000,
     adapted={},
     rank=4,
@@ -211,6 +229,68 @@ def test_a_workers_vllm_is_on_the_workers_device():
 def test_float32_weights_are_laid_out_again_on_a_cpu():
     cpu = {item.name: item.bytes for item in items(SHAPE, replace(JOB, weight_bytes=4), DEVICES["cpu"])}
     assert cpu["weights in oneDNN's layout"] == 3_600_000
+
+
+def test_a_quantised_base_by_hand():
+    """Of a million numbers 899,000 are in linear layers but for the head of 100 x 10, with 2,900 outputs."""
+    rest = 2 * (1_000_000 - 899_000)
+    assert base_bytes(SHAPE, 2) == 2_000_000
+    assert base_bytes(SHAPE, 2, "int8") == base_bytes(SHAPE, 2, "8bit") == 899_000 + 4 * 2900 + rest
+    assert base_bytes(SHAPE, 2, "int4") == base_bytes(SHAPE, 2, "4bit") == 505_688 + rest  # 0.5625 bytes
+    assert base_bytes(SHAPE, 2, "4bit, nested") == 463_766 + rest  # 0.5 + 1/64 + 1/4096
+    assert base_bytes(SHAPE, 4, "int4") == 505_688 + 2 * rest
+    assert quantised_bytes(900_000, 3000, "int8_w8a8") == 912_000
+
+
+def test_engine_fast_draws_with_a_copy_besides():
+    """The head is in it, and nothing else is laid out for oneDNN."""
+    job = replace(JOB, weight_bytes=4, quantization="int8")
+    table = {item.name: item for item in items(SHAPE, job, DEVICES["cpu"])}
+    assert table["weights"].bytes == 4_000_000
+    assert table["int8 copy for rollouts"] == Item("int8 copy for rollouts", 912_000, "both")
+    assert "weights in oneDNN's layout" not in table
+
+
+def test_vllm_draws_with_a_quantised_base_in_the_place_of_it():
+    job = replace(JOB, engine="vllm", vllm_share=0.3)
+    assert [vllm_weights(SHAPE, replace(job, quantization=name)) for name in ("none", "int8", "int4")] == [
+        *(2_000_000, 1_112_600, 707_688)
+    ]
+    assert vllm_weights(SHAPE, replace(job, loaded="4bit")) == 707_688  # it reads the base as the trainer does
+    assert vllm_weights(SHAPE, replace(job, loaded="4bit", quantization="int8", vllm_devices=2)) == 1_112_600 // 2
+    assert vllm_least(SHAPE, job) == 2_000_000 + 12 * 2 * 2 * 5 * 2  # a completion of 12 tokens
+    assert not [item for item in items(SHAPE, replace(job, quantization="int8"), DEVICE) if "copy" in item.name]
+
+
+def test_an_adapter_above_a_base_that_is_loaded_in_4_bits():
+    found = {item.name: item.bytes for item in states(SHAPE, replace(JOB, loaded="4bit"))}
+    assert found["weights"] == 707_688
+    assert (found["adapter"], found["gradients"], found["optimizer (AdamW)"]) == (2000, 2000, 4000)  # TRL: bfloat16
+    assert found["a layer's weights, dequantised"] == 10 * 30 * 2
+
+
+@pytest.mark.parametrize(
+    ("loaded", "fields"),
+    [
+        ("8bit", {"load_in_8bit": True}),
+        ("4bit", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+        ("4bit, nested", {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}),
+    ],
+)
+def test_bitsandbytes_holds_what_is_planned(loaded, fields, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny_model(hidden_size=512, intermediate_size=1024, num_attention_heads=8, dtype=torch.bfloat16).save_pretrained(
+        tmp_path
+    )
+    model = load_model(tmp_path, dtype=torch.bfloat16, quantization_config=fields)
+    held = 0
+    for parameter in model.parameters():
+        held += parameter.nbytes
+        if state := getattr(parameter, "quant_state", None):
+            held += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+        elif (scale := getattr(parameter, "SCB", None)) is not None:
+            held += scale.nbytes
+    assert held == pytest.approx(base_bytes(shape_of(model.config, PEFT), 2, loaded), rel=0.001)
 
 
 def test_the_sizes_of_other_peoples_buffers_are_theirs():

@@ -11,6 +11,7 @@ from perl.tools.plan.page import USABLE, Plan
 SHAPE = Shape(  # Qwen2.5-7B with LoRA r 16 on all linears
     parameters=7_615_616_512,
     linear=7_070_285_824,
+    outputs=1_542_656,
     adapter=40_370_176,
     adapted={
         "q_proj": (3584, 3584),
