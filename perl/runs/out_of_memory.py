@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from perl import device
 from perl.base.errors import RankError
-from perl.config.load import Config
+from perl.config.load import UNMERGED, Config
 from perl.config.peft_fields import reads_of
+from perl.engines.quantised import BYTES_A_WEIGHT, by_size
 from perl.runs.metrics import StepClock
 
 if TYPE_CHECKING:
@@ -97,6 +99,9 @@ def changes(phase: str, config: Any) -> Iterator[str]:
         yield change("same batch, slower", smaller_micro_batches(training))
     if phase == "update" and not training.gradient_checkpointing:
         yield change("same result, a second forward", {"training.gradient_checkpointing": ("true", "false")})
+    draws = rewarded and training.use_vllm and not config.rollout.workers and config.peft.type in UNMERGED
+    if draws and (fewer := fewer_bits(config.rollout.quantization)):
+        yield change("rounds the base that draws", {"rollout.quantization": (fewer, config.rollout.quantization)})
     if phase not in ("setup", "validation"):
         longest = "max_completion_length" if rewarded else "max_length"
         yield halved("cuts long answers", f"training.{longest}", getattr(training, longest))
@@ -104,6 +109,12 @@ def changes(phase: str, config: Any) -> Iterator[str]:
         yield change("an adapter in the place of all weights", {"peft.type": ("lora", "none")})
     elif "r" in reads_of(config.peft.type):
         yield halved("a smaller adapter", "peft.r", int(config.peft.r))
+
+
+def fewer_bits(now: str) -> str | None:
+    """The value of rollout.quantization that takes next less memory than `now`."""
+    held = BYTES_A_WEIGHT.get(now, math.inf)
+    return next((name for name in by_size() if BYTES_A_WEIGHT[name] < held), None)
 
 
 def smaller_rollouts(training: Any) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import torch
 from perl import device
 from perl.base.errors import RankError
 from perl.config.load import parse
-from perl.runs.out_of_memory import changes, explain_out_of_memory, message
+from perl.runs.out_of_memory import changes, explain_out_of_memory, fewer_bits, message
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +89,19 @@ def test_the_advice_makes_a_configuration_that_is_accepted(phase):
         if "same batch" in text:
             assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 32
         assert training.generation_batch_size % training.num_generations == 0
+
+
+def test_vllms_base_in_fewer_bits_comes_after_what_keeps_what_is_learned():
+    vllm = BATCH | {"training__use_vllm": "true"}
+    text = list(changes("rollout", config(**vllm)))
+    at = text.index("--config.rollout.quantization int8 (now none: rounds the base that draws)")
+    assert text[0].startswith("--config.training.vllm_gpu_memory_utilization")
+    assert text[at + 1].startswith("--config.training.max_completion_length 512")
+    for phase in ("rollout", "update"):
+        assert not [flag for flag in flags(phase, **BATCH) if "quantization" in flag]  # a CPU's copy is one more
+    assert not [flag for flag in flags("rollout", **vllm, peft__type="none") if "quantization" in flag]
+    assert fewer_bits("int8") == fewer_bits("int8_w8a8") != "int8"
+    assert fewer_bits("int4") is None
 
 
 def test_the_line_names_the_phase_and_present_values_of_three_settings():
