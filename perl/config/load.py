@@ -635,10 +635,48 @@ def check_validation(values: Namespace) -> None:
             "--config.validation.after_train false: no step is validated; name --config.validation.every_steps, or"
             " leave --config.validation.datasets out"
         )
+    check_quantized(values)
     if training.metric_for_best_model is not None:
         raise UserError(
             f"--config.training.metric_for_best_model {training.metric_for_best_model}: is of TRL's own evaluation;"
             " write --config.validation.save_best true"
+        )
+
+
+def scored_quantizations(values: Any) -> tuple[str, ...]:
+    """What a validation scores the policy above: the base as it is ("none"), by rollout.quantization, or both.
+
+    Args:
+        values: with the groups `rollout` and `validation`.
+    """
+    rollout = values.rollout
+    if not values.validation.quantized:
+        return ("none",)
+    alone = rollout.engine == "vllm" and not rollout.workers
+    return (rollout.quantization,) if alone else ("none", rollout.quantization)
+
+
+def check_quantized(values: Namespace) -> None:
+    """Which policies can be validated: vLLM in the trainer's process holds the quantised one alone, and where vLLM
+    draws in workers the trainer's own model validates, which is not quantised."""
+    rollout, quantized = values.rollout, values.validation.quantized
+    flag = "--config.validation.quantized"
+    if rollout.quantization == "none":
+        if quantized:
+            raise UserError(
+                f"{flag} true: --config.rollout.quantization is none, so no policy is quantised; write int8 there, or"
+                f" {flag} false"
+            )
+    elif rollout.engine == "vllm" and not rollout.workers and not quantized:
+        raise UserError(
+            f"{flag} false: vLLM holds the policy above the {rollout.quantization} base alone, and validates; write"
+            f" {flag} true, or --config.rollout.workers 1, with which the trainer's own model validates"
+        )
+    elif rollout.engine == "vllm" and rollout.workers and quantized:
+        raise UserError(
+            f"{flag} true: the workers alone hold the {rollout.quantization} base, and the trainer's own model"
+            f" validates; write {flag} false, and score checkpoints by perl/eval.py --quantization"
+            f" {rollout.quantization}"
         )
 
 

@@ -353,6 +353,8 @@ class ValidationConfig:
         max_new_tokens: longest completion.
         max_samples: only the first so many problems of each dataset.
         save_best: keep the adapter with the highest mean accuracy on the first dataset, in best/ of the run's folder.
+        quantized: score the policy above the base of rollout.quantization too, in as much time again; vllm without
+            workers holds that one alone, and needs true.
     """
 
     datasets: list[str] = field(default_factory=list)
@@ -366,6 +368,7 @@ class ValidationConfig:
     max_new_tokens: PositiveInt | None = None
     max_samples: PositiveInt | None = None
     save_best: bool = False
+    quantized: bool = False
 
 
 @dataclass

@@ -103,10 +103,15 @@ class PolicyEngine(Engine, Protocol):
         here."""
         ...
 
-    def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> Engine:
+    def evaluating(self, eos_token_ids: frozenset[int], context: int | None, *, quantised: bool = False) -> Engine:
         """The same policy under the evaluator's rules, with the noise as published: prompts are completed by their
         sampling and seeds, these tokens and this context alone. Nothing of TRL's generation config or of the run's
-        generation_kwargs is heeded, and what the engine keeps for rollouts stays as it is. Close it afterwards."""
+        generation_kwargs is heeded, and what the engine keeps for rollouts stays as it is. Close it afterwards.
+
+        Args:
+            quantised: above the quantised base, where the run has one; else above the base as it is. An engine that
+                holds one of the two alone must be asked for that.
+        """
         ...
 
     def not_comparable(self, sampling: Sampling) -> str | None:

@@ -162,7 +162,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         if not self.eager_optimizer and device.free_memory() is not None:
             self.decoder.reserved = update_memory(self.model, first=weights.version == 0)
 
-    def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> TorchEngine:
+    def evaluating(self, eos_token_ids: frozenset[int], context: int | None, *, quantised: bool = False) -> TorchEngine:
         """By a decode loop of its own, or the model's own `generate` under the engine of that name. Packed weights are
         float32, which the evaluator computes in on a CPU. See `perl.engines.PolicyEngine`."""
         return TorchEngine(
@@ -170,7 +170,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
             self.processing,
             eos_token_ids=eos_token_ids,
             context=context,
-            applied=self._applied,
+            applied=functools.partial(self._applied, quantised=quantised),
             stock=self.plain,
             **self._settings,
         )

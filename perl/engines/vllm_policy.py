@@ -166,7 +166,8 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
         on_engine = None if noise is None else noise_of_engine(llm, noise)
         super().__init__(llm, lambda: self.sync.adapter, further, on_engine, eos_token_ids)
         dtype: Any = self.engine.vllm_config.model_config.dtype
-        self.itemsize: int = dtype.itemsize if quantization == "none" else 1
+        self.quantised = quantization != "none"
+        self.itemsize: int = 1 if self.quantised else dtype.itemsize
 
     def publish(self, weights: Weights) -> None:
         if weights.version != self.weights.version:
@@ -177,7 +178,8 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
         """Every process must come here. See `perl.engines.PolicyEngine`."""
         yield from self.drawn(super().stream, feed)
 
-    def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> RunningVLLM:
+    def evaluating(self, eos_token_ids: frozenset[int], context: int | None, *, quantised: bool = False) -> RunningVLLM:
+        assert quantised == self.quantised, "vLLM holds one base"
         return Evaluating(self, eos_token_ids, context)
 
     def drawn(

@@ -114,9 +114,9 @@ class PoolEngine:
     def publish(self, weights: Weights) -> None:
         self.local.publish(weights)
 
-    def evaluating(self, eos_token_ids: frozenset[int], context: int | None) -> Engine:
+    def evaluating(self, eos_token_ids: frozenset[int], context: int | None, *, quantised: bool = False) -> Engine:
         """The trainer's own model scores."""
-        return self.local.evaluating(eos_token_ids, context)
+        return self.local.evaluating(eos_token_ids, context, quantised=quantised)
 
     def not_comparable(self, sampling: Sampling) -> str | None:
         return self._incomparable(sampling)

@@ -6,7 +6,8 @@
         complete       samples -> rollout engine -> grader -> records
         gather         the records of all processes, in every process
         metrics        val-core/<data source>/acc/mean@n, …
-        write          RUN/validation/step-N/DATASET as perl/eval.py leaves a dataset: samples.jsonl, summary.json
+        write          RUN/validation/step-N/DATASET as perl/eval.py leaves a dataset: samples.jsonl, summary.json;
+                       of the policy above a quantised base RUN/validation/step-N/quantized/DATASET
         keep_best      RUN/best: the adapter, or the model, with the best score so far
 
 Nothing of the training changes by it: samples bring their own seeds, and the engine's state is one of its own.
@@ -62,6 +63,9 @@ from perl.training.validation_setup import ValidationSetup
 
 log = logging.getLogger(__name__)
 
+QUANTIZED = "quantized"
+"""In names of metrics, and of the folder: of the policy above the quantised base."""
+
 
 class Validation(TrainerCallback):
     """Validates a run. Asks for it after the steps that are due, as a callback of the trainer, which calls `run`.
@@ -80,13 +84,18 @@ class Validation(TrainerCallback):
         self.rank, self.world_size = rank, world_size
         self.labels = labels(setup.problem_sets)
         first = setup.problem_sets[0]
-        self.chosen_by = f"val-core/{self.labels[first.name, first.sources[0]]}/acc/mean@{first.sampling.n}"
+        label = self._label(first.name, first.sources[0], setup.scored[0])
+        self.chosen_by = f"val-core/{label}/acc/mean@{first.sampling.n}"
         """The metric of the best adapter."""
         progress = [logged_steps(run_dir / METRICS, self.chosen_by), best_so_far(run_dir, self.chosen_by)]
         self.done, self.best = broadcast_object_list(progress)  # rank 0 decides: others may not see the folder
         for problem_set in setup.problem_sets:
             count, sources = len(problem_set.samples), ", ".join(problem_set.sources)
             log.info("validation on %s: %d samples of %s", problem_set.spec, count, sources)
+        if setup.scored != ("none",):
+            *both, quantization = setup.scored
+            of = "the policy as it is trained, and of that above" if both else "the policy above"
+            log.info("validation: scores are of %s the %s base (…/%s/…)", of, quantization, QUANTIZED)
         if setup.config.save_best:
             log.info(
                 "validation: the %s with the highest %s is kept in %s", setup.trained, self.chosen_by, run_dir / BEST
@@ -118,9 +127,27 @@ class Validation(TrainerCallback):
         """
         started = time.perf_counter()
         engine.publish(Weights(version=step))
-        with contextlib.closing(engine.evaluating(self.setup.eos_token_ids, self.setup.context)) as evaluator:
-            records = {each.name: self._records(each, evaluator) for each in self.setup.problem_sets}
-        seconds = time.perf_counter() - started
+        scored = {quantization: self._scored(engine, quantization) for quantization in self.setup.scored}
+        scores: dict[str, float] = {}
+        for quantization, (records, _) in scored.items():
+            scores |= self.metrics(records, quantization)
+        with failing_together("validation: what it leaves"):
+            if self.rank == 0:
+                self.write(step, scored)
+        if self.setup.config.save_best and (step > 0 or self.setup.start):  # a new adapter without a step is the base
+            with failing_together("validation: what it leaves"):
+                self.keep_best(step, scores, save_adapter)
+        self.done.add(step)
+        return scores | {"timing/validation": time.perf_counter() - started}
+
+    def _scored(self, engine: PolicyEngine, quantization: str) -> Scored:
+        """Above the base of this quantisation. Every process must come here."""
+        started, setup = time.perf_counter(), self.setup
+        quantised = quantization != "none"
+        with contextlib.closing(
+            engine.evaluating(setup.eos_token_ids, setup.context, quantised=quantised)
+        ) as evaluator:
+            records = {each.name: self._records(each, evaluator) for each in setup.problem_sets}
         for name, of_set in records.items():
             failed = [record["error"] for record in of_set if record["error"] is not None and "conversation" in record]
             if failed:
@@ -128,15 +155,10 @@ class Validation(TrainerCallback):
                     "validation on %s: %d of %d conversations have failed, the first one: %s",
                     name, len(failed), len(of_set), failed[0],
                 )  # fmt: skip
-        scores = self.metrics(records)
-        with failing_together("validation: what it leaves"):
-            if self.rank == 0:
-                self.write(step, records, seconds)
-        if self.setup.config.save_best and (step > 0 or self.setup.start):  # a new adapter without a step is the base
-            with failing_together("validation: what it leaves"):
-                self.keep_best(step, scores, save_adapter)
-        self.done.add(step)
-        return scores | {"timing/validation": time.perf_counter() - started}
+        return records, time.perf_counter() - started
+
+    def _label(self, dataset: str, source: str, quantization: str) -> str:
+        return self.labels[dataset, source] + ("" if quantization == "none" else f"/{QUANTIZED}")
 
     def _records(self, problem_set: ProblemSet, engine: Engine) -> list[SampleRecord]:
         """Every sample's, by whichever process, in the order of the samples."""
@@ -170,7 +192,7 @@ class Validation(TrainerCallback):
     def _too_long(self, sample: Sample) -> str:
         return f"the prompt has {len(sample.token_ids)} tokens, the context {self.setup.context}"
 
-    def metrics(self, records: dict[str, list[SampleRecord]]) -> dict[str, float]:
+    def metrics(self, records: Mapping[str, Sequence[SampleRecord]], quantization: str = "none") -> dict[str, float]:
         """Of each data source, as verl names them. Metrics of all n samples of a problem stand under val-core, those
         of fewer under val-aux."""
         metrics: dict[str, float] = {}
@@ -179,24 +201,34 @@ class Validation(TrainerCallback):
             for sample, record in zip(problem_set.samples, records[problem_set.name], strict=True):
                 by_source[sample.problem.data_source].append(record)
             for source, source_records in by_source.items():
-                metrics |= metrics_of(self.labels[problem_set.name, source], source_records, problem_set.sampling.n)
+                label = self._label(problem_set.name, source, quantization)
+                metrics |= metrics_of(label, source_records, problem_set.sampling.n)
         return metrics
 
-    def write(self, step: int, records: Mapping[str, Sequence[SampleRecord]], seconds: float) -> None:
-        """Leave the records of each dataset where perl/eval.py's readers find them: all, or none."""
+    def write(self, step: int, scored: Mapping[str, Scored]) -> None:
+        """Leave the records of each dataset where perl/eval.py's readers find them: all, or none.
+
+        Args:
+            scored: by quantisation.
+        """
         name = f"step-{step}"
         folder, made = self.run_dir / VALIDATION / name, self.run_dir / SAVING / name
         shutil.rmtree(made, ignore_errors=True)  # of a start that was killed before its first log
-        for each in self.setup.problem_sets:
-            (made / each.name).mkdir(parents=True)
-            with (made / each.name / SAMPLES).open("w", encoding="utf-8") as file:
-                file.writelines(map(json_line, records[each.name]))
-            write_json(made / each.name / SUMMARY, self.summary(step, each, records[each.name], seconds))
+        for quantization, (records, seconds) in scored.items():
+            place = made if quantization == "none" else made / QUANTIZED
+            for each in self.setup.problem_sets:
+                (place / each.name).mkdir(parents=True)
+                with (place / each.name / SAMPLES).open("w", encoding="utf-8") as file:
+                    file.writelines(map(json_line, records[each.name]))
+                summary = self.summary(step, each, records[each.name], seconds, quantization)
+                write_json(place / each.name / SUMMARY, summary)
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(exist_ok=True)
         put_in_place(made, folder)
 
-    def summary(self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float) -> Summary:
+    def summary(
+        self, step: int, problem_set: ProblemSet, records: Sequence[SampleRecord], seconds: float, quantization: str
+    ) -> Summary:
         setup, sampling = self.setup, asdict(problem_set.sampling)
         trained = str(self.run_dir / f"checkpoint-{step}") if step else None
         whole = trained if setup.trained == "model" else None
@@ -226,8 +258,9 @@ class Validation(TrainerCallback):
             "split": None,
             "base_hash": "" if whole else _base_hash(setup.model),
             "adapter_hash": None,
-            "adapter_mode": "merge" if adapter else None,
+            "adapter_mode": ("merge" if quantization == "none" else "lora") if adapter else None,
             "dtype": "auto",
+            "quantization": None if quantization == "none" else quantization,
             "max_model_len": None,
             "chat_template_hash": text_hash(setup.tokenizer.chat_template),
             "styles": json.loads(json.dumps({task: asdict(style) for task, style in problem_set.styles.items()})),
@@ -256,6 +289,10 @@ class Validation(TrainerCallback):
         log.info(
             "validation: the best %s so far is that of step %d (%.4f): %s", self.setup.trained, step, value, folder
         )
+
+
+Scored = tuple[dict[str, list[SampleRecord]], float]
+"""The records by dataset, and the seconds that they took."""
 
 
 @dataclass(frozen=True, slots=True)

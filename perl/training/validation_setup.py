@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl.adapters import ADAPTERS
 from perl.base.errors import UserError
+from perl.config.load import scored_quantizations
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
 from perl.environments.conversation import Conversations
@@ -51,6 +52,8 @@ class ValidationSetup:
     tokenizer: Any
     conversations: Conversations | None = None
     """The run's, with an environment; None: every sample is one turn."""
+    scored: tuple[str, ...] = ("none",)
+    """Quantisations of the base, of which each is scored."""
     trained: str = "adapter"
     """What the training changes, by the name of its folder: "adapter", or "model" where all weights are trained."""
 
@@ -96,6 +99,7 @@ def set_up_validation(
         start=None if merges else config.peft.adapter,
         tokenizer=tokenizer,
         conversations=conversations,
+        scored=scored_quantizations(config),
         trained=ADAPTERS[config.peft.type].result,
     )
 

@@ -7,7 +7,7 @@ import yaml
 
 from perl.adapters.applied import check_method
 from perl.base.errors import UserError
-from perl.config.load import parse
+from perl.config.load import parse, scored_quantizations
 from perl.config.replaced import REMOVED_FIELDS
 from perl.config.schema import GROUPS
 from perl.config.unused_flags import RULES
@@ -144,6 +144,35 @@ def test_what_a_quantised_sampler_goes_without(flags, said):
     assert message("--config.rollout.quantization", "int8", *flags).startswith(
         f"--config.rollout.quantization int8: {said}"
     )
+
+
+SCORED = ("--config.validation.datasets", '["gsm8k"]')
+QUANTIZED = ("--config.validation.quantized", "true")
+INT8, VLLM = ("--config.rollout.quantization", "int8"), ("--config.rollout.engine", "vllm")
+WORKERS = ("--config.rollout.workers", "1")
+
+
+@pytest.mark.parametrize(("flags", "scored"), [
+    (SCORED, ("none",)),
+    ((*SCORED, *INT8), ("none",)),
+    ((*SCORED, *INT8, *QUANTIZED), ("none", "int8")),
+    ((*SCORED, *INT8, *WORKERS, *QUANTIZED), ("none", "int8")),
+    ((*SCORED, *INT8, *VLLM, *QUANTIZED), ("int8",)),
+    ((*SCORED, *INT8, *VLLM, *WORKERS), ("none",)),
+])  # fmt: skip
+def test_what_a_validation_scores_the_policy_above(flags, scored):
+    assert scored_quantizations(parse(flags).values) == scored
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (QUANTIZED, "true: --config.rollout.quantization is none"),
+    ((*INT8, *VLLM), "false: vLLM holds the policy above the int8 base alone, and validates; write"),
+    ((*INT8, *VLLM, *WORKERS, *QUANTIZED), "true: the workers alone hold the int8 base"),
+])  # fmt: skip
+def test_a_validation_of_a_policy_that_nobody_holds_is_refused(flags, said):
+    assert message(*SCORED, *flags).startswith(f"--config.validation.quantized {said}")
+    unscored = parse(flags)  # nothing is validated
+    assert unscored.values.validation.datasets == []
 
 
 @pytest.mark.parametrize(("flags", "workers", "kind", "share"), [

@@ -238,6 +238,58 @@ def test_the_training_is_the_same_without_it(made, flags, validated, tmp_path, e
     assert len(ours) == 2
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_policy_above_the_quantised_base_is_scored_besides(made, flags, validated, tmp_path, caplog, workers):
+    """Before the first step, where the adapter changes nothing, its rows are those of perl/eval.py --quantization; the
+    policy as it is is scored as without, and the training is the same."""
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")]), "validation.save_best": "true"}
+    quantised = {"rollout.quantization": "int8_w8a8", "rollout.workers": workers, "rollout.piece_size": 4}
+    both = quantised | {"validation.quantized": "true"}
+    run = train(flags(VALIDATION, datasets, both, training__output_dir=tmp_path / "run"))
+    assert "validation: scores are of the policy as it is trained, and of that above the int8_w8a8 base" in caplog.text
+    theirs = evaluated(made, None, tmp_path / "int8", quantization="int8_w8a8")
+    floats, above = ([samples(run, step, name) for step in range(5)] for name in ("others", "quantized/others"))
+    assert above[0] == theirs
+    assert floats[0] == samples(validated, 0) != theirs
+    assert floats[4] == evaluated(made, run / "checkpoint-4", tmp_path / "merged")
+    assert above[4] not in (floats[4], above[0])
+    logged = {row["step"]: row for row in rows_of(run) if f"{CORE}1" in row}
+    for step, rows in enumerate(above):
+        expected = sum(row["score"] for row in rows.values()) / 7  # the last problem repeats the first
+        assert logged[step]["val-core/openai/gsm8k/quantized/acc/mean@1"] == pytest.approx(expected)
+    last = run / "validation/step-4"
+    of_float, of_int8 = (
+        json.loads((last / name / "summary.json").read_text()) for name in ("others", "quantized/others")
+    )
+    assert (of_float["quantization"], of_int8["quantization"]) == (None, "int8_w8a8")
+    assert (of_float["adapter_mode"], of_int8["adapter_mode"]) == ("merge", "lora")
+    assert json.loads((run / "best" / "best.json").read_text())["metric"] == f"{CORE}1"
+    plain = train(flags(quantised, training__output_dir=tmp_path / "plain"))
+    ours, theirs = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (run, plain))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_in_the_trainers_process_validates_the_quantised_policy_alone(made, flags, tmp_path):
+    """It holds no other, and no metric is named as that of the policy as it is trained."""
+    base = save_tiny(tmp_path / "model", scale=4.0, hidden_size=128, intermediate_size=192, num_key_value_heads=1)
+    engine = {"rollout.engine": "vllm", "noise_injection.enabled": "false", "training.vllm_max_model_length": 96}
+    engine |= {"rollout.quantization": "int8_w8a8", "validation.quantized": "true", "model.model_name_or_path": base}
+    datasets = {"validation.datasets": json.dumps([str(made / "others.jsonl")]), "validation.save_best": "true"}
+    run = tmp_path / "run"
+    in_a_process(in_a_child, flags(VALIDATION, engine, datasets, training__output_dir=run))
+    validated = [row for row in rows_of(run) if any(name.startswith("val-core/") for name in row)]
+    assert len(validated) == 5
+    assert all("/quantized/acc/" in name for row in validated for name in row if name.startswith("val-core/"))
+    assert not (run / "validation" / "step-4" / "others").exists()
+    best = json.loads((run / "best" / "best.json").read_text())
+    assert best["metric"] == "val-core/openai/gsm8k/quantized/acc/mean@1"
+    summary = json.loads((run / "validation" / "step-4" / "quantized" / "others" / "summary.json").read_text())
+    assert (summary["quantization"], summary["engines"]) == ("int8_w8a8", ["vllm"])
+    assert samples(run, 4, "quantized/others") != samples(run, 0, "quantized/others")
+
+
 def in_a_child(argv: list[str]) -> None:
     on_cpu()
     train(argv)
