@@ -29,7 +29,7 @@ from perl.base.errors import UserError
 from perl.device.sharding import any_rank, is_split, resharded
 from perl.engines.base import evaluation_mode, warn_once
 from perl.engines.linear import pack, packable, unpack
-from perl.engines.quantised import GROUP, SCHEMES, Quantisation, QuantisedLayers, available, wide_inputs
+from perl.engines.quantised import GROUP, SCHEMES, Quantisation, QuantisedLayers, available, require_cpu, wide_inputs
 
 log = logging.getLogger(__name__)
 
@@ -260,15 +260,25 @@ class RolloutMerge:
         self.merged = False
 
 
-def quantisable(model: nn.Module, quantization: str) -> list[nn.Linear]:
-    """The linear layers of the base of `model` (a PeftModel), those without an adapter too, such as the head. What is
+def quantisable(
+    model: nn.Module,
+    quantization: str,
+    flag: str = "--config.rollout.quantization",
+    by_vllm: str = "--config.rollout.engine vllm",
+) -> list[nn.Linear]:
+    """The linear layers of `model`, of a PeftModel's base, those without an adapter too, such as the head. What is
     trained whole (modules_to_save) is not among them. A UserError where an adapter's layer would compute with other
-    weights than these."""
+    weights than these.
+
+    Args:
+        flag: what asks for `quantization`.
+        by_vllm: what is to be written for vLLM.
+    """
     from peft.tuners import lora
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    flag = f"--config.rollout.quantization {quantization}"
+    flag = f"{flag} {quantization}"
     own: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
@@ -288,11 +298,7 @@ def quantisable(model: nn.Module, quantization: str) -> list[nn.Linear]:
     layers = [module for module in model.modules() if type(module) is nn.Linear and module not in own]
     for layer in layers:
         weight = layer.weight
-        if weight.device.type != "cpu":
-            raise UserError(
-                f"{flag}: the weights are on {weight.device.type}, and engine fast multiplies quantised ones on a CPU"
-                " alone; write --config.rollout.engine vllm, or none"
-            )
+        require_cpu(weight.device.type, flag, by_vllm)
         if weight.numel() == 0 or is_split(weight):
             raise UserError(f"{flag}: the weights are split over the devices, and quantised whole alone; write none")
         if scheme.group and weight.shape[1] % scheme.group:

@@ -18,7 +18,11 @@ def _hf(model_path: str, **options) -> LoadedEngine:
     return HFEngine(model_path, **options)
 
 
-def _vllm(model_path: str, **options) -> LoadedEngine:
+def _vllm(model_path: str, *, quantization: str = "none", **options) -> LoadedEngine:
+    if quantization != "none":
+        from perl.engines.vllm_quantised import QuantisedVLLMEngine
+
+        return QuantisedVLLMEngine(model_path, quantization=quantization, **options)
     from perl.engines.vllm import VLLMEngine
 
     return VLLMEngine(model_path, **options)
@@ -35,5 +39,6 @@ ENGINES: dict[str, Callable[..., LoadedEngine]] = {
     max_model_len: most tokens of prompt and completion together; None: what the model's configuration allows.
     tp_size: devices that one copy of the model is spread over ("hf": 1).
     ends: tokens that end a completion besides the model's own.
+    quantization: "none", or of perl.engines.quantised.SCHEMES: the model's linear layers, below a served adapter.
 "hf" also takes max_batch_tokens, a bound on its key-value cache (perl.engines.decoder.Decoder).
 """

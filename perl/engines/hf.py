@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from perl import device
+from perl.adapters.rollout_merge import quantisable
 from perl.base.errors import UserError, lookup
 from perl.engines.base import DTYPES, resolve_dtype
 from perl.engines.linear import prepacked
+from perl.engines.quantised import SCHEMES, Quantisation, QuantisedLayers, wide_inputs
 from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import Checkpoint, eos_token_ids, load_config, load_model
 from perl.models.images import load_processing, tokenizer_of
@@ -34,11 +37,13 @@ class HFEngine(TorchEngine):
         tp_size: int = 1,
         max_batch_tokens: int | None = None,
         ends: Collection[int] = (),
+        quantization: Quantisation = "none",
     ):
         """Load the model. Arguments as in `perl.engines.ENGINES`; max_batch_tokens as in `decoder.Decoder`.
 
         Raises:
-            UserError: no model at `model_path`, unknown dtype, a context longer than the model's, tp_size above 1.
+            UserError: no model at `model_path`, unknown dtype, a context longer than the model's, tp_size above 1,
+                layers that cannot be quantised.
         """
         if tp_size != 1:
             raise UserError(
@@ -53,13 +58,17 @@ class HFEngine(TorchEngine):
         lookup(dict.fromkeys(DTYPES), dtype, "dtype", "--dtype")
         model = load_model(model_path, dtype=resolve_dtype(dtype, config))
         model.eval().to(device.torch_device())
+        applied = functools.partial(prepacked, model)
+        if quantization != "none":
+            _quantisable(model, quantization)  # a mistake is told here
+            applied = functools.partial(_quantised, model, quantization)
         eos, pad = {*eos_token_ids(model_path, config, self.tokenizer), *ends}, self.tokenizer.pad_token_id
         super().__init__(
             model,
             processing,
             eos_token_ids=eos,
             context=context,
-            applied=functools.partial(prepacked, model),
+            applied=applied,
             pad_token_id=min(eos, default=0) if pad is None else pad,  # which token fills masked places changes nothing
             max_batch_tokens=max_batch_tokens,
         )
@@ -83,6 +92,19 @@ class HFEngine(TorchEngine):
         self.model = self.decoder = self.applied = None
         gc.collect()
         device.empty_cache()
+
+
+def _quantisable(model: Any, quantization: str) -> list[torch.nn.Linear]:
+    return quantisable(model, quantization, "--quantization", "--use_vllm")
+
+
+@contextlib.contextmanager
+def _quantised(model: Any, quantization: str) -> Iterator[None]:
+    """Inside, the model computes with quantised copies of its weights, made here: those may be others each time."""
+    layers, scheme = _quantisable(model, quantization), SCHEMES[quantization]
+    wide = wide_inputs(model, layers) if scheme.activation_bits == 8 else None
+    with QuantisedLayers(layers, model.get_output_embeddings(), scheme, wide).applied():
+        yield
 
 
 def _context(config: Any, wanted: int | None, model_path: str) -> int:

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from perl.adapters.probe import probe_tokens
+from perl.base.errors import UserError
 
 Quantisation = Literal["none", "int8", "int8_w8a8", "int4"]
 GROUP = 32
@@ -297,6 +298,20 @@ def quantise_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = largest.div(-8).to(torch.bfloat16).float()
     scale[scale == 0.0] = SMALLEST
     return (groups / scale).round_().clamp_(-8, 7).flatten(1), scale[..., 0]
+
+
+def require_cpu(kind: str, flag: str, by_vllm: str) -> None:
+    """A UserError for weights on another device.
+
+    Args:
+        flag: what the user wrote, with its value.
+        by_vllm: what is to be written for vLLM.
+    """
+    if kind != "cpu":
+        raise UserError(
+            f"{flag}: the weights are on {kind}, and without vLLM quantised ones are multiplied on a CPU alone; write"
+            f" {by_vllm}, or none"
+        )
 
 
 @functools.cache

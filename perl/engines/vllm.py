@@ -248,7 +248,7 @@ class VLLMEngine(RunningVLLM):
             options["limit_mm_per_prompt"] = {"video": 0}  # no memory is kept for them
         if adapters:
             options |= {"enable_lora": True, "max_lora_rank": max(map(lora_rank, adapters))}
-        engine = start_vllm(options).llm_engine
+        engine = self._start(options).llm_engine
         from vllm.lora.request import LoRARequest
 
         loras = {folder: LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, start=1)}
@@ -282,6 +282,10 @@ class VLLMEngine(RunningVLLM):
         if self.engine is not None:
             self.engine.engine_core.shutdown()
         self.engine = None
+
+    def _start(self, options: Mapping[str, Any]) -> Any:
+        """A vllm.LLM."""
+        return start_vllm(options)
 
     def _probe(self) -> list[float]:
         """Log-probabilities of a fixed prompt's own tokens."""

@@ -23,7 +23,7 @@ from perl import device
 from perl.base.errors import UserError
 from perl.base.files import read_json, write_json
 from perl.engines.quantised import LARGEST, SCHEMES, Scheme, quantise_groups, quantise_rows
-from perl.engines.vllm import start_vllm
+from perl.engines.vllm import VLLMEngine, start_vllm
 from perl.models.folders import INDEX, Checkpoint, copy_side_files, kind_of, load_config, resolve_model
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,11 @@ def start_quantised(options: Mapping[str, Any], quantization: str, flag: str, tr
     vLLM has no kernel for it."""
     if quantization == "none":
         return start_vllm(options, training)
-    kind = device.detect().kind
+    kind, dtype = device.detect().kind, options.get("dtype", "auto")  # which is bfloat16 of a float32 model
     refusal = (
-        f"{flag}: vLLM has no product of such weights with {options['dtype']} on this device; write"
-        f" {' or '.join(KERNELS[kind])}"
+        f"{flag}: vLLM has no product of such weights with {dtype} on this device; write {' or '.join(KERNELS[kind])}"
     )
-    if kind == "cpu" and SCHEMES[quantization].bits == 4 and options["dtype"] != "bfloat16":  # it would fail in use
+    if kind == "cpu" and SCHEMES[quantization].bits == 4 and dtype not in ("auto", "bfloat16"):  # it would fail in use
         raise UserError(refusal)
     with quantised_files(resolve_model(options["model"]), quantization, flag) as folder, adapters_on_packed_layers():
         try:
@@ -55,6 +54,21 @@ def start_quantised(options: Mapping[str, Any], quantization: str, flag: str, tr
             if isinstance(error, UserError) or "kernel" not in str(error):
                 raise
             raise UserError(refusal) from error
+
+
+class QuantisedVLLMEngine(VLLMEngine):
+    """A `VLLMEngine` whose model is quantised, below the adapters that it serves. A UserError where vLLM has no kernel
+    for it."""
+
+    def __init__(self, model_path: str, *, quantization: str, **options: Any):
+        self.quantization = quantization
+        super().__init__(model_path, **options)
+
+    def _start(self, options: Mapping[str, Any]) -> Any:
+        return start_quantised(options, self.quantization, f"--quantization {self.quantization}")
+
+    def replace_weights(self, model_path: str) -> str | None:
+        return "weights are quantised as vLLM starts"
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ from perl.scoring.summary import problem_scores, shown
 
 MODEL = ("model", "adapter", "base_hash", "adapter_hash")
 CONDITIONS = (
-    "tasks", "styles", "chat_template_hash", "sampling", "dtype", "max_model_len", "adapter_mode", "engines",
-    "environment", "grading", "grading_hash",
+    "tasks", "styles", "chat_template_hash", "sampling", "dtype", "quantization", "max_model_len", "adapter_mode",
+    "engines", "environment", "grading", "grading_hash",
 )  # fmt: skip
 """Fields of a summary that may move a score, the model apart."""
 

@@ -17,18 +17,20 @@ from perl.base.files import read_json
 from perl.base.provenance import text_hash
 from perl.config.evaluation import EvalConfig, vllm_options
 from perl.config.schema import EnvironmentConfig
+from perl.engines.quantised import SCHEMES, require_cpu
+from perl.engines.vllm_quantised import linear_layers
 from perl.environments.conversation import Conversations, open_conversations
 from perl.environments.scored import row_of_sample
 from perl.environments.tools import identity_of, load_environment
 from perl.evaluation.candidates import Candidate, find_candidates
 from perl.grading import rules_hash
-from perl.models.folders import content_hash, load_config, require_whole_weights, resolve_model
+from perl.models.folders import Checkpoint, content_hash, load_config, require_whole_weights, resolve_model
 from perl.models.images import has_images, load_processing, tokenizer_of
 from perl.prompts import require_chat_template, require_known, require_vocabulary
 from perl.records import Sample
 from perl.scoring.problem_sets import ProblemSet
 from perl.scoring.results import Identity
-from perl.tasks.trained import trained_environment
+from perl.tasks.trained import trained_environment, trained_quantization
 from perl.workers.conversations import TalkJob, TalkRequest, absolute
 from perl.workers.executors import Executor, make_executor
 from perl.workers.worker import EngineJob, Request
@@ -76,6 +78,8 @@ class Setup:
         text_config = load_config(model).get_text_config()
         require_chat_template(tokenizer, str(config.model))
         require_vocabulary(tokenizer_of(tokenizer), text_config.vocab_size, str(config.model))
+        if config.quantization != "none":
+            require_quantisable(config, model, tokenizer, executor.devices.kind)
         conversations = set_up_environment(config.environment, tokenizer) if config.environment.used else None
         allowed = getattr(text_config, "max_position_embeddings", None)
         if config.max_model_len and allowed and config.max_model_len > allowed:
@@ -125,6 +129,7 @@ class Setup:
             "adapter_hash": candidate.adapter_hash,
             "adapter_mode": self.config.adapter_mode if candidate.adapter else None,
             "dtype": self.config.dtype,
+            "quantization": None if self.config.quantization == "none" else self.config.quantization,
             "max_model_len": self.config.max_model_len,
             "chat_template_hash": text_hash(self.tokenizer.chat_template),
             "dataset": problem_set.spec,
@@ -163,6 +168,16 @@ def set_up_environment(environment: EnvironmentConfig, tokenizer: Any) -> Conver
             return conversations
 
 
+def require_quantisable(config: EvalConfig, model: Path, tokenizer: Any, kind: str) -> None:
+    """Raise a UserError where --quantization can't be had of a model on this kind of device."""
+    flag = f"--quantization {config.quantization}"
+    if has_images(tokenizer):
+        raise UserError(f"{flag}: is of models of text alone; write none")
+    if not config.use_vllm:
+        require_cpu(kind, flag, "--use_vllm")
+    linear_layers(model, Checkpoint(model), SCHEMES[config.quantization], flag)
+
+
 def warn_of_environments(config: EvalConfig, folders: Iterable[Path]) -> None:
     """One line for each group `environment` that adapters or models were trained with and are scored without."""
     if config.environment.used:
@@ -177,6 +192,21 @@ def warn_of_environments(config: EvalConfig, folders: Iterable[Path]) -> None:
         if flags and flags not in told:
             told.add(flags)
             log.warning("%s was trained in conversations, and its first turn alone is scored; write %s", folder, flags)
+
+
+def warn_of_quantization(config: EvalConfig, folders: Iterable[Path]) -> None:
+    """One line for each way in which adapters were trained above another base than they are scored with."""
+    told = set[str]()
+    for folder in folders:
+        trained = trained_quantization(folder)
+        if trained not in (None, config.quantization, *told):
+            told.add(trained)
+            unmerged = "" if trained == "none" else " --use_vllm --adapter_mode lora"
+            log.warning(
+                "%s was trained with --config.rollout.quantization %s, and is scored with --quantization %s: as it drew"
+                " in training it is scored by --quantization %s%s",
+                folder, trained, config.quantization, trained, unmerged,
+            )  # fmt: skip
 
 
 def make_job(setup: Setup, samples: Collection[Sample]) -> EngineJob | TalkJob:
@@ -200,6 +230,8 @@ def engine_options(setup: Setup, samples: Collection[Sample]) -> dict[str, Any]:
     options: dict[str, Any] = {"tp_size": config.tp_size, "max_model_len": needed_context(setup, samples)}
     if config.max_batch_tokens:
         options["max_batch_tokens"] = config.max_batch_tokens
+    if config.quantization != "none":
+        options["quantization"] = config.quantization
     if served := sorted({sample.adapter for sample in samples if sample.adapter is not None}):
         options["adapters"] = served
     return options | vllm_options(config)

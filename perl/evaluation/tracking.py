@@ -35,8 +35,9 @@ def log_results(
 ) -> None:
     """Log the summaries of all scored candidates, each to the W&B run of its training.
 
-    A run gets, for each dataset and metric, `eval/DATASET/METRIC` and its `…/low` and `…/high`, in a sweep as a curve
-    over train/global_step, and the table `eval/results`. The run's summary holds the values of the last candidate.
+    A run gets, for each dataset (`scored_as`) and metric, `eval/DATASET/METRIC` and its `…/low` and `…/high`, in a
+    sweep as a curve over train/global_step, and the table `eval/results`. The run's summary holds the values of the
+    last candidate.
     Values are shares, as in summary.json. W&B's own failures are one line: the results are on disk.
 
     Args:
@@ -112,9 +113,15 @@ def values(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     logged = {}
     for dataset, summary in summaries.items():
         for metric, estimate in logged_metrics(summary):
-            logged[f"eval/{dataset}/{metric}"] = estimate["value"]
-            logged |= {f"eval/{dataset}/{metric}/{end}": estimate[end] for end in ("low", "high")}
+            name = f"eval/{scored_as(dataset, summary)}/{metric}"
+            logged[name] = estimate["value"]
+            logged |= {f"{name}/{end}": estimate[end] for end in ("low", "high")}
     return logged
+
+
+def scored_as(dataset: str, summary: Mapping[str, Any]) -> str:
+    """With --quantization DATASET/int8: another policy's scores are other curves of the same run."""
+    return "/".join(filter(None, (dataset, summary.get("quantization"))))
 
 
 def table_rows(candidate: Candidate, summaries: Mapping[str, Mapping[str, Any]]) -> list[list[Any]]:
@@ -125,7 +132,7 @@ def table_rows(candidate: Candidate, summaries: Mapping[str, Mapping[str, Any]])
         made = (summary["problems"], summary["n"], ", ".join(summary["engines"]))
         for metric, estimate in logged_metrics(summary):
             interval = (estimate["value"], estimate["low"], estimate["high"])
-            rows.append([adapter, candidate.step, dataset, metric, *interval, *made])
+            rows.append([adapter, candidate.step, scored_as(dataset, summary), metric, *interval, *made])
     return rows
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from perl.adapters.merge import MergeReport, adapter_effect, merge_adapter, read_report
 from perl.base.errors import UserError
 from perl.base.files import write_json
+from perl.engines.base import resolve_dtype
 from perl.evaluation.candidate_run import CandidateRun
 from perl.evaluation.candidates import Candidate
 from perl.evaluation.setup import MERGE_REPORT, Setup
+from perl.models.folders import load_config
 from perl.workers.worker import WeightsSpec
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,11 @@ def weights_of(setup: Setup, candidate: Candidate) -> WeightsSpec:
         return WeightsSpec(str(setup.model.resolve()), dtype, candidate.served(setup.config.adapter_mode))
     report = merged_model(setup, candidate, candidate.adapter)
     folder = setup.folder(candidate) / MERGED
-    return WeightsSpec(str(folder.resolve()), report.dtype if dtype == "auto" and report.note else dtype)
+    if dtype == "auto" and report.note:
+        # The rounding that a float32 merge avoids is nothing to that of quantised weights.
+        quantised = setup.config.quantization != "none"
+        dtype = resolve_dtype(dtype, load_config(setup.model)) if quantised else report.dtype
+    return WeightsSpec(str(folder.resolve()), dtype)
 
 
 def merged_model(setup: Setup, candidate: Candidate, adapter: Path) -> MergeReport:

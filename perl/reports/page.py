@@ -276,6 +276,7 @@ def settings_of(summary: Summary) -> dict[str, Any]:
         "adapter hash": summary["adapter_hash"],
         "adapter mode": summary["adapter_mode"] if summary["adapter"] else None,
         "dtype": summary["dtype"],
+        "quantization": summary.get("quantization"),
         "longest context": summary["max_model_len"],
         "dataset": summary["dataset"],
         "graded as": ", ".join(summary["tasks"]),

@@ -100,8 +100,8 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[list[Run], str]:
 
 
 def untrained_like(after: Run, runs: Sequence[Run]) -> int | None:
-    """Index of the first of `runs` that scored the base of `after` alone, sampled in the same way on a common dataset;
-    None where there is none, or where `after` itself has no adapter."""
+    """Index of the first of `runs` that scored the base of `after` alone, quantised and sampled in the same way on a
+    common dataset; None where there is none, or where `after` itself has no adapter."""
     if not after.is_trained:
         return None
     for index, run in enumerate(runs):
@@ -111,7 +111,8 @@ def untrained_like(after: Run, runs: Sequence[Run]) -> int | None:
             before = other.get(scored.dataset)
             if before is None or before["adapter"]:
                 continue
-            same = all(before[name] == scored.summary[name] for name in ("base_hash", "n", "sampling"))
+            alike = ("base_hash", "quantization", "n", "sampling")
+            same = all(before.get(name) == scored.summary.get(name) for name in alike)
             if same and not keys[scored.dataset].isdisjoint(record["key"] for record in scored.records):
                 return index
     return None

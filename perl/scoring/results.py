@@ -175,6 +175,8 @@ class Identity(TypedDict):
     adapter_hash: str | None
     adapter_mode: str | None
     dtype: str
+    quantization: NotRequired[str | None]
+    """Of the weights (perl.engines.quantised.SCHEMES), below an adapter that is served; None: they are of `dtype`."""
     max_model_len: Count | None
     chat_template_hash: str
     styles: dict[str, Style]

@@ -102,10 +102,24 @@ def trained_environment(folder: Path) -> dict[str, Any]:
     """What the run that an adapter or a model lies in had in its group `environment`, where that named tools or an
     environment; else empty."""
     try:
-        group = yaml.safe_load((folder.resolve().parent / "config.yaml").read_text(encoding="utf-8"))["environment"]
+        group = _config(folder)["environment"]
         return dict(group) if group["tools"] or group["factory"] else {}
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return {}
+
+
+def trained_quantization(folder: Path) -> str | None:
+    """What the run that an adapter or a model lies in had as rollout.quantization; None where nothing tells."""
+    try:
+        value = _config(folder)["rollout"]["quantization"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _config(folder: Path) -> Any:
+    """The config.yaml of the run that an adapter or a model lies in."""
+    return yaml.safe_load((folder.resolve().parent / "config.yaml").read_text(encoding="utf-8"))
 
 
 def _source(dataset: str | list[str], split: str | None, run: Path) -> tuple[str, ...] | None:

@@ -240,6 +240,18 @@ def quickstart_folder(folder: Path) -> Path:
     return folder
 
 
+def test_an_adapter_is_compared_with_the_base_that_is_quantised_as_its_own_was(tmp_path):
+    rows = [record(f"{i:016x}-0") for i in range(6)]
+    write_results(tmp_path / "base" / "test", rows, 1)
+    write_results(tmp_path / "base_int8" / "test", rows, 1, quantization="int8")
+    adapter = {"adapter": "train/adapter", "adapter_hash": "a"}
+    for name, quantization in (("float", None), ("int8", "int8"), ("int4", "int4")):
+        write_results(tmp_path / name / "test", rows, 1, quantization=quantization, **adapter)
+    material = compared(read_material([tmp_path]))
+    assert [run.label for run in material.runs] == ["base", "base_int8", "float", "int4", "int8"]
+    assert material.pairs == {2: 0, 4: 1}  # and none of int4
+
+
 def test_the_quickstarts_folder_is_one_page(tmp_path):
     material = compared(read_material([quickstart_folder(tmp_path / "run")]))
     assert [run.label for run in material.runs] == ["before/greedy", "before/sampled", "after/greedy", "after/sampled"]
