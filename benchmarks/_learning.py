@@ -6,6 +6,7 @@ results file -> a table between two marks of a page, and panels of reward curves
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import resource
@@ -13,16 +14,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import yaml
 from rich.console import Console
 
 import perl
 from perl.base.errors import UserError
 from perl.base.files import add_row, read_rows
 from perl.scoring.statistics import seeds_reach, t_tails
+from perl.tools import real
 from perl.tools.quickstart import run as quickstart
 from perl.tools.quickstart.base import BASE_FOLDER, GREEDY, SAMPLED
 from perl.tools.stages import Evaluation, StageError, train
@@ -32,12 +36,114 @@ WIDTH, HEIGHT, LEFT, COLUMNS = 200, 96, 28, 4
 CURVE, MEAN = "#2a6fbb", "#c0392b"
 LAST = 10
 """Steps at the end of a training whose entropy is averaged."""
+SCHEDULES: dict[str, dict[str, object]] = {
+    "linear": {},
+    "exponential": {"schedule": "exponential", "warmup_stage": "true"},
+    "relative": {"relative": "true"},
+    "target_kl": {"schedule": "target_kl"},
+}
+"""Kinds of AQN -> fields of noise_injection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What all arms of one seed start from."""
+
+    model: str
+    """Its name in the results."""
+    recipe: Path
+    flags: Sequence[str]
+    how: Evaluation
+    sigma: float
+    """The first one; the last is a hundredth of it."""
+    sigma_relative: float
+    """The first one where noise is relative to the weights."""
+
+
+def quickstart_start(seed: int) -> Start:
+    flags = ("--config.common.seed", str(seed))
+    how = quickstart_evaluation(seed)
+    return Start("quickstart", quickstart.RECIPE, flags, how, 0.05, 0.05)  # the guides'; these norm weights are 1
+
+
+def real_start(folder: Path) -> Start:
+    """From a folder of `perl real` whose SFT has finished. Noise begins at 2 % of its norm weights, whose RMS is 0.23:
+    the guides' 0.05 silences the reward."""
+    settings = real.read_run(folder, "sft", "--real")
+    flags = real.grpo_flags(settings, folder)
+    name = Path(settings.model).name
+    return Start(name, real.GRPO_RECIPE, flags, real.evaluation(settings, folder), 0.005, 0.02)
+
+
+def noise_settings(kind: str | None, start: Start, old_logps: str = "clean") -> dict[str, object]:
+    """The settings of a kind of AQN in ten stages; None: without noise."""
+    if kind is None:
+        return {"noise_injection.enabled": "false"}
+    first = start.sigma_relative if kind == "relative" else start.sigma
+    settings = {"enabled": "true", "num_stages": 10, "old_logps": old_logps, **SCHEDULES[kind]}
+    settings |= {"sigma_start": first, "sigma_end": first / 100}
+    return {f"noise_injection.{name}": value for name, value in settings.items()}
+
+
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--config.{name}", str(value))]
+
+
+class Arm(Protocol):
+    """One of the ways in which an experiment trains."""
+
+    @property
+    def columns(self) -> Mapping[str, object]:
+        """What its rows of results say of it besides its name."""
+        ...
+
+    def settings(self, start: Start) -> Mapping[str, object]:
+        """What it changes of the recipe."""
+        ...
+
+
+AnyArm = TypeVar("AnyArm", bound=Arm)
+
+
+def learn_all(
+    starts: Sequence[Start],
+    arms: Mapping[str, AnyArm],
+    steps: int | None,
+    output: Path,
+    *,
+    further: Callable[[Start, AnyArm, Path], Mapping[str, Any]] | None = None,
+    stop: Path | None = None,
+) -> None:
+    """Train each arm of each start that is not in `output` yet.
+
+    Args:
+        steps: None: the recipe's.
+        further: what else a row has, from the run's folder.
+        stop: no other run begins once this file is there.
+    """
+    for start in starts:
+        recipe = yaml.safe_load(start.recipe.read_text(encoding="utf-8"))
+        max_steps = steps or recipe["training"]["max_steps"]
+        for name, arm in arms.items():
+            run = {"model": start.model, "arm": name, "seed": start.how.seed, **arm.columns}
+            if is_there(output, run, max_steps):
+                continue
+            if stop is not None and stop.exists():
+                print(f"{stop} is there: no other run begins", flush=True)
+                return
+            flags = [*start.flags, *flags_of(arm.settings(start)), *validated(start.how)]
+            flags += ["--config.training.max_steps", str(max_steps)]
+
+            def also(folder: Path, start: Start = start, arm: AnyArm = arm) -> Mapping[str, Any]:
+                return further(start, arm, folder) if further else {}
+
+            learn_once(start.recipe, flags, run, max_steps, output, also)
 
 
 def learn(recipe: Path, flags: Sequence[str], folder: Path) -> dict[str, Any]:
     """Train by perl.train into `folder`, on one thread unless OMP_NUM_THREADS says otherwise. Returns the mean of the
-    reward `accuracy` and the noise of each step, the entropy of those that had an update (over the completions whose
-    advantage is not 0), and what the run took; flags are given without paths."""
+    reward `accuracy` and the noise of each step, entropy (over the completions whose advantage is not 0) and KL
+    divergences of those that had them, and what the run took; flags are given without paths."""
     started, used = time.monotonic(), cpu_s()
     try:
         train("perl.train", recipe, flags, folder, Console(quiet=True))
@@ -46,11 +152,17 @@ def learn(recipe: Path, flags: Sequence[str], folder: Path) -> dict[str, Any]:
         raise StageError(f"{error}, which ended with:\n{log[-3000:]}") from None
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "rewards/accuracy/mean" in row]
+
+    def each(name: str, digits: int) -> list[float]:
+        return [round(row[name], digits) for row in steps if name in row]
+
     return {
-        "reward": [round(row["rewards/accuracy/mean"], 4) for row in steps],
-        "entropy": [round(row["entropy"], 4) for row in steps if "entropy" in row],
-        "sigma": [round(row["aqn/sigma"], 6) for row in steps if "aqn/sigma" in row],
-        "logp_kl": [round(row["rollout/logp_kl"], 6) for row in steps if "rollout/logp_kl" in row],
+        "reward": each("rewards/accuracy/mean", 4),
+        "entropy": each("entropy", 4),
+        "sigma": each("aqn/sigma", 6),
+        "logp_kl": each("rollout/logp_kl", 6),
+        "noise_kl": each("aqn/kl", 6),
+        "quantization_kl": each("rollout/quantization_kl", 6),
         "step_time": round(statistics.median(row["step_time"] for row in steps), 4),
         "train_s": round(time.monotonic() - started, 1),
         "cpu_s": round(cpu_s() - used, 1),
@@ -65,13 +177,20 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def learn_once(recipe: Path, flags: Sequence[str], run: Mapping[str, Any], steps: int, output: Path) -> None:
+def learn_once(
+    recipe: Path,
+    flags: Sequence[str],
+    run: Mapping[str, Any],
+    steps: int,
+    output: Path,
+    further: Callable[[Path], Mapping[str, Any]],
+) -> None:
     """`learn` with flags that have `validated`, and add the row to `output`: `run`, which names it, its scores, and
-    what `learn` has found."""
+    what `further` and `learn` have found."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "train"
         found = learn(recipe, flags, folder)
-        scores = scores_of(folder)
+        scores = {**scores_of(folder), **further(folder)}
     if not is_there(output, run, steps):  # a command beside this one may have been faster
         add_row(output, {**run, **scores, **found})
     print(f"{', '.join(map(str, run.values()))}: {scores}, {found['train_s']} s", flush=True)
@@ -180,6 +299,35 @@ def difference_of(rows: Sequence[Row], base: Sequence[Row], name: str) -> str:
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def core_hours(rows: Sequence[Row]) -> str:
+    return f"{len(rows)} runs, {sum(row['cpu_s'] for row in rows) / 3600:.1f} core-hours"
+
+
+def parser_of(description: str | None, arms: Mapping[str, Arm], output: Path) -> argparse.ArgumentParser:
+    """Of a command that trains `arms`, in their order."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default=";".join(arms), help="names, separated by semicolons")
+    parser.add_argument("--seeds", default="1,2,3,4,5,6,7,8", help="of the quickstart")
+    parser.add_argument("--steps", type=int, help="default: the recipe's")
+    parser.add_argument("--output", type=Path, default=output)
+    parser.add_argument("--draw", action="store_true", help="only write the tables and the curves")
+    return parser
+
+
+def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace, arms: Mapping[str, AnyArm]) -> dict[str, AnyArm]:
+    names = args.arms.split(";")
+    if unknown := [name for name in names if name not in arms]:
+        parser.error(f"--arms: unknown: {'; '.join(unknown)}; known: {'; '.join(arms)}")
+    return {name: arms[name] for name in names}
+
+
+def starts_of(args: argparse.Namespace) -> list[Start]:
+    """The folders of --real where the command has it and they are named, else the quickstart with each of --seeds."""
+    if folders := getattr(args, "real", None):
+        return [real_start(folder.absolute()) for folder in folders]
+    return [quickstart_start(int(seed)) for seed in args.seeds.split(",")]
 
 
 def panels(curves: Mapping[str, Sequence[Sequence[float]]], *, mean: bool = False) -> str:

@@ -21,100 +21,51 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
+from typing import Literal
 
 from benchmarks._learning import (
     MEASURES,
+    SCHEDULES,
     Row,
+    Start,
+    chosen,
     difference_of,
-    is_there,
-    learn_once,
+    learn_all,
     markdown,
     mean_of,
+    noise_settings,
     panels,
-    quickstart_evaluation,
+    parser_of,
     rows_to_draw,
-    validated,
+    starts_of,
     write_between,
 )
 from perl.base.errors import report_errors
-from perl.tools import real
-from perl.tools.quickstart import run as quickstart
-from perl.tools.stages import ROOT, Evaluation
+from perl.tools.stages import ROOT
 
 RESULTS = ROOT / "docs" / "results" / "aqn.jsonl"
 PAGE = ROOT / "docs" / "aqn.md"
 
 
-SCHEDULES: dict[str, dict[str, object]] = {
-    "linear": {},
-    "exponential": {"schedule": "exponential", "warmup_stage": "true"},
-    "relative": {"relative": "true"},
-    "target_kl": {"schedule": "target_kl"},
-}
-ARMS: dict[str, dict[str, object]] = {
-    "none": {"enabled": "false"},
-    **{
-        f"{name}, {old_logps}": {"enabled": "true", "num_stages": 10, "old_logps": old_logps, **settings}
-        for old_logps in ("clean", "noisy")
-        for name, settings in SCHEDULES.items()
-    },
-}
-"""Schedule and old log-probabilities -> fields of noise_injection, but for sigma."""
-
-
 @dataclass(frozen=True, slots=True)
-class Start:
-    """What all arms of one seed start from."""
+class Arm:
+    kind: str | None = None
+    """Of SCHEDULES; None: no noise."""
+    old_logps: Literal["clean", "noisy"] = "clean"
 
-    model: str
-    """Its name in the results."""
-    recipe: Path
-    flags: Sequence[str]
-    how: Evaluation
-    sigma: float
-    """The first one; the last is a hundredth of it."""
-    sigma_relative: float
-    """The first one of the arms `relative`."""
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.old_logps}" if self.kind else "none"
 
+    @property
+    def columns(self) -> dict[str, object]:
+        return {}
 
-def quickstart_start(seed: int) -> Start:
-    flags = ("--config.common.seed", str(seed))
-    how = quickstart_evaluation(seed)
-    return Start("quickstart", quickstart.RECIPE, flags, how, 0.05, 0.05)  # the guides'; these norm weights are 1
+    def settings(self, start: Start) -> dict[str, object]:
+        return noise_settings(self.kind, start, self.old_logps)
 
 
-def real_start(folder: Path) -> Start:
-    """From a folder of `perl real` whose SFT has finished. Noise begins at 2 % of its norm weights, whose RMS is 0.23:
-    the guides' 0.05 silences the reward."""
-    settings = real.read_run(folder, "sft", "--real")
-    flags = real.grpo_flags(settings, folder)
-    name = Path(settings.model).name
-    return Start(name, real.GRPO_RECIPE, flags, real.evaluation(settings, folder), 0.005, 0.02)
-
-
-def noise_flags(arm: str, start: Start) -> list[str]:
-    settings = dict(ARMS[arm])
-    if arm != "none":
-        first = start.sigma_relative if "relative" in settings else start.sigma
-        settings |= {"sigma_start": first, "sigma_end": first / 100}
-    return [word for name, value in settings.items() for word in (f"--config.noise_injection.{name}", str(value))]
-
-
-def run_all(starts: Sequence[Start], arms: Sequence[str], steps: int | None, output: Path) -> None:
-    """Train each arm of each start that is not in `output` yet."""
-    for start in starts:
-        recipe = yaml.safe_load(start.recipe.read_text(encoding="utf-8"))
-        max_steps = steps or recipe["training"]["max_steps"]
-        for arm in arms:
-            run = {"model": start.model, "arm": arm, "seed": start.how.seed}
-            if is_there(output, run, max_steps):
-                continue
-            flags = [*start.flags, *noise_flags(arm, start), *validated(start.how)]
-            flags += ["--config.training.max_steps", str(max_steps)]
-            learn_once(start.recipe, flags, run, max_steps, output)
-
+ORDER = (Arm(), *(Arm(kind, "clean") for kind in SCHEDULES), *(Arm(kind, "noisy") for kind in SCHEDULES))
+ARMS = {str(arm): arm for arm in ORDER}
 
 # Drawing
 
@@ -145,13 +96,8 @@ def draw(results: Sequence[Row]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", default=";".join(ARMS), help="names, separated by semicolons")
-    parser.add_argument("--seeds", default="1,2,3,4,5,6,7,8", help="of the quickstart")
+    parser = parser_of(__doc__, ARMS, RESULTS)
     parser.add_argument("--real", type=Path, nargs="+", help="folders of `python -m perl real`")
-    parser.add_argument("--steps", type=int, help="default: the recipe's")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--draw", action="store_true", help="only write the tables and the curves")
     return parser
 
 
@@ -162,14 +108,7 @@ def main() -> None:
     if args.draw:
         draw(rows_to_draw(args.output))
         return
-    arms = args.arms.split(";")
-    if unknown := [arm for arm in arms if arm not in ARMS]:
-        parser.error(f"--arms: unknown: {'; '.join(unknown)}; known: {'; '.join(ARMS)}")
-    if args.real:
-        starts = [real_start(folder.absolute()) for folder in args.real]
-    else:
-        starts = [quickstart_start(seed) for seed in map(int, args.seeds.split(","))]
-    run_all(starts, arms, args.steps, args.output)
+    learn_all(starts_of(args), chosen(parser, args, ARMS), args.steps, args.output)
 
 
 if __name__ == "__main__":

@@ -22,24 +22,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from benchmarks._learning import (
     Row,
+    Start,
+    chosen,
+    core_hours,
     difference_of,
-    is_there,
-    learn_once,
+    learn_all,
     markdown,
     mean_of,
     panels,
-    quickstart_evaluation,
+    parser_of,
     rows_to_draw,
-    validated,
+    starts_of,
     write_between,
 )
 from perl.base.errors import report_errors
-from perl.tools.quickstart.run import RECIPE
 from perl.tools.stages import ROOT
 
 RESULTS = ROOT / "docs" / "results" / "staleness.jsonl"
@@ -61,15 +61,18 @@ class Arm:
         corrected = "" if self.lag == 0 and self.correction == "none" else f", {self.correction}"
         return f"lag {self.lag}{corrected}{'' if self.noise else ', no noise'}"
 
-    def flags(self) -> list[str]:
+    @property
+    def columns(self) -> dict[str, object]:
+        return {"lag": self.lag, "correction": self.correction, "noise": self.noise}
+
+    def settings(self, start: Start) -> dict[str, object]:
         exact = self.correction == "exact"
         settings: dict[str, object] = {"rollout.piece_size": PIECE}
         settings |= {"rollout.workers": 1, "rollout.lag": self.lag} if self.lag else {}
         if self.lag or self.correction != "none":
             settings["rollout.importance_correction"] = "token" if exact else self.correction
         settings |= {"rollout.behaviour": "exact"} if exact else {}
-        settings |= {} if self.noise else {"noise_injection.enabled": "false"}
-        return [word for name, value in settings.items() for word in (f"--config.{name}", str(value))]
+        return settings | ({} if self.noise else {"noise_injection.enabled": "false"})
 
 
 LAGS = (16, 4, 8, 2, 1)
@@ -81,18 +84,6 @@ ORDER = (
 )
 """As they are trained: what is asked first comes first."""
 ARMS = {str(arm): arm for arm in sorted(ORDER, key=lambda arm: (not arm.noise, arm.lag))}
-
-
-def run_all(seeds: Sequence[int], arms: Sequence[Arm], steps: int, output: Path) -> None:
-    """Train each arm of each seed that is not in `output` yet."""
-    for seed in seeds:
-        for arm in arms:
-            run = {"model": "quickstart", "arm": str(arm), "seed": seed}
-            if is_there(output, run, steps):
-                continue
-            run |= {"lag": arm.lag, "correction": arm.correction, "noise": arm.noise}
-            flags = ["--config.common.seed", str(seed), *arm.flags(), *validated(quickstart_evaluation(seed))]
-            learn_once(RECIPE, [*flags, "--config.training.max_steps", str(steps)], run, steps, output)
 
 
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
@@ -141,17 +132,12 @@ def draw(results: Sequence[Row]) -> None:
         none, token = ([row for row in results if row["arm"] == str(Arm(lag, each))] for each in ("none", "token"))
         over = (f"{measure} {difference_of(token, none, measure)}" for measure in ("accuracy", "reward"))
         print(f"lag {lag}, token over none: {', '.join(over)}")
-    hours = sum(row["cpu_s"] for row in results) / 3600
-    print(f"{len(results)} runs, {hours:.1f} core-hours")
+    print(core_hours(results))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", default=";".join(map(str, ORDER)), help="names, separated by semicolons")
-    parser.add_argument("--seeds", default="1,2,3,4,5,6,7,8")
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--draw", action="store_true", help="only write the tables and the curves")
+    parser = parser_of(__doc__, {str(arm): arm for arm in ORDER}, RESULTS)
+    parser.set_defaults(steps=160)
     return parser
 
 
@@ -162,10 +148,7 @@ def main() -> None:
     if args.draw:
         draw(rows_to_draw(args.output))
         return
-    names = args.arms.split(";")
-    if unknown := [name for name in names if name not in ARMS]:
-        parser.error(f"--arms: unknown: {'; '.join(unknown)}; known: {'; '.join(ARMS)}")
-    run_all([int(seed) for seed in args.seeds.split(",")], [ARMS[name] for name in names], args.steps, args.output)
+    learn_all(starts_of(args), chosen(parser, args, ARMS), args.steps, args.output)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,20 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks import adapter_paths, algorithms, aqn, real, reward_curves, staleness
-from benchmarks._learning import is_there, markdown, paired_test, panels, write_between
+from benchmarks import adapter_paths, algorithms, aqn, quantised_training, real, reward_curves, staleness
+from benchmarks._learning import (
+    Arm,
+    Start,
+    flags_of,
+    is_there,
+    learn_all,
+    markdown,
+    paired_test,
+    panels,
+    quickstart_start,
+    real_start,
+    write_between,
+)
 from perl.base.errors import UserError
 from perl.base.files import add_row, read_rows
 from perl.models.folders import load_model
@@ -31,18 +43,22 @@ def test_paired_test():
     assert math.isnan(p)
 
 
+def flags_by_name(arm: Arm, start: Start) -> dict[str, str]:
+    flags = flags_of(arm.settings(start))
+    return dict(zip(flags[::2], flags[1::2], strict=True))
+
+
 def test_noise_fits_the_weights_of_the_model():
-    quickstart = aqn.quickstart_start(1)
+    quickstart = quickstart_start(1)
     pretrained = replace(quickstart, sigma=0.005, sigma_relative=0.02)
-    assert aqn.noise_flags("none", pretrained) == ["--config.noise_injection.enabled", "false"]
+    assert flags_of(aqn.ARMS["none"].settings(pretrained)) == ["--config.noise_injection.enabled", "false"]
     for start, arm, first, last in (
         (quickstart, "linear, clean", "0.05", "0.0005"),
         (quickstart, "relative, noisy", "0.05", "0.0005"),
         (pretrained, "exponential, clean", "0.005", "5e-05"),
         (pretrained, "relative, clean", "0.02", "0.0002"),
     ):
-        flags = aqn.noise_flags(arm, start)
-        found = dict(zip(flags[::2], flags[1::2], strict=True))
+        found = flags_by_name(aqn.ARMS[arm], start)
         assert found["--config.noise_injection.sigma_start"] == first
         assert found["--config.noise_injection.sigma_end"] == last
         assert found["--config.noise_injection.old_logps"] == arm.split(", ")[1]
@@ -103,7 +119,7 @@ def test_a_folder_that_has_not_finished_is_one_line(words, told, monkeypatch, ca
     assert capsys.readouterr().err.splitlines()[-1] == f"real: error: {told}"
 
 
-@pytest.mark.parametrize("module", [real, adapter_paths, algorithms, aqn, staleness])
+@pytest.mark.parametrize("module", [real, adapter_paths, algorithms, aqn, staleness, quantised_training])
 def test_nothing_to_draw_is_one_line_and_the_pages_stay(module, tmp_path, monkeypatch, capsys):
     """Two emptied the tables, one ended with a traceback."""
     pages = {page: page.read_bytes() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
@@ -158,7 +174,7 @@ def test_where_aqn_starts_on_a_pretrained_model(tmp_path):
     (tmp_path / "real.json").write_text(
         json.dumps({"seed": 3, "sft_steps": None, "grpo_steps": None, "held_out": None, **settings})
     )
-    start = aqn.real_start(tmp_path)
+    start = real_start(tmp_path)
     assert (start.model, start.how.seed, start.sigma, start.sigma_relative) == ("smollm2", 3, 0.005, 0.02)
     flags = dict(zip(start.flags[::2], start.flags[1::2], strict=True))
     assert flags["--config.peft.adapter"] == str(tmp_path / "sft" / "adapter")
@@ -209,10 +225,10 @@ def test_an_arm_of_the_study_is_a_lag_and_what_the_loss_makes_of_it():
         "lag 2, token_mask": "16 1 2 token_mask",
         "lag 4, exact": "16 1 4 token exact",
     }.items():
-        flags = staleness.ARMS[arm].flags()
+        flags = flags_of(staleness.ARMS[arm].settings(quickstart_start(1)))
         assert flags[1::2] == values.split()
         assert flags[::2] == [f"--config.{name}" for name in names[: len(values.split())]]
-    without = staleness.ARMS["lag 0, token, no noise"].flags()
+    without = flags_of(staleness.ARMS["lag 0, token, no noise"].settings(quickstart_start(1)))
     assert without[2:] == [
         "--config.rollout.importance_correction",
         "token",
@@ -220,6 +236,69 @@ def test_an_arm_of_the_study_is_a_lag_and_what_the_loss_makes_of_it():
         "false",
     ]
     assert len(staleness.ARMS) == len(staleness.ORDER) == 25
+
+
+def test_an_arm_with_a_quantised_sampler():
+    """29 of 3 x 4 x 3: without quantisation exact is token, without noise too token is none; without noise exact is
+    none. What is asked first comes first."""
+    arms = quantised_training.ARMS
+    assert list(arms)[:4] == [
+        "none, no noise, none",
+        "none, linear, none",
+        "none, linear, token",
+        "int8, no noise, none",
+    ]
+    assert len(arms) == 29
+    assert {str(arm) for arm in quantised_training.EVERY} - set(arms) == {
+        "none, no noise, token",
+        *(f"{quantization}, no noise, exact" for quantization in ("none", "int8", "int4")),
+        *(f"none, {noise}, exact" for noise in ("linear", "exponential", "target_kl")),
+    }
+    assert [name for name in list(arms)[:23] if "exact" in name] == []
+    start = quickstart_start(1)
+    for name, same in (("none, no noise, none", "none"), ("none, target_kl, none", "target_kl, clean")):
+        assert arms[name].settings(start) == aqn.ARMS[same].settings(start)
+    for name, corrected, behaviour in (
+        ("none, linear, token", "token", None),
+        ("int8, no noise, none", "none", None),
+        ("int4, linear, exact", "token", "exact"),
+    ):
+        flags = flags_by_name(arms[name], start)
+        assert flags["--config.rollout.importance_correction"] == corrected
+        assert flags.get("--config.rollout.behaviour") == behaviour
+        assert flags.get("--config.rollout.quantization", "none") == name.split(",")[0]
+
+
+def test_tables_of_quantised_samplers_compare_with_none_at_the_same_seed():
+    """As above 53 over 50: p = 1 - 2 atan(3) / pi. The sampler has 1 and 2 points less than what
+    is trained: t = 1.5 / (sqrt(1/2) / sqrt(2)) = 3 again."""
+    kls = {"noise_kl": [], "quantization_kl": [], "tokens_per_s": 900.4, "linear_bytes": 4000, "embedding_bytes": 1500}
+    rows = [row("none, no noise, none", seed, 0.5, [0.25]) for seed in (1, 2)]
+    rows = [each | kls | {"quantization": "none", "sampler_accuracy": 0.5} for each in rows]
+    drawn = kls | {"quantization": "int4", "noise_kl": [0.002] * 10 + [0.001] * 10, "quantization_kl": [0.01] * 20}
+    rows.append(row("int4, linear, token", 1, 0.52, [0.5]) | drawn | {"sampler_accuracy": 0.51})
+    rows.append(row("int4, linear, token", 2, 0.54, [0.5]) | drawn | {"sampler_accuracy": 0.52})
+    rows.append(row("int4, linear, none", 2, 0.54, [0.5]) | drawn | {"sampler_accuracy": 0.52})
+    p = 1 - 2 * math.atan(3) / math.pi
+    assert quantised_training.table(rows, "accuracy").splitlines()[2:] == [
+        "| none | no noise | 50.0 ± 0.0 |  |  |",
+        f"| int4 | linear | 54.0, +4.0, n=1 | 53.0, +3.0 ({p:.3f}) |  |",
+    ]
+    assert quantised_training.policy_table(rows).splitlines()[2:] == [
+        "| none, no noise | 100.0 ± 0.0 | 0.250 ± 0.000 |  |  |",
+        "| int4, linear | 100.0, +0.0, n=1 | 0.250, +0.000, n=1 | 0.01→0.01 | 0.002→0.001 |",
+    ]
+    assert quantised_training.sampler_table(rows).splitlines()[2:] == [
+        "| none | 2 | 50.0 ± 0.0 | +0.0 (1.000) | 900 | 4 | 2 |",
+        f"| int4 | 3 | 51.5 ± 6.4 | -1.5 ({p:.3f}) | 900 | 4 | 2 |",
+    ]
+
+
+def test_no_run_begins_once_the_stop_file_is_there(tmp_path, capsys):
+    (tmp_path / "stop").touch()
+    learn_all([quickstart_start(1)], aqn.ARMS, 2, tmp_path / "rows.jsonl", stop=tmp_path / "stop")
+    assert capsys.readouterr().out == f"{tmp_path / 'stop'} is there: no other run begins\n"
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_text_between_marks_is_replaced(tmp_path):
@@ -375,3 +454,20 @@ def test_one_run_of_the_study_stands_in_the_results(tmp_path):
     assert len(found["reward"]) == len(found["logp_kl"]) == 2
     assert 0.2 < found["accuracy"] < 0.8
     assert found["cpu_s"] > 2
+
+
+@pytest.mark.slow
+def test_one_run_of_a_quantised_sampler_stands_in_the_results(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.quantised_training", "--seeds", "3", "--steps", "2"]
+    command += ["--arms", "none, no noise, none;int4, linear, exact", "--output", str(tmp_path / "quantised.jsonl")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    none, int4 = read_rows(tmp_path / "quantised.jsonl")
+    assert none["accuracy"] == pytest.approx(none["sampler_accuracy"], abs=2e-3)  # the same but for last bits
+    assert none["pass@8"] == pytest.approx(none["sampler_pass@8"], abs=5e-3)
+    assert (none["quantization_kl"], none["noise_kl"]) == ([], [])
+    assert [int4[name] for name in ("quantization", "noise", "correction")] == ["int4", "linear", "exact"]
+    assert len(int4["quantization_kl"]) == len(int4["noise_kl"]) == len(int4["reward"]) == 2
+    assert 0.1 < int4["sampler_accuracy"] < 0.8
+    assert int4["linear_bytes"] < none["linear_bytes"] / 4
+    assert none["tokens_per_s"] > 10
+    assert int4["embedding_bytes"] == none["embedding_bytes"]
