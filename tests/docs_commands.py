@@ -220,6 +220,7 @@ CHECKS: dict[tuple[str, ...], Callable[[Sequence[str]], object]] = {
             "benchmarks.adapter_paths",
             "benchmarks.aqn",
             "benchmarks.staleness",
+            "benchmarks.quantised_training",
             "benchmarks.delivery",
             "benchmarks.pieces",
             "benchmarks.real",

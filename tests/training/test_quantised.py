@@ -38,7 +38,7 @@ def test_a_training_measures_and_corrects_the_quantisation(tmp_path, noise):
     for row in logged:
         assert row["rollout/logp_mismatch"] > 1e-3  # float32 rounds less
         assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=0.3)
-        assert row["rollout/quantization_kl"] > 1e-4  # of each batch: it was the first one's alone
+        assert row["rollout/quantization_kl"] > 1e-5  # of each batch: it was the first one's alone
         assert ("aqn/sigma_realized" in row) == ("aqn/kl" in row) == (noise is not None)
 
 
