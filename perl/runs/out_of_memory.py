@@ -15,7 +15,7 @@ from perl import device
 from perl.base.errors import RankError
 from perl.config.load import UNMERGED, Config
 from perl.config.peft_fields import reads_of
-from perl.engines.quantised import BYTES_A_WEIGHT, by_size
+from perl.engines.quantised import SCHEMES, by_size
 from perl.runs.metrics import StepClock
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def changes(phase: str, config: Any) -> Iterator[str]:
 
 def fewer_bits(now: str) -> str | None:
     """The value of rollout.quantization that takes next less memory than `now`."""
-    held = BYTES_A_WEIGHT.get(now, math.inf)
-    return next((name for name in by_size() if BYTES_A_WEIGHT[name] < held), None)
+    held = SCHEMES[now].bytes_a_weight if now in SCHEMES else math.inf
+    return next((name for name in by_size() if SCHEMES[name].bytes_a_weight < held), None)
 
 
 def smaller_rollouts(training: Any) -> tuple[int, int] | None:
