@@ -55,8 +55,8 @@ class Scheme:
 
     @property
     def bytes_an_output(self) -> int:
-        """Its scale in float32, and the weights of its WIDE inputs a second time."""
-        return (0 if self.group else 4) + (WIDE if self.activation_bits == 8 else 0)
+        """Its scale in float32. (What the WIDE inputs take besides is left out: vLLM has none.)"""
+        return 0 if self.group else 4
 
 
 SCHEMES: dict[str, Scheme] = {

@@ -279,7 +279,8 @@ def test_what_a_copy_takes_is_what_plan_counts():
     wide = torch.arange(32)
     for name, inputs in (("int8", None), ("int8_w8a8", wide)):
         made = Int8Product(layer.weight, layer.bias, HiddenStates(), inputs)
-        assert made.nbytes == 192 * 40 * SCHEMES[name].bytes_a_weight + 40 * SCHEMES[name].bytes_an_output
+        counted = 192 * 40 * SCHEMES[name].bytes_a_weight + 40 * SCHEMES[name].bytes_an_output
+        assert made.nbytes == counted + (0 if inputs is None else 40 * 32)
     named = set(get_args(get_type_hints(RolloutConfig)["quantization"]))
     assert named == set(get_args(Quantisation)) == {"none", *SCHEMES}
     assert by_size() == ["int8", "int4"]
