@@ -189,8 +189,10 @@ def run(connection: socket.socket, output: int, limits: Limits, namespaces: bool
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), "utf-8", "backslashreplace", write_through=True)
-        sys.stderr = sys.stdout
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(io.FileIO(descriptor, "w"), "utf-8", "backslashreplace", write_through=True)
+            for descriptor in (1, 2)
+        )
         sys.argv, sys.path[:] = [""], ["", *sys.path]
         random.seed(0)  # a fork has drawn a seed of its own
         sandbox.confine(limits, namespaces, used)
@@ -205,15 +207,15 @@ def _execute(code: str) -> int:
     try:
         tree = ast.parse(code, FILE)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, FILE, "exec"), main_module.__dict__)
+        exec(compile(tree, FILE, "exec", dont_inherit=True), main_module.__dict__)
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), FILE, "eval"), main_module.__dict__)
+            value = eval(compile(ast.Expression(last.value), FILE, "eval", dont_inherit=True), main_module.__dict__)
             if value is not None:
                 print(repr(value))
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 255
-        print(end.code)
+        print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:  # noqa: BLE001
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -223,7 +225,7 @@ def _execute(code: str) -> int:
         main_module.__dict__.clear()
         parts = traceback.format_exception_only(type(error), error)
         text = (parts[-1] if isinstance(error, SyntaxError) else "".join(parts)).strip()
-        print(text[:MESSAGE_CHARACTERS] + (f" (line {line})" if line else ""))
+        sys.stderr.write(text[:MESSAGE_CHARACTERS] + (f" (line {line})" if line else "") + "\n")
         return 1
     return 0
 

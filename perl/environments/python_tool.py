@@ -133,11 +133,11 @@ class PythonTool:
             server, connection, output = self._begin()
             with connection, os.fdopen(output, "rb", 0) as pipe:
                 try:
+                    connection.settimeout(GRACE_S)
                     message = json.dumps(code).encode()
                     connection.sendall(LENGTH.pack(len(message)) + message)
                     printed, late = self._read(pipe, timeout_s)
                     connection.shutdown(socket.SHUT_WR)
-                    connection.settimeout(GRACE_S)
                     answer = connection.recv(EXIT_CODE.size)
                 except TimeoutError:
                     server.kill()  # it hangs

@@ -34,7 +34,8 @@ ERROR_ROOM = 16 << 20
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_CLONE_NEWCGROUP, _CLONE_THREAD = 0x2000000, 0x10000
+_CLONE_NEWCGROUP, _CLONE_THREAD, _CLONE_FILES = 0x2000000, 0x10000, 0x400
+_CLOSE_RANGE_CLOEXEC = 4
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 8, 32, 4096
 _MS_REC, _MS_PRIVATE, _MNT_DETACH = 1 << 14, 1 << 18, 2
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -100,19 +101,25 @@ def _rules(writing: bool, threads: bool) -> dict[str, list[Rule]]:
     namespaces = (
         _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWCGROUP
     )
+    thread = _CLONE_THREAD | _CLONE_FILES
     no_mask = 0xFFFFFFFF
     opens_for_writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
     stream = [1 | flags for flags in (0, 0o4000, 0o2000000, 0o2004000)]  # SOCK_STREAM: a datagram can be sent anywhere
     return {
         "prlimit64": [(0, no_mask, (0,))],  # its own
-        # Threads of this process; no new one, so nothing outlives it.
-        "clone": [(0, _CLONE_THREAD | namespaces, (_CLONE_THREAD,) if threads else ())],
+        # Threads of this process; no new one, so nothing outlives it. With its descriptors: a table of its own for each
+        # thread would be FILES more, and what their sockets hold no limit of memory counts.
+        "clone": [(0, thread | namespaces, (thread,) if threads else ())],
+        "close_range": [(2, no_mask, (0, _CLOSE_RANGE_CLOEXEC))],
         "openat": [(2, 0 if writing else opens_for_writing, (0,))],
         # Duplicates, flags, a pipe's size; not whom a descriptor sends signals to, nor locks, which nothing counts.
         "fcntl": [(1, no_mask, (0, 1, 2, 3, 4, 1030, 1032))],
         # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
         "ioctl": [(1, no_mask, (0x5401, 0x541B, 0x5421, 0x5450, 0x5451))],
         "socketpair": [(0, no_mask, (socket.AF_UNIX,)), (1, no_mask, tuple(stream))],
+        # Kernels of 2024 could be taken over by it.
+        "sendto": [(3, socket.MSG_OOB, (0,))],
+        "recvfrom": [(3, socket.MSG_OOB, (0,))],
     }
 
 
@@ -322,6 +329,7 @@ def confine(limits: Limits, namespaces: bool, used: int) -> None:
     Raises:
         OSError: something was refused; the code must not run.
     """
+    threads = os.getuid() != 0  # of root no kernel counts them
     if namespaces:
         _checked("unshare", _CLONE_NEWNS)
         options = f"size={limits.scratch_mb}m,nr_inodes=1k"
@@ -333,7 +341,12 @@ def confine(limits: Limits, namespaces: bool, used: int) -> None:
                 os.setgroups([])
                 os.setresgid(NOBODY, NOBODY, NOBODY)
                 os.setresuid(NOBODY, NOBODY, NOBODY)
-        _drop_capabilities()
+        threads = os.getuid() != 0
+        # Threads are counted by user and namespace of users: without one of its own a call has those that others leave.
+        # RLIMIT_NPROC is still the server's: what it is now holds for all namespaces of that user.
+        with contextlib.suppress(OSError):  # none here, not even the server's
+            _checked("unshare", _CLONE_NEWUSER)
+    _drop_capabilities()
     die_with_parent()
     _checked("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     seconds = int(limits.timeout_s) + 1
@@ -354,8 +367,7 @@ def confine(limits: Limits, namespaces: bool, used: int) -> None:
         if given != resource.RLIM_INFINITY:
             soft, hard = min(soft, given), min(hard, given)
         resource.setrlimit(kind, (soft, hard))
-    # Of root no kernel counts the threads.
-    install_filter(seccomp_filter(namespaces, os.getuid() != 0))
+    install_filter(seccomp_filter(namespaces, threads))
 
 
 def _drop_capabilities() -> None:
