@@ -247,6 +247,8 @@ PROBES: dict[str, Probe] = {
     "a further row's answer": Probe("less", lambda row, answer: row.state(row.others[1])),
     "one more": Probe("less", _changed(lambda number, text: number + 1)),
     "a hundredth more": Probe("less", _changed(lambda number, text: number * Decimal("1.01"))),
+    "a hundred times as much": Probe("less", _changed(lambda number, text: number * 100)),
+    "a hundredth of it": Probe("less", _changed(lambda number, text: number / 100)),
     "nine tenths more": Probe("less", _changed(lambda number, text: None if "." in text else f"{text}.9")),
     "the sign turned": Probe("less", _changed(lambda number, text: -number)),
     "digits turned round": Probe("less", _changed(lambda number, text: text[::-1] if text.isdecimal() else None)),

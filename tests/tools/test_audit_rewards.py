@@ -107,6 +107,20 @@ def test_a_form_that_is_paid_instead_is_named():
     assert [fault for fault in with_form.faults if "right texts" in fault] == []
 
 
+def test_a_percentage_is_another_number(tmp_path):
+    """PRM800K's grader, and those that were made of it, take an answer for its hundredth and its hundredfold."""
+    code = (
+        "def mine(completions, gold, **_):\n"
+        "    stated = [each[-1]['content'].rpartition('#### ')[2].strip() for each in completions]\n"
+        "    numbers = [float(text) if text.replace('.', '', 1).isdecimal() else None for text in stated]\n"
+        "    return [float(a is not None and any(abs(a * k - float(b)) < 1e-6 for k in (1, 100, 0.01)))\n"
+        "            for a, b in zip(numbers, gold)]\n"
+    )
+    found = of_file(tmp_path / "mine.py", code)
+    assert found.verdict == "faulty"
+    assert "wrong texts earn what the right answer does: a hundred times as much, a hundredth of it" in found.faults[0]
+
+
 def test_a_fault_that_one_row_in_twenty_shows(tmp_path):
     """It pays anything on the row whose answer is this one."""
     rare = ROWS[7].answer
