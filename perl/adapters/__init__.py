@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 HALF_TRAINED = {"fsdp2": "it puts other parameters in the place of those whose gradients are masked"}
 """Why FSDP2 can't have a method that changes the gradients of a parameter on their way."""
+SINGULAR = {"nf4": "it starts from singular components of the base's weights"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Adapter:
     trained_share: float = 1.0
     """Of the numbers in the trainable tensors, those that the optimizer moves."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Where it can't be trained ("zero3", "fsdp2") -> why."""
+    """Where it can't be trained ("zero3", "fsdp2", "nf4") -> why."""
 
 
 PISSA = Adapter(
@@ -74,7 +75,7 @@ PISSA = Adapter(
     check=svd.check_optimizer,
     fits=svd.check_rank,
     trained_share=0.5,
-    refused=HALF_TRAINED,
+    refused=HALF_TRAINED | SINGULAR,
 )
 ADAPTERS: dict[str, Adapter] = {
     "lora": Adapter(lora, "LoRA"),
@@ -84,7 +85,7 @@ ADAPTERS: dict[str, Adapter] = {
     "lora_fa": Adapter(lora, "LoRA-FA", trains=("lora_B",), start=only_b_learns, refused=HALF_TRAINED),
     "pissa": PISSA,
     "milora": replace(PISSA, title="MiLoRA", start=svd.minor),
-    "milora_plus": Adapter(lora, "MiLoRA+", start=svd.minor_directions, fits=svd.check_rank),
+    "milora_plus": Adapter(lora, "MiLoRA+", start=svd.minor_directions, fits=svd.check_rank, refused=SINGULAR),
     "adalora": Adapter(
         adalora,
         "AdaLoRA",
@@ -104,10 +105,10 @@ ADAPTERS: dict[str, Adapter] = {
         "HRA",
         trains=("hra_u",),
         check=check_hra,
-        refused=dict.fromkeys(("zero3", "fsdp2"), "PEFT multiplies the base's weight, which is split"),
+        refused=dict.fromkeys(("zero3", "fsdp2", "nf4"), "PEFT multiplies the base's weight, which is split or packed"),
     ),
     "oft": Adapter(oft, "OFT", trains=("oft_R",), fits=check_blocks),
-    "none": Adapter(no_adapter, "all weights", result="model", trains=()),
+    "none": Adapter(no_adapter, "all weights", result="model", trains=(), refused={"nf4": "4 bits can't be trained"}),
 }
 
 SPELLED = ("rsLoRA", "HRA", "LN tuning")

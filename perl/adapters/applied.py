@@ -212,4 +212,5 @@ def _parts(name: str, adapter: Adapter) -> tuple[str, str]:
 
 
 def _count(parameter: Any) -> int:
-    return getattr(parameter, "ds_numel", None) or parameter.numel()
+    state = getattr(parameter, "quant_state", None)  # of 4 bits, two of which are one number of the tensor
+    return state.shape.numel() if state else getattr(parameter, "ds_numel", None) or parameter.numel()

@@ -24,6 +24,7 @@ from safetensors.torch import load, save
 
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, local, shard_of, whole
+from perl.models.nf4 import state_of
 
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""
@@ -93,6 +94,8 @@ def base_digest(policy: Any, gathered: Gather = lambda parameters: contextlib.nu
         with gathered([parameter for _, parameter in base[:some]]):
             for name, parameter in base[:some]:
                 add_tensor(hashed, name, parameter)
+                for part, tensor in sorted(state_of(parameter).items()):
+                    add_tensor(hashed, f"{name}.{part}", tensor)
         del base[:some]
     return hashed.hexdigest()
 

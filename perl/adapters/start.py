@@ -15,9 +15,34 @@ from perl.adapters.merge import load_adapter, merge_adapter, read_report, warn_o
 from perl.base.errors import UserError
 from perl.config.adapter import FLAG
 from perl.models.folders import content_hash, require_adapter
+from perl.models.nf4 import is_4bit
 
 if TYPE_CHECKING:
     import torch
+
+
+@contextlib.contextmanager
+def own_precision(model: Any, peft_config: Any) -> Iterator[tuple[Any, Any]]:
+    """(model, PEFT's configuration) for one of TRL's trainers to be made of inside. Above a base of 4 bits TRL would
+    round the adapter to bfloat16, where updates are lost that are smaller than 1/512 of a weight: there the adapter is
+    made here, in float32 as above any base, and TRL is not told of the bits.
+
+    Args:
+        peft_config: of a new adapter, or None.
+    """
+    if not is_4bit(model):
+        yield model, peft_config
+        return
+    from peft import PeftModel, get_peft_model
+
+    if peft_config is not None:
+        model = get_peft_model(model, peft_config)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base.is_loaded_in_4bit = False
+    try:
+        yield model, None
+    finally:
+        base.is_loaded_in_4bit = True
 
 
 def continued(base: Any, adapter: Path) -> Any:

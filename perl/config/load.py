@@ -498,11 +498,21 @@ def check_workers(values: Namespace) -> None:
 
 
 def check_quantization(values: Namespace) -> None:
-    """What a quantised sampler cannot be had with."""
+    """What a quantised base cannot be had with while completions are sampled."""
     rollout = values.rollout
+    if values.model.quantization != "none" and rollout.engine == "vllm":
+        raise UserError(
+            f"--config.model.quantization {values.model.quantization}: vLLM is not given such a base; write"
+            " --config.rollout.engine fast, or none"
+        )
     if rollout.quantization == "none":
         return
     flag, leave_out = f"--config.rollout.quantization {rollout.quantization}", "--config.rollout.quantization none"
+    if values.model.quantization != "none":
+        raise UserError(
+            f"{flag}: the base is quantised already, by --config.model.quantization {values.model.quantization}; write"
+            " none for one of the two"
+        )
     if rollout.engine == "generate":
         raise UserError(
             f"{flag}: --config.rollout.engine generate draws with weights that perl does not quantise; write"

@@ -36,11 +36,13 @@ class ModelConfig:
         dtype: dtype of the base's weights; null lets the device decide (bfloat16, or float32 on a CPU). With peft.type
             none null is float32, or what DeepSpeed computes in.
         attn_implementation: attention kernel ("eager", "sdpa", "flash_attention_2"); null is transformers' choice.
+        quantization: nf4 holds the frozen linear layers in 4 bits (QLoRA, arXiv 2305.14314), by bitsandbytes.
     """
 
     model_name_or_path: str = "Qwen/Qwen2.5-7B"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     attn_implementation: str | None = None
+    quantization: Literal["none", "nf4"] = "none"
 
 
 def data_sets(named: str | list[str]) -> list[str]:

@@ -150,7 +150,6 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
             started_with = {
                 **options,
                 "model": policy.name_or_path,
-                "quantization": quantization_of(policy),
                 "seed": engine_seed,
                 "distributed_executor_backend": "external_launcher",
                 "max_num_batched_tokens": BATCHED_TOKENS,
@@ -309,15 +308,6 @@ def start_policy(options: Mapping[str, Any], sync: VLLMSync, quantization: Quant
             f" ones: {sync.reason}; write none"
         )
     return start_quantised(options, quantization, flag, training=True)
-
-
-def quantization_of(policy: Any) -> str | None:
-    """How vLLM quantizes the weights that it reads itself, as the trainer's are."""
-    if getattr(policy, "is_loaded_in_8bit", False):
-        raise UserError(
-            "--config.rollout.engine vllm: vLLM can't quantize to 8 bits as it loads; use 4, or engine fast"
-        )
-    return "bitsandbytes" if getattr(policy, "is_loaded_in_4bit", False) else None
 
 
 def further_fields(generation_kwargs: Mapping[str, Any], regex: str | None) -> dict[str, Any]:

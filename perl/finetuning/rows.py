@@ -28,7 +28,7 @@ from perl.models.folders import resolve_model
 from perl.models.images import has_images
 from perl.prompts import build_messages, encode
 from perl.runs import checkpoints, rundir
-from perl.runs.setup import MODEL_FLAG, PROBLEM, check_length, load_tokenizer, model_dtype
+from perl.runs.setup import MODEL_FLAG, PROBLEM, check_length, check_quantization, load_tokenizer, model_dtype
 from perl.runs.tracking import check_trackers
 from perl.tasks import TASKS, data_name, problem_of_row, rows_of, training_split
 from perl.tasks.files import Row, json_mistake, require_characters
@@ -70,6 +70,7 @@ def check_rows(config: SFTRunConfig, run_dir: Path) -> CheckedRows:
     check_length(training)
     check_trackers(training)
     model_dtype(config)
+    check_quantization(config)
     rundir.check_folder(run_dir, resuming=checkpoints.goes_on(training.resume_from_checkpoint))
     checkpoint = checkpoints.find_checkpoint(training.resume_from_checkpoint, run_dir)
     checkpoints.check_made(checkpoint, training)

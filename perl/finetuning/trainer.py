@@ -14,6 +14,7 @@ from peft import PeftModel
 from trl import SFTTrainer
 
 from perl.adapters import Adapter
+from perl.adapters.start import own_precision
 from perl.base.errors import UserError
 from perl.config.schema import PeftConfig
 from perl.config.training import SFTTrainingConfig
@@ -47,8 +48,10 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
         on_nonfinite: Literal["stop", "skip"] = "stop",
         **kwargs: Any,
     ):
-        wrapped = isinstance(kwargs.get("model"), PeftModel)  # its adapter is trained further
-        super().__init__(*args, peft_config=None if wrapped else adapter.build(adapter_config), **kwargs)
+        model = kwargs["model"]
+        wrapped = isinstance(model, PeftModel)  # its adapter is trained further
+        with own_precision(model, None if wrapped else adapter.build(adapter_config)) as (model, peft_config):
+            super().__init__(*args, peft_config=peft_config, **(kwargs | {"model": model}))
         self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
         self._micro_batches: deque[dict[str, Any]] = deque(maxlen=self.args.gradient_accumulation_steps)
         """Of the update under way, and of the one before where that has begun."""

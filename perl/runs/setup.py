@@ -16,6 +16,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import device
+from perl.adapters import ADAPTERS
+from perl.adapters.applied import STRATEGIES, strategy_of
 from perl.adapters.none import loses_updates, trained_dtype
 from perl.adapters.start import continued, merge_into
 from perl.base.errors import UserError
@@ -25,6 +27,7 @@ from perl.config.schema import data_sets
 from perl.models import folders
 from perl.models.folders import resolve_model
 from perl.models.images import fitted, has_images, load_processing, tokenizer_of
+from perl.models.nf4 import require_bitsandbytes
 from perl.prompts import (
     PromptStyle,
     build_messages,
@@ -94,6 +97,29 @@ def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
     return dtype
 
 
+def check_quantization(config: Config | SFTRunConfig) -> None:
+    """What a base that is quantised as it loads can't be had with."""
+    flag = f"--config.model.quantization {config.model.quantization}"
+    if "quantization_config" in (config.training.model_init_kwargs or {}):
+        raise UserError(
+            "--config.training.model_init_kwargs: quantization_config has no place there; write"
+            " --config.model.quantization nf4"
+        )
+    if config.model.quantization == "none":
+        return
+    if why := ADAPTERS[config.peft.type].refused.get(config.model.quantization):
+        raise UserError(f"{flag}: --config.peft.type {config.peft.type}: {why}; write lora, or none for quantization")
+    if strategy := strategy_of(config.training):
+        raise UserError(
+            f"{flag}: {STRATEGIES[strategy]} would split the packed weights; start with DDP or ZeRO-2"
+            " (scripts/accelerate), or write none"
+        )
+    require_bitsandbytes(flag)
+    folder = resolve_model(config.model.model_name_or_path, MODEL_FLAG)
+    if getattr(folders.load_config(folder, MODEL_FLAG), "quantization_config", None):
+        raise UserError(f"{flag}: {config.model.model_name_or_path} is quantised already; leave the flag out")
+
+
 def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     """The base model on the CPU (the trainer moves it), with the adapter that is trained further, if there is one;
     under ZeRO-3 its weights are partitioned as they load.
@@ -114,7 +140,7 @@ def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:
     if config.peft.adapter is not None and config.peft.adapter_mode == "merge":
         folder = merge_base(config, folder, dtype)
         name = str(folder)
-    model = folders.load_model(folder, MODEL_FLAG, dtype=dtype, **extra)
+    model = folders.load_model(folder, MODEL_FLAG, quantization=config.model.quantization, dtype=dtype, **extra)
     model.name_or_path = name  # PEFT writes it into adapter_config.json: the hub's name, not a cache's folder
     if config.peft.adapter is not None and config.peft.adapter_mode == "continue":
         return continued(model, Path(config.peft.adapter))

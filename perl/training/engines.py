@@ -20,6 +20,7 @@ from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.models.folders import resolve_model
 from perl.models.images import has_images
+from perl.models.nf4 import is_4bit
 from perl.training.pool import PoolEngine
 from perl.training.processes import Processes
 from perl.workers.conversations import Talks, absolute, hashes_of
@@ -128,13 +129,11 @@ def piece_size(trainer: Any, config: RolloutConfig) -> int:
 def _vllm_copy(trainer: Any, config: RolloutConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of perl.engines.vllm_copy.VLLMCopy."""
     from perl.engines.vllm_copy import outline
-    from perl.engines.vllm_policy import quantization_of
 
     args = trainer.args
     rows = drawn_at_once(trainer.num_generations, args.generation_batch_size, config)
-    options = _vllm_options(args, rows, config.workers) | {"quantization": quantization_of(trainer.policy())}
     return {
-        "options": options,
+        "options": _vllm_options(args, rows, config.workers),
         "dtype": trainer.compute_dtype(),
         "generation_kwargs": kwargs,
         "regex": args.vllm_structured_outputs_regex,
@@ -161,13 +160,17 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
     """On the main process, at the first rollout."""
     policy = trainer.policy()
     images = has_images(trainer.processing_class)
+    load = {
+        "dtype": policy.dtype,
+        "attn_implementation": adopted_from(policy.config),
+        "config": copy.deepcopy(policy.config),
+    }
+    if is_4bit(policy) and not policy.hf_quantizer.pre_quantized:
+        del load["config"].quantization_config  # which would say that the files hold it
+        load["quantization"] = "nf4"
     job = RolloutJob(
         model=str(resolve_model(policy.config.name_or_path, "--config.model.model_name_or_path")),
-        load={
-            "dtype": policy.dtype,
-            "attn_implementation": adopted_from(policy.config),
-            "config": copy.deepcopy(policy.config),
-        },
+        load=load,
         peft_config=peft_config,
         processing=trainer.processing_class if images else None,
         rollout=config,

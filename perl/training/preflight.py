@@ -42,6 +42,7 @@ from perl.runs.setup import (
     PROBLEM,
     build_dataset,
     check_length,
+    check_quantization,
     limits_of,
     load_tokenizer,
     model_dtype,
@@ -103,6 +104,7 @@ def check_run(config: Config, run_dir: Path) -> Checked:
     check_trackers(config.training)
     check_engine(config)
     model_dtype(config)
+    check_quantization(config)
     source = load_environment(config.environment) if config.environment.used else None
     check_metric(config, source)
     with Grader(deadline_s=config.reward.deadline_s) as grader:  # starts no process before it grades

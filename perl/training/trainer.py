@@ -38,6 +38,7 @@ from trl.models.utils import (
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from perl.adapters import Adapter
+from perl.adapters.start import own_precision
 from perl.algorithms import ALGORITHMS
 from perl.algorithms.kl import KLCoefficient
 from perl.base.errors import UserError
@@ -124,8 +125,11 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         if wrapped and refers:
             copy_adapter(model, "ref")
         engine_kwargs = config.generation_kwargs
-        with changed(config, beta=0.0, use_vllm=False, generation_kwargs=None):  # reference and engine are ours
-            super().__init__(*args, peft_config=None if wrapped else peft_config, **kwargs)
+        with (
+            changed(config, beta=0.0, use_vllm=False, generation_kwargs=None),  # reference and engine are ours
+            own_precision(model, None if wrapped else peft_config) as (model, of_trl),
+        ):
+            super().__init__(*args, peft_config=of_trl, **(kwargs | {"model": model}))
         self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
         if refers and peft_config is None:
             self.ref_model = self._load_reference()

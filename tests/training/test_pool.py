@@ -53,7 +53,7 @@ def train(
             os.kill(link._process.pid, with_signal)
         return reward_tokens(completion_ids)
 
-    loaded = load_model(model)
+    loaded = load_model(model, **settings.pop("load", {}))
     loaded.name_or_path = str(model)
     rollout = {"workers": workers, "lag": lag, "piece_size": PIECE} | settings.pop("rollout", {})
     trainer = make_trainer(

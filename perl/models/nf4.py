@@ -1,0 +1,60 @@
+"""Frozen linear layers in NF4, their scales quantised too (QLoRA, arXiv 2305.14314), by bitsandbytes.
+
+Only layers of the base are: embeddings, norms and the head keep the model's dtype, in which products are computed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, Literal
+
+from perl import device
+from perl.base.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+BaseQuantisation = Literal["none", "nf4"]
+
+
+def require_bitsandbytes(flag: str) -> None:
+    """A UserError, which begins with `flag`, where bitsandbytes is not installed, or does not know this device."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"{flag}: bitsandbytes is not installed; pip install 'bitsandbytes>=0.48', or write none")
+    import bitsandbytes
+
+    kind = device.detect().kind
+    if kind not in bitsandbytes.supported_torch_devices:
+        raise UserError(f"{flag}: bitsandbytes has no products for a device of kind {kind}; write none")
+
+
+def options(dtype: torch.dtype) -> dict[str, Any]:
+    """Of transformers' from_pretrained, which quantises on this process's device."""
+    from transformers import BitsAndBytesConfig
+
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": quantised}
+
+
+def is_4bit(model: Any) -> bool:
+    """Whether layers of the base of `model` are in 4 bits: as they were loaded, or as its files hold them."""
+    return getattr(model, "is_loaded_in_4bit", False)
+
+
+def keep_packing(model: Any) -> None:
+    """On a CPU with AVX512-BF16 bitsandbytes packs a layer otherwise the first time that it computes in evaluation
+    mode: its bits change, what computes is bfloat16 whatever the dtype, and nothing can be differentiated any more."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def state_of(parameter: Any) -> dict[str, torch.Tensor]:
+    """What a quantised parameter is multiplied by, by name; of another one nothing."""
+    state = getattr(parameter, "quant_state", None)
+    return {} if state is None else state.as_dict(packed=True)
