@@ -69,6 +69,13 @@ class Sums:
 
     def get_reward(self) -> float:
         return len(self.seen) / 10
+
+
+class OfFirstRank(Sums):
+    def reset(self, **row) -> None:
+        if os.environ.get("RANK") == "1":
+            raise RuntimeError("no game here")
+        super().reset()
 '''
 NOISE = NoiseConfig(enabled=True, seed=3, sigma_start=0.1, sigma_end=0.01, num_stages=2)
 PIECE = 4
@@ -82,12 +89,18 @@ def make_place(folder: Path) -> Path:
 
 
 def train(
-    place: Path, folder: Path, checkpoint: str | None = None, kill: bool = False, **settings: Any
+    place: Path,
+    folder: Path,
+    checkpoint: str | None = None,
+    kill: bool = False,
+    saved: Path | None = None,
+    **settings: Any,
 ) -> tuple[dict[str, torch.Tensor], list[Batch], list[dict[str, Any]]]:
     """The trained adapter, the batches, and what was logged.
 
     Args:
         kill: a worker ends by SIGKILL when the second batch is scored.
+        saved: folder for the trained adapter, for trainings whose weights are spread over processes.
     """
     named = settings.pop("environment", {"tools": [f"{place}/tools.py:add"]})
     rollout = {"piece_size": PIECE} | settings.pop("rollout", {})
@@ -110,6 +123,8 @@ def train(
         batches = kept_batches(trainer)
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
+            if saved is not None:
+                trainer.save_model(str(saved))
         finally:
             trainer.step.engine.close()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
