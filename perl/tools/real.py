@@ -67,6 +67,8 @@ TOKENS, GAIN = 256, 1.25
 """Rows of the product that is measured, and how much faster bfloat16 has to be: autocast casts weights too."""
 MOST_PROCESSES = 4
 """Of an evaluation: each has the model in its memory, 0.6 GB in float32 and as much for oneDNN's copy."""
+MOST_ROWS = 100_000
+"""That a script makes: with so many held-out ones a score's interval is 0.3 points wide at most to each side."""
 ONE_STEP = "gsm8k_one_step"
 SVAMP = "github.com/arkilpatel/SVAMP"
 WHOLE = re.compile(r"\.0\b")
@@ -119,8 +121,17 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--held_out", type=PositiveInt, default=None, help="score on only the first so many")
 
 
+def require_few(args: argparse.Namespace, *names: str) -> None:
+    """Raise a UserError where a flag asks for more rows of a script than a run can use: they are made one by one, and
+    held in memory, before anything is written."""
+    for name in names:
+        if (count := getattr(args, name)) > MOST_ROWS:
+            raise UserError(f"--{name} {count}: a script makes these rows, {MOST_ROWS} at most; write less")
+
+
 def run(args: argparse.Namespace) -> int:
     folder = user_path(args.output_dir).absolute()
+    require_few(args, "sums", "grpo_sums")
     names = ("seed", "sft_rows", "sums", "grpo_sums", "held_out")
     dividing: dict[str, Any] = {name: getattr(args, name) for name in names}
     rows = divide(read_data(user_path(args.data), user_path(args.gsm8k), args.sft_rows), **dividing)

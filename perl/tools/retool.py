@@ -77,6 +77,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = user_path(args.output_dir).absolute()
+    real.require_few(args, "sft_rows", "grpo_rows", "held_out")
     names = ("seed", "arm", "sft_rows", "grpo_rows", "held_out", "sandbox")
     given: dict[str, Any] = {name: getattr(args, name) for name in names}
     rows = make_rows(**given)

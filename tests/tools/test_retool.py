@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
+from perl.__main__ import main
 from perl.base.errors import UserError
 from perl.environments.conversation import open_conversations
 from perl.environments.tools import load_environment
@@ -150,6 +151,17 @@ def test_another_arm_needs_another_folder(tmp_path):
     assert real.is_of_this_run(tmp_path, settings())
     with pytest.raises(UserError, match="holds a run with arm tool, not text"):
         real.is_of_this_run(tmp_path, settings(arm="text"))
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("retool", "held_out"), ("retool", "grpo_rows"), ("retool", "sft_rows"), ("real", "sums"), ("real", "grpo_sums")],
+)
+def test_more_rows_than_a_script_can_make_are_one_line(tmp_path, command, flag):
+    """They were made one by one, for ever."""
+    with pytest.raises(UserError, match=rf"^--{flag} {10**12}: a script makes these rows, 100000 at most; write less$"):
+        main([command, "--output_dir", str(tmp_path / "run"), f"--{flag}", str(10**12)])
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_sandbox_has_the_name_of_verls_recipe_too():
