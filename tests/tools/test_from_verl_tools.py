@@ -154,7 +154,14 @@ def test_the_longest_answer(tmp_path):
     words = f"{TURNS}.max_tool_response_length=1000", f"{TURNS}.max_parallel_calls=3"
     result = with_tools(tmp_path, FUSION, *words)
     assert values(result)["environment.max_observation_tokens"] == 3000
-    assert any("the first 3 of a turn's calls; here up to 16" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(("words", "made"), [([], 1), ([f"{TURNS}.max_parallel_calls=3"], 3)])
+def test_how_many_calls_of_a_turn_verl_makes_is_said_to_be_no_limit_here(tmp_path, words, made):
+    """By verl's default too: one."""
+    said = f"{TURNS}.max_parallel_calls is no limit here: verl makes the first {made} of a turn's calls; here up to 16"
+    assert [note.startswith(said) for note in with_tools(tmp_path, FUSION, *words).notes].count(True) == 1
+    assert not any("max_parallel_calls" in note for note in of(f"{TURNS}.enable=False", *words).notes)
 
 
 def test_a_validation_has_the_tools_too(tmp_path):

@@ -454,8 +454,8 @@ def observation(value: Any, verl: Verl) -> Translated:
 
 
 def parallel_calls(value: Any, verl: Verl) -> Outcome:
-    note = f"verl makes the first {positive(value)} of a turn's calls; here up to 16 are made, one after the other"
-    return Translated(observation(verl[f"{TURNS}.max_tool_response_length"], verl).fields, note)
+    """What differs, which is so where verl's default stands too, is one of the notes on the whole."""
+    return Translated(observation(verl[f"{TURNS}.max_tool_response_length"], verl).fields)
 
 
 # Rewards

@@ -10,7 +10,9 @@ from typing import Any
 from perl.algorithms.grpo import DAPO
 from perl.base.errors import UserError, nearest
 from perl.base.redact import HIDDEN, drop_secrets, is_secret
+from perl.environments.tools import MOST_CALLS
 from perl.tools.from_verl.batch import Batch, BatchError, N
+from perl.tools.from_verl.handlers import TURNS
 from perl.tools.from_verl.keys import ALWAYS, ENVIRONMENT, KEYS, NAMES, NO_VARIABLE, VALIDATION, handler_of
 from perl.tools.from_verl.outcomes import Choices, NoEffect, Outcome, Refused, Translated, Verl
 from perl.tools.from_verl.overrides import Command, Unreadable, default_keys
@@ -217,6 +219,12 @@ def _notes(verl: Verl, result: Translation) -> list[str]:
         notes.append(
             "verl validates by custom_reward_function too; here validation grades by the task of each row's"
             " data_source, and rows of none are refused: leave their file out of data.val_files"
+        )
+    if "environment.tools" in recipe:
+        calls = f"{TURNS}.max_parallel_calls"
+        notes.append(
+            f"{calls} is no limit here: verl makes the first {shown(verl[calls])} of a turn's calls; here up to"
+            f" {MOST_CALLS} are made, one after the other"
         )
     if verl.has_critic:
         notes.append(
