@@ -10,7 +10,8 @@ from perl import device
 from perl.adapters.applied import STRATEGIES, check_method
 from perl.base.errors import UserError, lookup
 from perl.config.files import look_for
-from perl.config.load import GRPO, parse_for
+from perl.config.load import GRPO, Config, parse_for
+from perl.environments.tools import load_environment
 from perl.tools.plan.devices import DEVICES
 from perl.tools.plan.inputs import (
     critic_of,
@@ -52,6 +53,8 @@ def run(args: Any) -> int:
     parsed = parse_for(program, ["--recipe", recipe, *flags])
     config = parsed.build(count)
     check_method(config.peft, config.training, parallel if parallel in STRATEGIES else "")
+    if isinstance(config, Config) and config.environment.used:
+        load_environment(config.environment)  # a mistake in it is one line here too
     model = read_config(config.model.model_name_or_path)
     shape, quantised = shape_of(model, config.peft, critic_of(config)), quantised_fields(config, model)
     job = job_of(config, parsed, where, count, parallel, quantised)

@@ -300,6 +300,40 @@ def test_mistakes_are_one_line(flags, config, message, tmp_path, monkeypatch):
     assert message in str(error.value)
 
 
+TOOLS = '''
+def untold(a: int) -> int:
+    """Add one."""
+    return a + 1
+
+
+class Mute:
+    pass
+'''
+
+
+@pytest.mark.parametrize(
+    ("flag", "named", "message"),
+    [
+        ("tools", '["pyhton"]', "--config.environment.tools: unknown tool 'pyhton'; did you mean 'python'"),
+        ("tools", '["{}:missing"]', "'missing' is not defined there; functions there: untold, Mute"),
+        ("tools", '["{}:untold"]', "--config.environment.tools: untold: "),
+        ("factory", "{}:Mute", "has no reset; write def reset(self, **row): ..."),
+        ("factory", "nowhere.py:Mute", "no such file"),
+    ],
+)
+def test_a_mistake_in_an_environment_is_one_line_as_in_a_training(tmp_path, flag, named, message):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    words = [RECIPE, MODEL, QWEN, f"--config.environment.{flag}", named.replace("{}", str(tmp_path / "tools.py"))]
+    with pytest.raises(UserError) as error:
+        main(["plan", *words])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_environment_that_is_right_is_planned(plan):
+    assert json.loads(plan(RECIPE, MODEL, QWEN, "--config.environment.tools", '["python"]', "--json"))["items"]
+
+
 def test_a_hub_that_does_not_answer_is_one_line():
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "PERL_USE_MODELSCOPE": ""}
     done = process(RECIPE, "--device", "910b", MODEL, "perl-tests/not-there", **nobody)
