@@ -20,11 +20,10 @@ from perl.evaluation.run import evaluate
 from perl.reports.page import write_report
 from perl.scoring.results import read_samples
 from tests.environments.calling import calling_model, calling_tokenizer, save_calling
-from tests.environments.training import tokens, toolful
+from tests.environments.training import fields_of, tokens, toolful
 from tests.ranks import reports
 from tests.tiny import END
-from tests.trainers import SUMS, reward_digits, reward_tokens
-from tests.training.every_algorithm import reward_some
+from tests.trainers import SUMS
 from tests.training.small_run import SETTINGS, small_run
 from tests.training.test_other_engines import in_a_process, on_cpu
 
@@ -108,22 +107,14 @@ def test_the_trainer_computes_what_was_drawn(tmp_path):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm(tmp_path, name):
     """Two steps; the first would end where sampler and trainer are more than 1e-3 nats apart."""
-    algorithm = ALGORITHMS[name]
-    groups = {"algorithm": {"name": name}, "training": {}, "reward": {}}
-    for flag, value in algorithm.settings.items():
-        group, _, field = flag.partition(".")
-        groups[group][field] = value
-    dynamic = "dynamic_sampling" in groups["algorithm"]
-    rewards = [reward_tokens, reward_digits] if name == "gdpo" else [reward_some if dynamic else reward_tokens]
-    fields = {"rewards": rewards, "prompts": SUMS[:8]} | groups["training"]
-    trainer, batches = toolful(tmp_path, **fields, algorithm=groups["algorithm"])
+    trainer, batches = toolful(tmp_path, **fields_of(name), prompts=SUMS[:8])
     trainer.train()
     logs = [row for row in trainer.state.log_history if "loss" in row]
     assert all(math.isfinite(row["loss"]) for row in logs)
     assert any(row["grad_norm"] > 0 for row in logs)
     assert any(row.turns > 1 for batch in batches for row in batch.rows)
     assert logs[0]["rollout/logp_mismatch"] < 1e-3
-    if algorithm.greedy:
+    if ALGORITHMS[name].greedy:
         assert all(len(row.baseline) == 1 for batch in batches for row in batch.rows)
 
 

@@ -22,6 +22,7 @@ from perl.base.errors import RankError, UserError
 from perl.environments.tools import EnvironmentSource, ToolUse
 from perl.workers.rollouts import RolloutJob
 from tests.environments.scripted import Scripted, byte_tokenizer, prompts, rows_of, talking, text_completion
+from tests.environments.training import fields_of
 from tests.environments.working import conversations_of, make_place, train
 from tests.ranks import reports
 
@@ -61,6 +62,26 @@ def test_the_run_is_the_same_with_a_lag_a_worker_that_is_killed_and_a_resumed_on
     )
     assert conversations_of(resumed[1]) == conversations_of(one[1])[-len(conversations_of(resumed[1])) :]
     assert all(torch.equal(weight, resumed[0][name]) for name, weight in one[0].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["dora", "lora_fa", "vera", "ia3", "ln_tuning", "hra", "oft", "miss", "adalora",
+                                     "pissa", "none"])  # fmt: skip
+def test_so_it_is_with_other_methods(place, tmp_path, adapter):
+    settings = {"adapter": adapter, "max_steps": 2} | ({"learning_rate": 1e-3} if adapter == "none" else {})
+    two = train(place, tmp_path / "two", rollout={"workers": 2}, **settings)
+    require_same(train(place, tmp_path / "alone", **settings), two)
+    assert two[2][0]["turns/mean"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dapo", "gdpo", "ppo", "reinforce_plus_plus", "remax", "rloo"])
+def test_so_it_is_with_other_algorithms(place, tmp_path, algorithm):
+    settings = {"max_steps": 2} | fields_of(algorithm)
+    two = train(place, tmp_path / "two", rollout={"workers": 2}, **settings)
+    require_same(train(place, tmp_path / "alone", **settings), two)
+    assert two[2][0]["turns/mean"] > 1
+    assert all(row["rollout/engine_mismatch"] < 1e-4 for row in two[2])
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from perl.algorithms import ALGORITHMS
 from perl.training.batch import Batch
 from tests.environments.calling import calling_model, calling_tokenizer
 from tests.environments.scripted import add, talking
 from tests.ranks import leave
-from tests.trainers import SUMS, kept_batches, make_trainer, reward_tokens
+from tests.trainers import SUMS, kept_batches, make_trainer, reward_digits, reward_tokens
+from tests.training.every_algorithm import reward_some
 
 
 def toolful(folder: Path, **settings: Any) -> tuple[Any, list[Batch]]:
@@ -22,6 +24,17 @@ def toolful(folder: Path, **settings: Any) -> tuple[Any, list[Batch]]:
     fixed |= {"model": calling_model(), "tokenizer": tokenizer, "prompts": SUMS[:4]}
     trainer = make_trainer(folder, conversations=talking(tokenizer, add, max_turns=3), **(fixed | settings))
     return trainer, kept_batches(trainer)
+
+
+def fields_of(algorithm: str) -> dict[str, Any]:
+    """Of make_trainer: what an algorithm sets, and rewards that it can learn from."""
+    groups: dict[str, dict[str, Any]] = {"algorithm": {"name": algorithm}, "training": {}, "reward": {}}
+    for flag, value in ALGORITHMS[algorithm].settings.items():
+        group, _, field = flag.partition(".")
+        groups[group][field] = value
+    dynamic = "dynamic_sampling" in groups["algorithm"]
+    rewards = [reward_tokens, reward_digits] if algorithm == "gdpo" else [reward_some if dynamic else reward_tokens]
+    return {"rewards": rewards, "algorithm": groups["algorithm"]} | groups["training"]
 
 
 def tokens(batches: list[Batch]) -> list[dict[str, list[Any]]]:
