@@ -37,7 +37,7 @@ def own_precision(model: Any, peft_config: Any) -> Iterator[tuple[Any, Any]]:
 
     if peft_config is not None:
         model = get_peft_model(model, peft_config)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     base.is_loaded_in_4bit = False
     try:
         yield model, None
