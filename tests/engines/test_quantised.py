@@ -263,6 +263,17 @@ def test_what_is_quantised_and_what_is_refused():
         quantisable(dora, "int8")
 
 
+def test_weights_that_are_not_here_whole_are_refused():
+    with pytest.raises(UserError, match="int8: the weights are on meta, and without vLLM quantised ones"):
+        quantisable(tiny().to("meta"), "int8")
+    spread = tiny()
+    spread.lm_head.weight = torch.nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves it
+    with pytest.raises(UserError, match="int8: the weights are split over the devices"):
+        quantisable(spread, "int8")
+    with pytest.raises(UserError, match="int4: a layer has 80 inputs, which are no whole groups of 32; write int8"):
+        quantisable(tiny(hidden_size=80, head_dim=16), "int4")
+
+
 def test_a_model_of_images_is_refused():
     class Processor:
         image_processor = None

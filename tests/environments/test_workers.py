@@ -85,6 +85,15 @@ def test_so_it_is_with_other_algorithms(place, tmp_path, algorithm):
 
 
 @pytest.mark.slow
+def test_so_it_is_with_a_quantised_base(place, tmp_path):
+    quantised = {"quantization": "int8_w8a8"}
+    two = train(place, tmp_path / "two", rollout={"workers": 2} | quantised, max_steps=2)
+    require_same(train(place, tmp_path / "alone", rollout=quantised, max_steps=2), two)
+    assert two[2][0]["turns/mean"] > 1
+    assert all(row["rollout/quantization_kl"] > 1e-5 for row in two[2])
+
+
+@pytest.mark.slow
 def test_the_newest_policy_converses_as_answers_come(place, tmp_path):
     """Nothing is held back, so that the run does not repeat; its rows are what was drawn."""
     rollout = {"workers": 2, "max_staleness": 2, "piece_size": None}

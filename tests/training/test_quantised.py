@@ -3,19 +3,21 @@
 import pytest
 import torch
 
+from perl.algorithms import ALGORITHMS
 from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
+from tests.environments.training import fields_of
 from tests.tiny import save_tiny
 from tests.trainers import make_trainer
 
 NOISE = {"enabled": True, "seed": 3, "sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 2}
 
 
-def trained(folder, **settings):
-    trainer = make_trainer(folder, engine="fast", max_steps=2, logging_steps=1, **settings)
+def trained(folder, checkpoint=None, **settings):
+    trainer = make_trainer(folder, engine="fast", **({"max_steps": 2, "logging_steps": 1} | settings))
     base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         trainer.step.engine.close()
     assert all(torch.equal(dict(trainer.model.named_parameters())[name], tensor) for name, tensor in base.items())
@@ -101,3 +103,21 @@ def test_target_kl_follows_the_noise_and_not_the_quantisation(tmp_path):
         assert row["rollout/quantization_kl"] > row["aqn/kl"]
     expected = 0.01 * (0.01 / first["aqn/kl"]) ** 0.5  # the target over the first measurement
     assert second["aqn/sigma"] == pytest.approx(min(max(expected, 0.005), 0.02), rel=1e-3)
+
+
+@pytest.mark.parametrize("quantization", ["int8_w8a8", "int4"])
+def test_a_resumed_run_is_the_run(tmp_path, quantization):
+    """Which inputs keep 16 bits is found again, without the noise of the step that goes on."""
+    settings = {"noise": NoiseConfig(**NOISE), "rollout": {"quantization": quantization}, "max_steps": 3}
+    settings |= {"save_strategy": "steps", "save_steps": 1}
+    whole, _ = trained(tmp_path / "run", **settings)
+    resumed, _ = trained(tmp_path / "run", checkpoint=str(tmp_path / "run" / "checkpoint-1"), **settings)
+    assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_so_it_is_with_every_algorithm(tmp_path, algorithm):
+    weights, logged = trained(tmp_path, rollout={"quantization": "int8"}, **fields_of(algorithm))
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert all(row["rollout/quantization_kl"] > 1e-6 for row in logged)
