@@ -23,6 +23,9 @@ from perl.models.quantised_base import described, fields_of
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from perl.config.load import Config
+    from perl.config.sft import SFTRunConfig
+
 log = logging.getLogger(__name__)
 
 APPLIED = "peft.json"
@@ -92,6 +95,41 @@ def check_method(config: PeftConfig, training: TrainingArguments, strategy: str 
             " --config.peft.type lora"
         )
     return adapter
+
+
+def check_base(config: Config | SFTRunConfig, strategy: str | None = None) -> None:
+    """What a base can't be had with that is quantised as it loads (model.quantization).
+
+    Args:
+        strategy: as in `check_method`.
+
+    Raises:
+        UserError: a method, or a way to spread the weights, that needs them whole; another flag that asks for it.
+    """
+    if "quantization_config" in (config.training.model_init_kwargs or {}):
+        raise UserError(
+            "--config.training.model_init_kwargs: quantization_config has no place there; write"
+            " --config.model.quantization nf4"
+        )
+    if config.model.quantization == "none":
+        return
+    flag = f"--config.model.quantization {config.model.quantization}"
+    if why := ADAPTERS[config.peft.type].refused.get(config.model.quantization):
+        raise UserError(f"{flag}: --config.peft.type {config.peft.type}: {why}; write lora, or none for quantization")
+    if strategy := strategy_of(config.training) if strategy is None else strategy:
+        raise UserError(
+            f"{flag}: {STRATEGIES[strategy]} would split the packed weights; start with DDP or ZeRO-2"
+            " (scripts/accelerate), or write none"
+        )
+
+
+def check_stored(config: Config | SFTRunConfig, model: Any) -> None:
+    """A UserError where the files of `model`, its PretrainedConfig, hold already what model.quantization asks for."""
+    if config.model.quantization != "none" and getattr(model, "quantization_config", None):
+        raise UserError(
+            f"--config.model.quantization {config.model.quantization}: {config.model.model_name_or_path} is quantised"
+            " already; leave the flag out"
+        )
 
 
 def _check_pattern(name: str, value: str | list[str] | None) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 BaseQuantisation = Literal["none", "nf4"]
+FIELDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+"""Of the quantization_config that a base is loaded with."""
 
 
 def require_bitsandbytes(flag: str) -> None:
@@ -32,13 +34,7 @@ def options(dtype: torch.dtype) -> dict[str, Any]:
     """Of transformers' from_pretrained, which quantises on this process's device."""
     from transformers import BitsAndBytesConfig
 
-    quantised = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    return {"quantization_config": quantised}
+    return {"quantization_config": BitsAndBytesConfig(**FIELDS, bnb_4bit_compute_dtype=dtype)}
 
 
 def is_4bit(model: Any) -> bool:

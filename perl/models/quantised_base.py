@@ -1,4 +1,4 @@
-"""A base that is loaded in 8 or 4 bits and stays so: what config.json, or training.model_init_kwargs, says of it."""
+"""A base that is loaded in 8 or 4 bits and stays so: what config.json, or model.quantization, says of it."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import device
-from perl.adapters import ADAPTERS
-from perl.adapters.applied import STRATEGIES, strategy_of
+from perl.adapters.applied import check_base, check_stored
 from perl.adapters.none import loses_updates, trained_dtype
 from perl.adapters.start import continued, merge_into
 from perl.base.errors import UserError
@@ -99,25 +98,12 @@ def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
 
 def check_quantization(config: Config | SFTRunConfig) -> None:
     """What a base that is quantised as it loads can't be had with."""
-    flag = f"--config.model.quantization {config.model.quantization}"
-    if "quantization_config" in (config.training.model_init_kwargs or {}):
-        raise UserError(
-            "--config.training.model_init_kwargs: quantization_config has no place there; write"
-            " --config.model.quantization nf4"
-        )
+    check_base(config)
     if config.model.quantization == "none":
         return
-    if why := ADAPTERS[config.peft.type].refused.get(config.model.quantization):
-        raise UserError(f"{flag}: --config.peft.type {config.peft.type}: {why}; write lora, or none for quantization")
-    if strategy := strategy_of(config.training):
-        raise UserError(
-            f"{flag}: {STRATEGIES[strategy]} would split the packed weights; start with DDP or ZeRO-2"
-            " (scripts/accelerate), or write none"
-        )
-    require_bitsandbytes(flag)
+    require_bitsandbytes(f"--config.model.quantization {config.model.quantization}")
     folder = resolve_model(config.model.model_name_or_path, MODEL_FLAG)
-    if getattr(folders.load_config(folder, MODEL_FLAG), "quantization_config", None):
-        raise UserError(f"{flag}: {config.model.model_name_or_path} is quantised already; leave the flag out")
+    check_stored(config, folders.load_config(folder, MODEL_FLAG))
 
 
 def load_model(config: Config | SFTRunConfig) -> PreTrainedModel | PeftModel:

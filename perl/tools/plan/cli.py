@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, get_args
 
 from perl import device
-from perl.adapters.applied import STRATEGIES, check_method
+from perl.adapters.applied import STRATEGIES, check_base, check_method
 from perl.base.errors import UserError, lookup
 from perl.config.files import look_for
 from perl.config.load import GRPO, Config, parse_for
@@ -52,7 +52,9 @@ def run(args: Any) -> int:
     program, why = program_of(recipe, flags[::2], args.method)
     parsed = parse_for(program, ["--recipe", recipe, *flags])
     config = parsed.build(count)
-    check_method(config.peft, config.training, parallel if parallel in STRATEGIES else "")
+    strategy = parallel if parallel in STRATEGIES else ""
+    check_method(config.peft, config.training, strategy)
+    check_base(config, strategy)
     if isinstance(config, Config) and config.environment.used:
         load_environment(config.environment)  # a mistake in it is one line here too
     model = read_config(config.model.model_name_or_path)

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from perl.adapters import ADAPTERS
+from perl.adapters.applied import check_stored
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
@@ -21,6 +22,7 @@ from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig
 from perl.models.folders import from_hub, reason_of, require_sizes
+from perl.models.nf4 import FIELDS
 from perl.models.quantised_base import bits_of, described, fields_of
 from perl.tools.launch import CONFIG_FOLDER, CONFIGS
 from perl.tools.plan.memory import GB, Device, Job, Parallel, Shape, peak, vllm_weights, worker_items
@@ -133,27 +135,23 @@ def _trains(method: Any, name: str) -> bool:
 
 
 def quantised_fields(config: Config | SFTRunConfig, model: Any) -> dict[str, Any]:
-    """The quantization_config that the base is loaded with: that of `model`, its PretrainedConfig, else that of
-    training.model_init_kwargs; empty where there is none."""
-    given: Any = config.training.model_init_kwargs or {}
-    return fields_of(model) or dict(given.get("quantization_config") or {})
+    """The quantization_config that the base is loaded with: by model.quantization, else that of `model`, its
+    PretrainedConfig; empty where there is none. A UserError where there are both."""
+    check_stored(config, model)
+    return dict(FIELDS) if config.model.quantization == "nf4" else fields_of(model)
 
 
 def loaded_of(fields: Mapping[str, Any], config: Config | SFTRunConfig) -> str | None:
-    """Key of LOADED. A UserError for a run that would be refused."""
+    """Key of LOADED. A UserError where its weights would be trained themselves."""
     if not fields or fields.get("quant_method", "bitsandbytes") != "bitsandbytes":
         return None
     if config.peft.type == "none":
         raise UserError(
-            f"--config.peft.type none: the base is loaded in {described(fields)}, and such weights can't be trained;"
+            f"--config.peft.type none: the base is stored in {described(fields)}, and such weights can't be trained;"
             " write lora"
         )
     if bits_of(fields) == 4:
         return "4bit, nested" if fields.get("bnb_4bit_use_double_quant") else "4bit"
-    if not isinstance(config, SFTRunConfig) and config.rollout.engine == "vllm":
-        raise UserError(
-            "--config.rollout.engine vllm: vLLM can't quantize to 8 bits as it loads; use 4, or engine fast"
-        )
     return "8bit"
 
 

@@ -35,8 +35,10 @@ MAX_NUM_SEQS = 256
 """Completions that are sampled at once, and (PREFILL_TOKENS) prompt tokens that are computed at once."""
 PREFILL_TOKENS = 8_192
 LOADED = {"8bit": (1.0, 4), "4bit": (4 / 8 + 4 / 64, 0), "4bit, nested": (4 / 8 + 1 / 64 + 4 / (64 * 256), 0)}
-"""How bitsandbytes loads a base: bytes of a weight, and of an output. In 4 bits 64 weights share a float32 scale;
-nested (bnb_4bit_use_double_quant), 256 of these, of 8 bits each, share one."""
+"""How bitsandbytes holds a base: bytes of a weight, and of an output. In 4 bits 64 weights share a float32 scale;
+nested (bnb_4bit_use_double_quant, and model.quantization nf4), 256 of these, of 8 bits each, share one."""
+NF4 = "4bit, nested"
+"""Key of LOADED: model.quantization nf4."""
 COPY = " copy for rollouts"
 QUANTISED = {name: (each.bytes_a_weight, each.bytes_an_output) for name, each in SCHEMES.items()} | LOADED
 """All of them, and the sampler's (rollout.quantization)."""
@@ -173,10 +175,10 @@ class Job:
     @property
     def trained_bytes(self) -> int:
         """Of a trained number: DeepSpeed casts all to the compute dtype, others train float32, and TRL bfloat16 above a
-        base that is loaded in 8 or 4 bits."""
+        base of 8 bits."""
         if self.parallel.startswith("zero"):
             return self.compute_bytes
-        if self.loaded:
+        if self.loaded == "8bit":
             return 2
         return self.weight_bytes if self.full and self.parallel != "fsdp2" else 4
 
@@ -227,11 +229,13 @@ def items(shape: Shape, job: Job, device: Device, capacity: int | None = None) -
 
 
 def worker_items(shape: Shape, job: Job, device: Device) -> list[Item]:
-    """All that a worker of engine fast holds: the policy, whole, and a rollout of what it draws at once."""
+    """All that a worker of engine fast holds: the policy, whole, its base as the trainer's, and a rollout of what it
+    draws at once."""
     trained = 0 if job.full else 4 * shape.adapter
     table = [
         Item("runtime (context, collectives)", device.runtime, "both"),
-        Item("weights", shape.parameters * job.weight_bytes, "both"),
+        Item("weights", base_bytes(shape, job.weight_bytes, job.loaded), "both"),
+        Item("a layer's weights, dequantised", dequantised(shape, job), "both"),
         Item("adapter", trained, "both"),
     ]
     if job.full and job.compute_bytes < job.weight_bytes:
@@ -270,8 +274,7 @@ def states(shape: Shape, job: Job) -> Iterator[Item]:
     trained, what = (shape.parameters, "weights") if job.full else (shape.adapter, "adapter")
     base = base_bytes(shape, size if job.full else job.weight_bytes, job.loaded)
     yield Item("weights", base // weight_shards, "both")
-    if job.loaded:
-        yield Item("a layer's weights, dequantised", shape.hidden * shape.intermediate * job.compute_bytes, "both")
+    yield Item("a layer's weights, dequantised", dequantised(shape, job), "both")
     if not job.full:
         yield Item("adapter", trained * size // weight_shards, "both")
     yield Item("gradients", trained * size // gradient_shards, "update")
@@ -307,6 +310,11 @@ def base_bytes(shape: Shape, size: int, quantised: str | None = None) -> int:
     return quantised_bytes(linear, shape.outputs - shape.vocabulary, quantised) + (shape.parameters - linear) * size
 
 
+def dequantised(shape: Shape, job: Job) -> int:
+    """Of the largest linear layer but for the head, as it is computed with where the base is held in fewer bits."""
+    return shape.hidden * shape.intermediate * job.compute_bytes if job.loaded else 0
+
+
 def quantised_bytes(linear: int, outputs: int, quantised: str) -> int:
     """Of linear layers of so many weights and outputs."""
     a_weight, an_output = QUANTISED[quantised]
@@ -336,9 +344,10 @@ def _rollout(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item
         copy = quantised_bytes(shape.linear, shape.outputs, job.quantization)
         yield Item(job.quantization + COPY, copy, "both")
         free -= copy
-    elif device.cpu and job.sampled_bytes == 4:
-        yield Item("weights in oneDNN's layout", 4 * shape.linear, "rollout")
-        free -= 4 * shape.linear
+    elif device.cpu and job.sampled_bytes == 4:  # of a base in fewer bits the head
+        copy = 4 * (shape.vocabulary * shape.hidden if job.loaded else shape.linear)
+        yield Item("weights in oneDNN's layout", copy, "rollout")
+        free -= copy
     size = job.sampled_bytes
     prompts = max(1, min(job.prompts, PREFILL_TOKENS // job.prompt))
     layer = (3 * shape.intermediate + 2 * shape.hidden) * size + 4 * shape.hidden + a_token(shape, job)

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from perl.adapters.applied import STRATEGIES
 from perl.engines.quantised import by_size
 from perl.tools.plan.devices import SIZES
 from perl.tools.plan.memory import (
     COPY,
     GB,
+    NF4,
     Device,
     Job,
     Parallel,
@@ -50,8 +52,11 @@ class Plan:
         return [self.device.memory] if self.device.cpu else sorted({*SIZES, self.device.memory})
 
     def by_parallel(self) -> Iterator[tuple[Parallel, Job]]:
-        """The job under each way to share the work that so many processes have."""
+        """The job under each way to share the work that so many processes have, and a base in fewer bits can be had
+        with."""
         for parallel in get_args(Parallel):
+            if parallel != self.job.parallel and self.job.loaded and parallel in STRATEGIES:
+                continue
             if (parallel == "single") == (self.job.processes == 1):
                 yield parallel, dataclasses.replace(self.job, parallel=parallel)
 
@@ -64,7 +69,8 @@ class Plan:
         if self.job.engine == "vllm" or (self.job.engine == "fast" and self.device.cpu):
             for name in by_size():
                 yield f"rollouts in {name}", dataclasses.replace(whole, quantization=name)
-        yield "loaded in 4 bits", dataclasses.replace(whole, loaded="4bit")
+        if self.job.engine != "vllm" and self.job.parallel not in STRATEGIES:
+            yield "loaded in 4 bits", dataclasses.replace(whole, loaded=NF4)
 
     def with_room(self, job: Job, capacity: int) -> Job:
         """The job with a share for vLLM in which it starts, on a device of `capacity` bytes."""
@@ -202,7 +208,7 @@ def _advice(plan: Plan) -> list[str]:
         )
     if proposal is None:
         cure = "shorter rows" if plan.job.engine is None else "shorter prompts or completions"
-        if plan.job.processes > 1 and plan.job.parallel not in ("zero3", "fsdp2"):
+        if plan.job.processes > 1 and plan.job.parallel not in STRATEGIES and not plan.job.loaded:
             cure = "ACCELERATE_CONFIG with ZeRO-3 or FSDP2, or " + cure
         return _wrapped(f"nothing fits on {where} with the same batch: {cure}, or more devices")
     job, flags = proposal

@@ -129,25 +129,36 @@ def test_what_is_not_counted_is_told(plan, tmp_path):
     assert any(note.startswith("the frozen copy of peft.adapter") for note in found["notes"])
 
 
-LOADED = "--config.training.model_init_kwargs"
-IN_4_BITS = LOADED, '{"quantization_config": {"load_in_4bit": true}}'
+NF4 = "--config.model.quantization", "nf4"
 LINEAR, OUTPUTS = 28 * 233_046_016, 28 * 49_664
 """Of Qwen2.5-7B, without the head: q, k, v and o, gate, up and down in 28 layers."""
 
 
 def test_a_base_in_4_bits_by_flag_and_by_its_own_config(plan, tmp_path):
     fields = json.loads(Path(QWEN).read_text())
-    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": stored}))
     rest = 2 * (7_615_616_512 - LINEAR)
-    held = []
-    for flags in ((*IN_4_BITS, MODEL, QWEN), (MODEL, str(tmp_path))):
+    for flags, expected in (
+        ((*NF4, MODEL, QWEN), round(LINEAR * (0.5 + 1 / 64 + 1 / 4096)) + rest),
+        ((MODEL, str(tmp_path)), LINEAR * 9 // 16 + rest),
+    ):
         found = json.loads(plan(RECIPE, "--device", "h100", "--json", *flags))
-        held += [item["bytes"] for item in found["items"] if item["name"] == "weights"]
-    assert held == [LINEAR * 9 // 16 + rest, round(LINEAR * (0.5 + 1 / 64 + 1 / 4096)) + rest]
-    assert "two bytes a number, loaded in 4bit" in " ".join(
-        plan(RECIPE, "--device", "h100", *IN_4_BITS, MODEL, QWEN).split()
-    )
+        held = {item["name"]: item["bytes"] for item in found["items"]}
+        assert (held["weights"], held["adapter"]) == (expected, 4 * found["adapter_parameters"])
+    text = plan(RECIPE, "--device", "h100", *NF4, MODEL, QWEN)
+    assert "two bytes a number, loaded in 4bit, nested" in " ".join(text.split())
+    assert "loaded in 4 bits (this)" in text
+    with pytest.raises(UserError, match=r"--config\.model\.quantization nf4: .* is quantised already"):
+        plan(RECIPE, "--device", "h100", *NF4, MODEL, str(tmp_path))
+    with pytest.raises(UserError, match=r"stored in 4 bits \(bitsandbytes, fp4\), and such weights can't be trained"):
+        plan(RECIPE, "--device", "h100", MODEL, str(tmp_path), "--config.peft.type", "none")
+
+
+def test_what_splits_weights_is_not_offered_to_a_base_in_4_bits(plan):
+    flags = RECIPE, MODEL, QWEN, "--device", "h100", "--count", "2", "--json"
+    assert json.loads(plan(*flags, *NF4))["by_parallel"].keys() == {"ddp", "zero0", "zero1", "zero2"}
+    assert json.loads(plan(*flags, "--parallel", "zero3"))["by_quantisation"].keys() == {"as it is"}
 
 
 def test_rollouts_by_a_copy_on_a_cpu(plan):
@@ -170,11 +181,9 @@ def test_which_devices_a_quantised_base_is_enough_for(plan):
     options = found["by_quantisation"]
     assert options["as it is"]["sampler"] == 2 * 7_615_616_512
     assert options["rollouts in int8"]["sampler"] == LINEAR + 4 * OUTPUTS + 2 * (7_615_616_512 - LINEAR)
-    assert options["loaded in 4 bits"]["weights"] == options["loaded in 4 bits"]["sampler"]
     assert {name: option["fits"] for name, option in options.items() if name != "rollouts in int4"} == {
         "as it is": ["64", "80", "141"],
         "rollouts in int8": ["32", "64", "80", "141"],
-        "loaded in 4 bits": ["32", "64", "80", "141"],
     }
     small = "--config.training.vllm_gpu_memory_utilization", "0.1"
     assert not json.loads(plan(*flags, *small))["fits"]["80"]  # 8 GB hold no 14.2
@@ -199,13 +208,11 @@ def test_the_figures_of_the_readme(plan, tmp_path):
     assert found["32B", "vllm", "rollouts in int8"] == (None, [])
     assert {key: value for key, value in found.items() if not key[2].startswith("rollouts")} == {
         ("7B", "fast", "as it is"): (17.3, ["64", "80"]),
-        ("7B", "fast", "loaded in 4 bits"): (8.5, ["64", "80"]),
+        ("7B", "fast", "loaded in 4 bits"): (8.4, ["64", "80"]),
         ("7B", "vllm", "as it is"): (None, ["64", "80"]),
-        ("7B", "vllm", "loaded in 4 bits"): (None, ["64", "80"]),
         ("32B", "fast", "as it is"): (68.6, ["80"]),
-        ("32B", "fast", "loaded in 4 bits"): (26.3, ["64", "80"]),
+        ("32B", "fast", "loaded in 4 bits"): (25.7, ["64", "80"]),
         ("32B", "vllm", "as it is"): (None, []),
-        ("32B", "vllm", "loaded in 4 bits"): (None, ["64", "80"]),
     }
 
 
@@ -273,11 +280,17 @@ MIXTURE = json.dumps({"model_type": "qwen2_moe", "num_hidden_layers": 2, "hidden
         ),
         (["--config.training.num_generations", "3"], None, "num_generations 3 does not divide the 16 completions"),
         (["--config.dataset.max_prompt_length", "null"], None, "plan needs the longest prompt"),
-        ([*IN_4_BITS, "--config.peft.type", "none"], None, "such weights can't be trained; write lora"),
+        ([*NF4, "--config.peft.type", "none"], None, "--config.peft.type none: 4 bits can't be trained; write lora"),
+        ([*NF4, "--config.rollout.engine", "vllm"], None, "quantization nf4: vLLM is not given such a base"),
         (
-            [LOADED, '{"quantization_config": {"load_in_8bit": true}}', "--config.training.use_vllm", "true"],
+            [*NF4, "--device", "h100", "--count", "2", "--parallel", "zero3"],
             None,
-            "vLLM can't quantize to 8 bits as it loads",
+            "quantization nf4: ZeRO-3 would split the packed weights; start with DDP or ZeRO-2",
+        ),
+        (
+            ["--config.training.model_init_kwargs", '{"quantization_config": {"load_in_8bit": true}}'],
+            None,
+            "quantization_config has no place there; write --config.model.quantization nf4",
         ),
         (
             ["--config.rollout.quantization", "int8", "--device", "910b"],

@@ -36,6 +36,7 @@ from perl.tools.plan.memory import (
     update,
     vllm_least,
     vllm_weights,
+    worker_items,
 )
 from perl.training.packing import Packing, enable_packing, forward_arguments, pack
 from tests.tiny import tiny_model
@@ -265,8 +266,22 @@ def test_vllm_draws_with_a_quantised_base_in_the_place_of_it():
 def test_an_adapter_above_a_base_that_is_loaded_in_4_bits():
     found = {item.name: item.bytes for item in states(SHAPE, replace(JOB, loaded="4bit"))}
     assert found["weights"] == 707_688
-    assert (found["adapter"], found["gradients"], found["optimizer (AdamW)"]) == (2000, 2000, 4000)  # TRL: bfloat16
+    assert (found["adapter"], found["gradients"], found["optimizer (AdamW)"]) == (4000, 4000, 8000)  # float32
     assert found["a layer's weights, dequantised"] == 10 * 30 * 2
+    of_8 = {item.name: item.bytes for item in states(SHAPE, replace(JOB, loaded="8bit"))}
+    assert (of_8["adapter"], of_8["gradients"], of_8["optimizer (AdamW)"]) == (2000, 2000, 4000)  # TRL: bfloat16
+
+
+def test_a_worker_holds_the_base_in_4_bits_too():
+    job = replace(JOB, loaded="4bit, nested", workers=1, piece=2)
+    found = {item.name: item.bytes for item in worker_items(SHAPE, job, DEVICE)}
+    assert found["weights"] == 463_766 + 202_000
+    assert (found["a layer's weights, dequantised"], found["adapter"]) == (10 * 30 * 2, 4000)
+
+
+def test_of_a_base_in_4_bits_the_head_alone_is_laid_out_again():
+    cpu = {item.name: item.bytes for item in items(SHAPE, replace(JOB, weight_bytes=4, loaded="4bit"), DEVICES["cpu"])}
+    assert cpu["weights in oneDNN's layout"] == 4 * 100 * 10
 
 
 @pytest.mark.parametrize(
