@@ -37,7 +37,7 @@ class Problem:
     """One row of a task, as its source gave it."""
 
     task: str
-    """Name of the Task that grades it, a key of TASKS. Empty: none does, only a reward of the user's own."""
+    """Name of the Task that grades it, a key of TASKS. Empty: none does."""
     question: str
     """The bare question, without any template. Empty when `messages` is given."""
     gold: str
@@ -54,6 +54,11 @@ class Problem:
     """The answer as rewards in verl's form see it: `reward_model.ground_truth` as stored, else `gold`."""
     extra_info: dict[str, Any] = field(default_factory=dict, compare=False)
     """verl's column of that name."""
+
+    @property
+    def gradable(self) -> bool:
+        """Its task grades it. Else rewards of the user's own do, or an environment's."""
+        return bool(self.task and self.gold)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,17 +23,26 @@ SAMPLING_FLAGS = ("n", "temperature", "top_p", "top_k", "max_new_tokens", "seed"
 
 
 def load_problem_sets(
-    config: EvalConfig, tokenizer: PreTrainedTokenizerBase, template: Template | None = None
+    config: EvalConfig, tokenizer: PreTrainedTokenizerBase, template: Template | None = None, graded: bool = True
 ) -> list[ProblemSet]:
-    """Load every dataset and build its prompts. UserErrors name the dataset or the flag."""
+    """Load every dataset and build its prompts. UserErrors name the dataset or the flag.
+
+    Args:
+        graded: as load_problems has it.
+    """
     specs = named(config.datasets, "--dataset", "score them apart")
-    return [load_problem_set(config, tokenizer, spec, name, template) for name, spec in specs.items()]
+    return [load_problem_set(config, tokenizer, spec, name, template, graded) for name, spec in specs.items()]
 
 
 def load_problem_set(
-    config: EvalConfig, tokenizer: PreTrainedTokenizerBase, spec: str, name: str, template: Template | None = None
+    config: EvalConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: str,
+    name: str,
+    template: Template | None = None,
+    graded: bool = True,
 ) -> ProblemSet:
-    problems = load_problems(spec, split=config.split, limit=config.max_samples, task=config.task)
+    problems = load_problems(spec, split=config.split, limit=config.max_samples, task=config.task, graded=graded)
     examples = few_shot_examples(config, spec, problems)
     return make_problem_set(
         problems, spec, name, tokenizer, given(config), config.system_prompt, examples, template=template

@@ -10,9 +10,9 @@ from typing import Any
 from perl.evaluation.store import Store
 from perl.grading import Grader
 from perl.records import Completion, Sample
+from perl.rewards.functions import grade_rows
 from perl.scoring.results import SampleRecord
 from perl.scoring.samples import record_of, text_of_completion
-from perl.tasks import TASKS
 
 MAX_BATCH = 256
 
@@ -82,16 +82,14 @@ class Recorder:
         return batch
 
     def _record(self, grader: Grader, batch: Sequence[tuple[Sample, Completion]]) -> None:
-        for task in dict.fromkeys(sample.problem.task for sample, _ in batch):
-            pairs = [(sample, completion) for sample, completion in batch if sample.problem.task == task]
-            texts = [text_of_completion(self._tokenizer, completion) for _, completion in pairs]
-            golds = [sample.problem.gold for sample, _ in pairs]
-            grades = grader.grade(TASKS[task].rubric, texts, golds)
-            records: dict[str, list[SampleRecord]] = {}
-            for (sample, completion), text, grade in zip(pairs, texts, grades, strict=True):
-                record = record_of(sample, completion, text, grade, self._engine)
-                records.setdefault(sample.dataset, []).append(record)
-            for dataset, lines in records.items():
-                self._stores[dataset].append(lines)
-                for record in lines:
-                    self._on_record(record)
+        texts = [text_of_completion(self._tokenizer, completion) for _, completion in batch]
+        problems = [sample.problem for sample, _ in batch]
+        grades = grade_rows(grader, texts, [p.gold for p in problems], [p.task for p in problems])
+        records: dict[str, list[SampleRecord]] = {}
+        for (sample, completion), text, grade in zip(batch, texts, grades, strict=True):
+            record = record_of(sample, completion, text, grade, self._engine)
+            records.setdefault(sample.dataset, []).append(record)
+        for dataset, lines in records.items():
+            self._stores[dataset].append(lines)
+            for record in lines:
+                self._on_record(record)

@@ -59,11 +59,12 @@ def rescore(config: EvalConfig) -> None:
 
 
 def regrade(records: list[SampleRecord], grader: Grader) -> list[SampleRecord]:
-    """The same records in the same order with today's verdicts."""
+    """The same records in the same order with today's verdicts; one that no task grades keeps its environment's."""
     regraded: list[SampleRecord] = list(records)
     by_task: dict[str, list[int]] = defaultdict(list)
     for place, record in enumerate(records):
-        by_task[record["task"]].append(place)
+        if record["gold"] and record["task"]:
+            by_task[record["task"]].append(place)
     for task, places in by_task.items():
         rubric = lookup(TASKS, task, "task", "samples.jsonl").rubric
         for start in range(0, len(places), BATCH):

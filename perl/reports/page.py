@@ -279,7 +279,7 @@ def settings_of(summary: Summary) -> dict[str, Any]:
         "quantization": summary.get("quantization"),
         "longest context": summary["max_model_len"],
         "dataset": summary["dataset"],
-        "graded as": ", ".join(summary["tasks"]),
+        "graded as": ", ".join(task or "by its environment" for task in summary["tasks"]),
         "sampling": ", ".join(f"{name} {value}" for name, value in {"n": summary["n"], **summary["sampling"]}.items()),
         "environment": in_words(summary.get("environment")),
         "engine": ", ".join(summary["engines"]),

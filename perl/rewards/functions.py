@@ -221,10 +221,12 @@ def check_tasks(names: Sequence[str], tasks: Collection[str]) -> None:
 
 
 def grade_rows(grader: Grader, texts: Sequence[str], golds: Sequence[str], tasks: Sequence[str]) -> list[Grade]:
-    """Grade rows that may belong to different tasks, in order."""
-    grades: dict[int, Grade] = {}
-    for name in dict.fromkeys(tasks):
-        rows = [i for i, task in enumerate(tasks) if task == name]
+    """Grade rows that may belong to different tasks, in order. One without a task or an answer (""), which an
+    environment scores, has score 0 and reason "error" until then."""
+    asked = [i for i, (gold, task) in enumerate(zip(golds, tasks, strict=True)) if gold and task]
+    grades = dict.fromkeys(range(len(texts)), Grade(score=0.0, reason="error"))
+    for name in dict.fromkeys(tasks[i] for i in asked):
+        rows = [i for i in asked if tasks[i] == name]
         rubric = lookup(TASKS, name, "task").rubric
         grades |= zip(rows, grader.grade(rubric, [texts[i] for i in rows], [golds[i] for i in rows]), strict=True)
     return [grades[i] for i in range(len(texts))]

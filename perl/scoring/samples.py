@@ -102,10 +102,11 @@ def sampling_of_task(task: str, given: Mapping[str, Any], flag: str = "--") -> S
     """The task's own sampling, with what is given over it; greedy is one sample a problem where nothing else is said.
 
     Args:
+        task: "": none.
         given: fields of Sampling that the user has set.
         flag: what stands before a field's name in a flag, for messages.
     """
-    sampling = replace(TASKS[task].sampling, **given)
+    sampling = replace(TASKS[task].sampling if task else Sampling(), **given)
     if sampling.temperature == 0 and "n" not in given:
         sampling = replace(sampling, n=1)
     if sampling.top_p == 0:
@@ -119,8 +120,9 @@ def sampling_of_task(task: str, given: Mapping[str, Any], flag: str = "--") -> S
 
 
 def style_of_task(task: str, system_prompt: str | None, examples: tuple[tuple[str, str], ...] = ()) -> PromptStyle:
-    """The task's style with the user's system prompt, and (question, worked answer) pairs before each question."""
-    style = TASKS[task].style
+    """The task's style ("": the bare question) with the user's system prompt, and (question, worked answer) pairs
+    before each question."""
+    style = TASKS[task].style if task else PromptStyle()
     if system_prompt is not None:
         style = replace(style, system_prompt=system_prompt)
     return replace(style, few_shot=examples) if examples else style
@@ -172,6 +174,8 @@ def record_of(sample: Sample, completion: Completion, text: str, grade: Grade, e
     talked: dict[str, Any] = {}
     if isinstance(completion, Talked):
         grade = rewarded(grade, completion.reward)
+        if completion.reward is None and completion.error is None and not sample.problem.gradable:
+            talked["error"] = "get_reward gave None, and the row has no answer that a task grades"
         talked |= {"prompt": completion.prompt_text, "prompt_tokens": completion.prompt_tokens}
         talked["conversation"] = ConversationRecord(
             messages=list(completion.messages),

@@ -85,6 +85,6 @@ def shown(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def grading_of(tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The rubric of each task, as JSON reads it back."""
-    rubrics = {task: TASKS[task].rubric for task in tasks}
+    """The rubric of each task, as JSON reads it back; "", of rows that an environment alone scores, has none."""
+    rubrics = {task: TASKS[task].rubric for task in tasks if task}
     return {task: asdict(rubric) | {"rules": list(rubric.rules)} for task, rubric in rubrics.items()}

@@ -68,8 +68,8 @@ def load_problems(
         split: default: the task's evaluation split; in a folder test, else train. A single file is one split.
         limit: keep only the first `limit` problems.
         task: grade every row as this task, whatever the row says.
-        graded: the rows are graded by their tasks. False, where only rewards of the user's own score them: a row may
-            lack an answer, or name a data source that is no task of ours.
+        graded: the rows are graded by their tasks. False, where only rewards of the user's own score them, or an
+            environment: a row may lack an answer, or name a data source that is no task of ours.
     """
     spec = data_name(spec)
     if task is not None:
@@ -169,7 +169,7 @@ def _gold(fields: Fields, where: str, task: str, graded: bool) -> str:
     if stored is None and graded:
         raise UserError(
             f"{where}: there is no answer to grade by; add a column answer or reward_model.ground_truth (rows without"
-            " one can be trained on by a reward of your own alone)"
+            " one can be trained on by a reward of your own, or an environment's, alone)"
         )
     if not graded and (isinstance(stored, bool) or not isinstance(stored, str | int | float | Decimal)):
         return ""  # verl's ground_truth may be anything, and its reward knows what

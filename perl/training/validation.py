@@ -172,9 +172,9 @@ class Validation(TrainerCallback):
         for place, completion in self._stream(share.asked, engine):
             if place < share.local:
                 drawn[place] = replace(completion, seconds=time.perf_counter() - started)
-                problem = share.asked[place].problem
-                text = text_of_completion(self.setup.tokenizer, completion)
-                self.grader.start(TASKS[problem.task].rubric, text, problem.gold)
+                if (problem := share.asked[place].problem).gradable:
+                    text = text_of_completion(self.setup.tokenizer, completion)
+                    self.grader.start(TASKS[problem.task].rubric, text, problem.gold)
         completions = [drawn[place] for place in range(share.local)]
         completions += [Completion.failed(self._too_long(sample)) for sample in share.overlong]
         samples = [*share.asked[: share.local], *share.overlong]
@@ -326,10 +326,13 @@ def share_of(samples: Sequence[Sample], rank: int, world_size: int, context: int
 
 def labels(problem_sets: Sequence[ProblemSet]) -> dict[tuple[str, str], str]:
     """What stands in the metrics' names for (dataset, data source): the source, and the dataset's name after it where
-    several datasets are of that source."""
+    several datasets are of that source; of rows that name no source the dataset's name alone."""
     pairs = [(problem_set.name, source) for problem_set in problem_sets for source in problem_set.sources]
     count = Counter(source for _, source in pairs)
-    return {(name, source): source if count[source] == 1 else f"{source}/{name}" for name, source in pairs}
+    return {
+        (name, source): (source or name) if count[source] == 1 else f"{source}/{name}".lstrip("/")
+        for name, source in pairs
+    }
 
 
 def metrics_of(label: str, records: Iterable[SampleRecord], n: int) -> dict[str, float]:

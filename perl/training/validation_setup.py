@@ -21,7 +21,7 @@ from perl.models.images import tokenizer_of
 from perl.runs.setup import merged_base
 from perl.scoring.problem_sets import ProblemSet, make_problem_set, named
 from perl.scoring.samples import cluster_of
-from perl.tasks import TASKS, load_problems
+from perl.tasks import load_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,11 +109,10 @@ def _problem_set(
 ) -> ProblemSet:
     validation = config.validation
     try:
-        problems = load_problems(spec, limit=validation.max_samples)
+        graded = not (conversations and conversations.source.rewards)
+        problems = load_problems(spec, limit=validation.max_samples, graded=graded)
     except UserError as error:
         raise UserError(f"{FLAG}datasets: {error}") from error
-    if ungraded := next((problem for problem in problems if problem.task not in TASKS), None):
-        raise UserError(f"{FLAG}datasets {spec}: no task grades {ungraded.source}; leave the file out")
     given = {field: value for field in GIVEN if (value := getattr(validation, field)) is not None}
     template = conversations.template if conversations else None
     prompt = config.dataset.system_prompt

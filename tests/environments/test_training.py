@@ -311,3 +311,17 @@ def test_an_environment_of_trls_on_the_command_line(folder):
     )
     assert first["val-aux/openai/gsm8k/turns"] > 1
     assert write_report(run).is_file()
+
+
+def test_rows_without_an_answer_are_trained_and_validated_on_by_an_environments_reward(folder):
+    asked = folder / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"question": f"What is {i} + 3 ?"}) + "\n" for i in range(8)))
+    words = ["--config.environment.factory", f"{folder}/tools.py:Sums", "--config.reward.functions", "[]"]
+    words += ["--config.dataset.dataset_name_or_path", str(asked), "--config.validation.datasets", f'["{asked}"]']
+    words += ["--config.training.max_completion_length", "64", "--config.validation.max_new_tokens", "64"]
+    run = small_run(folder, "run", *words, "--config.reward.weights", "null")
+    assert any(row["reward"] > 0 for row in logged(run))
+    records = read_samples(run / "validation/step-0/asked/samples.jsonl").values()
+    assert all(record["score"] == record["conversation"]["reward"] for record in records)
+    (first,) = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["step"] == 0]
+    assert first["val-core/asked/acc/mean@1"] == sum(record["score"] for record in records) / len(records)

@@ -19,6 +19,7 @@ from perl.evaluation.rescore import rescore
 from perl.evaluation.run import evaluate
 from perl.records import Grade
 from perl.reports.embed import turns_of
+from perl.reports.page import write_report
 from perl.scoring.samples import rewarded
 from tests.environments.calling import calling_model, calling_tokenizer, save_calling
 from tests.evaluation.conftest import Records, read
@@ -62,6 +63,17 @@ class Sums:
         if self.gold == "0":
             raise RuntimeError("lost")
         return None if self.gold == "1" else self.made - 0.5
+
+
+class Free(Sums):
+    def reset(self, gold: str | None, prompt: list, **row) -> str:
+        assert gold is None
+        self.given = "1 +" not in prompt[-1]["content"]
+        self.made = 0
+        return " Use the tool."
+
+    def get_reward(self) -> float | None:
+        return self.made - 0.5 if self.given else None
 
 
 class Slow(Sums):
@@ -183,6 +195,30 @@ def test_an_environments_own_reward_is_the_score(config, made, tmp_path):
     before = read(tmp_path)
     rescore(EvalConfig(model="", dataset="", result_dir=str(tmp_path), rescore=True))
     assert read(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_rows_without_an_answer_are_scored_by_an_environment_that_rewards_alone(config, made, tmp_path):
+    """Where it has no opinion the sample has failed, which is said."""
+    (tmp_path / "asked.jsonl").write_text("".join(f'{{"question": "What is {i} + 0 ?"}}\n' for i in range(3)))
+    asked = replace(config, dataset=str(tmp_path / "asked.jsonl"), result_dir=str(tmp_path / "results"))
+    with pytest.raises(UserError, match=r"asked\.jsonl:1: there is no answer to grade by; add a column answer"):
+        evaluate(asked)
+    summary = evaluate(replace(asked, environment=EnvironmentConfig(factory=f"{made}/tools.py:Free", max_turns=3)))
+    records = read(tmp_path / "results", "asked")
+    for record in records.values():
+        reward = record["conversation"]["reward"]
+        assert (record["task"], record["gold"], record["extracted"]) == ("", "", None)
+        if "1 +" in record["prompt"]:
+            assert record["error"] == "get_reward gave None, and the row has no answer that a task grades"
+            assert (reward, record["score"], record["reason"]) == (None, 0.0, "error")
+        else:
+            assert record["score"] == min(1.0, max(0.0, reward)) == record["scores"]["environment"]
+    assert any(record["score"] > 0 for record in records.values())
+    assert (summary["asked"]["tasks"], summary["asked"]["grading"], summary["asked"]["not_generated"]) == ([""], {}, 4)
+    rescore(EvalConfig(model="", dataset="", result_dir=str(tmp_path / "results"), rescore=True))
+    assert read(tmp_path / "results", "asked") == records
+    assert "by its environment" in write_report(tmp_path / "results").read_text()
 
 
 @pytest.mark.slow

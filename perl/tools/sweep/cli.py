@@ -217,7 +217,8 @@ def evaluated(
     datasets = named(specs, "--evaluate", "score on one of them alone")
     for spec in datasets.values():
         try:
-            load_problems(spec, further.split, further.max_samples, further.task)
+            graded = further.environment.factory is None  # one that gives no reward, the evaluator refuses
+            load_problems(spec, further.split, further.max_samples, further.task, graded)
         except UserError as error:
             raise UserError(f"--evaluate {error}") from error
     return datasets
