@@ -3,10 +3,11 @@
     python -m benchmarks.kills [--kills 20] [--seed 0] [--use_vllm]
     python -m benchmarks.kills --training [--kills 50] [--seed 0]
     python -m benchmarks.kills --pool [--kills 30] [--seed 0]
-    python -m benchmarks.kills --environment [--kills 20] [--seed 0]
+    python -m benchmarks.kills --environment [--pool] [--kills 20] [--seed 0]
 
-An evaluation (evaluation.py), a training (training.py), one whose workers draw ahead, or one of several turns, with
-the quickstart's model and problems, against one that nothing happens to. The last line is JSON.
+An evaluation (evaluation.py), a training (training.py), one whose workers draw ahead, one of several turns, or one
+whose workers have those, with the quickstart's model and problems, against one that nothing happens to. The last line
+is JSON.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ With `pool` two workers draw, two generation batches ahead. Two kills of three h
 a log, the others the command. The undisturbed run has one worker.
 
 With `environment` each conversation has three turns, between which it is answered after 0.2 s, and every kill comes
-while some are: without validation.
+while some are: without validation. With both, the workers are those that converse.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ STEPS, VALIDATE, LOG = 40, 8, 2
 TIMES = ("timing/", "perf/", "time", "step_time", "train_runtime", "train_samples_per", "train_steps_per",
          "pool/trainer_waited", "pool/workers_idle", "pool/tokens_per_s", "pool/restarts")  # fmt: skip
 SAMPLERS = ("rollout/logp_", "aqn/kl")
-"""With an environment: which rows are decoded together, on which a log-probability's last bits depend, follows its
-time."""
+"""With an environment, and without workers, whose pieces are in step: which rows are decoded together, on which a
+log-probability's last bits depend, follows its time."""
 REWARD = """import json, os
 
 def prompts(prompts, trainer_state, **columns):
@@ -140,7 +140,7 @@ class Training:
     def rows(self) -> list[dict[str, Any]]:
         """metrics.jsonl without times."""
         lines = (self.folder / METRICS).read_text().splitlines() if (self.folder / METRICS).exists() else []
-        left_out = TIMES + SAMPLERS if self.environment else TIMES
+        left_out = TIMES + SAMPLERS if self.environment and not self.workers else TIMES
         return [{k: v for k, v in json.loads(line).items() if not k.startswith(left_out)} for line in lines]
 
     def asked(self) -> dict[tuple[int, int], list[str]]:
@@ -256,8 +256,10 @@ def disturb(
             training.start()
         of_command = done.total() - done[WORKER]
         phase = TOOL if environment else PHASES[of_command % len(PHASES)]
-        phase = WORKER if workers and done[WORKER] < 2 * (of_command + 1) else phase
-        if wait_for(training, phase, rng):
+        sign = phase
+        if workers and done[WORKER] < 2 * (of_command + 1):
+            phase, sign = WORKER, TOOL if environment else WORKER
+        if wait_for(training, sign, rng):
             if phase == WORKER:
                 seen.update(kill_worker(training, rng))
             else:
