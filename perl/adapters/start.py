@@ -22,20 +22,23 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def own_precision(model: Any, peft_config: Any) -> Iterator[tuple[Any, Any]]:
+def own_precision(model: Any, peft_config: Any, seed: int) -> Iterator[tuple[Any, Any]]:
     """(model, PEFT's configuration) for one of TRL's trainers to be made of inside. Above a base of 4 bits TRL would
     round the adapter to bfloat16, where updates are lost that are smaller than 1/512 of a weight: there the adapter is
     made here, in float32 as above any base, and TRL is not told of the bits.
 
     Args:
         peft_config: of a new adapter, or None.
+        seed: of its random start, as TRL sets it.
     """
     if not is_4bit(model):
         yield model, peft_config
         return
     from peft import PeftModel, get_peft_model
+    from transformers import set_seed
 
     if peft_config is not None:
+        set_seed(seed)
         model = get_peft_model(model, peft_config)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     base.is_loaded_in_4bit = False

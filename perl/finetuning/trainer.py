@@ -50,7 +50,8 @@ class PerlSFTTrainer(AdapterTrainer, SFTTrainer):
     ):
         model = kwargs["model"]
         wrapped = isinstance(model, PeftModel)  # its adapter is trained further
-        with own_precision(model, None if wrapped else adapter.build(adapter_config)) as (model, peft_config):
+        new = None if wrapped else adapter.build(adapter_config)
+        with own_precision(model, new, kwargs["args"].seed) as (model, peft_config):
             super().__init__(*args, peft_config=peft_config, **(kwargs | {"model": model}))
         self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)
         self._micro_batches: deque[dict[str, Any]] = deque(maxlen=self.args.gradient_accumulation_steps)

@@ -20,14 +20,11 @@ FIELDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_doub
 
 
 def require_bitsandbytes(flag: str) -> None:
-    """A UserError, which begins with `flag`, where bitsandbytes is not installed, or does not know this device."""
+    """A UserError, which begins with `flag`, where bitsandbytes is not installed, or has no kernels for the device."""
+    if (kind := device.detect().kind) not in ("cuda", "cpu"):
+        raise UserError(f"{flag}: bitsandbytes has no kernels for a device of kind {kind}; write none")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{flag}: bitsandbytes is not installed; pip install 'bitsandbytes>=0.48', or write none")
-    import bitsandbytes
-
-    kind = device.detect().kind
-    if kind not in bitsandbytes.supported_torch_devices:
-        raise UserError(f"{flag}: bitsandbytes has no products for a device of kind {kind}; write none")
 
 
 def options(dtype: torch.dtype) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         engine_kwargs = config.generation_kwargs
         with (
             changed(config, beta=0.0, use_vllm=False, generation_kwargs=None),  # reference and engine are ours
-            own_precision(model, None if wrapped else peft_config) as (model, of_trl),
+            own_precision(model, None if wrapped else peft_config, config.seed) as (model, of_trl),
         ):
             super().__init__(*args, peft_config=of_trl, **(kwargs | {"model": model}))
         self.start_adapter(adapter, adapter_config, write_card, on_nonfinite)

@@ -121,6 +121,17 @@ def test_the_digest_knows_the_scales(model):
     assert base_digest(policy) != held
 
 
+def test_a_new_adapter_begins_as_above_the_float_base(folder, tmp_path):
+    """By the run's seed, whatever random numbers were drawn before."""
+    started = []
+    for draws, load in enumerate(({}, NF4, NF4)):
+        model = load_model(folder, **load)
+        torch.rand(draws)
+        started.append(trained_of(make_trainer(tmp_path, model=model).model))
+    assert test_pool.same(started[0], started[1])
+    assert test_pool.same(started[1], started[2])
+
+
 def test_an_adapter_that_is_trained_further_begins_with_its_own_bits(folder, tmp_path):
     """TRL rounds what is trained above 4 bits to bfloat16."""
     first = make_trainer(tmp_path / "first", model=load_model(folder))
@@ -192,3 +203,16 @@ def test_a_model_that_is_quantised_already_is_refused(tmp_path, model):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
     with pytest.raises(UserError, match="is quantised already; leave the flag out"):
         train(flags(inputs, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_without_kernels_and_without_bitsandbytes_it_is_one_line(run_npu, tmp_path, missing):
+    hidden = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'bitsandbytes' else f(n, *a); "
+    program = f"{hidden if missing else ''}from perl.train import main; main()"
+    done = run_npu(
+        [sys.executable, "-c", program, *flags(write_inputs(tmp_path), tmp_path / "run")],
+        devices=0 if missing else 1, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    said = "is not installed; pip install 'bitsandbytes>=0.48'" if missing else "has no kernels for a device of kind npu"
+    assert said in done.stderr.splitlines()[-1]
