@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -135,6 +135,7 @@ class RolloutMerge:
         if self.quantised is None:
             layers = quantisable(self.model, self.quantization)  # FSDP2 may have split it since
             head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+            head = getattr(head, "base_layer", head)  # below an adapter of its own
             self.quantised = QuantisedLayers(layers, head, SCHEMES[self.quantization], self._wide)
             whole = sum(layer.weight.nbytes for layer in layers)
             log.info(
@@ -294,8 +295,10 @@ def quantisable(
         own |= set(module.modules()) - {base}
     scheme = SCHEMES[quantization]
     if not available(scheme):
-        raise UserError(f"{flag}: this torch has no products of {scheme.bits}-bit weights on a CPU; write none")
+        raise UserError(f"{flag}: no exact {scheme.bits}-bit products by this torch on this processor; write none")
     layers = [module for module in model.modules() if type(module) is nn.Linear and module not in own]
+    if other := other_matrix(model, {*layers, *own}):
+        raise UserError(f"{flag}: {other} is of no linear layer, and would stay as it is; write none")
     for layer in layers:
         weight = layer.weight
         require_cpu(weight.device.type, flag, by_vllm)
@@ -306,6 +309,17 @@ def quantisable(
                 f"{flag}: a layer has {weight.shape[1]} inputs, which are no whole groups of {GROUP}; write int8"
             )
     return layers
+
+
+def other_matrix(model: nn.Module, layers: Collection[nn.Module]) -> str | None:
+    """Name of a weight with two dimensions or more that belongs to none of `layers`, nor to an embedding."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or module in layers:
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 1:
+                return f"{name}.{part}".removeprefix("base_model.model.")
+    return None
 
 
 @dataclass

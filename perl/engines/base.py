@@ -61,7 +61,7 @@ class PolicyEngine(Engine, Protocol):
     """A training's engine: completes prompts with the policy that was published last. Every process calls `publish`,
     and iterates over `stream` to its end."""
 
-    itemsize: int
+    itemsize: float
     """Bytes of a number that it computes in, at most."""
     context: int | None
     """Most tokens of prompt and completion together; None: no limit of its own."""

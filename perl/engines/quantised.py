@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -72,6 +72,8 @@ HIGH = 128
 """What the high digit of an activation counts for."""
 ZERO = 128
 """What stands for 0 among the unsigned numbers of activations."""
+BLOCK = 2**24
+"""Numbers of a weight that are float32 at a time, while it is quantised."""
 INT4_OUTPUTS = 16
 """What torch's product of int4 weights has a multiple of."""
 
@@ -209,8 +211,7 @@ class Int8Product:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, states: HiddenStates, wide: torch.Tensor | None = None
     ):
-        numbers, scale = quantise_rows(weight.detach().float(), LARGEST)
-        numbers = numbers.to(torch.int8)
+        numbers, scale = _by_blocks(weight.detach(), functools.partial(quantise_rows, largest=LARGEST))
         self.weight = self.high = torch.ops.onednn.qlinear_prepack(numbers, None)
         self.largest: torch.Tensor | int = LARGEST * HIGH
         self.nbytes = weight.numel() + 4 * len(weight)
@@ -234,7 +235,7 @@ class Int8Product:
         product.mul_(scale)
         if self.bias is not None:
             product.add_(self.bias)
-        return product[: x.numel() // x.shape[-1]].to(x.dtype).view(*x.shape[:-1], -1)
+        return product[: x.numel() // x.shape[-1]].to(x.dtype).view(*x.shape[:-1], product.shape[-1])
 
     def _product(self, digits: torch.Tensor, weight: torch.Tensor, counts: float) -> torch.Tensor:
         """float32 [rows, out], in units of the row's scale.
@@ -253,10 +254,10 @@ class Int4Product:
     """By torch's own kernel of weights in groups. See `QuantisedProduct`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        numbers, scale = quantise_groups(weight.detach().float())
+        numbers, scale = _by_blocks(weight.detach(), quantise_groups)
         self.outputs = len(weight)
         missing = -self.outputs % INT4_OUTPUTS
-        numbers, scale = F.pad(numbers + 8, (0, 0, 0, missing), value=8.0), F.pad(scale, (0, 0, 0, missing))
+        numbers, scale = F.pad(numbers + 8, (0, 0, 0, missing), value=8), F.pad(scale, (0, 0, 0, missing))
         self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
         scales_and_zeros = torch.stack([scale.t(), torch.zeros_like(scale.t())], dim=-1)
         self.scales_and_zeros = scales_and_zeros.to(torch.bfloat16).contiguous()
@@ -270,7 +271,17 @@ class Int4Product:
         product = product[:, : self.outputs].float()
         if self.bias is not None:
             product.add_(self.bias)
-        return product.to(x.dtype).view(*x.shape[:-1], -1)
+        return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])
+
+
+def _by_blocks(
+    weight: torch.Tensor, quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `quantise` makes of a floating weight [out, in], the numbers as int8: of BLOCK numbers at a time, as a head
+    in float32 takes gigabytes."""
+    rows = max(1, BLOCK // weight.shape[1])
+    made = [(numbers.to(torch.int8), scale) for numbers, scale in (quantise(b.float()) for b in weight.split(rows))]
+    return torch.cat([numbers for numbers, _ in made]), torch.cat([scale for _, scale in made])
 
 
 def quantise_rows(rows: torch.Tensor, largest: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,9 +327,13 @@ def require_cpu(kind: str, flag: str, by_vllm: str) -> None:
 
 @functools.cache
 def available(scheme: Scheme) -> bool:
-    """Whether this torch has the products: they are its own compiler's, there are no public ones."""
+    """Whether torch has the products, and of int8 numbers exact ones: without VNNI (or ARM's like) oneDNN adds pairs of
+    them up in 16 bits, where they do not fit. They are its own compiler's, there are no public ones."""
     if scheme.bits == 4:
         names = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
         return all(hasattr(torch.ops.aten, name) for name in names)
     names = ("qlinear_prepack", "qlinear_pointwise")
-    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.onednn, name) for name in names)
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.onednn, name) for name in names):
+        return False
+    product = Int8Product(torch.ones(64, 64), None, HiddenStates(), torch.empty(0, dtype=torch.int64))
+    return all(bool((product(torch.ones(rows, 64)) - 64.0).abs().max() < 1e-3) for rows in (1, 64))

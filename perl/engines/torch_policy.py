@@ -21,6 +21,7 @@ from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.device.sharding import local
 from perl.engines.base import Feed, InProcess, evaluation_mode
+from perl.engines.quantised import SCHEMES
 from perl.engines.scheduler import Sequence
 from perl.engines.stock import generate_plain
 from perl.engines.torch_engine import TorchEngine
@@ -58,7 +59,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         UserError: for generation_kwargs that no rollout can heed.
     """
 
-    itemsize = 4  # its dtype is the policy's, unless it is quantised
+    itemsize: float = 4  # its dtype is the policy's, unless it is quantised
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         require_possible(generation_kwargs)
         self.generation_config, self.noise, self.gathered = generation_config, noise, gathered
         if config.quantization != "none":
-            self.itemsize = 1
+            self.itemsize = SCHEMES[config.quantization].bits / 8
             if has_images(processing):
                 raise UserError(
                     f"--config.rollout.quantization {config.quantization}: is of models of text alone; write none"

@@ -17,7 +17,7 @@ from perl import device
 from perl.base.errors import UserError
 from perl.device.sharding import Gather
 from perl.engines.base import Feed, InProcess
-from perl.engines.quantised import Quantisation
+from perl.engines.quantised import SCHEMES, Quantisation
 from perl.engines.vllm import RunningVLLM, import_vllm, random_state_kept
 from perl.engines.vllm_quantised import start_quantised
 from perl.engines.vllm_sync import VLLMSync, noise_of_engine
@@ -116,7 +116,7 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
 
     Attributes:
         noise: the same noise on the engine's weights.
-        itemsize: bytes of a weight in vLLM, which chooses its own dtype; 1 where it is quantised.
+        itemsize: bytes of a weight in vLLM, which chooses its own dtype, or of a quantised one.
 
     Raises:
         UserError: for generation_kwargs that no rollout can heed, too little memory, and noise that vLLM's layers can't
@@ -166,7 +166,7 @@ class VLLMPolicyEngine(InProcess, DrawingVLLM):
         super().__init__(llm, lambda: self.sync.adapter, further, on_engine, eos_token_ids)
         dtype: Any = self.engine.vllm_config.model_config.dtype
         self.quantised = quantization != "none"
-        self.itemsize: int = 1 if self.quantised else dtype.itemsize
+        self.itemsize: float = SCHEMES[quantization].bits / 8 if self.quantised else dtype.itemsize
 
     def publish(self, weights: Weights) -> None:
         if weights.version != self.weights.version:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from perl import device
+from perl.adapters.rollout_merge import other_matrix
 from perl.base.errors import UserError
 from perl.base.files import read_json, write_json
 from perl.engines.quantised import LARGEST, SCHEMES, Scheme, quantise_groups, quantise_rows
@@ -41,13 +43,16 @@ def start_quantised(options: Mapping[str, Any], quantization: str, flag: str, tr
     vLLM has no kernel for it."""
     if quantization == "none":
         return start_vllm(options, training)
-    kind, dtype = device.detect().kind, options.get("dtype", "auto")  # which is bfloat16 of a float32 model
+    kind, model = device.detect().kind, resolve_model(options["model"])
+    dtype = options.get("dtype", "auto")  # which is bfloat16 of a float32 model
+    if dtype == "auto" and load_config(model).dtype == torch.float16:
+        dtype = "float16"
     refusal = (
         f"{flag}: vLLM has no product of such weights with {dtype} on this device; write {' or '.join(KERNELS[kind])}"
     )
     if kind == "cpu" and SCHEMES[quantization].bits == 4 and dtype not in ("auto", "bfloat16"):  # it would fail in use
         raise UserError(refusal)
-    with quantised_files(resolve_model(options["model"]), quantization, flag) as folder, adapters_on_packed_layers():
+    with quantised_files(model, quantization, flag) as folder, adapters_on_packed_layers():
         try:
             return start_vllm({**options, "model": str(folder)}, training)
         except ValueError as error:
@@ -109,10 +114,10 @@ def quantised_files(model: Path, quantization: str, flag: str) -> Iterator[Path]
         try:
             copy_side_files(model, folder)
             _write(checkpoint, layers, scheme, folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(
-                f"{flag}: {folder} can't hold the quantised weights ({error.strerror}); set TMPDIR to a folder with"
-                " room for them"
+                f"{flag}: {folder} can't hold the quantised weights ({getattr(error, 'strerror', None) or error}); set"
+                " TMPDIR to a folder with room for them"
             ) from error
         config = read_json(folder / "config.json")
         write_json(folder / "config.json", config | {"quantization_config": description(scheme, checkpoint)})
@@ -127,8 +132,9 @@ def linear_layers(model: Path, checkpoint: Checkpoint, scheme: Scheme, flag: str
         raise UserError(f"{flag}: {model} is quantised already; leave the flag out")
     with torch.device("meta"):
         outline: Any = kind_of(config).from_config(config)
-    if any(parameter.ndim == 3 for parameter in outline.parameters()):
-        raise UserError(f"{flag}: {model} is a mixture of experts, whose weights are no linear layers; write none")
+    linears = [module for module in outline.modules() if type(module) is nn.Linear]
+    if other := other_matrix(outline, linears):
+        raise UserError(f"{flag}: {model}: {other} is of no linear layer, and would stay as it is; write none")
     head = outline.get_output_embeddings()
     found = set()
     for name, module in outline.named_modules():
@@ -139,10 +145,10 @@ def linear_layers(model: Path, checkpoint: Checkpoint, scheme: Scheme, flag: str
             raise UserError(
                 f"{flag}: {model} has no {name}.weight in its files, as other layers are stored; write none"
             )
-        if scheme.group and module.in_features % scheme.group:
+        whole = scheme.group or (1 if scheme.activation_bits == 8 else 32 // scheme.bits)
+        if module.in_features % whole:
             raise UserError(
-                f"{flag}: {name} has {module.in_features} inputs, which are no whole groups of {scheme.group}; write"
-                " int8_w8a8"
+                f"{flag}: {name} has {module.in_features} inputs, which are no whole groups of {whole}; write int8_w8a8"
             )
         found.add(stored)
     return found

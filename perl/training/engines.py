@@ -115,7 +115,7 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
         piece_size(trainer, config),
         config.lag or config.max_staleness,
         newest=bool(config.max_staleness),
-        quantised=config.quantization != "none",
+        quantization=config.quantization,
         **further,
     )
 

@@ -30,6 +30,7 @@ from perl.adapters.delivery import base_digest, delivered, digest, pack, put_int
 from perl.base.errors import UserError
 from perl.device.sharding import Gather, local, resharded
 from perl.engines.base import Engine, Feed
+from perl.engines.quantised import SCHEMES, Quantisation
 from perl.engines.torch_policy import TorchPolicyEngine
 from perl.environments.conversation import Conversations
 from perl.noise.injector import NoiseInjector
@@ -72,7 +73,7 @@ class PoolEngine:
         piece_size: sequences of a piece.
         ahead: batches that are drawn ahead; so many policies are kept besides the one that was sent last.
         newest: a piece is drawn by the policy that is the last one when a worker is given it.
-        quantised: the workers' base is.
+        quantization: of the workers' base.
         held: digest of what an engine holds that has the policy as it is now. By default of one that loads the policy
             as the trainer does.
         incomparable: as `not_comparable`; None: the engine's log-probabilities are those of all tokens.
@@ -91,12 +92,12 @@ class PoolEngine:
         piece_size: int,
         ahead: int,
         newest: bool = False,
-        quantised: bool = False,
+        quantization: Quantisation = "none",
         held: Held | None = None,
         incomparable: Callable[[Sampling], str | None] = lambda sampling: None,
     ):
         self.local, self.processes, self.gathered = local, processes, gathered
-        self.itemsize = 1 if quantised else 4
+        self.itemsize: float = 4 if quantization == "none" else SCHEMES[quantization].bits / 8
         self._size, self.piece_size = piece_size, None if newest else piece_size
         self.max_num_seqs, self.merging = local.max_num_seqs, False
         self.run: str = processes.gathered([uuid.uuid4().hex[:12]])[0]  # of all processes: the main one's

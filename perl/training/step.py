@@ -272,7 +272,8 @@ class Step:
         why = self.engine.not_comparable(self.collector.sampling)
         if why or batch.sampler is None:
             why = why or "not given"
-            log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
+            if self.metrics.tolerance is None:
+                log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
             self.metrics.tolerance = math.inf
             return
         first = self.metrics.tolerance is None
@@ -289,7 +290,8 @@ class Step:
         assert few.sampler is not None
         apart, known = difference(few.sampler, trainer, drawn)
         total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
-        require_same_policy(total / count if count else None, tolerance, workers=self.engine.remote)
+        apart_by = total / count if count else None
+        require_same_policy(apart_by, tolerance, workers=self.engine.remote, quantised=self.quantised)
         self.metrics.tolerance = tolerance
         if count and first:
             log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
@@ -317,7 +319,9 @@ class Step:
             if all(row.weights.sigma for row in few.rows):
                 self.metrics.kl("aqn/kl", sampled, clean, drawn)
         if self.collector.lag:
-            now = self.passes.logps(self.model(), few.rows, few.width)
+            model = self.model()
+            with evaluation_mode(model):  # without dropout, as the others
+                now = self.passes.logps(model, few.rows, few.width)
             self.metrics.kl("rollout/staleness_kl", clean, now, drawn)
 
     def _log_rollout(self, batch: Batch, rewards: torch.Tensor, metrics: dict[str, float]) -> None:

@@ -296,7 +296,9 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             entropy_bonus=bonus,
             exact=rollout.behaviour == "exact",
             quantised=rollout.quantization != "none",
-            noise_of_all=rollout.quantization != "none" and self.noise_config.schedule == "target_kl",
+            noise_of_all=bool(self.noise)
+            and rollout.quantization != "none"
+            and self.noise_config.schedule == "target_kl",
             itemsize=min(policy.dtype.itemsize, 2 if args.bf16 or args.fp16 else 4),
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from perl.adapters.rollout_merge import RolloutMerge, quantisable
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
+from perl.engines import quantised
 from perl.engines.quantised import (
     SCHEMES,
     HiddenStates,
@@ -19,6 +20,7 @@ from perl.engines.quantised import (
     Int8Product,
     Quantisation,
     QuantisedProduct,
+    available,
     by_size,
     quantise_groups,
     quantise_rows,
@@ -30,7 +32,10 @@ from perl.records import Weights
 from tests.engines.models import completions, tiny
 from tests.engines.test_torch_policy import SAMPLING, adapted, ask, drawn, make_engine, same, state
 
-pytestmark = pytest.mark.numeric
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(not available(SCHEMES["int8"]), reason="no exact products of int8 numbers on this processor"),
+]
 
 
 EIGHT = torch.empty(0, dtype=torch.int64)
@@ -261,6 +266,34 @@ def test_what_is_quantised_and_what_is_refused():
     dora = get_peft_model(tiny(), LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
     with pytest.raises(UserError, match=r"quantization int8: model\.layers\.0\.self_attn\.q_proj is Linear on Linear"):
         quantisable(dora, "int8")
+
+
+def test_a_model_that_would_stay_mostly_as_it_is_is_refused():
+    with pytest.raises(
+        UserError, match=r"int8: .*experts.* is of no linear layer, and would stay as it is; write none"
+    ):
+        quantisable(tiny("qwen3_moe"), "int8")
+
+
+def test_a_head_with_an_adapter_keeps_8_bits_too():
+    model = get_peft_model(tiny(), LoraConfig(r=4, target_modules=["q_proj", "lm_head"])).eval()
+    merge = RolloutMerge(model, quantization="int4")
+    with merge.applied(quantised=True), torch.no_grad():
+        model(torch.arange(3, 9).view(1, -1))
+    assert [type(product) for product in merge.quantised.products].count(Int8Product) == 1
+    assert type(merge.quantised.products[-1]) is Int8Product
+
+
+def test_a_weight_that_is_quantised_in_blocks_is_the_same(monkeypatch):
+    torch.manual_seed(0)
+    weight, x = torch.randn(50, 64), torch.randn(5, 64)
+    whole = {bits: product(weight, bits=bits)(x) for bits in (4, 8, 12, 16)}
+    monkeypatch.setattr(quantised, "BLOCK", 7 * 64)
+    assert all(torch.equal(product(weight, bits=bits)(x), made) for bits, made in whole.items())
+
+
+def test_no_rows_are_no_error():
+    assert all(product(torch.randn(8, 32), bits=bits)(torch.empty(0, 32)).shape == (0, 8) for bits in (4, 16))
 
 
 def test_weights_that_are_not_here_whole_are_refused():

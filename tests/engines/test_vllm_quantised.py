@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -60,7 +62,8 @@ def test_the_files_hold_the_layers_quantised_and_all_else_as_it_is(tmp_path, cap
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"hidden_size": 80}, "has 80 inputs, which are no whole groups of 32; write int8_w8a8"),
-    ({"family": "qwen3_moe"}, "is a mixture of experts"),
+    ({"family": "qwen3_moe"}, r"experts.* is of no linear layer, and would stay as it is"),
+    ({"family": "gpt2"}, r"c_attn.weight is of no linear layer"),
 ])  # fmt: skip
 def test_what_is_refused(tmp_path, changes, said):
     base = save_tiny(tmp_path / "base", **changes)
@@ -77,16 +80,18 @@ def test_a_model_that_is_quantised_already_is_refused(tmp_path):
         pass
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+def test_a_full_disk_is_one_line(tmp_path):
+    """In a process whose files may have 10 kB."""
     base = save_tiny(tmp_path / "base", **SIZES)
-    import safetensors.torch
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(UserError, match=r"No space left on device\); set TMPDIR"), quantised_files(base, "int4", FLAG):
-        pass
+    program = (
+        "import resource, signal; from pathlib import Path; from perl.engines.vllm_quantised import quantised_files\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        f"with quantised_files(Path({str(base)!r}), 'int4', {FLAG!r}): pass"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "perl.base.errors.UserError: --config.rollout.quantization int4: " in done.stderr
+    assert "can't hold the quantised weights" in done.stderr
+    assert "; set TMPDIR to a folder with room for them" in done.stderr
 
 
 def adapted(base: Path, dtype: torch.dtype) -> Any:
