@@ -20,7 +20,6 @@ from perl.engines.quantised import (
     Int8Product,
     Quantisation,
     QuantisedProduct,
-    available,
     by_size,
     quantise_groups,
     quantise_rows,
@@ -31,11 +30,9 @@ from perl.noise.injector import NoiseInjector
 from perl.records import Weights
 from tests.engines.models import completions, tiny
 from tests.engines.test_torch_policy import SAMPLING, adapted, ask, drawn, make_engine, same, state
+from tests.quantised import needs_int8
 
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.skipif(not available(SCHEMES["int8"]), reason="no exact products of int8 numbers on this processor"),
-]
+pytestmark = [pytest.mark.numeric, needs_int8]
 
 
 EIGHT = torch.empty(0, dtype=torch.int64)

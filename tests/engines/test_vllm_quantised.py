@@ -24,6 +24,7 @@ from perl.engines.quantised import SCHEMES, QuantisedLayers
 from perl.engines.vllm import ENVIRONMENT
 from perl.engines.vllm_quantised import packed, quantised_files
 from perl.models.folders import load_model
+from tests.quantised import needs_int8
 from tests.tiny import save_tiny
 from tests.trainers import move_adapter
 
@@ -167,6 +168,7 @@ def own(base: Path, quantization: str, dtype: torch.dtype) -> dict[str, torch.Te
     return found
 
 
+@needs_int8
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "dtype"), [("int8_w8a8", torch.float32), ("int4", torch.bfloat16)])

@@ -24,6 +24,7 @@ from perl.workers.rollouts import RolloutJob
 from tests.environments.scripted import Scripted, byte_tokenizer, prompts, rows_of, talking, text_completion
 from tests.environments.training import fields_of
 from tests.environments.working import conversations_of, make_place, train
+from tests.quantised import needs_int8
 from tests.ranks import reports
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,7 @@ def test_so_it_is_with_other_algorithms(place, tmp_path, algorithm):
     assert all(row["rollout/engine_mismatch"] < 1e-4 for row in two[2])
 
 
+@needs_int8
 @pytest.mark.slow
 def test_so_it_is_with_a_quantised_base(place, tmp_path):
     quantised = {"quantization": "int8_w8a8"}

@@ -5,15 +5,13 @@ import torch
 
 from perl.algorithms import ALGORITHMS
 from perl.config.schema import NoiseConfig
-from perl.engines.quantised import SCHEMES, available
 from perl.models.folders import load_model
 from tests.environments.training import fields_of
+from tests.quantised import needs_int8
 from tests.tiny import save_tiny
 from tests.trainers import make_trainer
 
-pytestmark = pytest.mark.skipif(
-    not available(SCHEMES["int8"]), reason="no exact products of int8 numbers on this processor"
-)
+pytestmark = needs_int8
 NOISE = {"enabled": True, "seed": 3, "sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 2}
 
 

@@ -37,6 +37,7 @@ from perl.training.grpo import train
 from perl.training.validation import Validation, best_so_far, logged_steps, metrics_of, share_of
 from perl.training.validation_setup import set_up_validation
 from tests.engines.models import completions
+from tests.quantised import needs_int8
 from tests.tiny import END, save_tiny, tiny_tokenizer
 from tests.training.test_other_engines import in_a_process, on_cpu
 
@@ -238,6 +239,7 @@ def test_the_training_is_the_same_without_it(made, flags, validated, tmp_path, e
     assert len(ours) == 2
 
 
+@needs_int8
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_policy_above_the_quantised_base_is_scored_besides(made, flags, validated, tmp_path, caplog, workers):
     """Before the first step, where the adapter changes nothing, its rows are those of perl/eval.py --quantization; the
