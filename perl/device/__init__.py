@@ -62,6 +62,8 @@ CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/late
 RAY_RESOURCE: dict[Kind, str] = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls them, best first. It finds them itself, unless it is started with --num-gpus or --resources."""
 
+HAS_BITSANDBYTES: dict[Kind, bool] = {"npu": False, "cuda": True, "cpu": True}
+"""Whether bitsandbytes has kernels of its own for the device."""
 VLLM_TAKES_WEIGHTS: dict[Kind, bool] = {"npu": True, "cuda": True, "cpu": False}
 """Whether a running vLLM engine can be given other weights of the base: on a CPU it has packed its own, and dropped
 what could be replaced, so that it takes an adapter alone."""

@@ -21,7 +21,7 @@ FIELDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_doub
 
 def require_bitsandbytes(flag: str) -> None:
     """A UserError, which begins with `flag`, where bitsandbytes is not installed, or has no kernels for the device."""
-    if (kind := device.detect().kind) not in ("cuda", "cpu"):
+    if not device.HAS_BITSANDBYTES[kind := device.detect().kind]:
         raise UserError(f"{flag}: bitsandbytes has no kernels for a device of kind {kind}; write none")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{flag}: bitsandbytes is not installed; pip install 'bitsandbytes>=0.48', or write none")

@@ -126,7 +126,6 @@ def test_it_is_started_as_trl_starts_it_and_serves_the_adapter(monkeypatch):
     assert 0 <= options.pop("seed") < 2**31
     assert options == OPTIONS | given | {
         "model": "base",
-        "quantization": None,
         "distributed_executor_backend": "external_launcher",
         "max_num_batched_tokens": 4096,
         "logprobs_mode": "processed_logprobs",

@@ -69,11 +69,13 @@ def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pie
         collector=SimpleNamespace(sampling=None),
         processes=SimpleNamespace(added_up=lambda numbers: numbers, gathered=lambda things: things),
         clock=lambda name: nullcontext(),
-        _as_sampled=lambda weights: nullcontext(),
+        _as_sampled=lambda weights, noisy: nullcontext(),
         passes=SimpleNamespace(logps=logps),
         itemsize=4,
         device=torch.device("cpu"),
         exact=False,
+        quantised=False,
+        noise_of_all=False,
     )
     step._by_samplers = lambda few: Step._by_samplers(step, few)
     batch = Batch.of(rows, torch.device("cpu"), False, 1, True)
