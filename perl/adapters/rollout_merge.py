@@ -280,7 +280,8 @@ def quantisable(
     from peft.utils import ModulesToSaveWrapper
 
     flag = f"{flag} {quantization}"
-    own: set[nn.Module] = set()
+    critic = getattr(model, "critic", None)  # it draws nothing
+    own: set[nn.Module] = set() if critic is None else set(critic.modules())
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             own |= set(module.modules())
