@@ -124,11 +124,9 @@ class RolloutMerge:
         if self.quantization == "none":
             return {}
         layers = quantisable(self.model, self.quantization)
-        if SCHEMES[self.quantization].activation_bits == 16:
-            return {}
         without = self.model.disable_adapter() if has_adapter(self.model) else contextlib.nullcontext()  # type: ignore[operator]
         with evaluation_mode(self.model), without:
-            return wide_inputs(self.model, layers)
+            return wide_inputs(self.model, layers, SCHEMES[self.quantization])
 
     def _by_quantised(self) -> contextlib.AbstractContextManager[None]:
         self.rounding_error = None

@@ -102,7 +102,7 @@ def _quantisable(model: Any, quantization: str) -> list[torch.nn.Linear]:
 def _quantised(model: Any, quantization: str) -> Iterator[None]:
     """Inside, the model computes with quantised copies of its weights, made here: those may be others each time."""
     layers, scheme = _quantisable(model, quantization), SCHEMES[quantization]
-    wide = wide_inputs(model, layers) if scheme.activation_bits == 8 else None
+    wide = wide_inputs(model, layers, scheme)
     with QuantisedLayers(layers, model.get_output_embeddings(), scheme, wide).applied():
         yield
 

@@ -126,9 +126,15 @@ class QuantisedLayers:
 
 
 @torch.no_grad()
-def wide_inputs(model: Any, layers: Sequence[nn.Linear]) -> dict[nn.Linear, torch.Tensor]:
+def wide_inputs(model: Any, layers: Sequence[nn.Linear], scheme: Scheme) -> dict[nn.Linear, torch.Tensor]:
     """By layer, the WIDE inputs that are largest anywhere in a forward of the probe's tokens, int64 in ascending order;
-    a quarter of them at most."""
+    a quarter of them at most. None where all of a scheme's have 16 bits.
+
+    Args:
+        model: in evaluation mode, without an adapter in its forward.
+    """
+    if scheme.activation_bits == 16:
+        return {}
     found: dict[nn.Linear, torch.Tensor] = {}
 
     def look(layer: Any, arguments: tuple[torch.Tensor, ...]) -> None:

@@ -30,13 +30,6 @@ from perl.models.folders import INDEX, Checkpoint, copy_side_files, kind_of, loa
 
 log = logging.getLogger(__name__)
 
-KERNELS: dict[device.Kind, tuple[str, ...]] = {
-    "cpu": ("int8_w8a8", "int4 with bfloat16"),
-    "cuda": ("int8", "int8_w8a8", "int4"),
-    "npu": ("int8_w8a8",),
-}
-"""What vLLM 0.31, and vllm-ascend 0.23, multiply on each kind of device. Tried on a CPU alone."""
-
 
 def start_quantised(options: Mapping[str, Any], quantization: str, flag: str, training: bool = False) -> Any:
     """`perl.engines.vllm.start_vllm` with the model of `options`, quantised; see `quantised_files`. A UserError where
@@ -47,9 +40,8 @@ def start_quantised(options: Mapping[str, Any], quantization: str, flag: str, tr
     dtype = options.get("dtype", "auto")  # which is bfloat16 of a float32 model
     if dtype == "auto" and load_config(model).dtype == torch.float16:
         dtype = "float16"
-    refusal = (
-        f"{flag}: vLLM has no product of such weights with {dtype} on this device; write {' or '.join(KERNELS[kind])}"
-    )
+    instead = " or ".join(device.VLLM_QUANTIZES[kind])
+    refusal = f"{flag}: vLLM has no product of such weights with {dtype} on this device; write {instead}"
     if kind == "cpu" and SCHEMES[quantization].bits == 4 and dtype not in ("auto", "bfloat16"):  # it would fail in use
         raise UserError(refusal)
     with quantised_files(model, quantization, flag) as folder, adapters_on_packed_layers():

@@ -145,11 +145,12 @@ def test_the_inputs_of_sixteen_bits_are_those_that_are_large_on_a_probe():
     with torch.no_grad():
         model.model.layers[1].post_attention_layernorm.weight[[3, 17, 40]] = 50.0
     layers = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    found = wide_inputs(model, list(layers.values()))
+    found = wide_inputs(model, list(layers.values()), SCHEMES["int8_w8a8"])
     for name in ("gate_proj", "up_proj"):
         assert {3, 17, 40} <= set(found[layers[f"model.layers.1.mlp.{name}"]].tolist())
     assert len(found[layers["model.layers.0.self_attn.q_proj"]]) == 16  # a quarter
-    assert wide_inputs(model, [layers["lm_head"]]).keys() == {layers["lm_head"]}
+    assert wide_inputs(model, [layers["lm_head"]], SCHEMES["int8_w8a8"]).keys() == {layers["lm_head"]}
+    assert wide_inputs(model, [layers["lm_head"]], SCHEMES["int8"]) == {}
 
 
 @pytest.mark.parametrize("bits", [4, 8, 12, 16])
