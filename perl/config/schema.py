@@ -208,8 +208,7 @@ class RolloutConfig:
         max_batch_tokens: most tokens of KV cache at once; null is half of the memory that the update leaves free (fast
             only).
         capture_graphs: run decode steps as captured graphs, so that they are not bound by kernel launches; with
-            attention sdpa and weights that are whole on each device; auto does so on CUDA (fast only). Not measured
-            yet.
+            attention sdpa and weights that are whole on each device; auto does so on CUDA (fast only).
         merge_adapter: merge the adapter into the weights while completions are sampled; auto does so unless
             rounding to the weights' dtype would lose about a tenth of the update or more (fast and generate).
         importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole

@@ -73,8 +73,9 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
     attention_kernels: bool | Literal["auto"] = field(
         default="auto",
         metadata={
-            "help": "Attention of decode steps and packed micro-batches by the kernels of flash-attn (CUDA) or of"
-            " torch_npu (Ascend, not checked on a device yet) instead of sdpa; auto: flash-attn's, where installed."
+            "help": "Attention of decode steps and packed micro-batches by kernels for blocks and packed rows instead"
+            " of sdpa: perl's in Triton and torch's (CUDA), torch_npu's (Ascend, not checked on a device yet); auto: on"
+            " CUDA."
         },
     )
 

@@ -378,6 +378,11 @@ def takes_bottom_right(where: torch.device) -> bool:
     return where.type == "cuda"
 
 
+def fuses_rms_norm(where: torch.device) -> bool:
+    """Whether torch computes rms_norm on such a device as one kernel."""
+    return where.type == "cuda"
+
+
 def captures_by_default() -> bool:
     """Whether decode steps are captured unless somebody says otherwise: on CUDA; on Ascend eager is the default."""
     return detect().kind == "cuda"
@@ -442,7 +447,7 @@ def paged_attention(wanted: bool | Literal["auto"]) -> Kernel | None:
     """The kernel for the attention of a decode step over a paged KV cache (perl.device.kernels.PAGED), or None.
 
     Args:
-        wanted: "auto" is where its library is installed on CUDA; Ascend's have not been checked on a device.
+        wanted: "auto" is on CUDA, where it can be had; Ascend's have not been checked on a device.
     """
     from perl.device import kernels
 

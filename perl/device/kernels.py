@@ -1,4 +1,4 @@
-"""Attention kernels that need a library: flash-attn on CUDA, torch_npu's on Ascend. Only perl.device imports this.
+"""Attention kernels: torch's and our own in Triton on CUDA, torch_npu's on Ascend. Only perl.device imports this.
 
 A decode step reads a paged KV cache, which every backend here takes in one layout, [blocks, block size, key heads,
 head dim]: block i of a row lies at `cache[block_table[row, i]]`. A packed update has its rows one behind the other.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import itertools
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,12 +58,34 @@ class Kernel:
         return self.compute(*arguments)
 
 
-def _no_flash_attn() -> str | None:
-    if importlib.util.find_spec("flash_attn") is None:
-        return "flash_attn is not installed"
+def _no_ampere(name: str) -> str | None:
     if torch.cuda.get_device_capability() < (8, 0):
-        return f"flash_attn needs an Ampere GPU or a later one, not {torch.cuda.get_device_name()}"
+        return f"{name} needs an Ampere GPU or a later one, not {torch.cuda.get_device_name()}"
     return None
+
+
+def _no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if "CC" not in os.environ and not any(shutil.which(name) for name in ("gcc", "clang", "cc")):
+        return "triton finds no C compiler: install gcc, or name one in CC"
+    return _no_ampere("paged_decode")
+
+
+@functools.cache
+def _varlen_parameters() -> frozenset[str]:
+    """Of torch's varlen_attn, empty where there is none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _no_varlen_attn() -> str | None:
+    if "scale" not in _varlen_parameters():
+        return f"torch {torch.__version__} has no varlen_attn with a scale, 2.11 has"
+    return _no_ampere("varlen_attn")
 
 
 def _no_operator(name: str) -> str | None:
@@ -75,26 +101,10 @@ def _none_on_a_cpu() -> str:
 # ---------------------------------------------------------------------------------------------- decode steps
 
 
-def _paged_flash_attn(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
-    from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
+def _paged_triton(*arguments: Any) -> torch.Tensor:
+    from perl.device.paged_decode import paged_decode
 
-    tokens = flash_attn_with_kvcache(
-        query[:, None],
-        key_cache,
-        value_cache,
-        cache_seqlens=lengths,
-        block_table=block_table,
-        softmax_scale=scaling,
-        causal=True,
-    )
-    return tokens[:, 0]
+    return paged_decode(*arguments)
 
 
 def _paged_npu(
@@ -126,11 +136,12 @@ def _paged_npu(
 
 PAGED: dict[str, Kernel] = {
     "cuda": Kernel(
-        "flash_attn_with_kvcache",
-        _paged_flash_attn,
-        _no_flash_attn,
+        "paged_decode",
+        _paged_triton,
+        _no_triton,
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),
         head_dims=range(8, 257, 8),
-        block_sizes=range(256, 2**20, 256),
+        block_sizes=range(64, 2**20, 64),
     ),
     "npu": Kernel(
         "npu_fused_infer_attention_score",
@@ -152,13 +163,13 @@ head dim], by the kind of device.
         int32 [rows] on the device. A row whose result is not wanted has a length too.
     scaling: of query times key.
 
-Blocks of 256 or 512 tokens suit both backends. No gradients.
+No gradients.
 """
 
 # ---------------------------------------------------------------------------------------------- packed updates
 
 
-def _varlen_flash_attn(
+def _varlen_torch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -166,9 +177,11 @@ def _varlen_flash_attn(
     cu_key: Sequence[int],
     scaling: float,
 ) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    from torch.nn.attention.varlen import varlen_attn
 
-    return flash_attn_varlen_func(
+    # 2.11 takes fewer key heads than query heads as they are, later versions on request.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _varlen_parameters() else {}
+    result = varlen_attn(
         query,
         key,
         value,
@@ -176,9 +189,12 @@ def _varlen_flash_attn(
         _on_device(tuple(cu_key), query.device),
         _longest(cu_query),
         _longest(cu_key),
-        softmax_scale=scaling,
-        causal=True,  # since flash-attn 2.1 to the bottom right
+        scale=scaling,
+        window_size=(-1, 0),  # causal, to the bottom right
+        **grouped,
     )
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def _varlen_npu(
@@ -199,7 +215,7 @@ def _varlen_npu(
         "TND",
         atten_mask=_triangle(query.device),
         scale=scaling,
-        actual_seq_qlen=list(cu_query[1:]),  # without the leading 0 of flash-attn
+        actual_seq_qlen=list(cu_query[1:]),  # without the leading 0
         actual_seq_kvlen=list(cu_key[1:]),
         sparse_mode=3,  # causal to the bottom right
     )[0]
@@ -222,7 +238,7 @@ def _triangle(where: torch.device) -> torch.Tensor:
 
 
 VARLEN: dict[str, Kernel] = {
-    "cuda": Kernel("flash_attn_varlen_func", _varlen_flash_attn, _no_flash_attn, head_dims=range(8, 257, 8)),
+    "cuda": Kernel("varlen_attn", _varlen_torch, _no_varlen_attn, head_dims=range(8, 257, 8)),
     "npu": Kernel(
         "npu_fusion_attention",
         _varlen_npu,

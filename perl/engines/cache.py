@@ -27,9 +27,7 @@ KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 """Of each layer: [heads, tokens, head_dim] both."""
 
 BLOCK_SIZE = 128
-"""Tokens of a block; half of it is lost at the end of each sequence on average."""
-KERNEL_BLOCK_SIZE = 256
-"""What flash-attn's kernel and Ascend's both take."""
+"""Tokens of a block, as attention kernels take it; half of it is lost at the end of each sequence on average."""
 GROWTH = 16
 """Tokens by which each sequence can grow when another one is let in."""
 SCRATCH = 0

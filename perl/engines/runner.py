@@ -16,7 +16,7 @@ from perl.device.sharding import any_rank, is_sharded
 from perl.engines import graphs
 from perl.engines.attention import adopt, layout_lost, numbers_of
 from perl.engines.base import warn_once
-from perl.engines.cache import BLOCK_SIZE, KERNEL_BLOCK_SIZE, BlockCache, KeysAndValues, KVCache, Prefix, RowCache
+from perl.engines.cache import BLOCK_SIZE, BlockCache, KeysAndValues, KVCache, Prefix, RowCache
 from perl.engines.sampling import sample, uniforms
 from perl.engines.scheduler import PromptGroup, Sequence, left_pad, mark_seen
 from perl.records import Sampling
@@ -109,11 +109,10 @@ class Runner:
         self.block_size = decoder.block_size or (None if self.on_cpu else BLOCK_SIZE)
         self.kernel = decoder.kernel
         if self.kernel is not None:
-            self.block_size = KERNEL_BLOCK_SIZE
             reason = kept or self.kernel.missing(*numbers_of(inner), self.block_size) or layout_lost(inner)
             if reason is not None:
                 warn_once(f"decode steps are computed by sdpa: {reason}")
-                self.kernel, self.block_size = None, BLOCK_SIZE
+                self.kernel = None
         self.captures = decoder.capture and not self.processors
         if decoder.capture and (reason := graphs.unsupported_reason(decoder.model, kept)):
             warn_once(f"decoding without captured graphs: {reason}")

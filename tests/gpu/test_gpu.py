@@ -2,6 +2,8 @@
 its allocator. They run on a CUDA GPU or an NPU (an emulated one too, without its numerics), and skip on a CPU.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -11,6 +13,7 @@ from trl import GRPOTrainer
 from perl import device
 from perl.adapters import ADAPTERS
 from perl.config.schema import NoiseConfig, PeftConfig
+from perl.device.kernels import PAGED, VARLEN
 from perl.records import Completion
 from perl.training.trainer import PerlGRPOTrainer
 from tests import trainers
@@ -85,22 +88,25 @@ def greedy_on_a_cpu(trainer):
     return found
 
 
-@pytest.mark.parametrize("engine", ["fast", "generate"])
-def test_rollouts_are_a_cpus_greedy_tokens(tmp_path, engine):
-    trainer = make_trainer(tmp_path, rollout={"engine": engine}, top_k=1)
+@pytest.mark.parametrize(("engine", "kernels"), [("fast", "auto"), ("fast", False), ("generate", False)])
+def test_rollouts_are_a_cpus_greedy_tokens(tmp_path, engine, kernels):
+    trainer = make_trainer(tmp_path, rollout={"engine": engine}, attention_kernels=kernels, top_k=1)
     assert next(trainer.model.parameters()).device.type == device.detect().kind
     completions = draw(trainer)
     assert completions == greedy_on_a_cpu(trainer)
     assert len({tuple(ids) for ids in completions}) == len(PROMPTS)
 
 
-def test_captured_steps_draw_what_steps_without_graphs_draw(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kernels", ["auto", False])
+def test_captured_steps_draw_what_steps_without_graphs_draw(tmp_path, monkeypatch, kernels):
     captured = []
     capture = device.capture
     monkeypatch.setattr(device, "capture", lambda *args: (captured.append(1), capture(*args))[1])
     drawn = []
     for on in (False, True):
-        trainer = make_trainer(tmp_path, rollout={"capture_graphs": on}, max_completion_length=150)
+        trainer = make_trainer(
+            tmp_path, rollout={"capture_graphs": on}, attention_kernels=kernels, max_completion_length=150
+        )
         drawn.append([draw(trainer) for _ in range(3)])
         assert bool(captured) == on
     assert drawn[0] == drawn[1]
@@ -185,6 +191,68 @@ def test_gradients_of_the_packed_update_are_those_of_trls_padded_one(tmp_path, b
     apart = torch.cat([(mine[name] - theirs[name]).flatten() for name in theirs]).norm()
     size = torch.cat([expected.flatten() for expected in theirs.values()]).norm()
     assert apart <= tolerance * size
+
+
+def seen_by(query, keys, values, scaling):
+    """Attention of [queries, heads, dim], the last of them to all of [keys, key heads, dim], in float64."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (states.double().repeat_interleave(group, dim=1) for states in (keys, values))
+    scores = scaling * torch.einsum("qhd,khd->hqk", query.double(), keys)
+    later = torch.ones_like(scores[0], dtype=torch.bool).triu(1 + len(keys) - len(query))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(dim=-1), values)
+
+
+def kernel_of(table, dtype, head_dim, block_size=None):
+    kernel = table[device.detect().kind]
+    if (reason := kernel.missing(dtype, head_dim, block_size)) is not None:
+        pytest.skip(reason)
+    return kernel
+
+
+ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""How far numbers of about 1 may be apart."""
+
+
+@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(14, 2, 64), (28, 4, 128), (3, 3, 80)])
+def test_the_paged_kernel_reads_the_blocks_of_each_row(dtype, heads, key_heads, head_dim):
+    block_size, lengths = 128, [1, 127, 128, 257, 400, 512]
+    kernel = kernel_of(PAGED, dtype, head_dim, block_size)
+    made = torch.Generator().manual_seed(0)
+    where = device.detect().kind
+    cache = torch.randn(2, 32, block_size, key_heads, head_dim, generator=made).to(where, dtype)
+    table = (1 + torch.randperm(24, generator=made).view(6, 4)).int().to(where)
+    query = torch.randn(6, heads, 1, head_dim, generator=made).to(where, dtype)[:, :, 0]
+    on_device = lengths if kernel.host_lengths else torch.tensor(lengths, dtype=torch.int32, device=where)
+    drawn = kernel(query, *cache, table, on_device, 0.125)
+    for row, length in enumerate(lengths):
+        keys, values = (states[table[row].long()].flatten(0, 1)[:length] for states in cache)
+        torch.testing.assert_close(
+            drawn[row].double(), seen_by(query[row][None], keys, values, 0.125)[0], atol=ROUNDED[dtype], rtol=0
+        )
+        alone = kernel(query[row : row + 1], *cache, table[row : row + 1], on_device[row : row + 1], 0.125)
+        assert torch.equal(alone[0], drawn[row])
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(14, 2, 64), (28, 4, 128)])
+def test_the_kernel_for_packed_rows_has_the_gradients_of_each_row(heads, key_heads, head_dim):
+    dtype, where = torch.bfloat16, device.detect().kind
+    kernel = kernel_of(VARLEN, dtype, head_dim)
+    cu_query, cu_key = [0, 5, 6, 206], [0, 5, 46, 546]
+    made = torch.Generator().manual_seed(0)
+    shapes = (206, heads), (546, key_heads), (546, key_heads)
+    states = [torch.randn(*shape, head_dim, generator=made).to(where, dtype).requires_grad_() for shape in shapes]
+    weights = torch.randn(206, heads, head_dim, generator=made).to(where, dtype)
+    ours = kernel(*states, cu_query, cu_key, 0.125)
+    gradients = torch.autograd.grad(ours, states, weights)
+    rows = [
+        seen_by(states[0][a:b], states[1][c:d], states[2][c:d], 0.125)
+        for (a, b), (c, d) in zip(pairwise(cu_query), pairwise(cu_key), strict=True)
+    ]
+    expected = torch.cat(rows)
+    torch.testing.assert_close(ours.double(), expected, atol=ROUNDED[dtype], rtol=0)
+    for found, wanted in zip(gradients, torch.autograd.grad(expected, states, weights.double()), strict=True):
+        assert (found.double() - wanted.double()).norm() < 1e-2 * wanted.double().norm()
 
 
 class Held(TrainerCallback):

@@ -1,12 +1,19 @@
 """The fused attention operators of the emulated NPU against plain PyTorch, and perl.device's way to them."""
 
+import inspect
+import json
+import os
+import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from perl import device
 from perl.device import kernels
+from perl.engines.cache import BLOCK_SIZE
 
 pytestmark = pytest.mark.npu
 
@@ -345,27 +352,29 @@ def test_what_a_kernel_cannot_do_is_said(monkeypatch):
         with pytest.raises(RuntimeError, match="there is no such kernel on a cpu"):
             kernel(torch.zeros(1, 1, 16))
 
-    found = {}
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
-    assert kernels.PAGED["cuda"].missing(torch.bfloat16, 64, 256) == "flash_attn is not installed"
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", found.setdefault)
-    found["flash_attn"] = True
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    assert (
-        kernels.VARLEN["cuda"].missing(torch.float16, 64)
-        == "flash_attn needs an Ampere GPU or a later one, not Tesla T4"
-    )
+    monkeypatch.setenv("CC", "gcc")
+    paged, varlen = kernels.PAGED["cuda"], kernels.VARLEN["cuda"]
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    assert paged.missing(torch.bfloat16, 64, 256) == "triton is not installed"
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    for kernel in (paged, varlen):
+        reason = f"{kernel.name} needs an Ampere GPU or a later one, not Tesla T4"
+        assert kernel.missing(torch.float16, 64) == reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    paged = kernels.PAGED["cuda"]
-    assert paged.missing(torch.bfloat16, 64, 256) is None
-    assert paged.missing(torch.float32, 64, 256) == "flash_attn_with_kvcache does not compute in float32"
-    assert paged.missing(torch.bfloat16, 288, 256) == "flash_attn_with_kvcache has no heads of 288"
-    assert paged.missing(torch.bfloat16, 64, 128) == (
-        "flash_attn_with_kvcache takes blocks of a multiple of 256 tokens, not 128"
-    )
+    assert paged.missing(torch.float32, 64, 256) is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    assert paged.missing(torch.float32, 64, 256) == "triton finds no C compiler: install gcc, or name one in CC"
+    monkeypatch.setenv("CC", "gcc")
+    assert varlen.missing(torch.float32, 64) == "varlen_attn does not compute in float32"
+    monkeypatch.setattr(kernels, "_varlen_parameters", frozenset)
+    assert varlen.missing(torch.bfloat16, 64) == f"torch {torch.__version__} has no varlen_attn with a scale, 2.11 has"
+    assert paged.missing(torch.bfloat16, 288, 256) == "paged_decode has no heads of 288"
+    assert paged.missing(torch.bfloat16, 64, 96) == "paged_decode takes blocks of a multiple of 64 tokens, not 96"
     assert (paged.host_lengths, kernels.PAGED["npu"].host_lengths) == (False, True)
-    assert set(paged.block_sizes) & set(kernels.PAGED["npu"].block_sizes) == {256, 512}
+    assert all(BLOCK_SIZE in kernels.PAGED[kind].block_sizes for kind in ("cuda", "npu"))
 
 
 def test_an_npu_has_both_kernels(answer):
@@ -383,43 +392,59 @@ def test_an_npu_has_both_kernels(answer):
     ]
 
 
-class FlashAttn:
-    """Stands for the module flash_attn, and remembers its calls."""
-
-    def __init__(self):
-        self.calls = []
-
-    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal):
-        self.calls.append((q, cache_seqlens, block_table, softmax_scale, causal))
-        return q
-
-    def flash_attn_varlen_func(  # its positions are those of flash-attn 2.8
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal
-    ):
-        self.calls.append((cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal))
-        return q
-
-
-def test_the_calls_of_flash_attn(monkeypatch):
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_call_of_varlen_attn(monkeypatch, grouped):
     """Arguments by name and place; the numbers are the `gpu` tests' business."""
-    module = FlashAttn()
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(kernels, "_on_device", lambda cu, where: torch.tensor(cu, dtype=torch.int32))
-    query, cache = torch.zeros(2, 4, 16), torch.zeros(3, 256, 2, 16)
-    lengths, table = torch.tensor([3, 9], dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
-    assert kernels.PAGED["cuda"](query, cache, cache, table, lengths, 0.25).shape == (2, 4, 16)
-    asked, *rest = module.calls.pop()
-    assert asked.shape == (2, 1, 4, 16)
-    assert rest[0] is lengths
-    assert rest[1] is table
-    assert rest[2:] == [0.25, True]
+    calls = []
 
-    kernels.VARLEN["cuda"](
-        torch.zeros(5, 4, 16), torch.zeros(7, 2, 16), torch.zeros(7, 2, 16), [0, 2, 5], [0, 4, 7], 0.25
+    def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        calls.append((cu_seq_q.tolist(), cu_seq_k.tolist(), max_q, max_k, scale, window_size))
+        return query
+
+    def of_2_13(*args, enable_gqa=False, **kwargs):
+        assert enable_gqa
+        return of_2_11(*args, **kwargs)
+
+    of_2_13.__signature__ = inspect.signature(varlen.varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_13 if grouped else of_2_11)
+    monkeypatch.setattr(kernels, "_varlen_parameters", kernels._varlen_parameters.__wrapped__)
+    monkeypatch.setattr(kernels, "_on_device", lambda cu, where: torch.tensor(cu, dtype=torch.int32))
+    query, states = torch.zeros(5, 4, 16), torch.zeros(7, 2, 16)
+    assert kernels.VARLEN["cuda"](query, states, states, [0, 2, 5], [0, 4, 7], 0.25) is query
+    assert calls == [([0, 2, 5], [0, 4, 7], 3, 4, 0.25, (-1, 0))]
+
+
+def test_the_paged_kernel_in_tritons_interpreter():
+    """On a CPU, in a process of its own: Triton decides when it is imported. Lengths at, below and above the ends of
+    splits and blocks, fewer key heads than query heads, and a head_dim that is no power of two."""
+    pytest.importorskip("triton")
+    program = """
+    import json, torch
+    from perl.device.paged_decode import paged_decode
+    made = torch.Generator().manual_seed(0)
+    apart = []
+    for heads, key_heads, dim, block in ((14, 2, 64, 256), (3, 3, 80, 128)):
+        lengths = [1, block, 2 * block + 17, 3 * block - 1]
+        keys, values = torch.randn(2, 13, block, key_heads, dim, generator=made)
+        table = (1 + torch.randperm(12, generator=made)).view(4, 3).int()
+        query = torch.randn(4, heads, 1, dim, generator=made)[:, :, 0]
+        found = paged_decode(query, keys, values, table, torch.tensor(lengths, dtype=torch.int32), 0.125)
+        for row, length in enumerate(lengths):
+            k, v = (states[table[row].long()].flatten(0, 1)[:length].double() for states in (keys, values))
+            k, v = (states.repeat_interleave(heads // key_heads, dim=1) for states in (k, v))
+            scores = 0.125 * torch.einsum("hd,nhd->hn", query[row].double(), k)
+            expected = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), v)
+            apart.append((found[row] - expected).abs().max().item())
+    print(json.dumps(apart))
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, check=False
     )
-    cu_query, cu_key, *rest = module.calls.pop()
-    assert (cu_query.tolist(), cu_key.tolist()) == ([0, 2, 5], [0, 4, 7])
-    assert rest == [3, 4, 0.25, True]
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    apart = json.loads(ran.stdout.splitlines()[-1])
+    assert len(apart) == 8
+    assert max(apart) < 1e-5
 
 
 def test_packed_rows_by_the_kernel_have_the_gradients_of_sdpa(answer):
