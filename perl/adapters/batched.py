@@ -1,8 +1,8 @@
-"""Unmerged LoRA, with one product where PEFT makes one a layer.
+"""Unmerged LoRA, with fewer products and sums than PEFT makes.
 
-The layers that read one hidden state (query, key and value; gate and up) share their products: A of all of them is one
-matrix, B of all of them a block-diagonal one. A decoded token costs two small products a hidden state instead of two a
-layer, and the update stays in the adapter's own dtype, where merging it into bfloat16 weights would round it away.
+The layers that read one hidden state (query, key and value; gate and up) share the product with A: of all of them it is
+one matrix. The product with B adds to what the base has computed. The update keeps what merging it into bfloat16
+weights would round away.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ class BatchedUpdates:
         self._groups: dict[tuple[Any, ...], SharedUpdate] = {}
 
     @contextlib.contextmanager
-    def applied(self, layers: Sequence[AdaptedLayer]) -> Iterator[None]:
+    def applied(self, layers: Sequence[AdaptedLayer], dtype: torch.dtype | None = None) -> Iterator[None]:
         """Inside, plain LoRA layers on linear ones compute their updates together: the same numbers up to the order of
         sums. Other methods and layers stay as they are. The adapter must not change meanwhile, and nothing can be
-        differentiated."""
+        differentiated.
+
+        Args:
+            dtype: what the trainer computes the updates of weights of that dtype in, by autocast; None is the
+                adapter's own.
+        """
         groups = []
         for members in _groups(layers):
             group = self._groups.setdefault(tuple(members), SharedUpdate(members))
-            group.read_weights()
+            group.read_weights(dtype)
             groups.append(group)
         try:
             for group in groups:
@@ -56,33 +61,40 @@ class SharedUpdate:
         self.layers = layers
         self.forwards = [functools.partial(self.forward, index) for index in range(len(layers))]
         """What each layer computes."""
-        self.a = self.b = torch.empty(0)
-        """[sum of ranks, in], and [sum of out, sum of ranks], scaled."""
-        self.sizes: list[int] = []
+        self.a = torch.empty(0)
+        """[sum of ranks, in]."""
+        self.b = [torch.empty(0) for _ in layers]
+        """Of each layer [out, rank], scaled."""
         self._read: torch.Tensor | None = None
-        self._updates: tuple[torch.Tensor, ...] = ()
-        """Of the hidden state `_read`, [..., out] for each layer, until the last one has taken its own."""
+        self._hidden: tuple[torch.Tensor, ...] = ()
+        """A times the hidden state `_read`, [..., rank] for each layer, until the last one has taken its own."""
 
-    def read_weights(self) -> None:
+    def read_weights(self, dtype: torch.dtype | None) -> None:
         """Copy the layers' adapters, to where they were copied before if they still fit."""
         parts = [(layer, layer.active_adapters[0]) for layer in self.layers]
-        b = [layer.lora_B[name].weight.detach() * layer.scaling[name] for layer, name in parts]
-        self.sizes = [len(part) for part in b]
-        self.a = _kept(self.a, torch.cat([layer.lora_A[name].weight.detach() for layer, name in parts]))
-        self.b = _kept(self.b, torch.block_diag(*b))
+        a = torch.cat([layer.lora_A[name].weight.detach() for layer, name in parts])
+        if all(layer.get_base_layer().weight.dtype == dtype for layer in self.layers):
+            a = a.to(dtype)
+        self.a = _kept(self.a, a)
+        for i, (layer, name) in enumerate(parts):
+            self.b[i] = _kept(self.b[i], (layer.lora_B[name].weight.detach() * layer.scaling[name]).to(a.dtype))
 
     def forward(self, index: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What layer `index` makes of hidden states [..., in]."""
         layer = self.layers[index]
         if layer.disable_adapters:
             return type(layer).forward(layer, x, *args, **kwargs)
-        result = layer.get_base_layer()(x, *args, **kwargs)
+        result = layer.get_base_layer()(x, *args, **kwargs).contiguous()
         if x is not self._read:
-            self._read, self._updates = x, F.linear(F.linear(x.to(self.a.dtype), self.a), self.b).split(self.sizes, -1)
-        update = self._updates[index]
+            ranks = [b.shape[1] for b in self.b]
+            self._read, self._hidden = x, F.linear(x.to(self.a.dtype), self.a).split(ranks, -1)
+        hidden, b = self._hidden[index], self.b[index]
         if index == len(self.layers) - 1:
-            self._read, self._updates = None, ()
-        return (result + update).to(result.dtype)
+            self._read, self._hidden = None, ()
+        if result.dtype != b.dtype:
+            return result.add_(F.linear(hidden, b))  # rounded once, as a sum of the larger dtype would be
+        result.view(-1, result.shape[-1]).addmm_(hidden.flatten(0, -2), b.T)
+        return result
 
 
 def _kept(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,8 @@ class RolloutMerge:
         must not change inside, and nothing can be differentiated.
 
         Args:
-            dtype: what packed weights are multiplied in (perl.engines.linear.pack); None is float32.
+            dtype: what the trainer computes in, and so packed weights (perl.engines.linear.pack) and an unmerged
+                adapter above weights of that dtype; None is float32.
             quantised: the base computes by `quantization`, in the dtype of the hidden states.
         """
         if quantised and self.quantization != "none":
@@ -112,7 +113,7 @@ class RolloutMerge:
                         layer.merged_adapters[:] = layer.active_adapters
                     to_pack -= set(layer.modules())
             else:
-                stack.enter_context(self._batched.applied(self.layers))
+                stack.enter_context(self._batched.applied(self.layers, dtype))
             for layer in to_pack:
                 pack(layer, layer.weight, layer.bias, dtype)
                 stack.callback(unpack, layer)

@@ -20,6 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from perl import device
+from perl.engines.norms import fuse_norms
+
 ATTENTION = "sdpa_without_copies"
 """The name that `attention` has in a model's configuration."""
 
@@ -79,12 +82,15 @@ def layout_lost(model: Any) -> str | None:
 
 
 def adopt(model: Any) -> str | None:
-    """Have `model` (a transformers model or a PeftModel) use `attention` from now on, where its attention is sdpa.
+    """Have `model` (a transformers model or a PeftModel) use `attention` from now on, where its attention is sdpa, and
+    fused norms where the device has them.
 
     Returns:
         None, or why it keeps its own.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if device.fuses_rms_norm(base.device):
+        fuse_norms(base)
     present = base.config._attn_implementation
     if present == ATTENTION:
         return None

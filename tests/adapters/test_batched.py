@@ -13,7 +13,7 @@ pytestmark = pytest.mark.numeric
 
 
 class Products:
-    """The shapes of the weights that linear products are made with."""
+    """The shapes of the weights that linear products are made with, and of those whose product is added to another."""
 
     def __init__(self, monkeypatch):
         self.shapes = []
@@ -24,6 +24,14 @@ class Products:
             return product(x, weight, bias)
 
         monkeypatch.setattr(torch.nn.functional, "linear", count)
+        self.added = []
+        add_product = torch.Tensor.addmm_
+
+        def count_added(result, x, weight):
+            self.added.append(tuple(weight.shape))
+            return add_product(result, x, weight)
+
+        monkeypatch.setattr(torch.Tensor, "addmm_", count_added)
 
 
 @pytest.mark.parametrize(
@@ -42,24 +50,23 @@ def test_the_numbers_are_pefts(config):
     assert torch.equal(logits(model), apart)  # and PEFT's own again
 
 
-def test_two_small_products_a_hidden_state(monkeypatch):
+def test_layers_that_read_one_hidden_state_share_the_product_with_a(monkeypatch):
     model = make("lora")
     products = Products(monkeypatch)
     with BatchedUpdates().applied(adapted_layers(model)):
         logits(model)
     config = model.config
+    rank = 4
     heads, key_heads = (
         n * config.hidden_size // config.num_attention_heads
         for n in (config.num_attention_heads, config.num_key_value_heads)
     )
-    small = [shape for shape in products.shapes if min(shape) <= 12]
-    a_and_b = [
-        ((12, config.hidden_size), (heads + 2 * key_heads, 12)),  # q, k, v of rank 4 each
-        ((4, heads), (config.hidden_size, 4)),  # o
-        ((8, config.hidden_size), (2 * config.intermediate_size, 8)),  # gate, up
-        ((4, config.intermediate_size), (config.hidden_size, 4)),  # down
-    ]
-    assert small == [shape for pair in a_and_b for shape in pair] * config.num_hidden_layers
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    small = [shape for shape in products.shapes if min(shape) <= 3 * rank]
+    by_a = [(3 * rank, hidden), (rank, heads), (2 * rank, hidden), (rank, intermediate)]  # qkv, o, gate and up, down
+    assert small == by_a * config.num_hidden_layers
+    by_b = [heads, key_heads, key_heads, hidden, intermediate, intermediate, hidden]
+    assert products.added == [(rank, out) for out in by_b] * config.num_hidden_layers
 
 
 def test_layers_whose_names_deceive_compute_their_own(monkeypatch):
@@ -72,6 +79,24 @@ def test_layers_whose_names_deceive_compute_their_own(monkeypatch):
         found = attention.q_proj(x), attention.k_proj(other), attention.v_proj(x)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_update_is_computed_in_what_the_trainer_computes_in():
+    """Autocast's bfloat16 above weights of that dtype: PEFT's numbers to its rounding, and no float32 product."""
+    model = make(dtype=torch.bfloat16, std=0.5)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(8, model.config.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+    updates = BatchedUpdates()
+    with updates.applied(adapted_layers(model), torch.bfloat16):
+        found = layer(x)
+        shared = layer.forward.func.__self__
+        assert {shared.a.dtype, *(b.dtype for b in shared.b)} == {torch.bfloat16}
+    assert (found - layer.base_layer(x)).abs().max() > 0.5
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
+    with updates.applied(adapted_layers(model), torch.float16):  # no weight has it
+        assert layer.forward.func.__self__.a.dtype == torch.float32
 
 
 @pytest.mark.parametrize("method", ["dora", "rslora"])
