@@ -151,8 +151,10 @@ class CaseRun:
         seconds: that it may take, all in all.
     """
 
-    def __init__(self, case: Case, seconds: float, merge: str, report: Callable[[dict[str, Any]], None]):
-        self.case, self.merge, self.report = case, merge, report
+    def __init__(
+        self, case: Case, seconds: float, merge: str, sides: Sequence[str], report: Callable[[dict[str, Any]], None]
+    ):
+        self.case, self.merge, self.sides, self.report = case, merge, sides, report
         self.share = min(1.0, seconds / CASE_LIMIT_S)
         """Of the usual time."""
         self.captures = Captures()
@@ -163,7 +165,7 @@ class CaseRun:
             self.bandwidth = measure_bandwidth(16 if self.case.model == "tiny" else 2048)
             self.report({"kind": "bandwidth", "gb_s": round(self.bandwidth / 1e9, 1)})
         nothing_to_capture = self.case.kind == "update" or device.detect().kind == "cpu"
-        for side in ("perl", "trl") if nothing_to_capture else SIDES:
+        for side in ("perl", "trl") if nothing_to_capture else self.sides:
             self.captures.restart()
             with tempfile.TemporaryDirectory() as folder, self.attempt(side, self.case.shapes):
                 measure(side, folder)
@@ -493,6 +495,7 @@ class Command:
         self.say(f"{case.name}, {limit:.0f} s at most")
         command = [sys.executable, "-m", "benchmarks.accelerator", "--case", json.dumps(asdict(case))]
         command += ["--seconds", f"{limit:.0f}", "--merge_adapter", self.options.merge_adapter]
+        command += ["--sides", *self.options.sides]
         failed = len(self.failed)
         end = run(command, self.env, limit, self.take)
         if len(self.failed) > failed or end.returncode:
@@ -726,6 +729,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", nargs="+", type=count, default=[64, 8, 1], help="each 1 to 8, or a multiple of 8")
     parser.add_argument("--new_tokens", nargs="+", type=count, default=[256, 2048])
     parser.add_argument("--merge_adapter", choices=SWITCH, default="auto", help="rollout.merge_adapter")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="in this order; of rollouts and steps")
     parser.add_argument("--skip_tests", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("outputs/accelerator.jsonl"), help="appended to")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -740,7 +744,7 @@ def main() -> int:
         fields = json.loads(options.case)
         answer({"kind": "machine", **machine()})
         case = Case(**(fields | {"shapes": tuple(map(tuple, fields["shapes"]))}))
-        CaseRun(case, options.seconds, options.merge_adapter, answer).run()
+        CaseRun(case, options.seconds, options.merge_adapter, options.sides, answer).run()
         return 0
     if wrong := [rows for rows in options.rows if rows > GROUP and rows % GROUP]:
         return _refuse(f"--rows {wrong[0]}: completions come in groups of {GROUP}; write 1 to 8, or a multiple of 8")

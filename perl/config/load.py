@@ -560,11 +560,6 @@ def check_critic(values: Namespace) -> None:
             f"--config.training.torch_compile true: algorithm {values.algorithm.name} computes policy and critic in one"
             " packed sequence, which torch_compile can't have; leave it out"
         )
-    if algorithm.critic and values.training.use_liger_kernel:
-        raise UserError(
-            f"--config.training.use_liger_kernel true: algorithm {values.algorithm.name} computes policy and critic in"
-            " one packed sequence, where Liger's kernels know one of them only; leave it out"
-        )
 
 
 def check_environment(values: Namespace) -> None:

@@ -228,7 +228,7 @@ CONFIGURATION = [
     flags("no_epochs", training__max_steps=-1, training__num_train_epochs=0),
     flags("num_generations_does_not_divide", training__num_generations=3),
     flags("example_numbers_0", dataset__example_numbers=0),
-    flags("liger_with_ppo", algorithm__name="ppo", training__use_liger_kernel="true"),
+    flags("use_liger_kernel", training__use_liger_kernel="true"),
     flags("unknown_optimizer", training__optim="adamm"),
     flags("unknown_algorithm", algorithm__name="grpoo"),
     flags("unknown_adapter_type", peft__type="lorra"),
