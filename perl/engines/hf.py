@@ -71,6 +71,8 @@ class HFEngine(TorchEngine):
             applied=applied,
             pad_token_id=min(eos, default=0) if pad is None else pad,  # which token fills masked places changes nothing
             max_batch_tokens=max_batch_tokens,
+            capture=device.captures_by_default(),
+            kernel=device.paged_attention("auto"),
         )
 
     def replace_weights(self, model_path: str) -> str | None:

@@ -6,6 +6,7 @@ import torch
 
 from perl import device
 from perl.engines import graphs
+from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.npu
 
@@ -62,6 +63,40 @@ def test_sequences_are_those_of_steps_without_graphs(answer):
             assert replays > 40
         assert 1 < first[4] <= 12  # shapes: rows in multiples of 8 up to 48, places in 128, 192
         assert second[3] + first[3] <= second[4]  # captured once, whichever rollout
+
+
+def test_the_evaluator_captures_where_a_training_does(answer, tmp_path):
+    """Graphs serve on after other weights have been copied into the model."""
+    save_tiny(tmp_path / "a", scale=4.0)
+    save_tiny(tmp_path / "b", scale=4.0, seed=1)
+    found = answer(
+        DECODE
+        + f"""
+    from perl.engines.hf import HFEngine
+    from perl.records import Prompt
+    from tests.engines.models import completions
+    folders = [{str(tmp_path / "a")!r}, {str(tmp_path / "b")!r}]
+    asked = [Prompt(token_ids=tuple(5 + (7 * i + j) % 20 for j in range(4 + i)), seed=i) for i in range(6)]
+
+    def drawn(engine):
+        replays.clear()
+        found = completions(engine, asked, Sampling(temperature=0, max_new_tokens=40))
+        return [list(found[i].token_ids) for i in range(6)]
+
+    plain = [drawn(HFEngine(folder)) for folder in folders]
+    none = len(replays)
+    device.captures_by_default = lambda: True
+    engine = HFEngine(folders[0])
+    results = [drawn(engine) == plain[0], len(replays)]
+    assert engine.replace_weights(folders[1]) is None
+    results += [drawn(engine) == plain[1], len(replays), plain[0] == plain[1]]
+    answer = [none, results, lines]
+    """
+    )
+    none, (first, some, second, more, alike), lines = found
+    assert (none, first, second, alike, lines) == (0, True, True, False, [])
+    assert some > 10
+    assert more > 10
 
 
 def test_a_step_reads_nothing_back(answer):
