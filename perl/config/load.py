@@ -585,11 +585,10 @@ def check_environment(values: Namespace) -> None:
             f" {environment.max_turns} other processes may wait {longest:g} s, and --config.training.ddp_timeout is"
             f" {patience} s; write less, or raise ddp_timeout"
         )
-    if rollout.workers and longest >= rollout.deadline_s:
+    if rollout.workers and environment.tool_timeout_s >= rollout.deadline_s:
         raise UserError(
-            f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: with max_turns"
-            f" {environment.max_turns} a worker may say nothing for {longest:g} s, and --config.rollout.deadline_s is"
-            f" {rollout.deadline_s:g} s; write less, or raise deadline_s"
+            f"--config.environment.tool_timeout_s {environment.tool_timeout_s:g}: a worker may say nothing for so long,"
+            f" and --config.rollout.deadline_s is {rollout.deadline_s:g} s; write less, or raise deadline_s"
         )
     if rollout.engine == "vllm" and values.training.vllm_tensor_parallel_size > 1:
         raise UserError(

@@ -228,7 +228,8 @@ class RolloutConfig:
             much, and a run that does not repeat bit for bit. 0: lag says it.
         piece_size: completions that are decoded together, by one worker; null is a quarter of the generation batch, in
             whole groups, and without workers no division. A run repeats bit for bit with the same one.
-        deadline_s: seconds after which a worker that says nothing is ended, and what it had given to another.
+        deadline_s: seconds after which a worker that completes nothing, no turn either, is ended, and what it had
+            given to another.
         behaviour: which log-probabilities importance_correction refers to: the engine's, or the trainer's own of the
             policy that drew, computed again.
     """

@@ -29,7 +29,7 @@ def _attend_split(
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    row, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     first = split * SPLIT
     if first >= length:
@@ -69,7 +69,7 @@ def _merge_splits(
     out_ptr, lse_ptr, lengths_ptr, result_ptr, splits,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * tl.num_programs(1) + head
     dims = tl.arange(0, PADDED_DIM)
     largest = tl.full([], float("-inf"), tl.float32)

@@ -120,12 +120,14 @@ class Conversations:
     """
     Attributes:
         instances: environments that are free.
+        on_turn: called in `run` when a turn has been drawn, or an environment has answered.
     """
 
     source: EnvironmentSource
     template: ChatTemplate
     config: EnvironmentConfig
     instances: list[Any] = field(default_factory=list)
+    on_turn: Callable[[], None] = lambda: None
 
     def run(
         self,
@@ -222,6 +224,7 @@ class _Talk:
             self._take_rows()
 
     def drawn(self, place: int, completion: Completion) -> None:
+        self.parts.on_turn()
         row = self.given[place]
         self.drawing -= 1
         if completion.error is not None:
@@ -287,6 +290,7 @@ class _Talk:
             patience = time.monotonic() + LOOK_S if self.more else math.inf
             if (taken := self.jobs.take(patience if idle else self.jobs.newest + GRACE_S)) is None:
                 return
+            self.parts.on_turn()
             job, late = taken
             if late:
                 self._late(job.row)

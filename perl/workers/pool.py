@@ -39,6 +39,7 @@ from perl.workers.worker import (
     Result,
     WorkerEvent,
     WorkerSpec,
+    Working,
 )
 
 logger = logging.getLogger(__name__)
@@ -219,6 +220,8 @@ class WorkerPool:
             self.first_ready = self.first_ready or time.monotonic()
         elif isinstance(event, Failed):
             worker.failure = event
+        elif isinstance(event, Working):
+            pass  # `heard` is all of it
         elif isinstance(event, Restart):
             logger.warning("worker %d starts a new engine: %s", worker.index, event.reason)
             self._pending.extendleft(reversed(list(worker.held.values())))

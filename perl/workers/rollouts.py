@@ -137,6 +137,7 @@ class RolloutJob:
                     feed = PieceFeed(inbox, version, self.newest)
                     drawn = copy.stream(feed) if conversations is None else self._conversed(conversations, copy, feed)
                     for position, completion in drawn:
+                        feed.working()
                         if done := feed.done(position, completion):
                             piece, completions, seconds = done
                             yield Result(piece.id, Drawn(completions, version, held, seconds, drained_s), pieces)
@@ -146,6 +147,7 @@ class RolloutJob:
     def _conversed(self, conversations: Conversations, copy: Copy, feed: PieceFeed) -> Iterator[tuple[int, Trajectory]]:
         """As `Copy.stream` has it. A row's environment is free at its end."""
         assert self.talks is not None
+        conversations.on_turn = feed.working
         places: dict[int, int] = {}
         """By id of a row, which its piece holds."""
 
@@ -230,6 +232,10 @@ class PieceFeed:
         self._under_way -= 1
         since, self._since = self._since, time.monotonic()
         return piece, tuple(made[each] for each in range(len(made))), self._since - since
+
+    def working(self) -> None:
+        """A piece gets on."""
+        self._inbox.working()
 
     def drained(self) -> float:
         """Seconds since another version was needed."""

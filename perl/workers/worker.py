@@ -43,6 +43,8 @@ class WeightsSpec:
     """Folder of the adapter that the engine serves alongside it, to all requests under way."""
 
 
+WORKING_S = 1.0
+"""So often a worker tells at most that it is at work."""
 Complete = Callable[[Iterable[Any]], Iterator[tuple[int, Completion]]]
 RequestId = tuple[str | int, ...]
 """The prompt, and last which of its completions."""
@@ -157,6 +159,11 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Working:
+    """It gets on with requests that are not completed yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Restart:
     """The next request needs another engine than this worker has: it is to be started again with `weights`."""
 
@@ -171,7 +178,7 @@ class Failed:
     message: str
 
 
-WorkerEvent = Ready | Result | Restart | Failed
+WorkerEvent = Ready | Result | Working | Restart | Failed
 """What a worker tells its parent."""
 Deliver = Callable[[WorkerEvent | None], None]
 """Takes a worker's events, in their order, from any thread; None when it is gone."""
@@ -190,11 +197,11 @@ def run_worker(spec: WorkerSpec, connection: Connection) -> None:
         if spec.cores is not None:
             device.pin_cpu(*spec.cores)
         for event in spec.job.serve(spec.weights, inbox):
-            connection.send(event)
+            inbox.send(event)
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent has to hear of it
         sys.stderr.write(hide(traceback.format_exc()))
         text = str(error).strip() or type(error).__name__
-        connection.send(Failed(text.splitlines()[0]))
+        inbox.send(Failed(text.splitlines()[0]))
         sys.exit(1)
 
 
@@ -256,6 +263,8 @@ class Inbox:
         self._weights: Any = None
         self._requests: deque[Any] = deque()
         """The rest of a batch, completed by `_weights`."""
+        self._sent = 0.0
+        """When something was sent last."""
         threading.Thread(target=self._receive, daemon=True).start()
 
     def next_weights(self, *, wait: bool) -> Any:
@@ -277,6 +286,15 @@ class Inbox:
     def take(self) -> Any:
         """The next request, where `next_weights` has found one."""
         return self._requests.popleft()
+
+    def send(self, event: WorkerEvent) -> None:
+        self._connection.send(event)
+        self._sent = time.monotonic()
+
+    def working(self) -> None:
+        """Have the parent hear of this worker now and then, in the midst of its work."""
+        if time.monotonic() >= self._sent + WORKING_S:
+            self.send(Working())
 
     def _receive(self) -> None:
         try:

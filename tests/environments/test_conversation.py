@@ -249,6 +249,18 @@ def test_other_rows_are_drawn_while_a_tool_is_at_work():
     assert shown(rows[1])[1] == ("tool", "yes")
 
 
+def test_each_turn_and_each_answer_is_a_sign_of_life():
+    """Of two rows: a reset, a turn, its call, another turn and no call after the last."""
+    conversations = talking(TOKENIZER, add)
+    signs = []
+    conversations.on_turn = lambda: signs.append(1)
+    rows = rows_of(conversations, 2)
+    engine = saying(CALL, "5")
+    found = list(conversations.run(rows, engine, prompts(10_000, 10**6)))
+    assert [row.turns for row in found] == [2, 2]
+    assert len(signs) == 2 * 5  # the end of the last turn is the environment's affair too
+
+
 def test_rows_come_while_others_are_under_way():
     """As a worker's do: those that have ended are handed on before the sender is waited for, though the engine had
     nothing of them to draw."""

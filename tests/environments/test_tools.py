@@ -175,9 +175,9 @@ VALIDATED = ["--config.validation.datasets", '["gsm8k"]']
     ("flags", "said"),
     [
         (
-            ["--config.rollout.workers", "2", "--config.rollout.deadline_s", "100"],
-            "--config.environment.tool_timeout_s 30: with max_turns 8 a worker may say nothing for 270 s, and"
-            " --config.rollout.deadline_s is 100 s; write less, or raise deadline_s",
+            ["--config.rollout.workers", "2", "--config.rollout.deadline_s", "30"],
+            "--config.environment.tool_timeout_s 30: a worker may say nothing for so long, and"
+            " --config.rollout.deadline_s is 30 s; write less, or raise deadline_s",
         ),
         (
             ["--config.rollout.workers", "2", *VALIDATED, "--config.training.ddp_timeout", "100"],

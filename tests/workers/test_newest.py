@@ -1,12 +1,14 @@
 """A pool whose requests are completed by the weights that are the newest ones when they are handed out, and the feed of
 an engine that takes as many pieces as it has room for."""
 
+import time
+
 import pytest
 
 from perl.records import Completion, Prompt, Weights
 from perl.workers.pool import WorkerPool
 from perl.workers.rollouts import Piece, PieceFeed, Version
-from perl.workers.worker import Ready
+from perl.workers.worker import Ready, Working
 
 
 class Link:
@@ -91,6 +93,26 @@ def test_what_nobody_has_begun_takes_the_weights_that_are_submitted_last(tmp_pat
         assert again.requests[0].id == (0, 0)
         assert (again.weights.weights.version, again.payload) == ((2, b"two") if newest else (0, b"zero"))
         assert set(pool._payloads) == {version(2)} | (set() if newest else {version(0), version(1)})
+        pool.unfinished.clear()
+
+
+def test_a_worker_that_says_that_it_is_at_work_is_waited_for(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    executor = Links()
+    with WorkerPool(executor, Job(), tmp_path, deadline_s=60.0) as pool:
+        pool.submit(version(0), pieces(0, count=1), b"zero")
+        pool.poll(0.0)
+        executor.links[0].deliver(Ready(1, 0.0))
+        pool.poll(0.0)
+        for _ in range(5):
+            now[0] += 50.0
+            executor.links[0].deliver(Working())
+            assert pool.poll(0.0) == []
+        assert len(executor.links) == 1
+        now[0] += 61.0
+        pool.poll(0.0)
+        assert len(executor.links) == 2  # it was started again
         pool.unfinished.clear()
 
 
