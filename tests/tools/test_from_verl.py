@@ -351,6 +351,7 @@ ONE_KEY = [
     ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "epsilon_high", 1.2),
     ("trainer.save_freq=5", "save_steps", 20),
     ("actor_rollout_ref.actor.ppo_epochs=2", "num_iterations", 2),
+    ("actor_rollout_ref.actor.fsdp_config.full_determinism=True", "full_determinism", True),
     ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "loss_type", "dr_grpo"),
     ("actor_rollout_ref.actor.optim.lr_warmup_steps=10", "warmup_steps", 40),
     ("actor_rollout_ref.rollout.top_k=50", "top_k", 50),
