@@ -23,7 +23,8 @@ SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class BatchedUpdates:
-    """The shared updates of a model's layers, made once: a captured graph finds their weights where they were."""
+    """The shared updates of a model's layers, made once for each dtype: a captured graph finds their weights where they
+    were, whatever was computed in another dtype since."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[Any, ...], SharedUpdate] = {}
@@ -40,7 +41,7 @@ class BatchedUpdates:
         """
         groups = []
         for members in _groups(layers):
-            group = self._groups.setdefault(tuple(members), SharedUpdate(members))
+            group = self._groups.setdefault((dtype, *members), SharedUpdate(members))
             group.read_weights(dtype)
             groups.append(group)
         try:

@@ -88,8 +88,8 @@ class RolloutMerge:
         must not change inside, and nothing can be differentiated.
 
         Args:
-            dtype: what the trainer computes in, and so packed weights (perl.engines.linear.pack) and an unmerged
-                adapter above weights of that dtype; None is float32.
+            dtype: what the trainer's autocast computes in, and so packed weights (perl.engines.linear.pack) and an
+                unmerged adapter above weights of that dtype; None is float32.
             quantised: the base computes by `quantization`, in the dtype of the hidden states.
         """
         if quantised and self.quantization != "none":

@@ -462,9 +462,17 @@ def varlen_attention(wanted: bool | Literal["auto"]) -> Kernel | None:
 
 
 def _where_wanted(kernel: Kernel, wanted: bool | Literal["auto"]) -> Kernel | None:
-    if wanted == "auto":
-        wanted = detect().kind == "cuda" and kernel.absent() is None
-    return kernel if wanted else None
+    if wanted != "auto":
+        return kernel if wanted else None
+    if detect().kind != "cuda":
+        return None
+    if (reason := kernel.absent()) is not None:
+        _say_once(f"attention is computed by sdpa: {reason}")
+        return None
+    return kernel
+
+
+_say_once = functools.cache(log.info)
 
 
 def for_decompositions(where: torch.device) -> torch.device:

@@ -12,8 +12,10 @@ import inspect
 import itertools
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +71,10 @@ def _no_triton() -> str | None:
         return "triton is not installed"
     if "CC" not in os.environ and not any(shutil.which(name) for name in ("gcc", "clang", "cc")):
         return "triton finds no C compiler: install gcc, or name one in CC"
+    # As in triton/runtime/build.py, which builds each kernel's launcher.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    if not Path(sysconfig.get_paths(scheme)["include"], "Python.h").is_file():
+        return "triton finds no Python.h: install python3-dev"
     return _no_ampere("paged_decode")
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 SPLIT = 256
 """Tokens of a program. A block of the cache holds a multiple of TILE."""
 TILE = 64
-"""Tokens that a program reads at once."""
+"""Tokens that a program reads at once; half of them where they would not fit into 99 KiB of shared memory."""
 LOG2_E = 1.4426950408889634
 
 
@@ -104,12 +104,13 @@ def paged_decode(
     result = torch.empty_like(query, memory_format=torch.contiguous_format)
     padded_dim = max(16, triton.next_power_of_2(dim))
     group = heads // key_heads
+    exact = query.dtype == torch.float32
     _attend_split[(rows, key_heads, splits)](
         query, key_cache, value_cache, block_table, lengths, out, lse,
         scaling * LOG2_E, splits,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], block_table.stride(0),
         GROUP=group, PADDED_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, PADDED_DIM=padded_dim,
-        BLOCK=block, SPLIT=SPLIT, TILE=TILE, EXACT=query.dtype == torch.float32,
+        BLOCK=block, SPLIT=SPLIT, TILE=TILE // 2 if exact and dim > 128 else TILE, EXACT=exact,
     )  # fmt: skip
     _merge_splits[(rows, heads)](out, lse, lengths, result, splits, DIM=dim, PADDED_DIM=padded_dim, SPLIT=SPLIT)
     return result

@@ -50,31 +50,47 @@ def numbers_of(model: Any) -> tuple[torch.dtype, int]:
 
 
 class _Reached(Exception):
-    """An attention layer was given the layout."""
+    """An attention layer was given the layout, and what it was to be given with it."""
+
+
+class _Changed(Exception):
+    """It was given other keys or values than the cache's."""
 
 
 class _Probe:
     """A layout that ends the forward at the first attention layer that is given it."""
 
-    def attend(self, *args: Any) -> torch.Tensor:
-        raise _Reached
+    def __init__(self, first: Any):
+        self.first = first
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
+        whole = self.first is None or (key is self.first.keys and value is self.first.values)
+        raise _Reached if whole else _Changed
 
 
-def layout_lost(model: Any) -> str | None:
+def layout_lost(model: Any, cache: Any = None) -> str | None:
     """Why the attention layers of `model` (a transformers model that has adopted `attention`) can't be given a layout,
     or None where they can.
 
     Asked of a copy without weights on the meta device, since some of the model's own may lie on other processes, which
     would have to take part in a forward.
+
+    Args:
+        cache: a KVCache on the meta device in which a decode step of one row has begun: attention must be given the
+            keys and values that its layers hand out, as they are. Latent ones (DeepSeek's) are expanded first, say.
     """
     try:
         with torch.device("meta"):
             copy = type(model)(deepcopy(model.config)).base_model
-            ids = torch.zeros(1, 2, dtype=torch.long)
+            ids = torch.zeros(1, 2 if cache is None else 1, dtype=torch.long)
             mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-            copy(input_ids=ids, position_ids=ids, attention_mask=mask, layout=_Probe(), use_cache=False)
+            cached = {"use_cache": cache is not None, "past_key_values": cache}
+            probe = _Probe(cache and cache.kv_layers[0])
+            copy(input_ids=ids, position_ids=ids, attention_mask=mask, layout=probe, **cached)
     except _Reached:
         return None
+    except _Changed:
+        return "its layers change keys and values on their way from the cache to attention"
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         return f"its attention could not be tried with a layout: {reason}"

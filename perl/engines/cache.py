@@ -312,6 +312,16 @@ class BlockCache(KVCache):
         """Rows and prompts that hold each block."""
         self.free = list(range(len(self.users) - 1, SCRATCH, -1))
 
+    @classmethod
+    def without_weights(cls, model: Any, dtype: torch.dtype, head_dim: int, block_size: int) -> BlockCache:
+        """One on the meta device for one row of a transformers model, which has begun a decode step."""
+        config = model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        states = torch.empty(heads, 1, head_dim, dtype=dtype, device="meta")
+        cache = cls([(states, states)] * config.num_hidden_layers, 1, block_size, block_size, block_size)
+        cache.begin(torch.zeros(1, dtype=torch.long, device="meta"), 1, whole=True)
+        return cache
+
     def _shape(self) -> tuple[int, int]:
         a_row = self._blocks_of(self.max_seq_len)
         # Two rows at least: one that is decoded alone, and the prompt of another that waits.

@@ -116,6 +116,8 @@ class Decoder:
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs or MAX_NUM_SEQS["cpu" if model.device.type == "cpu" else "accelerator"]
         self.capture, self.kernel, self.block_size, self.stock = capture, kernel, block_size, stock
+        self.kernel_fits = False
+        """Known once a run has tried it."""
         self.generation_kwargs = generation_kwargs or {}
         self.reserved = 0
         """Bytes that are free now but needed by others later, so that the cache must leave them."""

@@ -107,12 +107,10 @@ class Runner:
         self.own_attention = kept is None
         self.on_cpu = self.where.type == "cpu"
         self.block_size = decoder.block_size or (None if self.on_cpu else BLOCK_SIZE)
+        if decoder.kernel is not None and (reason := kept or self._kernel_lost(inner)):
+            warn_once(f"decode steps are computed by sdpa: {reason}")
+            decoder.kernel = None
         self.kernel = decoder.kernel
-        if self.kernel is not None:
-            reason = kept or self.kernel.missing(*numbers_of(inner), self.block_size) or layout_lost(inner)
-            if reason is not None:
-                warn_once(f"decode steps are computed by sdpa: {reason}")
-                self.kernel = None
         self.captures = decoder.capture and not self.processors
         if decoder.capture and (reason := graphs.unsupported_reason(decoder.model, kept)):
             warn_once(f"decoding without captured graphs: {reason}")
@@ -120,6 +118,16 @@ class Runner:
         self.graphs_for = (sampling.distribution, graphs.baked_in(inner)) if self.captures else None
         self.reads_late = 0 if self.on_cpu or self.processors else 1
         """Steps whose tokens may still be on the device."""
+
+    def _kernel_lost(self, model: Any) -> str | None:
+        """Why the decoder's kernel can't compute the attention of `model`, or None."""
+        decoder, numbers, block_size = self.decoder, numbers_of(model), self.block_size or BLOCK_SIZE
+        if decoder.kernel_fits:
+            return None
+        if (reason := decoder.kernel.missing(*numbers, block_size)) is None:
+            reason = layout_lost(model, BlockCache.without_weights(model, *numbers, block_size))
+        decoder.kernel_fits = reason is None
+        return reason
 
     def clear(self) -> None:
         """Forget the rows of a run before, which may have been broken off."""

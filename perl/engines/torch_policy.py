@@ -51,7 +51,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         generation_kwargs: the user's part of it.
         kernels: training.attention_kernels.
         gathered: inside it the weights that ZeRO-3 or FSDP has spread are whole.
-        dtype: what the trainer computes in; None is the weights'.
+        dtype: what the trainer's autocast computes in; float32, or None, without it.
         eager_optimizer: the optimizer made its gradients and state when it was built, as DeepSpeed's does; any other
             makes them in the first update.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from perl.adapters.none import compute_dtype
 from perl.base.errors import UserError
 from perl.config.load import correction_of, drawn_at_once, pieces_of
 from perl.engines.attention import adopted_from
@@ -44,7 +45,7 @@ def _torch(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: dict[s
         noise=trainer.noise,
         kernels=trainer.args.attention_kernels,
         gathered=trainer.gathered,
-        dtype=trainer.compute_dtype(),
+        dtype=compute_dtype(trainer.args),
         eager_optimizer=trainer.is_deepspeed_enabled,
     )
 
@@ -178,7 +179,7 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
         generation_config=trainer.generation_config,
         generation_kwargs=kwargs,
         kernels=trainer.args.attention_kernels,
-        dtype=trainer.compute_dtype(),
+        dtype=compute_dtype(trainer.args),
         piece_size=piece_size(trainer, config),
         newest=bool(config.max_staleness),
         talks=_talks(trainer),

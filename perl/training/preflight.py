@@ -181,7 +181,7 @@ def check_training(training: TrainingConfig) -> None:
     if training.use_liger_kernel:
         raise UserError(
             "--config.training.use_liger_kernel true: Liger's kernels read memory that is not theirs in a rollout"
-            " (liger-kernel 0.8.5 on an H200); norms are fused without them; leave it out"
+            " (liger-kernel 0.8.5 on an H200); leave it out"
         )
     if training.sync_ref_model:
         raise UserError(

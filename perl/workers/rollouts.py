@@ -94,7 +94,7 @@ class RolloutJob:
     generation_kwargs: dict[str, Any]
     kernels: bool | Literal["auto"]
     dtype: torch.dtype | None
-    """That the trainer computes in."""
+    """That the trainer's autocast computes in; float32 without it."""
     piece_size: int
     newest: bool
     """An engine decodes pieces together, as they come; else each with no others."""

@@ -8,6 +8,8 @@ from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import adapted_layers
 from perl.adapters.rollout_merge import RolloutMerge
 from tests.adapters.test_rollout_merge import logits, make
+from tests.tiny import tiny_model
+from tests.trainers import draw, make_trainer
 
 pytestmark = pytest.mark.numeric
 
@@ -97,6 +99,16 @@ def test_the_update_is_computed_in_what_the_trainer_computes_in():
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
     with updates.applied(adapted_layers(model), torch.float16):  # no weight has it
         assert layer.forward.func.__self__.a.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_without_mixed_precision_it_keeps_the_adapters_own_precision(tmp_path, bf16):
+    """As PEFT does in the trainer's forward, also above weights of bfloat16."""
+    model = tiny_model(scale=4.0, dtype=torch.bfloat16)
+    trainer = make_trainer(tmp_path, model=model, engine="fast", rollout={"merge_adapter": False}, bf16=bf16)
+    draw(trainer, [[6, 7, 8]], 2)
+    groups = trainer.step.engine.merge._batched._groups.values()
+    assert {group.a.dtype for group in groups} == {torch.bfloat16 if bf16 else torch.float32}
 
 
 @pytest.mark.parametrize("method", ["dora", "rslora"])

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from perl.engines import attention
+from perl.engines.cache import BlockCache
 from tests.engines.models import decode, make_sequences, prompts, tiny
 
 pytestmark = pytest.mark.numeric
@@ -49,6 +51,34 @@ def test_the_fast_loop_decodes_with_it(monkeypatch):
     decoding = [shape for shape in shapes if shape[0][1] <= 2]
     assert decoding
     assert set(decoding) == {((2, 2), 2)}
+
+
+def small(kind: str, **settings):
+    """A model of transformers, two layers of four heads."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 50, "attn_implementation": "sdpa"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | settings))
+
+
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("qwen2", {}, None),
+        ("qwen3", {"head_dim": 32}, None),
+        ("llama", {}, None),
+        ("diffllama", {}, "its layers change keys and values on their way from the cache to attention"),
+        ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 2} | LATENT, "could not be tried"),
+        ("minicpm3", {"num_key_value_heads": 4} | LATENT, "could not be tried"),
+    ],
+)
+def test_a_kernel_that_reads_blocks_gets_the_caches_keys_as_they_are_or_none(kind, settings, reason):
+    model = small(kind, **settings)
+    assert attention.adopt(model) is None
+    found = attention.layout_lost(model, BlockCache.without_weights(model, *attention.numbers_of(model), 128))
+    assert found is None if reason is None else reason in found
 
 
 def test_other_attention_stays():

@@ -345,7 +345,7 @@ def test_the_out_form_writes_to_given_memory(answer):
     assert "out is (1, 4, 1, 16), not (2, 4, 1, 16)" in found[2]
 
 
-def test_what_a_kernel_cannot_do_is_said(monkeypatch):
+def test_what_a_kernel_cannot_do_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "detect", lambda: device.Devices("cpu", 1))
     for kernel in (device.paged_attention(True), device.varlen_attention(True)):
         assert kernel.missing(torch.bfloat16, 64) == "there is no such kernel on a cpu"
@@ -368,6 +368,9 @@ def test_what_a_kernel_cannot_do_is_said(monkeypatch):
     monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     assert paged.missing(torch.float32, 64, 256) == "triton finds no C compiler: install gcc, or name one in CC"
     monkeypatch.setenv("CC", "gcc")
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+        assert paged.missing(torch.float32, 64, 256) == "triton finds no Python.h: install python3-dev"
     assert varlen.missing(torch.float32, 64) == "varlen_attn does not compute in float32"
     monkeypatch.setattr(kernels, "_varlen_parameters", frozenset)
     assert varlen.missing(torch.bfloat16, 64) == f"torch {torch.__version__} has no varlen_attn with a scale, 2.11 has"
@@ -375,6 +378,14 @@ def test_what_a_kernel_cannot_do_is_said(monkeypatch):
     assert paged.missing(torch.bfloat16, 64, 96) == "paged_decode takes blocks of a multiple of 64 tokens, not 96"
     assert (paged.host_lengths, kernels.PAGED["npu"].host_lengths) == (False, True)
     assert all(BLOCK_SIZE in kernels.PAGED[kind].block_sizes for kind in ("cuda", "npu"))
+
+
+def test_that_none_can_be_had_on_cuda_is_a_line(monkeypatch, caplog):
+    monkeypatch.setattr(device, "detect", lambda: device.Devices("cuda", 1))
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level("INFO"):
+        assert [device.paged_attention("auto") for _ in range(2)] == [None, None]
+    assert caplog.messages == ["attention is computed by sdpa: triton is not installed"]
 
 
 def test_an_npu_has_both_kernels(answer):

@@ -21,6 +21,7 @@ from tests.training import test_pool, test_resume
 from tests.training.small_run import write_inputs
 
 pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.qlora
 
 NF4 = {"quantization": "nf4", "dtype": torch.float32}
 WORKS = [name for name, adapter in ADAPTERS.items() if "nf4" not in adapter.refused]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from perl import device
 from perl.adapters.applied import STRATEGIES, check_base, check_method
@@ -24,7 +24,7 @@ from perl.tools.plan.inputs import (
     vllm_room,
     workers_room,
 )
-from perl.tools.plan.memory import Device, Parallel
+from perl.tools.plan.memory import Device, Job, Parallel
 from perl.tools.plan.page import Plan, as_json, as_text
 from perl.tools.recipe_flags import add_recipe_flags, given_flags, program_of
 
@@ -60,13 +60,18 @@ def run(args: Any) -> int:
     model = read_config(config.model.model_name_or_path)
     shape, quantised = shape_of(model, config.peft, critic_of(config)), quantised_fields(config, model)
     job = job_of(config, parsed, where, count, parallel, quantised)
-    if parsed.program is GRPO and config.training.attention_kernels is True:
+    if parsed.program is GRPO and packed_by_kernel(config.training.attention_kernels, where, job):
         where = dataclasses.replace(where, by_row=False)
     rooms = [*vllm_room(shape, job, where), *workers_room(shape, job, where)]
     notes = [*taken, *why, *parsed.warnings, *rough(config, quantised), *rooms]
     plan = Plan(config.model.model_name_or_path, shape, job, where, notes)
     print(as_json(plan) if args.json else as_text(plan))
     return 0
+
+
+def packed_by_kernel(wanted: bool | Literal["auto"], where: Device, job: Job) -> bool:
+    """Whether a packed micro-batch's attention is one kernel (perl.device.kernels.VARLEN)."""
+    return where.kind == "cuda" and job.compute_bytes == 2 if wanted == "auto" else wanted
 
 
 def _device(name: str | None, count: int | None) -> tuple[Device, int]:

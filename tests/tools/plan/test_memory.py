@@ -284,6 +284,7 @@ def test_of_a_base_in_4_bits_the_head_alone_is_laid_out_again():
     assert cpu["weights in oneDNN's layout"] == 4 * 100 * 10
 
 
+@pytest.mark.qlora
 @pytest.mark.parametrize(
     ("loaded", "fields"),
     [
