@@ -123,12 +123,26 @@ def check_base(config: Config | SFTRunConfig, strategy: str | None = None) -> No
         )
 
 
-def check_stored(config: Config | SFTRunConfig, model: Any) -> None:
-    """A UserError where the files of `model`, its PretrainedConfig, hold already what model.quantization asks for."""
-    if config.model.quantization != "none" and getattr(model, "quantization_config", None):
+def check_stored(config: Config | SFTRunConfig, model: Any, strategy: str | None = None) -> None:
+    """What a base can't be had with whose files, as `model` says, its PretrainedConfig, are quantised.
+
+    Args:
+        strategy: as in `check_method`.
+
+    Raises:
+        UserError: model.quantization asks for it too, or the weights would be spread.
+    """
+    if not (stored := fields_of(model)):
+        return
+    path = config.model.model_name_or_path
+    if config.model.quantization != "none":
         raise UserError(
-            f"--config.model.quantization {config.model.quantization}: {config.model.model_name_or_path} is quantised"
-            " already; leave the flag out"
+            f"--config.model.quantization {config.model.quantization}: {path} is quantised already; leave the flag out"
+        )
+    if strategy := strategy_of(config.training) if strategy is None else strategy:
+        raise UserError(
+            f"{path} is stored in {described(stored)}, and {STRATEGIES[strategy]} would split the packed weights;"
+            " start with DDP or ZeRO-2 (scripts/accelerate)"
         )
 
 

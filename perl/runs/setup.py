@@ -97,11 +97,10 @@ def model_dtype(config: Config | SFTRunConfig) -> torch.dtype:
 
 
 def check_quantization(config: Config | SFTRunConfig) -> None:
-    """What a base that is quantised as it loads can't be had with."""
+    """What a base that is quantised, as it loads or in its files, can't be had with."""
     check_base(config)
-    if config.model.quantization == "none":
-        return
-    require_bitsandbytes(f"--config.model.quantization {config.model.quantization}")
+    if config.model.quantization != "none":
+        require_bitsandbytes(f"--config.model.quantization {config.model.quantization}")
     folder = resolve_model(config.model.model_name_or_path, MODEL_FLAG)
     check_stored(config, folders.load_config(folder, MODEL_FLAG))
 

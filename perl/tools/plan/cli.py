@@ -58,7 +58,7 @@ def run(args: Any) -> int:
     if isinstance(config, Config) and config.environment.used:
         load_environment(config.environment)  # a mistake in it is one line here too
     model = read_config(config.model.model_name_or_path)
-    shape, quantised = shape_of(model, config.peft, critic_of(config)), quantised_fields(config, model)
+    shape, quantised = shape_of(model, config.peft, critic_of(config)), quantised_fields(config, model, strategy)
     job = job_of(config, parsed, where, count, parallel, quantised)
     if parsed.program is GRPO and packed_by_kernel(config.training.attention_kernels, where, job):
         where = dataclasses.replace(where, by_row=False)

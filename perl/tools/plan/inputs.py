@@ -134,10 +134,11 @@ def _trains(method: Any, name: str) -> bool:
     return not method.trains or any(f".{kind}." in f"{name}." for kind in method.trains)
 
 
-def quantised_fields(config: Config | SFTRunConfig, model: Any) -> dict[str, Any]:
+def quantised_fields(config: Config | SFTRunConfig, model: Any, strategy: str) -> dict[str, Any]:
     """The quantization_config that the base is loaded with: by model.quantization, else that of `model`, its
-    PretrainedConfig; empty where there is none. A UserError where there are both."""
-    check_stored(config, model)
+    PretrainedConfig; empty where there is none. A UserError where there are both, or `strategy` (as in check_method)
+    would spread it."""
+    check_stored(config, model, strategy)
     return dict(FIELDS) if config.model.quantization == "nf4" else fields_of(model)
 
 

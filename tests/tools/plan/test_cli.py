@@ -155,6 +155,18 @@ def test_a_base_in_4_bits_by_flag_and_by_its_own_config(plan, tmp_path):
         plan(RECIPE, "--device", "h100", MODEL, str(tmp_path), "--config.peft.type", "none")
 
 
+@pytest.mark.parametrize(("parallel", "name"), [("zero3", "ZeRO-3"), ("fsdp2", "FSDP2")])
+def test_a_base_that_is_stored_in_4_bits_is_not_split(plan, tmp_path, parallel, name):
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads(Path(QWEN).read_text()) | {"quantization_config": stored})
+    )
+    flags = RECIPE, "--device", "h100", "--count", "2", MODEL, str(tmp_path)
+    with pytest.raises(UserError, match=rf"is stored in 4 bits \(bitsandbytes, fp4\), and {name} would split"):
+        plan(*flags, "--parallel", parallel)
+    assert json.loads(plan(*flags, "--parallel", "zero2", "--json"))["fits"]["80"]
+
+
 def test_what_splits_weights_is_not_offered_to_a_base_in_4_bits(plan):
     flags = RECIPE, MODEL, QWEN, "--device", "h100", "--count", "2", "--json"
     assert json.loads(plan(*flags, *NF4))["by_parallel"].keys() == {"ddp", "zero0", "zero1", "zero2"}
