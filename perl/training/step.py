@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from perl.algorithms.grpo import equal_groups, group_relative, normalized_by_fun
 from perl.algorithms.kl import KLCoefficient, kl_divergence, token_rewards
 from perl.algorithms.ppo import generalized
 from perl.engines.base import PolicyEngine
-from perl.engines.torch_policy import evaluation_mode
 from perl.noise.injector import NoiseInjector
 from perl.records import Trajectory, Weights
 from perl.runs.metrics import StepClock
@@ -43,16 +42,13 @@ from perl.training.loss import (
     policy_loss,
 )
 from perl.training.metrics import (
-    TOLERANCE,
     Metrics,
     completions_of,
-    difference,
     logged_by_rewards,
-    require_same_policy,
     rollout_metrics,
 )
 from perl.training.packing import Reader
-from perl.training.passes import Passes
+from perl.training.passes import Comparison, Passes, Samplers
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 
@@ -62,26 +58,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COMPARED_ROWS = 4
-"""Completions of each process that sampler and trainer are compared on before the first optimizer step, at least; of
-more pieces than these, one of each."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Step:
     """
     Attributes:
         model: the policy, as the trainer has wrapped it now.
-        gathered: inside it the policy without its wrappers, weights that are split gathered.
         reference: inside it the model that is the reference; None: nothing needs one.
         sigma: of this optimizer step's noise.
         noise: on the policy's norms, while it samples; None without noise.
         noisy_old: the ratio refers to the policy with its noise (noise_injection.old_logps).
         stale: a generation batch serves several updates, so that the ratio's old policy is not the one before each.
-        itemsize: bytes of a number that the trainer computes in.
-        exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
-        quantised: the engine draws with a quantised base, and the trainer's own is another one.
-        noise_of_all: what noise does to the policy is measured on all rows of a quantised engine, as sigma follows it.
     """
 
     args: TrainingConfig
@@ -90,6 +77,8 @@ class Step:
     settings: LossSettings
     engine: PolicyEngine
     collector: Collector
+    samplers: Samplers
+    comparison: Comparison
     passes: Passes
     dealer: Dealer
     critic: Critic | None
@@ -99,7 +88,6 @@ class Step:
     clock: StepClock
     device: torch.device
     model: Callable[[], Any]
-    gathered: Callable[[], contextlib.AbstractContextManager[Any]]
     reference: Callable[[], contextlib.AbstractContextManager[Any]] | None
     noise: NoiseInjector | None
     sigma: Callable[[], float]
@@ -107,10 +95,6 @@ class Step:
     stale: bool
     kl_coefficient: KLCoefficient
     entropy_bonus: EntropyBonus | None
-    itemsize: int
-    exact: bool = False
-    quantised: bool = False
-    noise_of_all: bool = False
     router_coefficient: float = 0.0
     """Of the auxiliary loss of a mixture of experts' router."""
     weights: Weights = field(default_factory=lambda: Weights(version=-1))
@@ -133,11 +117,11 @@ class Step:
         batch = Batch.of(rows, self.device, self.args.mask_truncated_completions, longest, bool(logprobs))
         batch.tokens = self.processes.added_up([float(batch.mask.sum())])[0]
         rewards = self._finite_rewards(rows, step)
-        self._compare(batch)
+        self.comparison.compare(batch)
         with self.clock("old_logps"):
             needed = self.kl_coefficient.value or (self.stale and not self.noisy_old)
             clean = self.passes.logps(self.model(), rows, batch.width) if needed else None
-            batch.old = self._by_samplers(batch) if self.noisy_old else clean if self.stale else None
+            batch.old = self.samplers.logps(batch) if self.noisy_old else clean if self.stale else None
             batch.reference = self._reference(batch)
             batch.values = self._values(batch)
         with self.clock("advantages"):
@@ -168,30 +152,6 @@ class Step:
         shown = functools.partial(completions_of, rows, functions.names)
         self.nonfinite.look_at(step + 1, rewards, functions.names, functions.infinite(rows), shown)
         return rewards.masked_fill(rewards.isinf(), math.nan)
-
-    @torch.no_grad()
-    def _by_samplers(self, batch: Batch, noisy: bool = True) -> torch.Tensor:
-        """float32 [rows, width]: log-probabilities by the policy that has drawn each row, its base not quantised, with
-        or without its noise. Every process must come here."""
-        drew = [row.weights for row in batch.rows]
-        logps = torch.empty((len(drew), batch.width), device=self.device)
-        for weights in sorted(set(self.processes.gathered(list(set(drew))))):
-            places = [place for place, each in enumerate(drew) if each == weights]
-            rows = [batch.rows[place] for place in places or [0]]  # every process makes each pass
-            with self._as_sampled(weights, noisy) as policy:
-                made = self.passes.logps(policy, rows, batch.width)
-            logps[places] = made[: len(places)]
-        return logps
-
-    @contextlib.contextmanager
-    def _as_sampled(self, weights: Weights, noisy: bool = True) -> Iterator[Any]:
-        """The policy that draws with these weights, its adapter unmerged: without dropout, with its noise."""
-        with self.gathered() as policy, evaluation_mode(policy), self.engine.published(weights):
-            if self.noise is None or not noisy:
-                yield policy
-                return
-            with self.noise.applied(weights.sigma, (weights.version, weights.draw)):
-                yield policy
 
     def _reference(self, batch: Batch) -> torch.Tensor | None:
         if self.reference is None:
@@ -261,68 +221,6 @@ class Step:
     def _baselines(self, batch: Batch, functions: torch.Tensor) -> torch.Tensor:
         baselines = torch.tensor([row.baseline for row in batch.rows], dtype=torch.float32)
         return weighted_sum(baselines.to(functions.device), functions)
-
-    @torch.no_grad()
-    def _compare(self, batch: Batch) -> None:
-        """Are the sampler's log-probabilities those of the weights that it should have had? Asked of a few rows before
-        the first optimizer step, as afterwards the loss compares them at no cost; where copies draw, or a quantised
-        base, of each batch. With `exact` of all rows, which have the trainer's own log-probabilities from then on."""
-        if self.metrics.tolerance is not None and not (self.engine.remote or self.exact or self.quantised):
-            return
-        why = self.engine.not_comparable(self.collector.sampling)
-        if why or batch.sampler is None:
-            why = why or "not given"
-            if self.metrics.tolerance is None:
-                log.info("rollouts: sampler and trainer are not compared: the sampler's log-probabilities are %s", why)
-            self.metrics.tolerance = math.inf
-            return
-        first = self.metrics.tolerance is None
-        spread = max(1, len(batch.rows) // COMPARED_ROWS)
-        if self.engine.remote and self.engine.piece_size:
-            spread = min(spread, self.engine.piece_size)  # of each piece, as another copy may have drawn it
-        few = batch if self.exact or self.noise_of_all else batch.select(range(0, len(batch.rows), spread))
-        with self.clock("rollout"):
-            trainer = self._by_samplers(few)
-        tolerance = TOLERANCE[min(self.engine.itemsize, self.itemsize)]
-        drawn = torch.tensor(
-            [[*row.sampled, *[False] * (few.width - len(row.sampled))] for row in few.rows], device=self.device
-        )
-        assert few.sampler is not None
-        apart, known = difference(few.sampler, trainer, drawn)
-        total, count = self.processes.added_up([apart.abs().sum().item(), float(known.sum())])
-        apart_by = total / count if count else None
-        require_same_policy(apart_by, tolerance, workers=self.engine.remote, quantised=self.quantised)
-        self.metrics.tolerance = tolerance
-        if count and first:
-            log.info("rollouts: sampler and trainer agree: %.2g nats apart", total / count)
-        if count and self.engine.remote:
-            self.metrics.value("rollout/engine_mismatch", total / count)
-        if self.quantised:
-            with self.clock("rollout"):
-                self._measure_drift(few, trainer, drawn)
-        if self.exact:
-            batch.sampler = trainer.masked_fill(~known, math.nan)
-
-    def _measure_drift(self, few: Batch, sampled: torch.Tensor, drawn: torch.Tensor) -> None:
-        """What lies between the policy that drew and the one that is trained, part by part: each is the KL divergence
-        to the next policy, in nats a token ("k3", as rollout/logp_kl), estimated on the tokens that the first one drew.
-
-        Args:
-            sampled: as `_by_samplers` has it.
-            drawn: bool [rows, width], tokens that the engine drew.
-        """
-        assert few.sampler is not None
-        self.metrics.kl("rollout/quantization_kl", few.sampler, sampled, drawn)
-        clean = sampled
-        if self.noise is not None:
-            clean = self._by_samplers(few, noisy=False)
-            if all(row.weights.sigma for row in few.rows):
-                self.metrics.kl("aqn/kl", sampled, clean, drawn)
-        if self.collector.lag:
-            model = self.model()
-            with evaluation_mode(model):  # without dropout, as the others
-                now = self.passes.logps(model, few.rows, few.width)
-            self.metrics.kl("rollout/staleness_kl", clean, now, drawn)
 
     def _log_rollout(self, batch: Batch, rewards: torch.Tensor, metrics: dict[str, float]) -> None:
         functions = self.collector.rewards
@@ -399,7 +297,7 @@ class Step:
         other = self.collector.lag > 0 or any(row.weights.sigma != 0 for row in rows)
         self.metrics.add_sampler(inputs.sampler, inputs.old, inputs.mask, other and not self.noisy_old)
         fresh = all(row.weights.version == step for row in rows)  # the policy is the one that drew, before an update
-        if self.noise is not None and fresh and not self.quantised:
+        if self.noise is not None and fresh and not self.comparison.quantised:
             self.metrics.kl("aqn/kl", inputs.sampler, inputs.policy, inputs.mask)
 
     def end_of_update(self) -> None:

@@ -68,7 +68,7 @@ from perl.training.engines import open_engine
 from perl.training.loss import EntropyBonus, LossSettings, masked_mean
 from perl.training.metrics import Metrics, completions_of
 from perl.training.packing import PackingPlan, plan_packing
-from perl.training.passes import PASS_TOKENS, Passes
+from perl.training.passes import PASS_TOKENS, Comparison, Passes, Samplers
 from perl.training.pool import PoolLost
 from perl.training.processes import Processes
 from perl.training.step import Step
@@ -266,6 +266,29 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 f"--config.rollout.behaviour exact: the sampler's log-probabilities are {why}, the trainer's are not;"
                 " write --config.rollout.behaviour engine"
             )
+        passes = self._make_passes(plan, processes)
+        samplers = Samplers(
+            engine=engine,
+            passes=passes,
+            processes=processes,
+            device=self.accelerator.device,
+            gathered=self.gathered,
+            noise=self.noise,
+        )
+        collector = self._make_collector(algorithm, engine, sampling, grade_early, processes, rollout)
+        quantised = rollout.quantization != "none"
+        comparison = Comparison(
+            samplers=samplers,
+            metrics=metrics,
+            clock=self.clock,
+            model=lambda: self.model,
+            sampling=collector.sampling,
+            lag=collector.lag,
+            itemsize=min(policy.dtype.itemsize, 2 if args.bf16 or args.fp16 else 4),
+            exact=rollout.behaviour == "exact",
+            quantised=quantised,
+            noise_of_all=bool(self.noise) and quantised and self.noise_config.schedule == "target_kl",
+        )
         made_critic = self._make_critic(critic, algorithm.name, plan, metrics) if chosen.critic else None
         window = (args.steps_per_generation or 1) * self.num_iterations
         return Step(
@@ -274,8 +297,10 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             algorithm=chosen,
             settings=LossSettings.of(args, args.beta, algorithm.kl_estimator, correction),
             engine=engine,
-            collector=self._make_collector(algorithm, engine, sampling, grade_early, processes, rollout),
-            passes=self._make_passes(plan, processes),
+            collector=collector,
+            samplers=samplers,
+            comparison=comparison,
+            passes=passes,
             dealer=self._make_dealer(plan, without_zero=args.beta == 0.0 and not chosen.critic, one_loss=bonus is None),
             critic=made_critic,
             metrics=metrics,
@@ -284,7 +309,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             clock=self.clock,
             device=self.accelerator.device,
             model=lambda: self.model,
-            gathered=self.gathered,
             reference=self._reference if refers else None,
             noise=self.noise,
             sigma=lambda: self.noise_stage.stage.sigma if self.noise else 0.0,
@@ -294,12 +318,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
                 algorithm.kl_in_reward, algorithm.kl_in_reward_target, algorithm.kl_in_reward_horizon
             ),
             entropy_bonus=bonus,
-            exact=rollout.behaviour == "exact",
-            quantised=rollout.quantization != "none",
-            noise_of_all=bool(self.noise)
-            and rollout.quantization != "none"
-            and self.noise_config.schedule == "target_kl",
-            itemsize=min(policy.dtype.itemsize, 2 if args.bf16 or args.fp16 else 4),
             router_coefficient=self.router_aux_loss_coef or 0.0,
         )
 

@@ -116,6 +116,8 @@ class RolloutJob:
         copy = COPIES[self.rollout.engine](self)
         pieces = max(1, copy.max_num_seqs // self.piece_size) if self.newest else 1
         with contextlib.nullcontext() if self.talks is None else self.talks.opened() as conversations:
+            if conversations is not None:
+                conversations.on_turn = inbox.working
             yield Ready(pieces, time.monotonic() - started)
             yield from self._drawn(copy, conversations, pieces, inbox)
         copy.close()
@@ -137,7 +139,7 @@ class RolloutJob:
                     feed = PieceFeed(inbox, version, self.newest)
                     drawn = copy.stream(feed) if conversations is None else self._conversed(conversations, copy, feed)
                     for position, completion in drawn:
-                        feed.working()
+                        inbox.working()
                         if done := feed.done(position, completion):
                             piece, completions, seconds = done
                             yield Result(piece.id, Drawn(completions, version, held, seconds, drained_s), pieces)
@@ -147,7 +149,6 @@ class RolloutJob:
     def _conversed(self, conversations: Conversations, copy: Copy, feed: PieceFeed) -> Iterator[tuple[int, Trajectory]]:
         """As `Copy.stream` has it. A row's environment is free at its end."""
         assert self.talks is not None
-        conversations.on_turn = feed.working
         places: dict[int, int] = {}
         """By id of a row, which its piece holds."""
 
@@ -232,10 +233,6 @@ class PieceFeed:
         self._under_way -= 1
         since, self._since = self._since, time.monotonic()
         return piece, tuple(made[each] for each in range(len(made))), self._since - since
-
-    def working(self) -> None:
-        """A piece gets on."""
-        self._inbox.working()
 
     def drained(self) -> float:
         """Seconds since another version was needed."""

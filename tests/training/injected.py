@@ -71,7 +71,8 @@ def inject(trainer: GRPOTrainer) -> None:
             yield place, Completion(token_ids=tuple(token_ids), finish_reason=finish)
 
     if isinstance(trainer, GRPOTrainer) and hasattr(trainer, "step"):
-        trainer.step.engine = trainer.step.collector.engine = Injected(trainer.step.engine, stream)
+        step = trainer.step
+        step.engine = step.collector.engine = step.samplers.engine = Injected(trainer.step.engine, stream)
         return
     trainer._generate_single_turn = lambda prompt_ids, *args, **kwargs: (draw(prompt_ids), None)  # type: ignore[method-assign]
 

@@ -283,7 +283,7 @@ def test_remax_compares_with_the_greedy_completion_of_the_prompt(tmp_path, engin
     assert calls == [8, prompts]  # a greedy one of each prompt, which the batch has not
     assert len(batch.rows) == 8
     weights = batch.rows[0].weights
-    with torch.no_grad(), trainer.step._as_sampled(weights) as policy:
+    with torch.no_grad(), trainer.step.samplers.policy(weights) as policy:
         for row in batch.rows:
             assert row.baseline == pytest.approx(reward_tokens([greedy_by_hand(policy, row.prompt_ids, 8)]))
     advantages = batch.advantages.masked_fill(~batch.mask, 0.0)

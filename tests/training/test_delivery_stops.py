@@ -11,10 +11,10 @@ from perl.base.errors import RankError
 from perl.config.schema import RolloutConfig
 from perl.records import Trajectory, Weights
 from perl.training.batch import Batch
-from perl.training.step import Step
 from perl.workers.rollouts import Piece, RolloutJob, Version
 from perl.workers.worker import Ready, Result
 from tests.tiny import save_tiny
+from tests.training.compared import compared
 
 
 class Inbox:
@@ -57,31 +57,23 @@ def test_a_row_of_each_piece_is_compared_as_another_worker_may_have_drawn_it(pie
     for i in range(16):
         if (pieces == 2 and i // 2 == wrong) or (pieces == 16 and i == 15):
             rows[i].logprobs = [-1.5]
-    compared = []
+    asked = []
 
     def logps(policy, some, width):
-        compared.extend(row.position for row in some)
+        asked.extend(row.position for row in some)
         return torch.full((len(some), width), -1.0)
 
-    step = SimpleNamespace(
+    comparison = compared(
+        clock=lambda name: nullcontext(),
         metrics=SimpleNamespace(tolerance=1e-3, value=lambda name, value: None),
         engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4, remote=True, piece_size=pieces),
-        collector=SimpleNamespace(sampling=None),
         processes=SimpleNamespace(added_up=lambda numbers: numbers, gathered=lambda things: things),
-        clock=lambda name: nullcontext(),
-        _as_sampled=lambda weights, noisy: nullcontext(),
         passes=SimpleNamespace(logps=logps),
-        itemsize=4,
-        device=torch.device("cpu"),
-        exact=False,
-        quantised=False,
-        noise_of_all=False,
     )
-    step._by_samplers = lambda few: Step._by_samplers(step, few)
     batch = Batch.of(rows, torch.device("cpu"), False, 1, True)
     if stops:
         with pytest.raises(RankError, match="a worker holds the policy that it was sent, and does not draw with it"):
-            Step._compare(step, batch)
+            comparison.compare(batch)
     else:
-        Step._compare(step, batch)
-    assert compared == list(range(0, 16, min(pieces, 4)))
+        comparison.compare(batch)
+    assert asked == list(range(0, 16, min(pieces, 4)))

@@ -15,6 +15,7 @@ from perl.training.loss import LossInputs, LossOutputs, Measured
 from perl.training.metrics import Metrics, require_same_policy
 from perl.training.processes import Processes
 from perl.training.step import Step
+from tests.training.compared import compared
 
 
 def processes():
@@ -113,7 +114,7 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
 
     def compare(batch):
         batches.append(batch)
-        Step._compare(step, batch)
+        comparison.compare(batch)
 
     def clock(name):
         if name == "old_logps":
@@ -123,36 +124,35 @@ def test_whether_there_are_log_probabilities_is_decided_by_all_processes(elsewhe
     row = Trajectory(
         row={}, position=0, sample=0, prompt_ids=(1,), token_ids=[2, 3], sampled=[True, True], finish="stop"
     )
-    step = SimpleNamespace(
+    processes = SimpleNamespace(
+        largest=lambda numbers: [max(n, int(elsewhere)) for n in numbers],
+        added_up=lambda numbers: [0.0, 2.0],
+        gathered=lambda things: things,
+    )
+    comparison = compared(
+        clock=clock,
         metrics=SimpleNamespace(tolerance=None),
         engine=SimpleNamespace(not_comparable=lambda sampling: None, itemsize=4, remote=False),
+        processes=processes,
+        passes=SimpleNamespace(logps=logps),
+    )
+    step = SimpleNamespace(
+        comparison=SimpleNamespace(compare=compare),
         collector=SimpleNamespace(sampling=None, collect=lambda weights, left: ([row], {})),
-        processes=SimpleNamespace(
-            largest=lambda numbers: [max(n, int(elsewhere)) for n in numbers],
-            added_up=lambda numbers: [0.0, 2.0],
-            gathered=lambda things: things,
-        ),
+        processes=processes,
         args=SimpleNamespace(bf16=False, fp16=False, mask_truncated_completions=False),
         clock=clock,
         _publish=lambda step: Weights(version=step),
         _finite_rewards=lambda rows, step: None,
-        _compare=compare,
         weights=Weights(version=-1),
-        itemsize=4,
-        exact=False,
-        quantised=False,
-        noise_of_all=False,
         _batches_left=lambda step: 1,
-        _by_samplers=lambda few: Step._by_samplers(step, few),
-        _as_sampled=lambda weights, noisy: nullcontext(),
-        passes=SimpleNamespace(logps=logps),
         device=torch.device("cpu"),
     )
     with pytest.raises(StopIteration):
         Step.batch(step, 0)
     assert (batches[0].sampler is not None) is elsewhere
     assert forwards == ([1] if elsewhere else [])
-    assert math.isfinite(step.metrics.tolerance) is elsewhere
+    assert math.isfinite(comparison.metrics.tolerance) is elsewhere
 
 
 def add_apart(made, apart, noisy=False):

@@ -71,7 +71,7 @@ def run(args: Any) -> int:
 
 def packed_by_kernel(wanted: bool | Literal["auto"], where: Device, job: Job) -> bool:
     """Whether a packed micro-batch's attention is one kernel (perl.device.kernels.VARLEN)."""
-    return where.kind == "cuda" and job.compute_bytes == 2 if wanted == "auto" else wanted
+    return where.packs and job.compute_bytes == 2 if wanted == "auto" else wanted
 
 
 def _device(name: str | None, count: int | None) -> tuple[Device, int]:

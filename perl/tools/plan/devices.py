@@ -20,7 +20,7 @@ def _ascend(name: str) -> Device:
 
 
 def _cuda(name: str, memory: int) -> Device:
-    return Device(name=name, kind="cuda", memory=memory, runtime=CONTEXT_CUDA, fused_tiles=True)
+    return Device(name=name, kind="cuda", memory=memory, runtime=CONTEXT_CUDA, fused_tiles=True, packs=True)
 
 
 DEVICES = {

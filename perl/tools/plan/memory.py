@@ -84,6 +84,8 @@ class Device:
     """Taken before a tensor is made: context, kernels, buffers of collectives. Assumed, not measured here."""
     fused_tiles: bool = False
     """TRL computes a tile of logits in one Triton kernel, elsewhere by torch, which takes several copies of it."""
+    packs: bool = False
+    """`training.attention_kernels auto` takes a kernel for packed rows there, which computes in 16 bits."""
     by_row: bool = True
     """Attention of a packed micro-batch has no kernel for rows of different lengths: one row after the other."""
 

@@ -1,0 +1,25 @@
+"""Comparisons of sampler and trainer without a model."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from perl.training.passes import Comparison, Samplers
+
+
+class Nobody(Samplers):
+    """Whatever drew, `passes` says its log-probabilities."""
+
+    def policy(self, weights: Any, noisy: bool = True) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+def compared(*, engine: Any, passes: Any, processes: Any, metrics: Any, clock: Any) -> Comparison:
+    samplers = Nobody(
+        engine=engine, passes=passes, processes=processes, device=torch.device("cpu"), gathered=nullcontext, noise=None
+    )
+    sampling: Any = None
+    return Comparison(
+        samplers=samplers, metrics=metrics, clock=clock, model=lambda: None, sampling=sampling, lag=0, itemsize=4
+    )
