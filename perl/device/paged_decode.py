@@ -87,6 +87,10 @@ def _merge_splits(
     tl.store(result_ptr + place * DIM + dims, result, mask=dims < DIM)
 
 
+def _tile(exact: bool, dim: int) -> int:
+    return TILE // 2 if exact and dim > 128 else TILE
+
+
 def paged_decode(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -110,7 +114,7 @@ def paged_decode(
         scaling * LOG2_E, splits,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], block_table.stride(0),
         GROUP=group, PADDED_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, PADDED_DIM=padded_dim,
-        BLOCK=block, SPLIT=SPLIT, TILE=TILE // 2 if exact and dim > 128 else TILE, EXACT=exact,
+        BLOCK=block, SPLIT=SPLIT, TILE=_tile(exact, dim), EXACT=exact,
     )  # fmt: skip
     _merge_splits[(rows, heads)](out, lse, lengths, result, splits, DIM=dim, PADDED_DIM=padded_dim, SPLIT=SPLIT)
     return result

@@ -458,6 +458,37 @@ def test_the_paged_kernel_in_tritons_interpreter():
     assert max(apart) < 1e-5
 
 
+@pytest.mark.parametrize(("capability", "shared_memory"), [(80, 166_912), (89, 101_376), (90, 232_448)])
+def test_the_paged_kernel_compiles_for_gpus_and_fits_into_their_shared_memory(capability, shared_memory):
+    """Triton compiles for a GPU that is not there."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from perl.device import paged_decode
+
+    def taken(kernel, pointers: dict[str, str], constants: dict[str, int]) -> int:
+        types = (
+            dict.fromkeys(kernel.arg_names, "i32")
+            | {"scale": "fp32"}
+            | pointers
+            | dict.fromkeys(constants, "constexpr")
+        )
+        signature = {name: types[name] for name in kernel.arg_names}
+        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        return compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", capability, 32)).metadata.shared
+
+    made = {"out_ptr": "*fp32", "lse_ptr": "*fp32", "lengths_ptr": "*i32", "table_ptr": "*i32"}
+    for dtype, dim, group in (("bf16", 128, 7), ("bf16", 256, 8), ("fp32", 80, 1), ("fp32", 256, 8)):
+        exact = dtype == "fp32"
+        sizes = {"DIM": dim, "PADDED_DIM": max(16, 1 << (dim - 1).bit_length()), "SPLIT": paged_decode.SPLIT}
+        split = {"GROUP": group, "PADDED_GROUP": 16, "BLOCK": BLOCK_SIZE, "EXACT": exact}
+        split |= {"TILE": paged_decode._tile(exact, dim)}
+        read = dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), f"*{dtype}")
+        assert taken(paged_decode._attend_split, made | read, sizes | split) <= shared_memory
+        assert taken(paged_decode._merge_splits, made | {"result_ptr": f"*{dtype}"}, sizes) <= shared_memory
+
+
 def test_packed_rows_by_the_kernel_have_the_gradients_of_sdpa(answer):
     found = answer(
         """
