@@ -1,6 +1,7 @@
 """What does staleness cost? The quickstart's training with completions of older and older weights, over several seeds.
 
     python -m benchmarks.staleness [--arms "lag 0;lag 8, token"] [--seeds 1,2,3,4,5,6,7,8] [--steps 160]
+    python -m benchmarks.staleness --real outputs/real_1 [outputs/real_2 ...] --output FILE [--arms ...] [--steps 80]
     python -m benchmarks.staleness --draw
 
 An arm is a lag (`rollout.lag`: a batch, which is a step here, is drawn by the weights of so many steps before) and
@@ -13,6 +14,9 @@ versions, reward, entropy and KL(sampler, trainer) of each step, scores on held-
 and CPU-seconds. A run that stands there is not repeated, so that the list can be worked off in parts. `--draw` writes
 the tables in docs/staleness.md and the curves assets/staleness_quickstart.svg, and prints what token has over none.
 
+--real trains the second stage of `python -m perl real`, from the adapter that SFT left in those folders, in the place
+of the quickstart.
+
 The tables give means over seeds with Student's t intervals of 95 %, and the mean difference from lag 0 (with the same
 noise) at the same seed with the p-value of a paired t-test, two-sided and not corrected for the number of arms.
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from benchmarks._learning import (
@@ -137,6 +142,7 @@ def draw(results: Sequence[Row]) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__, {str(arm): arm for arm in ORDER}, RESULTS)
+    parser.add_argument("--real", type=Path, nargs="+", help="folders of `python -m perl real`")
     parser.set_defaults(steps=160)
     return parser
 
