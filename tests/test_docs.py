@@ -80,7 +80,9 @@ def test_the_pages_to_start_with_are_there_in_both_languages():
 
 
 def test_the_pages_are_no_more_than_can_be_kept_true():
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")) <= 40_000
+    """The bars of tables are no words."""
+    words = [word for page in (ROOT / "docs").glob("*.md") for word in page.read_text(encoding="utf-8").split()]
+    assert sum(any(c.isalnum() for c in word) for word in words) <= 35_000
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=name)
