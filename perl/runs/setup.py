@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from perl import device
-from perl.adapters.applied import check_base, check_stored
+from perl.adapters.applied import check_base, check_stored, strategy_of
 from perl.adapters.none import loses_updates, trained_dtype
 from perl.adapters.start import continued, merge_into
 from perl.base.errors import UserError
@@ -101,6 +101,8 @@ def check_quantization(config: Config | SFTRunConfig) -> None:
     check_base(config)
     if config.model.quantization != "none":
         require_bitsandbytes(f"--config.model.quantization {config.model.quantization}")
+    elif not strategy_of(config.training):
+        return
     folder = resolve_model(config.model.model_name_or_path, MODEL_FLAG)
     check_stored(config, folders.load_config(folder, MODEL_FLAG))
 
