@@ -276,19 +276,6 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             noise=self.noise,
         )
         collector = self._make_collector(algorithm, engine, sampling, grade_early, processes, rollout)
-        quantised = rollout.quantization != "none"
-        comparison = Comparison(
-            samplers=samplers,
-            metrics=metrics,
-            clock=self.clock,
-            model=lambda: self.model,
-            sampling=collector.sampling,
-            lag=collector.lag,
-            itemsize=min(policy.dtype.itemsize, 2 if args.bf16 or args.fp16 else 4),
-            exact=rollout.behaviour == "exact",
-            quantised=quantised,
-            noise_of_all=bool(self.noise) and quantised and self.noise_config.schedule == "target_kl",
-        )
         made_critic = self._make_critic(critic, algorithm.name, plan, metrics) if chosen.critic else None
         window = (args.steps_per_generation or 1) * self.num_iterations
         return Step(
@@ -299,7 +286,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             engine=engine,
             collector=collector,
             samplers=samplers,
-            comparison=comparison,
+            comparison=self._make_comparison(samplers, collector, metrics, rollout),
             passes=passes,
             dealer=self._make_dealer(plan, without_zero=args.beta == 0.0 and not chosen.critic, one_loss=bonus is None),
             critic=made_critic,
@@ -319,6 +306,24 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             ),
             entropy_bonus=bonus,
             router_coefficient=self.router_aux_loss_coef or 0.0,
+        )
+
+    def _make_comparison(
+        self, samplers: Samplers, collector: Collector, metrics: Metrics, rollout: RolloutConfig
+    ) -> Comparison:
+        quantised = rollout.quantization != "none"
+        mixed = self.args.bf16 or self.args.fp16
+        return Comparison(
+            samplers=samplers,
+            metrics=metrics,
+            clock=self.clock,
+            model=lambda: self.model,
+            sampling=collector.sampling,
+            lag=collector.lag,
+            itemsize=min(self.policy().dtype.itemsize, 2 if mixed else 4),
+            exact=rollout.behaviour == "exact",
+            quantised=quantised,
+            noise_of_all=bool(self.noise) and quantised and self.noise_config.schedule == "target_kl",
         )
 
     def _end_turns(self, token: int) -> None:
