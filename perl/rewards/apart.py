@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-import select
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Send = Callable[[Any], None]
 
 
 def call_apart(call: Callable[[], str | None], seconds: float) -> str | None:
-    """What `call` returns in a fork of this process; None where it raises, ends its process, or takes longer than
-    `seconds`, after which it is killed with what it has started.
-
-    The user's code may hang, use up memory, print, or count its calls: the fork's working directory is a scratch
-    folder, its output goes nowhere, and nothing that it changes in memory is seen here.
-    """
+    """What `call` returns in a fork of this process, in a scratch folder; None where it raises, ends its process, or
+    takes longer than `seconds`."""
     with tempfile.TemporaryDirectory(prefix="perl-audit-", ignore_cleanup_errors=True) as scratch:
-        receive, send = os.pipe()
-        child = os.fork()
-        if child == 0:
-            _serve(call, scratch, send)
-        os.close(send)
         try:
-            return _read(receive, time.monotonic() + seconds)
-        finally:
-            os.close(receive)
-            for kill in (os.killpg, os.kill):  # the group, which the child may not have founded yet
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            return next(told_apart(lambda send: send(call()), seconds, scratch), None)
+        except TimeoutError:
+            return None
 
 
-def _serve(call: Callable[[], str | None], scratch: str, send: int) -> None:
+def told_apart(call: Callable[[Send], None], seconds: float, folder: str | None = None) -> Iterator[Any]:
+    """What `call` sends from a fork of this process, until it returns, raises or ends its process. The fork is killed
+    then, with what it has started.
+
+    The user's code may hang, use up memory, print, or count its calls: the fork's output goes nowhere, and nothing that
+    it changes in memory is seen here.
+
+    Args:
+        call: is given what sends, which takes anything that can be pickled.
+        seconds: that it may take until it sends something, or something more.
+        folder: its working directory; default: this process's.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    receive, send = multiprocessing.Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        _serve(call, send, folder)
+    send.close()
+    try:
+        while receive.poll(seconds):
+            try:
+                told = receive.recv()
+            except (EOFError, OSError):  # also where it ended in the middle of a message
+                return
+            yield told
+        raise TimeoutError
+    finally:
+        receive.close()
+        for kill in (os.killpg, os.kill):  # the group, which the child may not have founded yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _serve(call: Callable[[Send], None], send: Any, folder: str | None) -> None:
     try:
         os.setpgid(0, 0)
         for kind in (signal.SIGINT, signal.SIGTERM):
@@ -43,16 +68,8 @@ def _serve(call: Callable[[], str | None], scratch: str, send: int) -> None:
         sys.stdout = sys.stderr = nowhere = open(os.devnull, "w")  # noqa: SIM115
         for output in (1, 2):  # of what it starts, too
             os.dup2(nowhere.fileno(), output)
-        os.chdir(scratch)
-        os.write(send, (call() or "").encode())
+        if folder is not None:
+            os.chdir(folder)
+        call(send.send)
     finally:
         os._exit(0)  # nothing of the parent's is to be flushed or closed twice
-
-
-def _read(receive: int, until: float) -> str | None:
-    parts = []
-    while select.select([receive], [], [], max(0.0, until - time.monotonic()))[0]:
-        if not (part := os.read(receive, 1 << 16)):
-            return b"".join(parts).decode() or None
-        parts.append(part)
-    return None

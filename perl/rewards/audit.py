@@ -338,11 +338,15 @@ class _Payer:
     """By probe: what the function raised, once."""
     infinite: dict[str, str] = field(default_factory=dict)
     """By probe: the text that it gave no finite number."""
+    told: Callable[[str], None] | None = None
+    """Is told the first text of each call before it is made."""
 
     def pay(self, rows: Sequence[Row], cases: Sequence[Case]) -> list[float]:
         """Of each case; NaN where the function gave none, raised, or gave no finite number."""
         if not cases:
             return []
+        if self.told is not None:
+            self.told(_shown(rows, cases[0]))
         started = time.perf_counter()
         try:
             pays = self._scores(rows, cases)
@@ -438,15 +442,22 @@ class Audit:
     ms_max: float
 
 
-def audit(name: str, function: RewardFunction, rows: Sequence[Row], probes: Sequence[str] = tuple(PROBES)) -> Audit:
+def audit(
+    name: str,
+    function: RewardFunction,
+    rows: Sequence[Row],
+    probes: Sequence[str] = tuple(PROBES),
+    told: Callable[[str], None] | None = None,
+) -> Audit:
     """Pay for every probe of every row, three times: twice alike, and once with other answers to the same texts.
 
     Args:
         name: of the reward, for messages.
         function: what TRL calls (`build_rewards`).
         rows: at least one, of `make_rows`.
+        told: is told before each call which text it is of.
     """
-    payer = _Payer(name, function)
+    payer = _Payer(name, function, told=told)
     batches = list(_cases(rows, probes))
     cases = [case for batch in batches for case in batch]
     pays = [pay for batch in batches for pay in payer.pay(rows, batch)]
@@ -496,6 +507,15 @@ def audit(name: str, function: RewardFunction, rows: Sequence[Row], probes: Sequ
         ms_median=statistics.median(payer.ms),
         ms_max=max(payer.ms),
     )
+
+
+def unfinished(name: str, fault: str, rows: int) -> Audit:
+    """The verdict on a reward that could not be asked to the end."""
+    nothing = Share(0, 0, clustered_bootstrap([], []), "")
+    return Audit(
+        name=name, verdict="faulty", faults=(fault,), notes=(), rows=rows, probes={}, false_passes=nothing,
+        refusals=nothing, ms_median=0.0, ms_max=0.0,
+    )  # fmt: skip
 
 
 def _same_pay(one: float, two: float) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -14,9 +15,9 @@ from rich.table import Table
 from perl.base.errors import UserError, lookup
 from perl.grading import Grader
 from perl.records import Problem
-from perl.rewards.audit import ANSWER, PROBES, Audit, Share, audit, make_rows
-from perl.rewards.deadline import RewardDeadline
-from perl.rewards.files import FLAG, is_file
+from perl.rewards.apart import told_apart
+from perl.rewards.audit import ANSWER, PROBES, Audit, Row, Share, audit, make_rows, unfinished
+from perl.rewards.files import FLAG, RewardFunction, is_file
 from perl.rewards.functions import REWARDS, RewardContext, build_rewards, check_tasks
 from perl.tasks import TASKS, load_problems, problem_of_row
 from perl.tasks.reasoning_gym import TASK as GENERATED
@@ -94,13 +95,31 @@ def run(args: argparse.Namespace) -> int:
         except UserError as error:  # in the words of a training's flag
             raise UserError(f"python -m perl audit: {str(error).removeprefix(f'{FLAG}: ')}") from error
         check_tasks([name], {row.columns["task"] for row in rows if row.columns["task"]})
-        (function,) = RewardDeadline(args.deadline_s, "that is a fault of its own").over([name], functions)
-        found = audit(args.name, function, rows)
+        found = (
+            audit_apart(args.name, functions[0], rows, args.deadline_s)
+            if is_file(name)
+            else audit(args.name, functions[0], rows)
+        )
     if args.json:
         print(json.dumps(asdict(found), ensure_ascii=False))
     else:
         show(found, Console())
     return EXIT_FAULTY if found.verdict == "faulty" else 0
+
+
+def audit_apart(name: str, function: RewardFunction, rows: Sequence[Row], deadline_s: float) -> Audit:
+    """The audit of a user's function, in a process of its own: where it hangs, holding the interpreter's lock or not,
+    or ends its process, that is the verdict."""
+    asked = "its first text"
+    try:
+        for told in told_apart(lambda send: send(audit(name, function, rows, told=send)), deadline_s):
+            if isinstance(told, Audit):
+                return told
+            asked = told
+        fault = f"ends its process, or uses up its memory, on {asked}"
+    except TimeoutError:
+        fault = f"has not returned for {deadline_s:g} s, on {asked}"
+    return unfinished(name, fault, len(rows))
 
 
 def made_problems(task: str, count: int) -> list[Problem]:
@@ -122,7 +141,8 @@ def show(found: Audit, console: Console) -> None:
     table.add_row("all wrong texts", EXPECTED["less"], *cells(found.false_passes, "paid"))
     table.add_row("all right texts", EXPECTED["pays"], *cells(found.refusals, "refused"))
     console.print(table)
-    console.print(f"{found.ms_median:.2f} ms a completion, at most {found.ms_max:.2f}", highlight=False)
+    if found.ms_max:
+        console.print(f"{found.ms_median:.2f} ms a completion, at most {found.ms_max:.2f}", highlight=False)
     for line in (*found.faults, *found.notes, f"{found.name}: {found.verdict}, by {found.rows} rows"):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 

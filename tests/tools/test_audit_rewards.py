@@ -203,16 +203,30 @@ def test_mistakes(arguments, said):
     assert said in str(error.value)
 
 
-def test_a_reward_that_does_not_return_is_one_line(tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import time\n\n\ndef mine(completions, **_):\n    while '' in [c[-1]['content'] for c in completions]:\n"
-        "        time.sleep(0.1)\n    return [0.0 for _ in completions]\n"
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("time.sleep(600)", "has not returned for 1 s, on "),
+        # Holds the interpreter's lock, so that no thread of its process could end it.
+        ("re.match('(a+)+$', 'a' * 40 + 'b')", "has not returned for 1 s, on "),
+        ("os._exit(0)", "ends its process, or uses up its memory, on "),
+    ],
+)
+def test_a_reward_that_hangs_or_ends_its_process_is_faulty(code, fault, tmp_path):
+    (tmp_path / "ends.py").write_text(
+        "import os, re, time\n\n\ndef mine(completions, **_):\n"
+        f"    if '' in [c[-1]['content'] for c in completions]:\n        {code}\n"
+        "    return [0.0 for _ in completions]\n"
     )
-    command = [sys.executable, "-m", "perl", "audit", "slow.py:mine", "--deadline_s", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 1
-    assert "slow.py:mine has not returned for 1 s (it is at slow.py:" in done.stderr
-    assert "Traceback" not in done.stderr
+    command = [sys.executable, "-m", "perl", "audit", "ends.py:mine", "--deadline_s", "1"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    found = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, found["verdict"]) == (1, "", "faulty")
+    assert found["faults"] == [fault + found["faults"][0].removeprefix(fault)]
+    assert ", empty (" in found["faults"][0]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (shown.returncode, shown.stderr) == (1, "")
+    assert shown.stdout.splitlines()[-2:] == [*found["faults"], "ends.py:mine: faulty, by 20 rows"]
 
 
 # A training's own rows
