@@ -170,9 +170,9 @@ def distance(engine: TorchPolicyEngine, prompts: list[Prompt], completions: dict
 
 def megabytes(engine: TorchPolicyEngine) -> float:
     """Of the copy of the linear layers that draws."""
-    if engine.merge.quantization != "none":
-        assert engine.merge.quantised is not None
-        return engine.merge.quantised.nbytes / 1e6
+    if engine.quantised is not None:
+        assert engine.quantised.layers is not None
+        return engine.quantised.layers.nbytes / 1e6
     layers = [m for n, m in engine.model.named_modules() if type(m) is torch.nn.Linear and "lora_" not in n]
     return sum(4 * layer.weight.numel() for layer in layers) / 1e6  # of bfloat16 two tensors
 

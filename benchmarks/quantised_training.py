@@ -181,8 +181,8 @@ def score(engine: TorchPolicyEngine, how: Evaluation, tokenizer: Any) -> dict[st
 def bytes_of(engine: TorchPolicyEngine) -> dict[str, int]:
     """Of the linear layers as they draw, the head among them, and of the embedding as it is."""
     model: Any = engine.model
-    if quantised := engine.merge.quantised:
-        linear = quantised.nbytes
+    if engine.quantised and engine.quantised.layers:
+        linear = engine.quantised.layers.nbytes
     else:
         layers = [m for name, m in model.named_modules() if type(m) is torch.nn.Linear and "lora_" not in name]
         linear = sum(layer.weight.nbytes for layer in layers)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,11 +25,9 @@ from perl import device
 from perl.adapters.batched import BatchedUpdates
 from perl.adapters.layers import ACCEPTED_ROUNDING_ERROR, AdaptedLayer, RoundingError, adapted_layers
 from perl.adapters.none import has_adapter
-from perl.base.errors import UserError
-from perl.device.sharding import any_rank, is_split, resharded
-from perl.engines.base import evaluation_mode, warn_once
+from perl.device.sharding import any_rank, resharded
+from perl.engines.base import warn_once
 from perl.engines.linear import pack, packable, unpack
-from perl.engines.quantised import GROUP, SCHEMES, Quantisation, QuantisedLayers, available, require_cpu, wide_inputs
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +48,10 @@ class RolloutMerge:
         model: the policy, not wrapped by DDP or DeepSpeed. One without an adapter is prepared all the same.
         merge: True merges wherever it is possible, False never does, "auto" merges unless rounding to the weights'
             dtype would lose too much of the update: from BEGIN_BELOW on, until it is over STOP_ABOVE.
-        quantization: of the base where `applied` is asked for it; the adapter is then unmerged.
-
-    Raises:
-        UserError: a layer cannot be quantised.
     """
 
-    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto", quantization: Quantisation = "none"):
-        self.model, self.merge, self.quantization = model, merge, quantization
+    def __init__(self, model: nn.Module, merge: bool | Literal["auto"] = "auto"):
+        self.model, self.merge = model, merge
         self.layers = adapted_layers(model)
         self.merged = False
         """Whether the weights that compute hold the adapter now."""
@@ -76,12 +70,9 @@ class RolloutMerge:
         """Whether the adapter changes a weight at all: until the first update it does not, and the base's weights are
         the merged ones as they are, so that nothing is written or copied."""
         self._logged = ""
-        self._wide = self._inputs_of_16_bits()
-        self.quantised: QuantisedLayers | None = None
-        """Made once: the base is frozen."""
 
     @contextlib.contextmanager
-    def applied(self, dtype: torch.dtype | None = None, *, quantised: bool = False) -> Iterator[None]:
+    def applied(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """The weights that compute hold the adapter inside this context, unless something stands against it, which one
         line in the log says; the base has its own bits at the end, also on an exception. An unmerged adapter computes
         its updates in fewer products (perl.adapters.batched). On a CPU all linear layers are prepacked. The adapter
@@ -90,12 +81,7 @@ class RolloutMerge:
         Args:
             dtype: what the trainer's autocast computes in, and so packed weights (perl.engines.linear.pack) and an
                 unmerged adapter above weights of that dtype; None is float32.
-            quantised: the base computes by `quantization`, in the dtype of the hidden states.
         """
-        if quantised and self.quantization != "none":
-            with self._by_quantised(), self._batched.applied(self.layers):
-                yield
-            return
         with resharded(self.model), contextlib.ExitStack() as stack:
             to_pack = set(packable(self.model))
             stack.callback(self._restore)
@@ -118,30 +104,6 @@ class RolloutMerge:
                 pack(layer, layer.weight, layer.bias, dtype)
                 stack.callback(unpack, layer)
             yield
-
-    def _inputs_of_16_bits(self) -> dict[nn.Linear, torch.Tensor]:
-        """Of each layer, seen before there is noise on norms, of which a resumed run would see another. A mistake is
-        told here."""
-        if self.quantization == "none":
-            return {}
-        layers = quantisable(self.model, self.quantization)
-        without = self.model.disable_adapter() if has_adapter(self.model) else contextlib.nullcontext()  # type: ignore[operator]
-        with evaluation_mode(self.model), without:
-            return wide_inputs(self.model, layers, SCHEMES[self.quantization])
-
-    def _by_quantised(self) -> contextlib.AbstractContextManager[None]:
-        self.rounding_error = None
-        if self.quantised is None:
-            layers = quantisable(self.model, self.quantization)  # FSDP2 may have split it since
-            head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
-            head = getattr(head, "base_layer", head)  # below an adapter of its own
-            self.quantised = QuantisedLayers(layers, head, SCHEMES[self.quantization], self._wide)
-            whole = sum(layer.weight.nbytes for layer in layers)
-            log.info(
-                "rollouts: %s: %d linear layers in %.1f MB, %.1f MB as they are trained above; the adapter stays"
-                " unmerged", self.quantization, len(layers), self.quantised.nbytes / 1e6, whole / 1e6,
-            )  # fmt: skip
-        return self.quantised.applied()
 
     def _wanted(self) -> bool:
         """Decide for this rollout; the log says so where it was decided otherwise before."""
@@ -258,68 +220,6 @@ class RolloutMerge:
         for adapted in self.layers:
             adapted.layer.merged_adapters.clear()
         self.merged = False
-
-
-def quantisable(
-    model: nn.Module,
-    quantization: str,
-    flag: str = "--config.rollout.quantization",
-    by_vllm: str = "--config.rollout.engine vllm",
-) -> list[nn.Linear]:
-    """The linear layers of `model`, of a PeftModel's base, those without an adapter too, such as the head. What is
-    trained whole (modules_to_save) is not among them. A UserError where an adapter's layer would compute with other
-    weights than these.
-
-    Args:
-        flag: what asks for `quantization`.
-        by_vllm: what is to be written for vLLM.
-    """
-    from peft.tuners import lora
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    flag = f"{flag} {quantization}"
-    critic = getattr(model, "critic", None)  # it draws nothing
-    own: set[nn.Module] = set() if critic is None else set(critic.modules())
-    for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            own |= set(module.modules())
-        if not isinstance(module, BaseTunerLayer) or type(module) is lora.Embedding:
-            continue
-        base: Any = module.get_base_layer()
-        if type(module) is not lora.Linear or module.lora_variant or type(base) is not nn.Linear:
-            raise UserError(
-                f"{flag}: {name.removeprefix('base_model.model.')} is {type(module).__name__} on {type(base).__name__},"
-                " and plain LoRA on linear layers alone is computed above a quantised product; write none"
-            )
-        own |= set(module.modules()) - {base}
-    scheme = SCHEMES[quantization]
-    if not available(scheme):
-        raise UserError(f"{flag}: no exact {scheme.bits}-bit products by this torch on this processor; write none")
-    layers = [module for module in model.modules() if type(module) is nn.Linear and module not in own]
-    if other := other_matrix(model, {*layers, *own}):
-        raise UserError(f"{flag}: {other} is of no linear layer, and would stay as it is; write none")
-    for layer in layers:
-        weight = layer.weight
-        require_cpu(weight.device.type, flag, by_vllm)
-        if weight.numel() == 0 or is_split(weight):
-            raise UserError(f"{flag}: the weights are split over the devices, and quantised whole alone; write none")
-        if scheme.group and weight.shape[1] % scheme.group:
-            raise UserError(
-                f"{flag}: a layer has {weight.shape[1]} inputs, which are no whole groups of {GROUP}; write int8"
-            )
-    return layers
-
-
-def other_matrix(model: nn.Module, layers: Collection[nn.Module]) -> str | None:
-    """Name of a weight with two dimensions or more that belongs to none of `layers`, nor to an embedding."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or module in layers:
-            continue
-        for part, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim > 1:
-                return f"{name}.{part}".removeprefix("base_model.model.")
-    return None
 
 
 @dataclass

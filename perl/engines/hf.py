@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from perl import device
-from perl.adapters.rollout_merge import quantisable
+from perl.adapters.quantised_base import QuantisedBase, quantisable
 from perl.base.errors import UserError, lookup
 from perl.engines.base import DTYPES, resolve_dtype
 from perl.engines.linear import prepacked
-from perl.engines.quantised import SCHEMES, Quantisation, QuantisedLayers, wide_inputs
+from perl.engines.quantised import Quantisation
 from perl.engines.torch_engine import TorchEngine
 from perl.models.folders import Checkpoint, eos_token_ids, load_config, load_model
 from perl.models.images import load_processing, tokenizer_of
@@ -60,7 +60,7 @@ class HFEngine(TorchEngine):
         model.eval().to(device.torch_device())
         applied = functools.partial(prepacked, model)
         if quantization != "none":
-            _quantisable(model, quantization)  # a mistake is told here
+            quantisable(model, quantization, "--quantization", "--use_vllm")  # a mistake is told here
             applied = functools.partial(_quantised, model, quantization)
         eos, pad = {*eos_token_ids(model_path, config, self.tokenizer), *ends}, self.tokenizer.pad_token_id
         super().__init__(
@@ -96,16 +96,10 @@ class HFEngine(TorchEngine):
         device.empty_cache()
 
 
-def _quantisable(model: Any, quantization: str) -> list[torch.nn.Linear]:
-    return quantisable(model, quantization, "--quantization", "--use_vllm")
-
-
 @contextlib.contextmanager
 def _quantised(model: Any, quantization: str) -> Iterator[None]:
     """Inside, the model computes with quantised copies of its weights, made here: those may be others each time."""
-    layers, scheme = _quantisable(model, quantization), SCHEMES[quantization]
-    wide = wide_inputs(model, layers, scheme)
-    with QuantisedLayers(layers, model.get_output_embeddings(), scheme, wide).applied():
+    with QuantisedBase(model, quantization, "--quantization", "--use_vllm").applied():
         yield
 
 

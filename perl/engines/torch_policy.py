@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 from perl import device
 from perl.adapters.none import RolloutCopies
+from perl.adapters.quantised_base import QuantisedBase
 from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
@@ -83,10 +84,8 @@ class TorchPolicyEngine(InProcess, TorchEngine):
                 raise UserError(
                     f"--config.rollout.quantization {config.quantization}: is of models of text alone; write none"
                 )
-        self.merge, self.copies = (
-            RolloutMerge(model, config.merge_adapter, config.quantization),
-            RolloutCopies(model, dtype),
-        )
+        self.merge, self.copies = RolloutMerge(model, config.merge_adapter), RolloutCopies(model, dtype)
+        self.quantised = None if config.quantization == "none" else QuantisedBase(model, config.quantization)
         self.plain = config.engine == "generate"
         self.weights, self.merging = Weights(), False
         self.piece_size = config.piece_size
@@ -189,7 +188,7 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         with self._applied(dtype, quantised=True):
             self.merging = self.merge.merging
             yield
-        if self.merge.rounding_error is not None:
+        if self.quantised is None and self.merge.rounding_error is not None:
             self._metrics["rollout/merge_rounding_error"] = self.merge.rounding_error
         if self.noise is not None:
             self._metrics["aqn/sigma_realized"] = self.noise.realized_sigma
@@ -202,8 +201,8 @@ class TorchPolicyEngine(InProcess, TorchEngine):
         weights, noisy = self.weights, contextlib.nullcontext()
         if self.noise is not None:
             noisy = self.noise.applied(weights.sigma, (weights.version, weights.draw))
-        merged = self.merge.applied(dtype, quantised=quantised)
-        with self.gathered(), self.copies.applied(), evaluation_mode(self.model), noisy, merged:
+        base = self.quantised.applied() if quantised and self.quantised else self.merge.applied(dtype)
+        with self.gathered(), self.copies.applied(), evaluation_mode(self.model), noisy, base:
             yield
 
     def _complete(self, source: Iterable[Sequence | None], sampling: Sampling) -> Iterator[Sequence]:

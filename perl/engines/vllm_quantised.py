@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from perl import device
-from perl.adapters.rollout_merge import other_matrix
+from perl.adapters.quantised_base import other_matrix
 from perl.base.errors import UserError
 from perl.base.files import read_json, write_json
 from perl.engines.quantised import LARGEST, SCHEMES, Scheme, quantise_groups, quantise_rows

@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
-from perl.adapters.rollout_merge import RolloutMerge, quantisable
+from perl.adapters.quantised_base import QuantisedBase, quantisable
+from perl.adapters.rollout_merge import RolloutMerge
 from perl.base.errors import UserError
 from perl.config.schema import RolloutConfig
 from perl.engines import quantised
@@ -182,7 +183,7 @@ def test_the_sampler_draws_with_the_quantised_base_and_leaves_every_bit(quantiza
     before = state(policy.model)
     with caplog.at_level(logging.INFO):
         made = completions(policy, ask(), SAMPLING)
-    assert f"rollouts: {quantization}: 22 linear layers in" in caplog.text
+    assert f"{quantization}: 22 linear layers in" in caplog.text
     assert same(state(policy.model), before)
     assert not any("forward" in vars(module) for module in policy.model.modules())
     assert policy.take_metrics() == {}
@@ -214,17 +215,17 @@ def test_the_distance_to_the_trainers_policy():
 def test_the_adapter_counts_in_its_own_precision():
     """An update that int8 weights would round away moves the sampler as it moves the trainer."""
     model = adapted(moved=False, dropout=0.0).eval()
-    merge = RolloutMerge(model, quantization="int8")
+    ways = {True: QuantisedBase(model, "int8"), False: RolloutMerge(model)}
     ids = torch.arange(3, 19).view(1, -1)
     moves = {}
     with torch.no_grad():
         for quantised in (False, True):
-            with merge.applied(quantised=quantised):
+            with ways[quantised].applied():
                 before = model(ids).logits
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     parameter.fill_(2e-4)
-            with merge.applied(quantised=quantised):
+            with ways[quantised].applied():
                 moves[quantised] = model(ids).logits - before
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
@@ -275,11 +276,11 @@ def test_a_model_that_would_stay_mostly_as_it_is_is_refused():
 
 def test_a_head_with_an_adapter_keeps_8_bits_too():
     model = get_peft_model(tiny(), LoraConfig(r=4, target_modules=["q_proj", "lm_head"])).eval()
-    merge = RolloutMerge(model, quantization="int4")
-    with merge.applied(quantised=True), torch.no_grad():
+    base = QuantisedBase(model, "int4")
+    with base.applied(), torch.no_grad():
         model(torch.arange(3, 9).view(1, -1))
-    assert [type(product) for product in merge.quantised.products].count(Int8Product) == 1
-    assert type(merge.quantised.products[-1]) is Int8Product
+    assert [type(product) for product in base.layers.products].count(Int8Product) == 1
+    assert type(base.layers.products[-1]) is Int8Product
 
 
 def test_a_weight_that_is_quantised_in_blocks_is_the_same(monkeypatch):

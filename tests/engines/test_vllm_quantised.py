@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from perl.adapters.rollout_merge import quantisable
+from perl.adapters.quantised_base import quantisable
 from perl.base.errors import UserError
 from perl.engines.quantised import SCHEMES, QuantisedLayers
 from perl.engines.vllm import ENVIRONMENT
