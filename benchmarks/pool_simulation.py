@@ -255,7 +255,7 @@ def simulate(device: str, workers: int, lag: int, steps: int, batch: int, newest
             stream=PromptStream(len(rows), batch, seed=1), rows=rows, read=lambda row: Read((5,) * PROMPT),
             text=lambda ids: "", sampling=Sampling(), grade_early=None,
             batch=batch, group_size=GROUP, seed=row_seed(1, "simulation", 0), **parts,
-            state=lambda: None, lag=lag,
+            state=lambda: None, batches_ahead=lag,
         )  # type: ignore[arg-type]  # fmt: skip
         ages: list[float] = []
         waited, kept, staleness, began = 0.0, 0, 0, time.process_time()

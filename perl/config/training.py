@@ -121,7 +121,7 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
 
     def _check_trls(self) -> None:
         """GRPOConfig's own checks. It refuses one completion of a prompt, which algorithms without groups may have
-        (perl/config/load.py refuses it for the others): it is shown groups of a process's whole rollout instead."""
+        (perl/config/checks.py refuses it for the others): it is shown groups of a process's whole rollout instead."""
         if self.num_generations != 1:
             super().__post_init__()
             return

@@ -86,7 +86,7 @@ class Collector:
         equal_by: the reward function that is asked whether a group is equal; None: the weighted sum.
         conversations: with an environment, of several turns each; None: a completion is the answer.
         context: tokens that a further turn may reach, prompt included; None: any number.
-        lag: batches that are drawn ahead of the one that is collected; an engine that draws when it is read has 0.
+        batches_ahead: that are drawn ahead of the one that is collected; an engine that draws when it is read has 0.
         ahead: the batches that were begun and not collected, the next one first.
     """
 
@@ -109,17 +109,17 @@ class Collector:
     equal_by: int | None = None
     conversations: Conversations | None = None
     context: int | None = None
-    lag: int = 0
+    batches_ahead: int = 0
     ahead: deque[Ahead] = field(default_factory=deque)
 
     def collect(self, weights: Weights, left: int = 1) -> tuple[list[Trajectory], dict[str, float]]:
         """This process's trajectories, groups one after the other, sampled and scored, and what the log shows of it.
         Every process must come here.
 
-        Batch b is begun with the weights of batch max(0, b - lag), so that a run does not depend on how fast anything
-        is; and with an engine that has the newest draw what nobody has begun, at the latest by those of batch b. As
-        batches are taken in the stream's order, none is ever older than `lag`, and the long ones are as many as the
-        short ones.
+        Batch b is begun with the weights of batch max(0, b - batches_ahead), so that a run does not depend on how fast
+        anything is; and with an engine that has the newest draw what nobody has begun, at the latest by those of batch
+        b. As batches are taken in the stream's order, none is ever older than `batches_ahead`, and the long ones are as
+        many as the short ones.
 
         Args:
             weights: those that the engine has been given.
@@ -127,7 +127,7 @@ class Collector:
         """
         if self.max_resample_factor is not None:
             return self._without_equal_groups(self._most_groups(self.max_resample_factor), weights)
-        while len(self.ahead) <= min(self.lag, left - 1):
+        while len(self.ahead) <= min(self.batches_ahead, left - 1):
             self.begin(self.stream.next, weights)
             self.stream.next += self.batch
         drawn = self._scored(self.ahead[0])

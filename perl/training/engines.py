@@ -15,7 +15,7 @@ import torch
 
 from perl.adapters.none import compute_dtype
 from perl.base.errors import UserError
-from perl.config.load import correction_of, drawn_at_once, pieces_of
+from perl.config.derived import batches_ahead, correction_of, drawn_at_once, pieces_of
 from perl.engines.attention import adopted_from
 from perl.engines.base import PolicyEngine
 from perl.engines.torch_policy import TorchPolicyEngine
@@ -114,7 +114,7 @@ def open_engine(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: d
         Processes(trainer.accelerator),
         trainer.whole,
         piece_size(trainer, config),
-        config.lag or config.max_staleness,
+        batches_ahead(config),
         newest=bool(config.max_staleness),
         quantization=config.quantization,
         **further,

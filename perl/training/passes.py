@@ -223,7 +223,7 @@ class Comparison:
     """
     Attributes:
         model: the policy, as the trainer has wrapped it now.
-        lag: batches between the weights that draw and those that are trained.
+        batches_ahead: batches between, at most, the weights that draw and those that are trained.
         itemsize: bytes of a number that the trainer computes in.
         exact: the loss is corrected by the trainer's own log-probabilities of the policy that drew.
         quantised: the engine draws with a quantised base, and the trainer's own is another one.
@@ -235,7 +235,7 @@ class Comparison:
     clock: StepClock
     model: Callable[[], Any]
     sampling: Sampling
-    lag: int
+    batches_ahead: int
     itemsize: int
     exact: bool = False
     quantised: bool = False
@@ -298,7 +298,7 @@ class Comparison:
             clean = self.samplers.logps(few, noisy=False)
             if all(row.weights.sigma for row in few.rows):
                 self.metrics.kl("aqn/kl", sampled, clean, drawn)
-        if self.lag:
+        if self.batches_ahead:
             model = self.model()
             with evaluation_mode(model):  # without dropout, as the others
                 now = self.samplers.passes.logps(model, few.rows, few.width)

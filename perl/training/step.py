@@ -294,7 +294,7 @@ class Step:
         self.metrics.add_loss(inputs, outputs)
         if inputs.sampler is None:
             return
-        other = self.collector.lag > 0 or any(row.weights.sigma != 0 for row in rows)
+        other = self.collector.batches_ahead > 0 or any(row.weights.sigma != 0 for row in rows)
         self.metrics.add_sampler(inputs.sampler, inputs.old, inputs.mask, other and not self.noisy_old)
         fresh = all(row.weights.version == step for row in rows)  # the policy is the one that drew, before an update
         if self.noise is not None and fresh and not self.comparison.quantised:

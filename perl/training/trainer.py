@@ -42,7 +42,7 @@ from perl.adapters.start import own_precision
 from perl.algorithms import ALGORITHMS
 from perl.algorithms.kl import KLCoefficient
 from perl.base.errors import UserError
-from perl.config.load import correction_of
+from perl.config.derived import batches_ahead, correction_of
 from perl.config.schema import AlgorithmConfig, CriticConfig, NoiseConfig, PeftConfig, RolloutConfig
 from perl.config.training import TrainingConfig
 from perl.engines.base import PolicyEngine
@@ -319,7 +319,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             clock=self.clock,
             model=lambda: self.model,
             sampling=collector.sampling,
-            lag=collector.lag,
+            batches_ahead=collector.batches_ahead,
             itemsize=min(self.policy().dtype.itemsize, 2 if mixed else 4),
             exact=rollout.behaviour == "exact",
             quantised=quantised,
@@ -410,7 +410,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             equal_by=compared_reward(algorithm.dynamic_sampling_metric, self.reward_func_names) if dynamic else None,
             conversations=self.conversations,
             context=self._context() if self.conversations else None,
-            lag=rollout.lag or rollout.max_staleness,
+            batches_ahead=batches_ahead(rollout),
         )
 
     def _context(self) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from perl.adapters import ADAPTERS
 from perl.base.errors import UserError
-from perl.config.load import scored_quantizations
+from perl.config.derived import scored_quantizations
 from perl.config.schema import ValidationConfig
 from perl.engines.sampling import validate
 from perl.environments.conversation import Conversations

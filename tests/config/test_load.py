@@ -7,7 +7,8 @@ import yaml
 
 from perl.adapters.applied import check_method
 from perl.base.errors import UserError
-from perl.config.load import parse, scored_quantizations
+from perl.config.derived import scored_quantizations
+from perl.config.load import parse
 from perl.config.replaced import REMOVED_FIELDS
 from perl.config.schema import GROUPS
 from perl.config.unused_flags import RULES

@@ -19,7 +19,7 @@ from peft import get_peft_model
 from perl.adapters import ADAPTERS
 from perl.adapters.delivery import delivered, pack, unpacked
 from perl.base.errors import UserError
-from perl.config.load import check_workers
+from perl.config.checks import check_workers
 from perl.config.schema import NoiseConfig, PeftConfig, RolloutConfig
 from perl.engines.vllm import ENVIRONMENT
 from perl.engines.vllm_copy import outline, sent_digest

@@ -21,5 +21,11 @@ def compared(*, engine: Any, passes: Any, processes: Any, metrics: Any, clock: A
     )
     sampling: Any = None
     return Comparison(
-        samplers=samplers, metrics=metrics, clock=clock, model=lambda: None, sampling=sampling, lag=0, itemsize=4
+        samplers=samplers,
+        metrics=metrics,
+        clock=clock,
+        model=lambda: None,
+        sampling=sampling,
+        batches_ahead=0,
+        itemsize=4,
     )

@@ -16,8 +16,9 @@ from perl.adapters.applied import check_stored
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError, lookup
 from perl.base.paths import user_path
+from perl.config.derived import drawn_at_once
 from perl.config.files import look_for
-from perl.config.load import Config, Parsed, drawn_at_once
+from perl.config.load import Config, Parsed
 from perl.config.peft_fields import reads_of
 from perl.config.schema import CriticConfig, PeftConfig
 from perl.config.sft import SFTRunConfig

@@ -1,0 +1,45 @@
+"""What follows from several fields of a configuration of perl.train, for all that ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from perl.config.schema import RolloutConfig
+
+
+def batches_ahead(rollout: RolloutConfig) -> int:
+    """By how many generation batches the policy that draws is older than the one that is trained, at most."""
+    return rollout.lag or rollout.max_staleness
+
+
+def correction_of(rollout: RolloutConfig) -> str:
+    """How the loss is corrected for the policy that drew: `importance_correction`, auto resolved."""
+    if rollout.importance_correction != "auto":
+        return rollout.importance_correction
+    return "token" if batches_ahead(rollout) or rollout.quantization != "none" else "none"
+
+
+def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:
+    """Completions of a piece, of a generation batch of `rows` in groups: by default a quarter, in whole groups; a group
+    with max_staleness."""
+    return group if rollout.max_staleness else rollout.piece_size or group * max(1, rows // group // 4)
+
+
+def drawn_at_once(group: int, rows: int, rollout: RolloutConfig) -> int:
+    """Completions that a worker decodes together: a piece, or with max_staleness whole groups, as many as perl's own
+    loop decodes on an accelerator."""
+    size = pieces_of(group, rows, rollout)
+    return max(size, min(256, rows) // size * size) if rollout.max_staleness else size
+
+
+def scored_quantizations(values: Any) -> tuple[str, ...]:
+    """What a validation scores the policy above: the base as it is ("none"), by rollout.quantization, or both.
+
+    Args:
+        values: with the groups `rollout` and `validation`.
+    """
+    rollout = values.rollout
+    if not values.validation.quantized:
+        return ("none",)
+    alone = rollout.engine == "vllm" and not rollout.workers
+    return (rollout.quantization,) if alone else ("none", rollout.quantization)
