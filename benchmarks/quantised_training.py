@@ -109,13 +109,10 @@ class Arm:
         settings = noise_settings(self.noise, start)
         if self.quantization != "none":
             settings["rollout.quantization"] = self.quantization
-        corrected = self.correction != "none"
-        if device.detect().kind != "cpu":
-            settings |= {
-                "rollout.engine": "vllm",
-                "training.vllm_importance_sampling_correction": str(corrected).lower(),
-            }
-        elif corrected or self.quantization != "none":
+        vllm, corrected = device.detect().kind != "cpu", self.correction != "none"
+        if vllm:
+            settings["rollout.engine"] = "vllm"
+        if corrected or vllm or self.quantization != "none":
             settings["rollout.importance_correction"] = "token" if corrected else "none"
         return settings | ({"rollout.behaviour": "exact"} if self.correction == "exact" else {})
 

@@ -9,10 +9,11 @@ import json
 import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
@@ -166,6 +167,71 @@ def lock_now(lock: IO[bytes]) -> None:
             raise
         why = f"its file system has no locks ({error.strerror})"
         log.warning("%s: nothing keeps another process out of it: %s", Path(lock.name).parent, why)
+
+
+@contextlib.contextmanager
+def shared_files(folder: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """Inside, files that this user's processes on this machine read at the same time: the first that comes has `make`
+    write them into a folder in `folder`, the others wait for it, and the last that leaves removes them. What killed
+    ones have left whole the next one takes. Raises OSError."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        try:
+            if (there := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(there.st_mode):
+                raise OSError(errno.EPERM, "belongs to somebody else", str(folder))
+            lock = open_lock(folder / LOCK)
+        except FileNotFoundError:  # the last one has left meanwhile
+            continue
+        with lock:
+            files, made = folder / "files", folder / "made"
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if not _is_there(lock):
+                continue
+            if not made.exists():
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if _is_there(lock) and not made.exists():  # to change a lock is to let go of it
+                        _make_shared(folder, make)
+                except BlockingIOError:  # another one makes them
+                    fcntl.flock(lock, fcntl.LOCK_UN)
+                    time.sleep(0.1)
+                continue
+            try:
+                yield files
+            finally:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_shared(folder)
+            return
+
+
+def _make_shared(folder: Path, make: Callable[[Path], None]) -> None:
+    shutil.rmtree(folder / "files", ignore_errors=True)
+    try:
+        (folder / "files").mkdir()
+        make(folder / "files")
+        (folder / "made").touch()
+    except BaseException:
+        _remove_shared(folder)
+        raise
+
+
+def _remove_shared(folder: Path) -> None:
+    """The lock last, but for the folder: another process may make a new one at once."""
+    with contextlib.suppress(OSError):
+        (folder / "made").unlink(missing_ok=True)
+        shutil.rmtree(folder / "files", ignore_errors=True)
+        (folder / LOCK).unlink()
+        folder.rmdir()
+
+
+def _is_there(lock: IO[bytes]) -> bool:
+    """Whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
+    except FileNotFoundError:
+        return False
 
 
 def holder_of(lock: IO[bytes]) -> str:

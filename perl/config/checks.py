@@ -6,7 +6,7 @@ from jsonargparse import Namespace
 
 from perl.algorithms import ALGORITHMS
 from perl.base.errors import UserError
-from perl.config.derived import batches_ahead
+from perl.config.derived import batches_ahead, correction_of
 
 UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora_plus")
 """Methods whose layers add scale * B A x to the base's product, which may be a quantised one."""
@@ -55,11 +55,10 @@ def check_values(values: Namespace) -> None:
             f"--config.noise_injection.schedule {noise.schedule} never reaches sigma_end 0;"
             " give a positive sigma_end or schedule linear"
         )
-    twice = noise.old_logps == "noisy" and training.vllm_importance_sampling_correction
-    if noise.enabled and values.rollout.engine == "vllm" and twice:
+    if noise.enabled and noise.old_logps == "noisy" and values.rollout.behaviour == "exact":
         raise UserError(
-            "--config.noise_injection.old_logps noisy: TRL's correction would count the noise once more; write"
-            " --config.training.vllm_importance_sampling_correction false, or old_logps clean"
+            "--config.rollout.behaviour exact: with --config.noise_injection.old_logps noisy the ratio's old policy is"
+            " the one that drew, so that nothing is left to correct; write engine, or old_logps clean"
         )
     algorithm = values.algorithm
     if algorithm.kl_in_reward > 0.0 and training.multi_objective_aggregation != "sum_then_normalize":
@@ -72,9 +71,9 @@ def check_values(values: Namespace) -> None:
             f"--config.training.beta {training.beta:g}: a coefficient below 0 drives the policy away from the"
             " reference; write a number from 0"
         )
-    if values.rollout.importance_correction.startswith("sequence") and training.loss_type == "vespo":
+    if (correction := correction_of(values.rollout)).startswith("sequence") and training.loss_type == "vespo":
         raise UserError(
-            f"--config.rollout.importance_correction {values.rollout.importance_correction}: loss_type vespo weights"
+            f"--config.rollout.importance_correction {correction}: loss_type vespo weights"
             " sequences itself; write token"
         )
     if training.eval_strategy not in (None, "no"):

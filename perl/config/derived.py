@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from perl.config.schema import RolloutConfig
+from perl.config.schema import CorrectionMode, RolloutConfig
 
 
 def batches_ahead(rollout: RolloutConfig) -> int:
@@ -12,11 +12,12 @@ def batches_ahead(rollout: RolloutConfig) -> int:
     return rollout.lag or rollout.max_staleness
 
 
-def correction_of(rollout: RolloutConfig) -> str:
+def correction_of(rollout: RolloutConfig) -> CorrectionMode:
     """How the loss is corrected for the policy that drew: `importance_correction`, auto resolved."""
     if rollout.importance_correction != "auto":
         return rollout.importance_correction
-    return "token" if batches_ahead(rollout) or rollout.quantization != "none" else "none"
+    another = rollout.engine == "vllm" or batches_ahead(rollout) or rollout.quantization != "none"
+    return "token" if another else "none"
 
 
 def pieces_of(group: int, rows: int, rollout: RolloutConfig) -> int:

@@ -16,12 +16,11 @@ import yaml
 from jsonargparse import Namespace
 
 from perl.algorithms import settings_of
-from perl.base.errors import UserError, nearest
+from perl.base.errors import UserError, lookup, nearest
 from perl.base.paths import user_path
 from perl.base.redact import drop_secrets
 from perl.config.adapter import take_adapter
 from perl.config.checks import check_values
-from perl.config.derived import correction_of
 from perl.config.files import find_files, look_for
 from perl.config.help import add_help
 from perl.config.parser import Parser
@@ -40,10 +39,20 @@ ALIASES = (
     ("dataset.max_prompt_length", "training.max_prompt_length"),
     ("reward.weights", "training.reward_weights"),
 )
+CORRECTION = "rollout.importance_correction"
+TRLS_CORRECTION = ("training.vllm_importance_sampling_correction", "training.vllm_importance_sampling_mode")
+MODES = {
+    "token_truncate": "token",
+    "token_mask": "token_mask",
+    "sequence_truncate": "sequence",
+    "sequence_mask": "sequence_mask",
+}
+"""TRL's vllm_importance_sampling_mode -> ours."""
 SAY_ONE_THING = (
     *((ours, trl) for ours, trl in ALIASES),
     ("rollout.engine", "training.use_vllm"),
     ("training.max_steps", "training.num_train_epochs"),
+    (CORRECTION, *TRLS_CORRECTION),
 )
 """What a recipe says by one of these names goes before what its base says by another."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
@@ -259,21 +268,41 @@ def resolve_grpo(values: Namespace, flags: Namespace, recipe: Namespace) -> list
     engine = resolve_engine(flags, resolve_engine(recipe, RolloutConfig.engine))
     values.rollout.engine = engine
     values.training.use_vllm = engine == "vllm"
-    warnings += explain_correction(values, flags, recipe)
-    values.rollout.importance_correction = correction_of(values.rollout)
+    resolve_correction(values, flags, recipe)
     if values.noise_injection.seed is None:
         values.noise_injection.seed = values.common.seed
     check_values(values)
     return warnings
 
 
-def explain_correction(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:
-    """A line where the user leaves to perl how vLLM's probabilities are corrected: TRL's default is another."""
-    name = "training.vllm_importance_sampling_mode"
-    used = values.rollout.engine == "vllm" and values.training.vllm_importance_sampling_correction
-    if not used or name in flags or name in recipe:
-        return []
-    return [f"rollout.engine vllm: {name} is {values[name]}, not sequence_mask as in TRL (docs/training.md)"]
+def resolve_correction(values: Namespace, flags: Namespace, recipe: Namespace) -> None:
+    """Have `rollout.importance_correction` say what TRL's two fields, which are of engine vllm, say of it, and these
+    what it says. A flag goes before the recipe whichever of them it uses."""
+    chosen = "auto"
+    for source in (recipe, flags):
+        ours = source.get(CORRECTION, "auto")
+        trls = said_by_trl(source, chosen) if values.rollout.engine == "vllm" else "auto"
+        if "auto" not in (ours, trls) and ours != trls:
+            raise UserError(
+                f"--config.{CORRECTION} is {ours} but --config.{TRLS_CORRECTION[0]} and _mode say {trls}: they mean the"
+                " same; give one"
+            )
+        chosen = next((each for each in (ours, trls) if each != "auto"), chosen)
+    values[CORRECTION] = chosen
+    if chosen != "auto":
+        values[TRLS_CORRECTION[0]] = chosen != "none"
+    if chosen not in ("auto", "none"):
+        values[TRLS_CORRECTION[1]] = next(mode for mode, ours in MODES.items() if ours == chosen)
+
+
+def said_by_trl(source: Namespace, before: str) -> str:
+    """`rollout.importance_correction` by TRL's fields; auto where they leave it at `before`."""
+    asked, mode = (source.get(name) for name in TRLS_CORRECTION)
+    if asked is False:
+        return "none"
+    if mode is None:
+        return "token" if asked and before == "none" else "auto"
+    return lookup(MODES, mode, "mode", f"--config.{TRLS_CORRECTION[1]}")
 
 
 def resolve_algorithm(values: Namespace, flags: Namespace, recipe: Namespace) -> list[str]:

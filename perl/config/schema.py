@@ -197,6 +197,9 @@ class PeftConfig:
     adapter_mode: Literal["continue", "merge"] = "continue"
 
 
+CorrectionMode = Literal["none", "token", "sequence", "token_mask", "sequence_mask"]
+
+
 @dataclass
 class RolloutConfig:
     """How completions are drawn during training.
@@ -212,9 +215,8 @@ class RolloutConfig:
         merge_adapter: merge the adapter into the weights while completions are sampled; auto does so unless
             rounding to the weights' dtype would lose about a tenth of the update or more (fast and generate).
         importance_correction: weight the loss by trainer's over sampler's probability, of each token or of the whole
-            completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask; vllm has TRL's own
-            fields instead). auto is token where an older policy draws (lag, max_staleness) or a quantised one, else
-            none.
+            completion, cut at training.vllm_importance_sampling_clip_max, or 0 above it (mask). auto is token where
+            vllm draws, an older policy (lag, max_staleness) or a quantised one, else none.
         quantization: int8 or int4 weights of the base while completions are sampled, the adapter unmerged above them,
             with activations of 16 bits, or of 8 (int8_w8a8); on a CPU with fast, else with vllm (not generate).
         workers: processes, each with a device of its own, that draw while the trainer trains; 0: the trainer draws
@@ -238,7 +240,7 @@ class RolloutConfig:
     max_batch_tokens: PositiveInt | None = None
     capture_graphs: bool | Literal["auto"] = "auto"
     merge_adapter: bool | Literal["auto"] = "auto"
-    importance_correction: Literal["auto", "none", "token", "sequence", "token_mask", "sequence_mask"] = "auto"
+    importance_correction: Literal["auto"] | CorrectionMode = "auto"
     quantization: Literal["none", "int8", "int8_w8a8", "int4"] = "none"
     workers: NonNegativeInt = 0
     executor: Literal["processes", "ray"] = "processes"

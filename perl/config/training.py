@@ -90,9 +90,8 @@ class TrainingConfig(OnThisDevice, GRPOConfig):
     vllm_importance_sampling_mode: str = field(
         default="token_truncate",
         metadata={
-            "help": "What of the ratio of the trainer's probability to vLLM's weighs the loss: that of each token, or"
-            " of the whole completion (sequence_), cut at the bounds (truncate) or 0 beyond them (mask). TRL's own"
-            " default, sequence_mask, weighs a completion of thousands of tokens by nearly 0."
+            "help": "With engine vllm TRL's word for rollout.importance_correction. TRL's own default, sequence_mask,"
+            " weighs a completion of thousands of tokens by nearly 0."
         },
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jsonargparse import Namespace
 
 from perl.algorithms import ALGORITHMS
+from perl.config.derived import correction_of
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         IS_BOUNDS,
-        lambda v: v.training.use_vllm or v.rollout.importance_correction != "none",
-        "rollout.importance_correction is none and rollout.engine is not vllm",
+        lambda v: correction_of(v.rollout) != "none",
+        "rollout.importance_correction is none",
     ),
     only_with("training.vllm_", "rollout.engine", "vllm", keep=IS_BOUNDS),
     Rule(
         ("training.vllm_enable_sleep_mode",),
         lambda v: not v.rollout.workers or not v.training.use_vllm,
         "rollout.workers: an engine that shares no device with the trainer has no need to sleep",
-    ),
-    Rule(
-        ("rollout.importance_correction",),
-        lambda v: v.rollout.engine != "vllm",
-        "rollout.engine is vllm: there it is training.vllm_importance_sampling_correction",
     ),
     only_with("training.cache_implementation", "rollout.engine", "generate"),
     only_with("rollout.max_batch_tokens rollout.capture_graphs", "rollout.engine", "fast"),
@@ -137,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     only_with("rollout.ray_address", "rollout.executor", "ray"),
     Rule(
         ("rollout.behaviour",),
-        lambda v: v.training.use_vllm or v.rollout.importance_correction != "none",
+        lambda v: correction_of(v.rollout) != "none" or v.training.off_policy_mask_threshold is not None,
         "rollout.importance_correction is none",
     ),
     Rule(("rollout.merge_adapter",), lambda v: v.peft.type != "none", "peft.type none has no adapter"),

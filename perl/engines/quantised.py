@@ -34,6 +34,8 @@ from perl.adapters.probe import probe_tokens
 from perl.base.errors import UserError
 
 Quantisation = Literal["none", "int8", "int8_w8a8", "int4"]
+ZERO_BYTES = 2
+"""Of a group's zero, in bfloat16."""
 GROUP = 32
 """Inputs whose int4 weights share a scale."""
 WIDE = 32
@@ -50,8 +52,19 @@ class Scheme:
 
     @property
     def bytes_a_weight(self) -> float:
-        """Of a copy, with the scales of groups in bfloat16, as vLLM has them (torch has a zero beside each)."""
+        """Of vLLM's weights, with the scales of groups in bfloat16; torch has a zero beside each (ZERO_BYTES)."""
         return self.bits / 8 + (2 / self.group if self.group else 0.0)
+
+    def copied_bytes(self, linear: int, outputs: int, head: int, vocabulary: int) -> int:
+        """Of the copy that `QuantisedLayers` makes, the head in 8 bits.
+
+        Args:
+            linear, outputs: weights and outputs of all linear layers but the head.
+            head, vocabulary: of the head; 0 where there is none.
+        """
+        zeros = ZERO_BYTES / self.group if self.group else 0.0
+        layers = round(linear * (self.bytes_a_weight + zeros)) + outputs * self.bytes_an_output
+        return layers + head + vocabulary * SCHEMES["int8"].bytes_an_output
 
     @property
     def bytes_an_output(self) -> int:
@@ -217,7 +230,7 @@ class Int8Product:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, states: HiddenStates, wide: torch.Tensor | None = None
     ):
-        numbers, scale = _by_blocks(weight.detach(), functools.partial(quantise_rows, largest=LARGEST))
+        numbers, scale = quantise_by_blocks(weight.detach(), functools.partial(quantise_rows, largest=LARGEST))
         self.weight = self.high = torch.ops.onednn.qlinear_prepack(numbers, None)
         self.largest: torch.Tensor | int = LARGEST * HIGH
         self.nbytes = weight.numel() + 4 * len(weight)
@@ -260,7 +273,7 @@ class Int4Product:
     """By torch's own kernel of weights in groups. See `QuantisedProduct`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        numbers, scale = _by_blocks(weight.detach(), quantise_groups)
+        numbers, scale = quantise_by_blocks(weight.detach(), quantise_groups)
         self.outputs = len(weight)
         missing = -self.outputs % INT4_OUTPUTS
         numbers, scale = F.pad(numbers + 8, (0, 0, 0, missing), value=8), F.pad(scale, (0, 0, 0, missing))
@@ -280,7 +293,7 @@ class Int4Product:
         return product.to(x.dtype).view(*x.shape[:-1], product.shape[-1])
 
 
-def _by_blocks(
+def quantise_by_blocks(
     weight: torch.Tensor, quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `quantise` makes of a floating weight [out, in], the numbers as int8: of BLOCK numbers at a time, as a head

@@ -7,6 +7,8 @@ Embedding and head stay as they are. What vLLM cannot compute on a device it say
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -20,11 +22,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from perl import device
+from perl import __version__, device
 from perl.adapters.quantised_base import other_matrix
 from perl.base.errors import UserError
-from perl.base.files import read_json, write_json
-from perl.engines.quantised import LARGEST, SCHEMES, Scheme, quantise_groups, quantise_rows
+from perl.base.files import read_json, shared_files, write_json
+from perl.engines.quantised import LARGEST, SCHEMES, Scheme, quantise_by_blocks, quantise_groups, quantise_rows
 from perl.engines.vllm import VLLMEngine, start_vllm
 from perl.models.folders import INDEX, Checkpoint, copy_side_files, kind_of, load_config, resolve_model
 
@@ -89,7 +91,8 @@ def adapters_on_packed_layers() -> Iterator[None]:
 @contextlib.contextmanager
 def quantised_files(model: Path, quantization: str, flag: str) -> Iterator[Path]:
     """Inside, a folder with the model in `model`, its linear layers quantised: vLLM has read all of it when its engine
-    stands. It lies in the folder for temporary files, and takes as much room there as vLLM will take for the weights.
+    stands. It lies in the folder for temporary files, one for all processes that start at the same time, and takes as
+    much room there as vLLM will take for the weights.
 
     Args:
         quantization: of SCHEMES.
@@ -101,20 +104,32 @@ def quantised_files(model: Path, quantization: str, flag: str) -> Iterator[Path]
     started, scheme = time.monotonic(), SCHEMES[quantization]
     checkpoint = Checkpoint(model)
     layers = linear_layers(model, checkpoint, scheme, flag)
-    with tempfile.TemporaryDirectory(prefix=f"perl-{quantization}-") as name:
-        folder = Path(name)
-        try:
-            copy_side_files(model, folder)
-            _write(checkpoint, layers, scheme, folder)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{flag}: {folder} can't hold the quantised weights ({getattr(error, 'strerror', None) or error}); set"
-                " TMPDIR to a folder with room for them"
-            ) from error
+    whole = Path(tempfile.gettempdir(), f"perl-{os.getuid()}-{quantization}-{_identity(model)}")
+
+    def write(folder: Path) -> None:
+        copy_side_files(model, folder)
+        _write(checkpoint, layers, scheme, folder)
         config = read_json(folder / "config.json")
         write_json(folder / "config.json", config | {"quantization_config": description(scheme, checkpoint)})
         log.info("vLLM: %d linear layers to %s in %.1f s", len(layers), quantization, time.monotonic() - started)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(shared_files(whole, write))
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{flag}: {whole} can't hold the quantised weights ({getattr(error, 'strerror', None) or error}); set"
+                " TMPDIR to a folder with room for them"
+            ) from error
         yield folder
+
+
+def _identity(model: Path) -> str:
+    """Of the files in `model`, as they are now. The folder's name follows it: what vLLM has compiled for that name
+    serves the next start too."""
+    files = sorted(file for file in model.resolve().iterdir() if file.is_file())
+    stats = [(str(file), each.st_size, each.st_mtime_ns) for file in files for each in [file.stat()]]
+    return hashlib.blake2b(json.dumps([stats, __version__]).encode(), digest_size=8).hexdigest()
 
 
 def linear_layers(model: Path, checkpoint: Checkpoint, scheme: Scheme, flag: str) -> set[str]:
@@ -164,19 +179,20 @@ def description(scheme: Scheme, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def quantised(weight: torch.Tensor, scheme: Scheme) -> dict[str, torch.Tensor]:
     """A weight [out, in], by the names that follow its layer's."""
-    numbers, scale = quantise_groups(weight.float()) if scheme.group else quantise_rows(weight.float(), LARGEST)
+    by = quantise_groups if scheme.group else functools.partial(quantise_rows, largest=LARGEST)
+    numbers, scale = quantise_by_blocks(weight, by)
     if scheme.activation_bits == 8:
-        return {"weight": numbers.to(torch.int8), "weight_scale": scale}
+        return {"weight": numbers, "weight_scale": scale}
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return {"weight_packed": packed(numbers, scheme.bits), "weight_scale": scale, "weight_shape": shape}
 
 
 def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Whole numbers [out, in], from -2^(bits - 1) on, as int32 [out, in * bits / 32]: the first one lowest."""
-    count = 32 // bits
-    unsigned = (numbers.long() + 2 ** (bits - 1)).unflatten(1, (-1, count))
-    words = (unsigned << (bits * torch.arange(count))).sum(dim=2)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    """int8 [out, in], from -2^(bits - 1) on, of 4 or 8 bits, as int32 [out, in * bits / 32]: the first one lowest."""
+    unsigned = numbers.view(torch.uint8) + 2 ** (bits - 1)  # modulo 256
+    if bits == 4:
+        unsigned = unsigned[:, ::2] | unsigned[:, 1::2] << 4
+    return unsigned.contiguous().view(torch.int32)
 
 
 def _write(checkpoint: Checkpoint, layers: set[str], scheme: Scheme, folder: Path) -> None:

@@ -204,6 +204,7 @@ def eval_results(summary: Mapping[str, Any]) -> list[EvalResult]:
                 "interval_95": [round(100 * e["low"], 2), round(100 * e["high"], 2)],
                 "problems": summary["problems"],
                 "samples_per_problem": summary["n"],
+                **({"quantization": quantization} if (quantization := summary.get("quantization")) else {}),
                 **summary["sampling"],
             },
         )
@@ -218,6 +219,8 @@ def results_text(summaries: Sequence[Mapping[str, Any]], own_hash: str) -> str:
     for summary in summaries:
         trained = "this adapter" if summary["adapter_hash"] else "this model"
         who = trained if scored_hash(summary) == own_hash else "the base"
+        if quantization := summary.get("quantization"):
+            who += f", in {quantization}"
         for result in eval_results(summary):
             low, high = (result.metric_args or {})["interval_95"]
             scores = f"{result.metric_value:.2f} | {low:.2f} – {high:.2f}"
@@ -229,9 +232,10 @@ def results_text(summaries: Sequence[Mapping[str, Any]], own_hash: str) -> str:
 def _how_made(summary: Mapping[str, Any]) -> str:
     sampling = ", ".join(f"{name} {value:g}" for name, value in summary["sampling"].items())
     versions = ", ".join(f"{name} {version}" for name, version in summary["provenance"]["versions"].items())
+    weights = f", weights in {summary['quantization']}" if summary.get("quantization") else ""
     return (
         f"- {_local_name(summary['dataset'])}: {summary['problems']} problems, {summary['n']} samples of each;"
-        f" {sampling}; engine {', '.join(summary['engines'])}, dtype {summary['dtype']}; truncated"
+        f" {sampling}; engine {', '.join(summary['engines'])}, dtype {summary['dtype']}{weights}; truncated"
         f" {summary['truncated']:.1%}, no answer found {summary['unextracted']:.1%}. {versions}; commit of perl"
         f" {summary['provenance']['git_commit'] or 'unknown'}"
     )

@@ -192,8 +192,7 @@ def _open_pool(trainer: Any, config: RolloutConfig, peft_config: Any, kwargs: di
     ahead = f"staleness {config.max_staleness} at most" if config.max_staleness else f"lag {config.lag}"
     if config.quantization != "none":
         ahead += f", {config.quantization}"
-    if config.engine != "vllm":
-        ahead += f", importance correction {correction_of(config)}"
+    ahead += f", importance correction {correction_of(config)}"
     log.info("rollouts: %d workers (%s), pieces of %d, %s", config.workers, config.executor, job.piece_size, ahead)
     logs = Path(trainer.args.output_dir) / "logs"
     return WorkerPool(executor, job, logs, deadline_s=config.deadline_s, newest=job.newest)

@@ -16,16 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from perl.algorithms.kl import kl_divergence
 
 if TYPE_CHECKING:
+    from perl.config.schema import CorrectionMode
     from perl.config.training import TrainingConfig
-
-CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +49,12 @@ class LossSettings:
     off_policy_threshold: float | None = None
     longest: int = 1
     """max_completion_length."""
-    correction: CorrectionMode | None = None
-    """How the loss is weighed by p_old / q; None: it is not."""
+    correction: CorrectionMode = "none"
+    """How the loss is weighed by p_old / q."""
     correction_bounds: tuple[float | None, float | None] = (None, 3.0)
 
     @classmethod
-    def of(
-        cls, args: TrainingConfig, beta: float, kl_estimator: str, correction: CorrectionMode | None
-    ) -> LossSettings:
+    def of(cls, args: TrainingConfig, beta: float, kl_estimator: str, correction: CorrectionMode) -> LossSettings:
         high = args.epsilon_high
         return cls(
             loss_type=args.loss_type,
@@ -141,7 +138,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, update: Update) -> L
         assert inputs.entropies is not None
         losses = losses * (inputs.entropies >= inputs.entropy_threshold)
     metrics = {name: measured(values, inputs.mask) for name, values in shown.items()}
-    if settings.correction is not None:
+    if settings.correction != "none":
         weight = correction(inputs, settings)
         metrics["sampling/importance_sampling_ratio/mean"] = measured(weight, inputs.mask)
         losses = losses if settings.loss_type == "vespo" else losses * weight  # vespo's own weight has it
@@ -206,7 +203,7 @@ def vespo(inputs: LossInputs, log_ratio: torch.Tensor, settings: LossSettings):
     lowest = math.log(1e-8)
     with torch.no_grad():
         log_w = ((inputs.policy - inputs.old).clamp(-20, 20) * inputs.mask).sum(dim=1, keepdim=True)
-        if settings.correction is not None:
+        if settings.correction != "none":
             log_rho = correction(inputs, settings).log().clamp(lowest, 20)
             log_w = log_w + log_rho.sum(dim=1, keepdim=True)
         log_w = log_w.clamp(lowest, 20)
@@ -275,13 +272,12 @@ def importance_ratio(
     if low is None and high is None:
         return ratio
     inside = ratio.clamp(low, high)
-    return inside if mode.endswith("truncate") else torch.where(inside == ratio, ratio, 0.0)
+    return torch.where(inside == ratio, ratio, 0.0) if mode.endswith("mask") else inside
 
 
 def correction(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
     """`importance_ratio` as the settings ask for it."""
     assert inputs.sampler is not None
-    assert settings.correction is not None
     return importance_ratio(inputs.old, inputs.sampler, inputs.mask, settings.correction, *settings.correction_bounds)
 
 

@@ -240,8 +240,8 @@ class Metrics:
         if ratio and ratio[-1] < LOW_RATIO:
             remedy = (
                 "sampler and trainer are far apart (rollout/logp_mismatch)"
-                if self.correction == "token_truncate"
-                else "write --config.training.vllm_importance_sampling_mode token_truncate"
+                if self.correction == "token"
+                else "write --config.rollout.importance_correction token"
             )
             warn_once(
                 f"rollout: the importance sampling ratios are below {LOW_RATIO} on average, so that most of the"

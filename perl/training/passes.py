@@ -260,7 +260,8 @@ class Comparison:
         spread = max(1, len(batch.rows) // COMPARED_ROWS)
         if engine.remote and engine.piece_size:
             spread = min(spread, engine.piece_size)  # of each piece, as another copy may have drawn it
-        few = batch if self.exact or self.noise_of_all else batch.select(range(0, len(batch.rows), spread))
+        some = range(0, len(batch.rows), spread)
+        few = batch if self.exact or self.noise_of_all else batch.select(some)
         with self.clock("rollout"):
             trainer = self.samplers.logps(few)
         tolerance = TOLERANCE[min(engine.itemsize, self.itemsize)]
@@ -278,8 +279,12 @@ class Comparison:
         if count and engine.remote:
             self.metrics.value("rollout/engine_mismatch", total / count)
         if self.quantised:
+            if self.exact and not self.noise_of_all:  # no pass over all rows for the log alone
+                few, trainer_of_few, drawn = batch.select(some), trainer[list(some)], drawn[list(some)]
+            else:
+                trainer_of_few = trainer
             with self.clock("rollout"):
-                self._measure_drift(few, trainer, drawn)
+                self._measure_drift(few, trainer_of_few, drawn)
         if self.exact:
             batch.sampler = trainer.masked_fill(~known, math.nan)
 
@@ -294,7 +299,8 @@ class Comparison:
         assert few.sampler is not None
         self.metrics.kl("rollout/quantization_kl", few.sampler, sampled, drawn)
         clean = sampled
-        if self.samplers.noise is not None:
+        noisy = max((row.weights.sigma for row in few.rows), default=0.0) > 0.0
+        if self.samplers.processes.largest([int(noisy)])[0]:
             clean = self.samplers.logps(few, noisy=False)
             if all(row.weights.sigma for row in few.rows):
                 self.metrics.kl("aqn/kl", sampled, clean, drawn)

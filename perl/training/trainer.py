@@ -246,7 +246,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
         args, policy = self.args, self.policy()
         chosen = ALGORITHMS[algorithm.name]
         processes = Processes(self.accelerator)
-        correction = correction_mode(args, rollout)
+        correction = correction_of(rollout)
         metrics = Metrics(processes, self._metrics["train"], correction)
         bonus = EntropyBonus.of(args)
         plan = plan_packing(policy, args, self.aux_loss_enabled, self.accelerator.mixed_precision)
@@ -311,7 +311,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
     def _make_comparison(
         self, samplers: Samplers, collector: Collector, metrics: Metrics, rollout: RolloutConfig
     ) -> Comparison:
-        quantised = rollout.quantization != "none"
+        quantised, corrected = rollout.quantization != "none", correction_of(rollout) != "none"
         mixed = self.args.bf16 or self.args.fp16
         return Comparison(
             samplers=samplers,
@@ -321,7 +321,7 @@ class PerlGRPOTrainer(AdapterTrainer, GRPOTrainer):
             sampling=collector.sampling,
             batches_ahead=collector.batches_ahead,
             itemsize=min(self.policy().dtype.itemsize, 2 if mixed else 4),
-            exact=rollout.behaviour == "exact",
+            exact=rollout.behaviour == "exact" and (corrected or self.args.off_policy_mask_threshold is not None),
             quantised=quantised,
             noise_of_all=bool(self.noise) and quantised and self.noise_config.schedule == "target_kl",
         )
@@ -690,11 +690,3 @@ def copy_adapter(model: PeftModel, name: str) -> None:
         for full_name, parameter in model.named_parameters():
             if ".default." in full_name:
                 model.get_parameter(full_name.replace(".default.", f".{name}.")).copy_(parameter)
-
-
-def correction_mode(args: TrainingConfig, rollout: RolloutConfig) -> Any:
-    """How the loss is corrected for the sampler's log-probabilities: of engine vllm by TRL's flags."""
-    if rollout.engine == "vllm":
-        return args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else None
-    asked = correction_of(rollout)
-    return None if asked == "none" else asked if asked.endswith("_mask") else f"{asked}_truncate"

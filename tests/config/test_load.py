@@ -7,7 +7,7 @@ import yaml
 
 from perl.adapters.applied import check_method
 from perl.base.errors import UserError
-from perl.config.derived import scored_quantizations
+from perl.config.derived import correction_of, scored_quantizations
 from perl.config.load import parse
 from perl.config.replaced import REMOVED_FIELDS
 from perl.config.schema import GROUPS
@@ -132,7 +132,10 @@ def test_max_prompt_length_is_taken_in_both_places():
     (("--config.rollout.quantization", "int8", "--config.rollout.importance_correction", "none"), "none"),
 ])  # fmt: skip
 def test_what_an_older_policy_draws_is_corrected_unless_said_otherwise(flags, correction):
-    assert parse(flags).values.rollout.importance_correction == correction
+    values = parse(flags).values
+    assert correction_of(values.rollout) == correction
+    if "--config.rollout.importance_correction" not in flags:
+        assert values.rollout.importance_correction == "auto"  # config.yaml goes with another lag too
 
 
 @pytest.mark.parametrize(("flags", "said"), [
@@ -406,20 +409,44 @@ def test_engine_is_the_one_switch():
     assert "use_vllm" in said
 
 
-def test_vllms_probabilities_are_corrected_token_by_token_unless_the_user_says_otherwise(tmp_path):
-    flag, vllm = "--config.training.vllm_importance_sampling_mode", ["--config.rollout.engine", "vllm"]
-    parsed = parse(vllm)
-    assert parsed.values.training.vllm_importance_sampling_mode == "token_truncate"
-    (line,) = parsed.warnings
-    assert line.startswith("rollout.engine vllm: training.vllm_importance_sampling_mode is token_truncate")
-    assert parse([*vllm, "--config.training.vllm_importance_sampling_correction", "false"]).warnings == []
+VLLM = ("--config.rollout.engine", "vllm")
+TRLS = "--config.training.vllm_importance_sampling_"
+OURS = "--config.rollout.importance_correction"
+
+
+@pytest.mark.parametrize(("flags", "correction"), [
+    ((*VLLM,), "token"),  # not TRL's own default, sequence_mask
+    ((*VLLM, f"{TRLS}mode", "token_mask"), "token_mask"),
+    ((*VLLM, f"{TRLS}correction", "true", f"{TRLS}mode", "sequence_truncate"), "sequence"),
+    ((*VLLM, f"{TRLS}correction", "false"), "none"),
+    ((*VLLM, f"{TRLS}correction", "true"), "token"),
+    ((*VLLM, OURS, "sequence_mask"), "sequence_mask"),
+    ((*VLLM, OURS, "none", f"{TRLS}correction", "false"), "none"),
+    ((f"{TRLS}mode", "token_mask"), "none"),  # of vLLM alone, as a line says
+])  # fmt: skip
+def test_trls_fields_say_of_vllm_what_ours_says_of_every_engine(tmp_path, flags, correction):
+    parsed = parse(flags)
+    assert correction_of(parsed.values.rollout) == correction
+    assert len(parsed.warnings) == (VLLM[0] not in flags)
+    again = parse(["--recipe", write(tmp_path / "config.yaml", parsed.dump())])
+    assert correction_of(again.values.rollout) == correction
+
+
+def test_a_flag_goes_before_the_recipe_whichever_of_the_names_it_uses(tmp_path):
     written = write(tmp_path / "config.yaml", parse([]).dump())  # of a run with another engine
-    for words in ([flag, "token_mask"], ["--recipe", written]):
-        chosen = parse([*vllm, *words])
-        assert chosen.warnings == []
-        assert chosen.values.training.vllm_importance_sampling_mode == (
-            "token_mask" if flag in words else "token_truncate"
-        )
+    assert correction_of(parse([*VLLM, "--recipe", written]).values.rollout) == "token"
+    ours = write(tmp_path / "ours.yaml", "rollout: {importance_correction: sequence}")
+    trls = write(tmp_path / "trls.yaml", "training: {vllm_importance_sampling_mode: token_mask}")
+    off = write(tmp_path / "off.yaml", "rollout: {importance_correction: none}")
+    for recipe, flags, correction in (
+        (ours, [f"{TRLS}mode", "token_mask"], "token_mask"),
+        (trls, [OURS, "none"], "none"),
+        (trls, [f"{TRLS}correction", "true"], "token_mask"),
+        (off, [f"{TRLS}correction", "true"], "token"),
+    ):
+        assert correction_of(parse([*VLLM, "--recipe", recipe, *flags]).values.rollout) == correction
+    assert "they mean the same; give one" in message(*VLLM, OURS, "token", f"{TRLS}mode", "token_mask")
+    assert "unknown mode 'tokens'" in message(*VLLM, f"{TRLS}mode", "tokens")
 
 
 @pytest.mark.parametrize(
@@ -449,12 +476,11 @@ def test_what_was_removed_is_no_flag_and_at_its_old_default_no_mistake(tmp_path)
         assert parse(["--recipe", recipe]).warnings == []
 
 
-def test_noise_needs_a_sampler_that_is_given_it():
-    noise = ["--config.noise_injection.enabled", "true", "--config.rollout.engine"]
-    noisy = [*noise, "vllm", "--config.noise_injection.old_logps", "noisy"]
-    assert "write --config.training.vllm_importance_sampling_correction false" in message(*noisy)
-    for taken in ([*noise, "vllm"], [*noisy, "--config.training.vllm_importance_sampling_correction", "false"]):
-        assert parse(taken).values.noise_injection.enabled
+def test_the_noisy_old_policy_is_corrected_as_the_clean_one_but_never_by_itself():
+    noisy = ["--config.noise_injection.enabled", "true", "--config.noise_injection.old_logps", "noisy"]
+    assert correction_of(parse([*noisy, *VLLM]).values.rollout) == "token"
+    said = message(*noisy, "--config.rollout.quantization", "int8", "--config.rollout.behaviour", "exact")
+    assert "nothing is left to correct; write engine, or old_logps clean" in said
 
 
 def test_rising_noise_is_refused():

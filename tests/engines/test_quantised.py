@@ -20,6 +20,7 @@ from perl.engines.quantised import (
     Int4Product,
     Int8Product,
     Quantisation,
+    QuantisedLayers,
     QuantisedProduct,
     by_size,
     quantise_groups,
@@ -317,13 +318,16 @@ def test_a_model_of_images_is_refused():
         )  # fmt: skip
 
 
-def test_what_a_copy_takes_is_what_plan_counts():
-    layer = torch.nn.Linear(192, 40)
-    wide = torch.arange(32)
-    for name, inputs in (("int8", None), ("int8_w8a8", wide)):
-        made = Int8Product(layer.weight, layer.bias, HiddenStates(), inputs)
-        counted = 192 * 40 * SCHEMES[name].bytes_a_weight + 40 * SCHEMES[name].bytes_an_output
-        assert made.nbytes == counted + (0 if inputs is None else 40 * 32)
+@pytest.mark.parametrize("name", ["int8", "int8_w8a8", "int4"])
+def test_what_a_copy_takes_is_what_plan_counts(name):
+    layer, head, scheme = torch.nn.Linear(192, 48), torch.nn.Linear(96, 80), SCHEMES[name]
+    wide = {layer: torch.arange(32), head: torch.arange(16)} if name == "int8_w8a8" else {}
+    made = QuantisedLayers([layer, head], head, scheme, wide)
+    counted = scheme.copied_bytes(192 * 48, 48, 96 * 80, 80)
+    assert made.nbytes == counted + (48 * 32 + 80 * 16 if wide else 0)
+
+
+def test_each_scheme_can_be_asked_for():
     named = set(get_args(get_type_hints(RolloutConfig)["quantization"]))
     assert named == set(get_args(Quantisation)) == {"none", *SCHEMES}
     assert by_size() == ["int8", "int4"]

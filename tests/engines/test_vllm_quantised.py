@@ -36,8 +36,8 @@ IDS = [*range(3, 30), *range(25, 5, -1)]
 
 def test_whole_numbers_lie_in_int32_the_first_one_lowest():
     four = torch.tensor([[-8.0, 7.0, 0.0, -1.0, 1.0, 0.0, 0.0, 7.0]])  # 0, 15, 8, 7, 9, 8, 8, 15 without sign
+    four, eight = four.to(torch.int8), torch.tensor([[-127.0, 0.0, 1.0, -1.0]]).to(torch.int8)  # 1, 128, 129, 127
     assert packed(four, 4).tolist() == [[0xF88978F0 - 2**32]]
-    eight = torch.tensor([[-127.0, 0.0, 1.0, -1.0]])  # 1, 128, 129, 127 without sign
     assert packed(eight, 8).tolist() == [[0x7F818001]]
 
 

@@ -463,7 +463,7 @@ def test_an_adapter_to_start_from_is_lora_of_its_own_rank():
 def test_a_cap_of_verl_0_5_that_is_off_corrects_nothing(engine):
     result = of(None, *GOOD, "+actor_rollout_ref.actor.tis_imp_ratio_cap=-1", engine=engine)
     assert "actor_rollout_ref.actor.tis_imp_ratio_cap" in result.no_effect
-    assert values(result).get("training.vllm_importance_sampling_correction") is (False if engine == "vllm" else None)
+    assert values(result).get("rollout.importance_correction") == ("none" if engine == "vllm" else None)
 
 
 def test_arguments_of_a_reward_go_to_a_file_of_the_users_alone():
@@ -490,11 +490,10 @@ def test_vllm_keeps_its_settings_and_corrects_only_where_verl_does():
     assert found["rollout.engine"] == "vllm"
     assert found["training.vllm_tensor_parallel_size"] == 2
     assert found["training.vllm_gpu_memory_utilization"] == 0.6
-    assert found["training.vllm_importance_sampling_correction"] is False  # TRL's default is true
+    assert found["rollout.importance_correction"] == "none"  # ours is token with vLLM
     cap = "+actor_rollout_ref.actor.tis_imp_ratio_cap=2"
     corrected = values(of(SCRIPTS / "ascend_support_grpo.sh", cap, engine="vllm"))
-    assert corrected["training.vllm_importance_sampling_correction"] is True
-    assert corrected["training.vllm_importance_sampling_mode"] == "token_truncate"
+    assert corrected["rollout.importance_correction"] == "token"
     assert corrected["training.vllm_importance_sampling_clip_max"] == 2.0
     own = values(of(SCRIPTS / "ascend_support_grpo.sh", cap))
     assert (own["rollout.importance_correction"], "training.vllm_mode" in own) == ("token", False)

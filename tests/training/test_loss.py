@@ -88,7 +88,7 @@ def test_a_hole_in_the_mask_changes_nothing_of_any_loss():
     for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"):
         for level in ("token", "sequence"):
             settings = LossSettings(
-                loss_type=loss_type, level=level, beta=0.1, off_policy_threshold=0.5, correction="token_truncate"
+                loss_type=loss_type, level=level, beta=0.1, off_policy_threshold=0.5, correction="token"
             )
             loss, metrics = value(settings, inputs(**wild))
             expected, others = value(settings, inputs(**tame))
@@ -103,17 +103,17 @@ def test_importance_ratio_by_hand():
     sampler = torch.log(torch.tensor([[0.25, 0.4, 0.1]]))
     mask = torch.tensor([[True, True, False]])
     for mode, bounds, expected in (
-        ("token_truncate", (None, 3.0), [2.0, 0.5, 1.0]),
-        ("token_truncate", (0.8, 1.5), [1.5, 0.8, 1.0]),
+        ("token", (None, 3.0), [2.0, 0.5, 1.0]),
+        ("token", (0.8, 1.5), [1.5, 0.8, 1.0]),
         ("token_mask", (0.8, 1.5), [0.0, 0.0, 1.0]),
         ("token_mask", (None, None), [2.0, 0.5, 1.0]),
-        ("sequence_truncate", (None, 3.0), [1.0]),
-        ("sequence_truncate", (None, 0.7), [0.7]),
+        ("sequence", (None, 3.0), [1.0]),
+        ("sequence", (None, 0.7), [0.7]),
         ("sequence_mask", (None, 0.7), [0.0]),
     ):
         assert importance_ratio(old, sampler, mask, mode, *bounds).tolist() == [pytest.approx(expected)], mode
     nan = torch.tensor([[math.nan, LOG(0.4), 0.0]])  # a token of which vLLM gives no number
-    assert importance_ratio(old, nan, mask, "token_truncate", None, 3.0).tolist() == [pytest.approx([1.0, 0.5, 1.0])]
+    assert importance_ratio(old, nan, mask, "token", None, 3.0).tolist() == [pytest.approx([1.0, 0.5, 1.0])]
 
 
 def test_the_correction_for_a_long_completion_that_noise_has_moved():
@@ -123,7 +123,7 @@ def test_the_correction_for_a_long_completion_that_noise_has_moved():
     apart = torch.randn(64, 8192, generator=generator) * math.sqrt(0.002) - 0.001
     mask, nothing = torch.ones(64, 8192, dtype=torch.bool), torch.zeros(64, 8192)
     assert importance_ratio(apart, nothing, mask, "sequence_mask", None, 3.0).mean() < 0.3
-    assert importance_ratio(apart, nothing, mask, "token_truncate", None, 3.0).mean() == pytest.approx(1.0, abs=0.01)
+    assert importance_ratio(apart, nothing, mask, "token", None, 3.0).mean() == pytest.approx(1.0, abs=0.01)
 
 
 def test_weights_and_masks_are_those_of_trl():
@@ -135,9 +135,9 @@ def test_weights_and_masks_are_those_of_trl():
     theirs = GRPOTrainer.get_off_policy_mask(advantages, policy, sampler, mask, 0.05)
     assert 0 < theirs.sum() < 6
     assert torch.equal(off_policy_mask(one, 0.05), theirs.float())
-    ratio = importance_ratio(old, sampler, mask, "token_truncate", None, 3.0)
+    ratio = importance_ratio(old, sampler, mask, "token", None, 3.0)
     phi = GRPOTrainer.get_gamma_weights(advantages, policy - old, mask, ratio, 2.0, 3.0, 3.0, 2.0)
-    settings = LossSettings(loss_type="vespo", correction="token_truncate")
+    settings = LossSettings(loss_type="vespo", correction="token")
     _, shown = vespo(one, policy - old, settings)
     torch.testing.assert_close(shown["vespo/phi_seq_mean"], phi)
 

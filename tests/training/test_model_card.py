@@ -224,6 +224,13 @@ def test_an_evaluation_that_has_not_ended_is_left_out_with_a_line(tmp_path, capl
     sampling = "temperature 0, top_p 1, top_k 0, max_new_tokens 512, seed 0"
     assert f"{sampling}; engine vllm, dtype auto; truncated 10.0%" in card.text
     assert "## Training" not in card.text  # nothing is known of it
+    quantised = summary([record("a-0")], 1, **changes, quantization="int4")
+    (tmp_path / "results" / "math500" / "summary.json").write_text(json.dumps(quantised))
+    plain, other = add_results(folder, [tmp_path / "results"])
+    assert ("quantization" in plain.metric_args, other.metric_args["quantization"]) == (False, "int4")
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert "| gsm8k | this adapter, in int4 | accuracy | 50.00 | 25.00 – 75.00 |" in text
+    assert "dtype auto, weights in int4; truncated" in text
 
 
 def test_every_algorithm_links_its_paper():

@@ -233,7 +233,7 @@ def noisy(folder: Path) -> dict[str, Any]:
 
     base = save_tiny(folder / "model", scale=4.0)
     noise = NoiseConfig(enabled=True, seed=3, sigma_start=1.0, sigma_end=1.0, old_logps="noisy")
-    settings = {"lr_scheduler_type": "constant", "max_steps": 4, "vllm_importance_sampling_correction": False}
+    settings = {"lr_scheduler_type": "constant", "max_steps": 4}
     with logged() as lines:
         model = AutoModelForCausalLM.from_pretrained(base)
         trainer = trained_by(folder, model=model, noise=noise, vllm_max_model_length=64, **settings)

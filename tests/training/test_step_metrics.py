@@ -24,7 +24,7 @@ def processes():
     )
 
 
-def metrics(correction=None):
+def metrics(correction="none"):
     warn_once.cache_clear()
     return Metrics(processes(), defaultdict(list), correction)
 
@@ -176,8 +176,8 @@ def test_a_difference_that_grows_is_said_once(caplog):
 def test_ratios_that_take_most_of_the_gradient_are_said_once(caplog):
     inputs = LossInputs(policy=torch.zeros(1, 1), old=torch.zeros(1, 1), mask=mask_of([1]), advantages=torch.ones(1, 1))
     for mode, says in (
-        ("sequence_mask", "write --config.training.vllm_importance_sampling_mode token_truncate"),
-        ("token_truncate", "sampler and trainer are far apart"),
+        ("sequence_mask", "write --config.rollout.importance_correction token"),
+        ("token", "sampler and trainer are far apart"),
     ):
         made = metrics(mode)
         for mean in (1.0, 0.6, 0.4, 0.4):

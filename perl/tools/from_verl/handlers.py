@@ -222,12 +222,9 @@ def _capped(value: Any) -> bool:
 
 
 def _corrected(level: str, limit: Any, verl: Verl) -> Outcome:
-    """Ratios of `level`, cut at `limit`; with vLLM TRL's own fields say so."""
+    """Ratios of `level`, cut at `limit`."""
     cut = {"training.vllm_importance_sampling_clip_max": number(limit)}
-    if not _is_vllm(verl):
-        return Translated({"rollout.importance_correction": level, **cut})
-    mode = {"training.vllm_importance_sampling_mode": f"{level}_truncate"}
-    return Translated({"training.vllm_importance_sampling_correction": True, **mode, **cut})
+    return Translated({"rollout.importance_correction": level, **cut})
 
 
 # Optimizer
@@ -375,7 +372,7 @@ def engine(value: Any, verl: Verl) -> Outcome:
     if chosen == "vllm":
         fields["training.vllm_mode"] = "colocate"
         if not _capped(verl[f"{ACTOR}.tis_imp_ratio_cap"]) and not verl["algorithm.rollout_correction.rollout_is"]:
-            fields["training.vllm_importance_sampling_correction"] = False  # TRL's default masks whole completions
+            fields["rollout.importance_correction"] = "none"  # with vLLM ours is token
     return Translated(fields, note)
 
 

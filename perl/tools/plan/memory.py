@@ -343,7 +343,8 @@ def _rollout(shape: Shape, job: Job, device: Device, free: int) -> Iterator[Item
     layer's keys and values are read out of the cache. On a CPU float32 weights are laid out again for oneDNN, or, the
     head too, quantised once for the whole run."""
     if job.quantization != "none":
-        copy = quantised_bytes(shape.linear, shape.outputs, job.quantization)
+        head, layers = shape.vocabulary * shape.hidden, shape.outputs - shape.vocabulary
+        copy = SCHEMES[job.quantization].copied_bytes(shape.linear - head, layers, head, shape.vocabulary)
         yield Item(job.quantization + COPY, copy, "both")
         free -= copy
     elif device.cpu and job.sampled_bytes == 4:  # of a base in fewer bits the head
