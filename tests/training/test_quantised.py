@@ -6,6 +6,7 @@ import torch
 from perl.algorithms import ALGORITHMS
 from perl.config.schema import NoiseConfig
 from perl.models.folders import load_model
+from perl.training.passes import Passes
 from tests.environments.training import fields_of
 from tests.quantised import needs_int8
 from tests.tiny import save_tiny
@@ -94,6 +95,30 @@ def test_the_exact_policy_leaves_the_quantisation_out_of_the_correction(tmp_path
         assert row["rollout/logp_kl"] == pytest.approx(0.0, abs=1e-6)
         assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
         assert row["rollout/quantization_kl"] > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "correction", "sigma", "passes"),
+    [
+        ("engine", "token", 0.05, [4, 4]),  # a few rows: the policy that drew, and without its noise
+        ("exact", "token", 0.05, [32, 4]),  # all rows for the loss, a few for aqn/kl
+        ("exact", "token", 0.0, [32]),  # there is no noise yet
+        ("exact", "none", 0.05, [4, 4]),  # nothing is corrected
+    ],
+)
+def test_no_pass_over_all_rows_is_for_the_log_alone(tmp_path, monkeypatch, behaviour, correction, sigma, passes):
+    made, compute = [], Passes.logps
+    monkeypatch.setattr(
+        Passes, "logps", lambda self, model, rows, width: made.append(len(rows)) or compute(self, model, rows, width)
+    )
+    noise = NoiseConfig(**(NOISE | {"sigma_start": sigma, "sigma_end": min(sigma, 0.01)}))
+    rollout = {"quantization": "int8", "behaviour": behaviour, "importance_correction": correction}
+    _, (row,) = trained(
+        tmp_path, noise=noise, rollout=rollout, max_steps=1, per_device_train_batch_size=16, num_generations=4
+    )
+    assert made == passes
+    assert row["rollout/quantization_kl"] > 1e-6
+    assert ("aqn/kl" in row) == (sigma > 0.0)
 
 
 def test_target_kl_follows_the_noise_and_not_the_quantisation(tmp_path):
