@@ -140,8 +140,8 @@ def show(found: Audit, console: Console) -> None:
         table.add_row(name, EXPECTED[expected], *cells(share, "refused" if expected == "pays" else "paid"))
     table.add_row("all wrong texts", EXPECTED["less"], *cells(found.false_passes, "paid"))
     table.add_row("all right texts", EXPECTED["pays"], *cells(found.refusals, "refused"))
-    console.print(table)
-    if found.ms_max:
+    if found.probes:  # none where it was not asked to the end
+        console.print(table)
         console.print(f"{found.ms_median:.2f} ms a completion, at most {found.ms_max:.2f}", highlight=False)
     for line in (*found.faults, *found.notes, f"{found.name}: {found.verdict}, by {found.rows} rows"):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
