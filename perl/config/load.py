@@ -25,7 +25,6 @@ from perl.config.help import add_help
 from perl.config.parser import Parser
 from perl.config.peft_fields import leave_out_other_methods
 from perl.config.ranges import check_numbers
-from perl.config.replaced import REMOVED_FIELDS, without_removed
 from perl.config.schema import GROUPS, Groups, RolloutConfig
 from perl.config.unused_flags import RULES, Rule, flags_without_effect, recipe_without_effect
 
@@ -44,6 +43,17 @@ SAY_ONE_THING = (
     ("training.max_steps", "training.num_train_epochs"),
 )
 """What a recipe says by one of these names goes before what its base says by another."""
+NOT_TAKEN: tuple[str | int, ...] = (
+    "transformers_continuous_batching_config",
+    "use_transformers_continuous_batching",
+    "use_transformers_paged",
+    "vllm_group_port",
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+)
+"""Fields of TRL's that are no flags here: of engines that perl has not."""
 OF_ONE_RUN = ("output_dir", "resume_from_checkpoint")
 UNMERGED = ("lora", "rslora", "lora_plus", "lora_fa", "pissa", "milora", "milora_plus")
 """Methods whose layers add scale * B A x to the base's product, which may be a quantised one."""
@@ -175,8 +185,7 @@ def build_parser(program: Program) -> Parser:
     parser.add_argument("--recipe", type=str, default=None, help="YAML file with groups common, model, dataset, …")
     for name, group in program.groups.items():
         parser.add_class_arguments(group, f"config.{name}")
-    removed: set[str | int] = {name.removeprefix("training.") for name in REMOVED_FIELDS}
-    parser.add_class_arguments(program.training_class(), "config.training", skip=removed)
+    parser.add_class_arguments(program.training_class(), "config.training", skip=set(NOT_TAKEN))
     add_help(parser, [*program.groups, "training"])
     return parser
 
@@ -188,7 +197,6 @@ def read_recipe(path: str | None, parser: Parser, program: Program) -> tuple[Nam
         return Namespace(), {}
     content, written_in = recipe_content(path, program)
     try:
-        content = {name: without_removed(name, fields) for name, fields in content.items()}
         return parser.parse_object({"config": content}, defaults=False), written_in
     except UserError as error:
         field = re.search(r"--config\.(\w+\.\w+)", str(error))

@@ -69,6 +69,7 @@ CHOICES = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "vllm_mode": ("colocate",),
 }
 """Fields that GRPOConfig takes any text for, and TRL refuses at the first rollout or loss."""
 
