@@ -26,7 +26,7 @@ from perl.config.parser import Parser
 from perl.config.peft_fields import leave_out_other_methods
 from perl.config.ranges import check_numbers
 from perl.config.schema import GROUPS, Groups, RolloutConfig
-from perl.config.unused_flags import RULES, Rule, flags_without_effect, recipe_without_effect
+from perl.config.unused_flags import RULES, Rule, flags_without_effect
 
 if TYPE_CHECKING:
     from perl.config.training import TrainingConfig
@@ -171,7 +171,6 @@ def parse_for(program: Program[C], argv: Sequence[str]) -> Parsed[C]:
     warnings += leave_out_other_methods(values, given, written)
     check_numbers(values)
     warnings += flags_without_effect(values, given, program.rules)
-    warnings += recipe_without_effect(values, written, given, program.groups, program.rules)
     return Parsed(values=values, warnings=warnings, missing=missing, parser=parser, program=program)
 
 
